@@ -1,0 +1,28 @@
+// Package recovery turns a quorum into what one rank has to do: its ranks, its rendezvous store, and who
+// heals from whom. It is a pure function of its arguments, so every member of a quorum computes the same plan.
+package recovery
+
+// Source is a group that can serve its state to one that heals.
+type Source struct {
+	ReplicaRank    int64
+	ManagerAddress string
+}
+
+// Result is what one rank has to do about a quorum.
+type Result struct {
+	QuorumID         int64
+	ReplicaRank      int64 // of this group among the quorum's members
+	ReplicaWorldSize int64
+	// Sources is empty unless this group heals. Today the first one is used; it is a list so that a
+	// group can heal from several.
+	Sources               []Source
+	RecoverDstReplicaRank []int64 // the groups that heal from this one
+	StoreAddress          string  // rendezvous store of this rank
+	MaxStep               int64
+	MaxReplicaRank        *int64 // among the members at MaxStep; nil if this group is behind
+	MaxWorldSize          int64  // members at MaxStep
+	Heal                  bool
+	CommitFailures        int64 // the largest any member reports
+	ReplicaIDs            []string
+	Handles               []string // of this group rank, one per member in order; empty unless all sent them
+}

@@ -1,0 +1,136 @@
+// Package round is the manager server's machine: it gathers the ranks of one replica group for a quorum and
+// for a commit vote, and sees to it that every rank that waits is answered.
+//
+// It is pure: time is an argument, RPCs and broken connections are events, answers are actions.
+package round
+
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/recovery"
+)
+
+// WaiterID names one waiting request; the shell chooses it and never uses it twice.
+type WaiterID uint64
+
+// Group is what one manager server knows about its replica group from the start.
+type Group struct {
+	ReplicaID    string
+	Address      string // of this manager server, announced to the others
+	StoreAddress string
+	WorldSize    int64 // ranks in the group
+}
+
+// Event is something that happened to the manager server.
+type Event interface{ isEvent() }
+
+type (
+	// QuorumAsked: a rank waits for the next quorum.
+	QuorumAsked struct {
+		Waiter             WaiterID
+		GroupRank          int64
+		Step               int64
+		CheckpointMetadata string
+		ShrinkOnly         bool
+		InitSync           bool
+		CommitFailures     int64
+		Handle             string
+		GroupWorldSize     int64     // as the rank believes; 0 if the peer did not say
+		Deadline           time.Time // of this rank's wait
+	}
+	// QuorumKnown: the lighthouse answered a round, or failed to.
+	QuorumKnown struct {
+		Round   uint64
+		Quorum  *quorum.Quorum // nil if Failure is set
+		Failure *Failure
+	}
+	// Voted: a rank says whether its step may be committed, and waits for the group's decision.
+	Voted struct {
+		Waiter       WaiterID
+		GroupRank    int64
+		Step         int64
+		ShouldCommit bool
+	}
+	// MetadataAsked: someone asks where a rank serves its checkpoint. Answered at once.
+	MetadataAsked struct {
+		Waiter    WaiterID
+		GroupRank int64
+	}
+	// GaveUp: a waiter's deadline passed, or its call was cancelled.
+	GaveUp struct {
+		Waiter  WaiterID
+		Timeout bool
+	}
+	// RankGone: the last connection of a rank broke.
+	RankGone struct{ GroupRank int64 }
+	// Closed: the server shuts down; every waiter is answered with this reason.
+	Closed struct{ Reason string }
+)
+
+func (QuorumAsked) isEvent()   {}
+func (QuorumKnown) isEvent()   {}
+func (Voted) isEvent()         {}
+func (MetadataAsked) isEvent() {}
+func (GaveUp) isEvent()        {}
+func (RankGone) isEvent()      {}
+func (Closed) isEvent()        {}
+
+// Action is something the shell must do.
+type Action interface{ isAction() }
+
+type (
+	// AskLighthouse starts the one request of this round. The shell answers with QuorumKnown.
+	AskLighthouse struct {
+		Round         uint64
+		Member        quorum.Member
+		KnownQuorumID int64
+		Deadline      time.Time
+	}
+	// CancelLighthouse ends the request of a round that nobody waits for any more.
+	CancelLighthouse struct{ Round uint64 }
+	// AnswerQuorum answers one rank with its own result.
+	AnswerQuorum struct {
+		Waiter WaiterID
+		Result recovery.Result
+	}
+	// AnswerVote answers one rank with the group's decision.
+	AnswerVote struct {
+		Waiter       WaiterID
+		ShouldCommit bool
+	}
+	// AnswerMetadata answers MetadataAsked.
+	AnswerMetadata struct {
+		Waiter   WaiterID
+		Metadata string
+	}
+	// Fail answers one waiter with an error.
+	Fail struct {
+		Waiter  WaiterID
+		Failure Failure
+	}
+)
+
+func (AskLighthouse) isAction()    {}
+func (CancelLighthouse) isAction() {}
+func (AnswerQuorum) isAction()     {}
+func (AnswerVote) isAction()       {}
+func (AnswerMetadata) isAction()   {}
+func (Fail) isAction()             {}
+
+// Kind classes a failure; internal/rpc maps each to one gRPC status code.
+type Kind int
+
+const (
+	KindInvalid     Kind = iota // the request can never succeed: INVALID_ARGUMENT
+	KindTimeout                 // a deadline passed: DEADLINE_EXCEEDED
+	KindAborted                 // a sibling rank or a newer attempt ended this round: ABORTED
+	KindUnavailable             // shutting down, or the lighthouse is gone: UNAVAILABLE
+	KindInternal                // everything else: INTERNAL
+)
+
+// Failure is why a waiter got no answer, in words for people.
+type Failure struct {
+	Kind   Kind
+	Reason string
+}

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from torchft import addresses
+from torchft.addresses import HOST_ENV, LIGHTHOUSE_ENV, announced_host, host_port
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HOST_ENV, raising=False)
+    monkeypatch.delenv(LIGHTHOUSE_ENV, raising=False)
+
+
+def test_setting_wins_over_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOST_ENV, "127.0.0.7")
+    assert announced_host("http://10.0.0.1:1") == "127.0.0.7"
+
+
+def test_setting_may_be_bracketed_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOST_ENV, "[::1]")
+    assert announced_host() == "::1"
+
+
+def test_setting_may_be_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOST_ENV, "lo")
+    assert announced_host() == "127.0.0.1"
+
+
+def test_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOST_ENV, "no such host")
+    with pytest.raises(ValueError, match="TORCHFT_HOST='no such host' is neither.*interfaces: .*lo"):
+        announced_host()
+
+
+def test_route_is_used_unless_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_route_towards", lambda addr: "10.1.2.3" if "far" in addr else None)
+    monkeypatch.setattr(addresses, "_resolves", lambda name: True)
+    assert announced_host("http://far:1") == "10.1.2.3"
+    monkeypatch.setenv(LIGHTHOUSE_ENV, "http://far:1")
+    assert announced_host() == "10.1.2.3"
+    assert announced_host("http://near:1") == socket.gethostname()
+
+
+@pytest.mark.parametrize("addr", ["", "nonsense", "http://localhost:29510", "http://[::1]:1", "http://:99999999"])
+def test_loopback_or_unknown_lighthouse_tells_no_route(addr: str) -> None:
+    assert addresses._route_towards(addr) is None
+
+
+def test_hostname_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_resolves", lambda name: False)
+    assert announced_host() == "localhost"
+
+
+def test_host_port_brackets_ipv6() -> None:
+    assert host_port("::1", 5) == "[::1]:5"
+    assert host_port("a.b", 5) == "a.b:5"

@@ -1,0 +1,113 @@
+"""The one place that decides under which address this process announces itself.
+
+Manager servers, stores, reconfigure handles and checkpoint servers all ask here, so that a host with several
+networks is set right once: a wrong choice is how healing ends up on the slow network.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+HOST_ENV = "TORCHFT_HOST"
+LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+
+
+def announced_host(lighthouse_addr: str | None = None) -> str:
+    """The host name or IP address that other hosts can reach this process under, without brackets or port.
+
+    In this order: ``TORCHFT_HOST`` (an address, or the name of a network interface); the local end of the route
+    towards the lighthouse, unless that is a loopback address, which says nothing about other hosts; the host name, if
+    it resolves; ``localhost``.
+
+    Args:
+        lighthouse_addr: ``http://host:port`` of the lighthouse; default: ``TORCHFT_LIGHTHOUSE``.
+
+    Raises:
+        ValueError: ``TORCHFT_HOST`` names neither an interface with an address nor a host that resolves.
+    """
+    setting = os.environ.get(HOST_ENV, "").strip()
+    if setting:
+        return _host_of_setting(setting)
+    route = _route_towards(lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV, ""))
+    if route is not None:
+        return route
+    name = socket.gethostname()
+    return name if _resolves(name) else "localhost"
+
+
+def host_port(host: str, port: int) -> str:
+    """``host:port`` as it stands in an address: an IPv6 address gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _host_of_setting(setting: str) -> str:
+    setting = setting.removeprefix("[").removesuffix("]")
+    if setting in (name for _, name in socket.if_nameindex()):
+        address = _interface_address(setting)
+        if address is None:
+            raise ValueError(f"{HOST_ENV}={setting!r}: this network interface has no address; name one that has")
+        return address
+    if not _resolves(setting):
+        raise ValueError(
+            f"{HOST_ENV}={setting!r} is neither a network interface of this host nor an address that resolves; "
+            f"interfaces: {', '.join(name for _, name in socket.if_nameindex())}"
+        )
+    return setting
+
+
+def _route_towards(lighthouse_addr: str) -> str | None:
+    """The local address that packets to the lighthouse leave from; None if unknown or loopback."""
+    try:
+        parts = urlsplit(lighthouse_addr)
+        if not parts.hostname:
+            return None
+        targets = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    except (OSError, ValueError):
+        return None  # a bad address is reported by whoever connects to it
+    for family, kind, proto, _, target in targets:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(target)  # sends nothing: a UDP connect only picks the route
+                address = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        if not (address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1")):
+            return address
+    return None
+
+
+@lru_cache
+def _resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
+
+
+def _interface_address(name: str) -> str | None:
+    """The first IPv4 address of an interface, else its first global IPv6 address."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    siocgifaddr = 0x8915
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            reply = fcntl.ioctl(sock.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(reply[20:24])
+        except OSError:
+            pass
+    try:
+        with open("/proc/net/if_inet6") as table:
+            for line in table:
+                digits, _, _, scope, _, interface = line.split()
+                if interface == name and scope == "00":
+                    return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,294 @@
+"""Deadlines for things that have none: futures, blocks of code, streams.
+
+All timers of a process share one daemon thread, which starts with the first timer. A timer that
+fires runs its callback on that thread, so callbacks must be short: abort something, fail a future.
+A callback that hangs would silence every other deadline of the process, and a job without deadlines
+hangs for ever; so it is given ``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by default), after which
+the stacks of all threads go to stderr and the process exits with code 1, for its supervisor to
+start again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import heapq
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Callable, Generator, Optional, TypeVar
+
+import torch
+from torch.futures import Future
+
+from torchft.utils import record_event
+
+__all__ = [
+    "WATCHDOG_TIMEOUT_SEC",
+    "context_timeout",
+    "future_timeout",
+    "future_wait",
+    "stream_timeout",
+]
+
+T = TypeVar("T")
+
+WATCHDOG_TIMEOUT_SEC = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
+_DEFAULT_WATCHDOG_TIMEOUT_SEC = 30.0
+
+_logger: logging.Logger = logging.getLogger(__name__)
+
+
+def _watchdog_timeout_sec() -> float:
+    """Seconds a callback may take before the process is given up."""
+    text = os.environ.get(WATCHDOG_TIMEOUT_SEC)
+    if text is None:
+        return _DEFAULT_WATCHDOG_TIMEOUT_SEC
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"{WATCHDOG_TIMEOUT_SEC}={text!r}: a positive number of seconds is needed"
+        )
+    return seconds
+
+
+def _give_up(callback: Callable[[], None], seconds: float) -> None:
+    """Ends the process: a timer's callback has hung, no deadline would fire any more."""
+    print(
+        f"torchft: the timeout callback {callback!r} did not return within {seconds} s "
+        f"({WATCHDOG_TIMEOUT_SEC}); exiting, the stacks of all threads follow",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        faulthandler.dump_traceback(all_threads=True)
+    finally:
+        # sys.exit would end this thread only, and a normal exit would wait for the hung one.
+        os._exit(1)
+
+
+class _Timer:
+    """One pending callback. Runs at most once, never after cancel() returned before it was due."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Optional[Callable[[], None]] = callback
+
+    def cancel(self) -> None:
+        """Drops the callback, and with it whatever it keeps alive."""
+        self._callback = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self._callback is None
+
+    def take(self) -> Optional[Callable[[], None]]:
+        callback, self._callback = self._callback, None
+        return callback
+
+
+class _TimeoutManager:
+    """A heap of timers and the thread that runs them."""
+
+    # Cancelled timers stay in the heap until they are due: with a deadline of a minute and a
+    # thousand steps a second that is a lot of them. Beyond this many the heap is swept.
+    _SWEEP_AT = 256
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._cond = threading.Condition()
+        self._heap: list[tuple[float, int, _Timer]] = []
+        self._sequence = itertools.count()
+        self._sweep_at = self._SWEEP_AT
+        self._thread: Optional[threading.Thread] = None
+        self._watchdog_sec = _DEFAULT_WATCHDOG_TIMEOUT_SEC
+
+    def schedule(self, timeout: timedelta, callback: Callable[[], None]) -> _Timer:
+        """Runs callback once on the timer thread after `timeout`, unless cancelled."""
+        timer = _Timer(callback)
+        deadline = time.monotonic() + timeout.total_seconds()
+        with self._cond:
+            if self._thread is None:
+                self._start()
+            if len(self._heap) >= self._sweep_at:
+                self._sweep()
+            entry = (deadline, next(self._sequence), timer)
+            heapq.heappush(self._heap, entry)
+            # Later timers need no wake-up: the thread looks again when the earliest is due.
+            if self._heap[0] is entry:
+                self._cond.notify()
+        return timer
+
+    def shutdown(self) -> None:
+        """Stops the thread and drops all timers. The next timer starts a new thread."""
+        with self._cond:
+            thread, self._thread = self._thread, None
+            self._heap.clear()
+            self._cond.notify()
+        if thread is not None and thread is not threading.current_thread():
+            # A callback may be running; the process does not wait for it longer than the watchdog.
+            thread.join(self._watchdog_sec)
+
+    def _start(self) -> None:
+        self._watchdog_sec = _watchdog_timeout_sec()
+        self._thread = threading.Thread(
+            target=self._run, name="torchft_timeouts", daemon=True
+        )
+        self._thread.start()
+
+    def _sweep(self) -> None:
+        self._heap = [entry for entry in self._heap if not entry[2].cancelled]
+        heapq.heapify(self._heap)
+        self._sweep_at = max(self._SWEEP_AT, 2 * len(self._heap))
+
+    def _run(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self._cond:
+                callback = None
+                while callback is None:
+                    if self._thread is not me:
+                        return
+                    callback = self._next_due()
+            self._call(callback)
+            # Held on to, it would keep its tensors alive until the next timer fires.
+            del callback
+
+    def _next_due(self) -> Optional[Callable[[], None]]:
+        """The callback that is due, or None after waiting for the earliest timer once."""
+        while self._heap and self._heap[0][2].cancelled:
+            heapq.heappop(self._heap)
+        if not self._heap:
+            self._cond.wait()
+            return None
+        delay = self._heap[0][0] - time.monotonic()
+        if delay > 0:
+            self._cond.wait(min(delay, threading.TIMEOUT_MAX))
+            return None
+        return heapq.heappop(self._heap)[2].take()
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        # Timers fire rarely, so a watchdog that lives as long as the callback is cheap enough.
+        watchdog = threading.Timer(
+            self._watchdog_sec, _give_up, (callback, self._watchdog_sec)
+        )
+        watchdog.daemon = True
+        watchdog.name = "torchft_timeouts_watchdog"
+        watchdog.start()
+        try:
+            callback()
+        except Exception:
+            _logger.exception("a timeout callback raised")
+        finally:
+            watchdog.cancel()
+
+
+_TIMEOUT_MANAGER = _TimeoutManager()
+atexit.register(_TIMEOUT_MANAGER.shutdown)
+# A forked child (a DataLoader's worker, say) inherits neither the thread nor a usable lock.
+os.register_at_fork(after_in_child=_TIMEOUT_MANAGER._reset)
+
+
+def _timeout_error(what: str, timeout: timedelta) -> TimeoutError:
+    return TimeoutError(
+        f"{what} did not complete within {timeout.total_seconds()} s"
+    )
+
+
+def _devices() -> list[torch.device]:
+    """Devices whose tensors a new future may hold; a future must know them when it is made."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
+        return []
+    return [
+        torch.device(accelerator.type, index)
+        for index in range(torch.accelerator.device_count())
+    ]
+
+
+def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
+    """A future that ends like `fut`, or with TimeoutError when `fut` takes longer than `timeout`.
+
+    `fut` itself is left alone: it may still complete later.
+    """
+    if fut.done():
+        return fut
+
+    result: Future[T] = Future(devices=_devices())
+    # Whoever gets the lock, the timer or the future, completes the result; nobody releases it.
+    first = threading.Lock()
+
+    def expire() -> None:
+        if first.acquire(blocking=False):
+            result.set_exception(_timeout_error("future", timeout))
+
+    timer = _TIMEOUT_MANAGER.schedule(timeout, expire)
+
+    def complete(done: Future[T]) -> None:
+        timer.cancel()
+        if not first.acquire(blocking=False):
+            return
+        try:
+            result.set_result(done.value())
+        except Exception as e:
+            result.set_exception(e)
+
+    fut.add_done_callback(complete)
+    return result
+
+
+def future_wait(fut: Future[T], timeout: timedelta) -> T:
+    """The value of `fut`.
+
+    Raises:
+        TimeoutError: it was not done within `timeout`.
+        Exception: whatever `fut` failed with.
+    """
+    if not fut.done():
+        event = threading.Event()
+        fut.add_done_callback(lambda _: event.set())
+        if not event.wait(max(timeout.total_seconds(), 0.0)):
+            raise _timeout_error("future", timeout)
+    return fut.wait()
+
+
+def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
+    """Calls `callback` when the work queued on the current stream is not done within `timeout`.
+
+    Without an accelerator there are no streams, and nothing is watched.
+    """
+    if not torch.accelerator.is_available():
+        return
+    event = record_event()
+
+    def check() -> None:
+        if not event.query():
+            callback()
+
+    _TIMEOUT_MANAGER.schedule(timeout, check)
+
+
+@contextmanager
+def context_timeout(
+    callback: Callable[[], None], timeout: timedelta
+) -> Generator[None, None, None]:
+    """Calls `callback` when the block takes longer than `timeout`; the block itself goes on.
+
+    Typically the callback aborts what the block waits for.
+    """
+    timer = _TIMEOUT_MANAGER.schedule(timeout, callback)
+    try:
+        yield
+    finally:
+        timer.cancel()

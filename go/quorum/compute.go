@@ -1,0 +1,122 @@
+package quorum
+
+import (
+	"fmt"
+	"time"
+)
+
+// tally is all that a decision depends on: how many, never who. The roster keeps it up to date, so that
+// deciding after a request costs the same with ten groups and with ten thousand.
+type tally struct {
+	healthy    int // replicas with a heartbeat younger than the timeout
+	candidates int // healthy replicas that wait for a quorum
+	shrinkers  int // candidates that ask shrink_only
+
+	previous           int // members of the previous quorum, 0 if there was none
+	previousCandidates int // candidates among them
+
+	waited time.Duration // since the first candidate joined
+}
+
+// cause says why there is a quorum, or why there is none yet.
+type cause int
+
+const (
+	nobodyWaits    cause = iota
+	tooFew               // fewer than min_replicas may be in it
+	noMajority           // it could be the smaller half of a split
+	awaitingOthers       // possible, but a healthy replica may still ask
+	fastPath             // every previous member asked
+	allAsked             // every healthy replica asked
+	joinTimedOut         // the rest did not ask in time
+)
+
+// decision is what compute found. The numbers are kept apart from the words, because most decisions
+// ("not yet") are never shown to anybody.
+type decision struct {
+	cause  cause
+	shrink bool // only members of the previous quorum may be in it
+	policy Policy
+	tally  tally
+}
+
+// ready reports whether there is a quorum.
+func (d decision) ready() bool { return d.cause >= fastPath }
+
+// compute decides whether the candidates are a quorum.
+func compute(p Policy, t tally) decision {
+	d := decision{policy: p, tally: t}
+	// Without a previous quorum there is nothing to shrink from: a fresh lighthouse must let a job start.
+	d.shrink = t.shrinkers > 0 && t.previous > 0
+
+	switch {
+	case t.candidates == 0:
+		d.cause = nobodyWaits
+	case t.previous > 0 && t.previousCandidates == t.previous:
+		// The previous quorum obeyed the rules below, and nobody of it is missing.
+		d.cause = fastPath
+	case d.eligible() < p.MinReplicas:
+		d.cause = tooFew
+	case 2*t.candidates <= t.healthy:
+		// Counted before shrink_only takes its pick: who asks is here, even if it must wait for its turn.
+		d.cause = noMajority
+	case t.candidates == t.healthy:
+		d.cause = allAsked
+	case t.waited >= p.JoinTimeout:
+		d.cause = joinTimedOut
+	default:
+		d.cause = awaitingOthers
+	}
+	return d
+}
+
+// eligible is how many candidates may be in the quorum.
+func (d decision) eligible() int {
+	if d.shrink {
+		return d.tally.previousCandidates
+	}
+	return d.tally.candidates
+}
+
+// String is the reason in words, the same for the log, the dashboard and the tests.
+func (d decision) String() string {
+	t := d.tally
+	shrink := ""
+	if d.shrink {
+		shrink = " (shrink_only: of the previous quorum)"
+	}
+	switch d.cause {
+	case nobodyWaits:
+		return "no replica asks for a quorum"
+	case tooFew:
+		return fmt.Sprintf("%s asked%s, min_replicas is %d", replicas(d.eligible()), shrink, d.policy.MinReplicas)
+	case noMajority:
+		return fmt.Sprintf("%d of %s asked, more than half are needed", t.candidates, healthy(t.healthy))
+	case awaitingOthers:
+		return fmt.Sprintf("%d of %s asked, the others have %s left to join (join_timeout_ms)",
+			t.candidates, healthy(t.healthy), (d.policy.JoinTimeout - t.waited).Round(time.Millisecond))
+	case fastPath:
+		return fmt.Sprintf("every member of the previous quorum asked (%d), %d in the new one%s",
+			t.previous, d.eligible(), shrink)
+	case allAsked:
+		return fmt.Sprintf("all %s asked, %d in the quorum%s", healthy(t.healthy), d.eligible(), shrink)
+	case joinTimedOut:
+		return fmt.Sprintf("%d of %s asked before join_timeout_ms passed, %d in the quorum%s",
+			t.candidates, healthy(t.healthy), d.eligible(), shrink)
+	}
+	return fmt.Sprintf("unknown cause %d", int(d.cause))
+}
+
+func replicas(n int) string {
+	if n == 1 {
+		return "1 replica"
+	}
+	return fmt.Sprintf("%d replicas", n)
+}
+
+func healthy(n int) string {
+	if n == 1 {
+		return "1 healthy replica"
+	}
+	return fmt.Sprintf("%d healthy replicas", n)
+}

@@ -1,0 +1,148 @@
+package quorum
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Status is the state of a lighthouse for people and for dashboards. Durations are in milliseconds.
+type Status struct {
+	QuorumID    int64          `json:"quorum_id"` // of the latest quorum, 0 before the first
+	Quorum      []string       `json:"quorum"`    // replica_ids of its members, in order
+	QuorumAgeMS int64          `json:"quorum_age_ms"`
+	Created     time.Time      `json:"quorum_created,omitzero"`
+	MaxStep     int64          `json:"max_step"` // largest step of its members
+	Reason      string         `json:"reason"`   // why there is no next quorum yet
+	Healthy     int            `json:"healthy"`
+	Candidates  int            `json:"candidates"` // healthy members that wait
+	Waiters     int            `json:"waiters"`    // requests that wait
+	Members     []MemberStatus `json:"members"`    // all that are alive, wait, or are in the latest quorum
+
+	MinReplicas        int   `json:"min_replicas"`
+	JoinTimeoutMS      int64 `json:"join_timeout_ms"`
+	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
+}
+
+// MemberStatus is one replica group in Status.
+type MemberStatus struct {
+	ReplicaID      string `json:"replica_id"`
+	HeartbeatAgeMS int64  `json:"heartbeat_age_ms"`
+	Healthy        bool   `json:"healthy"`
+	InQuorum       bool   `json:"in_quorum"`
+	Waiting        bool   `json:"waiting"`
+	WaitingMS      int64  `json:"waiting_ms"` // since it joined the next quorum
+	// Of its request if it waits, else as it was in the latest quorum.
+	Address        string `json:"address,omitempty"`
+	StoreAddress   string `json:"store_address,omitempty"`
+	Step           int64  `json:"step"`
+	WorldSize      uint64 `json:"world_size"`
+	CommitFailures int64  `json:"commit_failures"`
+	ShrinkOnly     bool   `json:"shrink_only"`
+}
+
+// Describe tells the state at a time. It changes nothing, and it counts anew what Step counts as it goes.
+func (m *Machine) Describe(now time.Time) Status {
+	if now.Before(m.now) {
+		now = m.now
+	}
+	t := m.recount(now)
+	s := Status{
+		Quorum:             []string{},
+		Reason:             m.explain(compute(m.policy, t)),
+		Healthy:            t.healthy,
+		Candidates:         t.candidates,
+		Waiters:            len(m.roster.waiters),
+		Members:            make([]MemberStatus, 0, len(m.roster.replicas)),
+		MinReplicas:        m.policy.MinReplicas,
+		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
+		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),
+	}
+	last := map[string]Member{}
+	if q := m.latest; q != nil {
+		s.QuorumID, s.Created, s.QuorumAgeMS = q.ID, q.Created, now.Sub(q.Created).Milliseconds()
+		for _, member := range q.Members {
+			s.Quorum = append(s.Quorum, member.ReplicaID)
+			s.MaxStep = max(s.MaxStep, member.Step)
+			last[member.ReplicaID] = member
+		}
+	}
+	for _, r := range m.roster.replicas {
+		member := last[r.id]
+		if r.waiting() {
+			member = r.member
+		}
+		ms := MemberStatus{
+			ReplicaID:      r.id,
+			HeartbeatAgeMS: now.Sub(r.lastBeat).Milliseconds(),
+			Healthy:        m.healthyAt(r, now),
+			InQuorum:       r.previous,
+			Waiting:        r.waiting(),
+			Address:        member.Address,
+			StoreAddress:   member.StoreAddress,
+			Step:           member.Step,
+			WorldSize:      member.WorldSize,
+			CommitFailures: member.CommitFailures,
+			ShrinkOnly:     member.ShrinkOnly,
+		}
+		if r.candidate() {
+			ms.WaitingMS = now.Sub(r.joined).Milliseconds()
+		}
+		s.Members = append(s.Members, ms)
+	}
+	slices.SortFunc(s.Members, func(a, b MemberStatus) int { return strings.Compare(a.ReplicaID, b.ReplicaID) })
+	return s
+}
+
+func (m *Machine) healthyAt(r *replica, now time.Time) bool {
+	return r.alive() && now.Sub(r.lastBeat) < m.policy.HeartbeatTimeout
+}
+
+// recount is the definition of a tally; roster.tally must equal it after every Step.
+func (m *Machine) recount(now time.Time) tally {
+	var t tally
+	for _, r := range m.roster.replicas {
+		if r.previous {
+			t.previous++
+		}
+		if !m.healthyAt(r, now) {
+			continue
+		}
+		t.healthy++
+		if !r.waiting() {
+			continue
+		}
+		t.candidates++
+		t.waited = max(t.waited, now.Sub(r.joined))
+		if r.previous {
+			t.previousCandidates++
+		}
+		if r.member.ShrinkOnly {
+			t.shrinkers++
+		}
+	}
+	return t
+}
+
+// explain adds to a reason the names it is about.
+func (m *Machine) explain(d decision) string {
+	const most = 8 // names; with thousands of groups missing, nobody reads more
+	var missing []string
+	if !d.ready() && d.cause != nobodyWaits {
+		for _, r := range m.roster.replicas {
+			if !r.candidate() {
+				missing = append(missing, r.id)
+			}
+		}
+	}
+	if len(missing) == 0 {
+		return d.String()
+	}
+	slices.Sort(missing)
+	more := ""
+	if n := len(missing) - most; n > 0 {
+		missing, more = missing[:most], fmt.Sprintf(" and %d more", n)
+	}
+	return fmt.Sprintf("%s; missing: %s%s", d, strings.Join(missing, ", "), more)
+}

@@ -1,0 +1,113 @@
+package recovery
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// Compute is what one rank of a replica group has to do about a quorum. With initSync, all groups of a job
+// that is at step 0 take over the state of one of them, so that they need not have begun with equal weights.
+//
+// Groups of other versions compute the same from the same quorum, so every index below is part of the
+// protocol. It fails if the group is not in the quorum, or if group_rank is negative.
+func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool) (Result, error) {
+	if groupRank < 0 {
+		return Result{}, fmt.Errorf("group_rank is %d: it must be at least 0", groupRank)
+	}
+	members := inOrder(q.Members)
+	self := slices.IndexFunc(members, func(m quorum.Member) bool { return m.ReplicaID == replicaID })
+	if self < 0 {
+		return Result{}, fmt.Errorf("replica %s is not in quorum %d of %d replicas", replicaID, q.ID, len(members))
+	}
+
+	r := Result{
+		QuorumID:         q.ID,
+		ReplicaRank:      int64(self),
+		ReplicaWorldSize: int64(len(members)),
+		MaxStep:          members[0].Step,
+		CommitFailures:   members[0].CommitFailures,
+		ReplicaIDs:       make([]string, len(members)),
+		Handles:          handles(members, groupRank),
+	}
+	for i, m := range members {
+		r.ReplicaIDs[i] = m.ReplicaID
+		r.MaxStep = max(r.MaxStep, m.Step)
+		r.CommitFailures = max(r.CommitFailures, m.CommitFailures)
+	}
+
+	upToDate := make([]int, 0, len(members))
+	for i, m := range members {
+		if m.Step != r.MaxStep {
+			continue
+		}
+		if i == self {
+			rank := int64(len(upToDate))
+			r.MaxReplicaRank = &rank
+		}
+		upToDate = append(upToDate, i)
+	}
+	r.MaxWorldSize = int64(len(upToDate))
+
+	// The ranks of a group choose different primaries, so that the stores share the load.
+	primary := upToDate[groupRank%r.MaxWorldSize]
+	r.StoreAddress = members[primary].StoreAddress
+
+	assign(&r, members, upToDate, primary, groupRank, initSync && r.MaxStep == 0)
+	return r, nil
+}
+
+// assign spreads the groups that must heal over those that can serve them. Who heals is the same for all
+// ranks of a group but at step 0, where each rank has a primary of its own.
+func assign(r *Result, members []quorum.Member, sources []int, primary int, groupRank int64, fromPrimary bool) {
+	if fromPrimary {
+		sources = []int{primary}
+	}
+	healing := int64(0) // index among the groups that heal
+	next := 0           // sources before this group
+	for i, m := range members {
+		if next < len(sources) && sources[next] == i {
+			next++
+			continue
+		}
+		first := (healing + groupRank%int64(len(sources))) % int64(len(sources))
+		healing++
+
+		if sources[first] == int(r.ReplicaRank) {
+			r.RecoverDstReplicaRank = append(r.RecoverDstReplicaRank, int64(i))
+		}
+		if m.ReplicaID != r.ReplicaIDs[r.ReplicaRank] {
+			continue
+		}
+		r.Heal = true
+		r.Sources = make([]Source, len(sources))
+		for j := range sources {
+			rank := sources[(first+int64(j))%int64(len(sources))]
+			r.Sources[j] = Source{ReplicaRank: int64(rank), ManagerAddress: members[rank].Address}
+		}
+	}
+}
+
+// handles are those of one group rank. A member of 0.2.0 has none, and then the whole quorum meets at the
+// store: a half of it that used handles would wait for the other half for ever.
+func handles(members []quorum.Member, groupRank int64) []string {
+	list := make([]string, len(members))
+	for i, m := range members {
+		if uint64(len(m.Handles)) != m.WorldSize || groupRank >= int64(len(m.Handles)) || slices.Contains(m.Handles, "") {
+			return nil
+		}
+		list[i] = m.Handles[groupRank]
+	}
+	return list
+}
+
+// inOrder returns the members ordered by replica_id. A lighthouse sends them so; the protocol does not say it.
+func inOrder(members []quorum.Member) []quorum.Member {
+	byID := func(a, b quorum.Member) int { return strings.Compare(a.ReplicaID, b.ReplicaID) }
+	if slices.IsSortedFunc(members, byID) {
+		return members
+	}
+	return slices.SortedStableFunc(slices.Values(members), byID)
+}

@@ -1,0 +1,24 @@
+#include "torchft.h"
+
+extern PyObject *gopy_module_init(void); /* generated */
+
+static PyObject *is_forked(PyObject *module, PyObject *unused) { return PyBool_FromLong(tft_forked()); }
+
+static PyMethodDef methods[] = {
+    {"run", tft_run, METH_VARARGS,
+     "run(start, *arguments): start an operation and wait for its result; Ctrl-C cancels it."},
+    {"open", tft_open, METH_VARARGS,
+     "open(owner, start, *arguments): like run; the resulting handle is stored in owner._handle."},
+    {"forked", is_forked, METH_NOARGS, "forked(): whether this process was forked after the library was loaded."},
+    {NULL, NULL, 0, NULL}};
+
+PyMODINIT_FUNC PyInit__torchft_go(void) {
+  PyObject *module = gopy_module_init();
+  if (module == NULL)
+    return NULL;
+  if (tft_fork_guard_install() < 0 || PyModule_AddFunctions(module, methods) < 0) {
+    Py_DECREF(module);
+    return NULL;
+  }
+  return module;
+}

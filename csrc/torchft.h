@@ -1,0 +1,22 @@
+/* What the generated binding cannot express: exception classes, the fork guard, waits that Ctrl-C ends,
+ * and module init. Everything here uses CPython's limited API of 3.10, so one binary serves all later ones. */
+#ifndef TORCHFT_H
+#define TORCHFT_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+/* errors.c: sets the exception for a message with a class prefix, "T:", "R:" or "V:". */
+void tft_raise(const char *message);
+
+/* fork.c: Go's threads do not exist in a forked child, so that a call into Go could wait there for ever. */
+int tft_fork_guard_install(void);
+int tft_forked(void);
+PyObject *tft_raise_forked(void);
+
+/* wait.c */
+PyObject *tft_run(PyObject *module, PyObject *args);
+PyObject *tft_open(PyObject *module, PyObject *args);
+
+#endif

@@ -1,0 +1,104 @@
+/* Calls that can wait. The Go side starts an operation and hands out its number; here the calling thread
+ * waits for it in slices without the GIL, looks for signals in between, and cancels it when a signal
+ * handler raises (Ctrl-C: KeyboardInterrupt). Start, wait and result are one call from Python's point of
+ * view, so no signal can come between them and leave an operation behind. */
+#include "torchft.h"
+
+#include <stdlib.h>
+
+/* Ctrl-C must end a wait within 50 ms; half of it leaves room for the thread to be scheduled. */
+#define SLICE_MS 25
+
+/* go/native/exports.go */
+enum { TFT_PENDING, TFT_NONE, TFT_INT, TFT_BOOL, TFT_TEXT, TFT_ERROR };
+extern int tft_op_take(int64_t op, int64_t slice_ms, int64_t *number, char **text, int64_t *length);
+extern void tft_op_cancel(int64_t op);
+
+static PyObject *result(int state, int64_t number, char *text, int64_t length) {
+  PyObject *value = NULL;
+  switch (state) {
+  case TFT_NONE:
+    Py_RETURN_NONE;
+  case TFT_INT:
+    return PyLong_FromLongLong(number);
+  case TFT_BOOL:
+    return PyBool_FromLong((long)number);
+  case TFT_TEXT:
+    value = PyUnicode_DecodeUTF8(text, (Py_ssize_t)length, "replace");
+    break;
+  default:
+    tft_raise(text);
+    break;
+  }
+  free(text);
+  return value;
+}
+
+static PyObject *wait_for(int64_t op) {
+  int64_t number = 0, length = 0;
+  char *text = NULL;
+  /* Most operations ended while they were started: take those without giving the GIL away again. */
+  int state = tft_op_take(op, 0, &number, &text, &length);
+  while (state == TFT_PENDING) {
+    if (PyErr_CheckSignals() < 0) {
+      tft_op_cancel(op);
+      return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    state = tft_op_take(op, SLICE_MS, &number, &text, &length);
+    Py_END_ALLOW_THREADS
+  }
+  return result(state, number, text, length);
+}
+
+/* Calls start(*arguments), which returns an operation's number, and waits for its result. */
+static PyObject *start_and_wait(PyObject *start, PyObject *arguments) {
+  PyObject *started = PyObject_CallObject(start, arguments);
+  if (started == NULL)
+    return NULL;
+  int64_t op = PyLong_AsLongLong(started);
+  Py_DECREF(started);
+  if (op == -1 && PyErr_Occurred())
+    return NULL;
+  return wait_for(op);
+}
+
+PyObject *tft_run(PyObject *module, PyObject *args) {
+  if (tft_forked())
+    return tft_raise_forked();
+  Py_ssize_t n = PyTuple_Size(args);
+  if (n < 1) {
+    PyErr_SetString(PyExc_TypeError, "run(start, *arguments)");
+    return NULL;
+  }
+  PyObject *arguments = PyTuple_GetSlice(args, 1, n);
+  if (arguments == NULL)
+    return NULL;
+  PyObject *value = start_and_wait(PyTuple_GetItem(args, 0), arguments);
+  Py_DECREF(arguments);
+  return value;
+}
+
+/* Like run, and stores the handle in owner._handle before any signal handler can run: from then on the
+ * owner's __del__ takes care of it. */
+PyObject *tft_open(PyObject *module, PyObject *args) {
+  if (tft_forked())
+    return tft_raise_forked();
+  Py_ssize_t n = PyTuple_Size(args);
+  if (n < 2) {
+    PyErr_SetString(PyExc_TypeError, "open(owner, start, *arguments)");
+    return NULL;
+  }
+  PyObject *arguments = PyTuple_GetSlice(args, 2, n);
+  if (arguments == NULL)
+    return NULL;
+  PyObject *handle = start_and_wait(PyTuple_GetItem(args, 1), arguments);
+  Py_DECREF(arguments);
+  if (handle == NULL)
+    return NULL;
+  int failed = PyObject_SetAttrString(PyTuple_GetItem(args, 0), "_handle", handle);
+  Py_DECREF(handle);
+  if (failed)
+    return NULL;
+  Py_RETURN_NONE;
+}

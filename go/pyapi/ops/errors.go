@@ -1,0 +1,63 @@
+package ops
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"runtime/debug"
+)
+
+// Class says which Python exception an error becomes. It travels as a prefix of the message, because
+// gopy hands on nothing but the text; csrc/errors.c takes it off again.
+type Class string
+
+const (
+	Timeout Class = "T:" // TimeoutError
+	Runtime Class = "R:" // RuntimeError
+	Value   Class = "V:" // ValueError
+)
+
+type classed struct {
+	class Class
+	err   error
+}
+
+func (e *classed) Error() string { return string(e.class) + e.err.Error() }
+func (e *classed) Unwrap() error { return e.err }
+
+// As gives err a class, which replaces one it already has. A nil error stays nil.
+func As(class Class, err error) error {
+	if err == nil {
+		return nil
+	}
+	if c, ok := errors.AsType[*classed](err); ok {
+		err = c.err
+	}
+	return &classed{class, err}
+}
+
+// Guard is deferred by everything that Python calls: a panic becomes an error, and every error has a class.
+func Guard(err *error) {
+	if p := recover(); p != nil {
+		*err = panicked(p)
+		return
+	}
+	*err = Classed(*err)
+}
+
+// Classed returns err with the class it has, Runtime if it has none.
+func Classed(err error) error {
+	if err == nil {
+		return nil
+	}
+	if c, ok := errors.AsType[*classed](err); ok {
+		return c
+	}
+	return As(Runtime, err)
+}
+
+// panicked keeps the stack for whoever reads the log: the exception carries one line only.
+func panicked(p any) error {
+	slog.Error("panic in the native library", "panic", p, "stack", string(debug.Stack()))
+	return As(Runtime, fmt.Errorf("a bug in torchft's native library (panic): %v", p))
+}

@@ -1,0 +1,57 @@
+// Package ops holds what Python has handles to: servers, clients, and operations in progress.
+//
+// Only integers cross the language boundary. A handle is never used twice, so a stale one is an error
+// and never somebody else's object.
+package ops
+
+import (
+	"errors"
+	"sync"
+)
+
+var table = struct {
+	sync.RWMutex
+	last    int64
+	objects map[int64]any
+}{objects: map[int64]any{}}
+
+// ErrClosed is what every call on a released handle reports.
+var ErrClosed = errors.New("this object is shut down")
+
+// Put keeps v until Remove and returns its handle, which is above zero.
+func Put(v any) int64 {
+	table.Lock()
+	defer table.Unlock()
+	table.last++
+	table.objects[table.last] = v
+	return table.last
+}
+
+// Get returns the object behind a handle.
+func Get[T any](handle int64) (T, error) {
+	table.RLock()
+	v := table.objects[handle]
+	table.RUnlock()
+	t, ok := v.(T)
+	if !ok {
+		return t, ErrClosed
+	}
+	return t, nil
+}
+
+// Remove forgets a handle and returns what it stood for, nil if it is gone already: of two callers that
+// release the same handle, one gets the object.
+func Remove(handle int64) any {
+	table.Lock()
+	defer table.Unlock()
+	v := table.objects[handle]
+	delete(table.objects, handle)
+	return v
+}
+
+// Count returns the number of live handles; tests use it to find leaks.
+func Count() int {
+	table.RLock()
+	defer table.RUnlock()
+	return len(table.objects)
+}

@@ -1,0 +1,35 @@
+package pyapi
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/torchft/torchft/go/pyapi/ops"
+)
+
+// ProbeStart is for the tests of the binding: an operation that ends in a chosen way after a delay.
+// outcome is "value", "panic", "panic-in-start" (before there is an operation), or the text of an error.
+func ProbeStart(outcome string, delayUs, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	if outcome == "panic-in-start" {
+		panic("probe")
+	}
+	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+		timer := time.NewTimer(micros(delayUs))
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			return nil, ops.As(ops.Timeout, ctx.Err())
+		}
+		switch outcome {
+		case "value":
+			return "value", nil
+		case "panic":
+			panic("probe")
+		default:
+			return nil, fmt.Errorf("probe: %s", outcome)
+		}
+	}), nil
+}

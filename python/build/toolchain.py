@@ -1,0 +1,107 @@
+"""What building torchft needs, checked before anything else, so that the first line of an error says what to
+install. setup.py calls check(); `make` runs this file, with any Python, hence the plain syntax.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+GO = (1, 26)
+GCC = (9,)
+PYTHON = (3, 10)
+
+
+class Missing(Exception):
+    """Something that building torchft needs is not there, or too old."""
+
+
+def _output(*command):
+    env = dict(os.environ, LC_ALL="C", GOTOOLCHAIN="local")  # ask for what is installed, download nothing
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
+
+
+def _version(text):
+    match = re.search(r"(\d+(?:\.\d+)*)", text)
+    return tuple(int(part) for part in match.group(1).split(".")) if match else ()
+
+
+def _dotted(version):
+    return ".".join(str(part) for part in version)
+
+
+def python():
+    """Returns the version of the running Python."""
+    found = sys.version_info[:3]
+    if found < PYTHON:
+        raise Missing(
+            "torchft: install Python {} or newer; {} is Python {}.".format(_dotted(PYTHON), sys.executable, _dotted(found))
+        )
+    return found
+
+
+def go():
+    """Returns the path of the go command: the GO environment variable, else the first on PATH."""
+    wanted = os.environ.get("GO") or "go"
+    need = "torchft: install Go {} or newer (https://go.dev/dl), or set GO to its path; ".format(_dotted(GO))
+    path = shutil.which(wanted)
+    if path is None:
+        raise Missing(need + ("no `go` on PATH." if wanted == "go" else "GO={} is no command.".format(wanted)))
+    output = _output(path, "env", "GOVERSION")
+    if output is None:
+        raise Missing(need + "{} does not run.".format(path))
+    if _version(output) < GO:
+        raise Missing(need + "{} is {}.".format(path, output))
+    return path
+
+
+def compiler():
+    """Returns the C compiler's command as a list: CC, else gcc, else clang."""
+    wanted = os.environ.get("CC", "").split()
+    need = "torchft: install gcc {} or newer (Debian, Ubuntu: apt install gcc libc6-dev), or set CC; ".format(_dotted(GCC))
+    command = wanted or [name for name in ("gcc", "clang") if shutil.which(name)][:1]
+    if not command or shutil.which(command[0]) is None:
+        raise Missing(need + ("CC={} is no command.".format(" ".join(wanted)) if wanted else "no `gcc` on PATH."))
+    output = _output(*(command + ["--version"])) or ""
+    if "clang" in output:
+        return command  # any clang that Python itself was built with will do
+    dumped = _output(*(command + ["-dumpfullversion", "-dumpversion"]))
+    if dumped is None or not _version(dumped):
+        raise Missing(need + "{} does not tell its version.".format(" ".join(command)))
+    if _version(dumped) < GCC:
+        raise Missing(need + "{} is gcc {}.".format(shutil.which(command[0]), dumped))
+    return command
+
+
+def python_include():
+    """Returns the folder of Python.h: TORCHFT_PYTHON_INCLUDE, else that of the running Python."""
+    include = os.environ.get("TORCHFT_PYTHON_INCLUDE") or sysconfig.get_paths()["include"]
+    if not os.path.exists(os.path.join(include, "Python.h")):
+        raise Missing(
+            "torchft: install the headers of Python {} (Debian, Ubuntu: apt install python3-dev), or set "
+            "TORCHFT_PYTHON_INCLUDE; no Python.h in {}.".format(_dotted(sys.version_info[:2]), include)
+        )
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise Missing("torchft: use a Python with the GIL; a free-threaded one cannot load its abi3 library.")
+    return include
+
+
+def check():
+    """Raises Missing unless everything is there."""
+    python()
+    go()
+    compiler()
+    python_include()
+
+
+if __name__ == "__main__":
+    try:
+        check()
+    except Missing as missing:
+        sys.exit(str(missing))

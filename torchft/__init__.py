@@ -1,0 +1,56 @@
+"""torchft: a training job made of replica groups, each of which may fail, restart and heal while the others
+train on.
+
+The names below are resolved on first use, so that `import torchft` costs neither torch nor the native
+library: `torchft_lighthouse` starts at once, and isolated worker processes stay small.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.3.0"
+
+if TYPE_CHECKING:
+    from torchft.data import DistributedSampler as DistributedSampler
+    from torchft.ddp import DistributedDataParallel as DistributedDataParallel
+    from torchft.manager import Manager as Manager
+    from torchft.optim import OptimizerWrapper as Optimizer
+    from torchft.process_group import ProcessGroupGloo as ProcessGroupGloo
+    from torchft.process_group import ProcessGroupNCCL as ProcessGroupNCCL
+
+# exported name: (module, name there)
+_EXPORTS = {
+    "DistributedDataParallel": ("torchft.ddp", "DistributedDataParallel"),
+    "DistributedSampler": ("torchft.data", "DistributedSampler"),
+    "Manager": ("torchft.manager", "Manager"),
+    "Optimizer": ("torchft.optim", "OptimizerWrapper"),
+    "ProcessGroupBabyNCCL": ("torchft.process_group", "ProcessGroupBabyNCCL"),
+    "ProcessGroupBabyXCCL": ("torchft.process_group", "ProcessGroupBabyXCCL"),
+    "ProcessGroupGloo": ("torchft.process_group", "ProcessGroupGloo"),
+    "ProcessGroupNCCL": ("torchft.process_group", "ProcessGroupNCCL"),
+    "ProcessGroupXCCL": ("torchft.process_group", "ProcessGroupXCCL"),
+}
+
+# Process groups that torchft.process_group may not have in this version or on this machine; they are
+# exported as soon as they are there.
+_NOT_EVERYWHERE = {"ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL", "ProcessGroupXCCL"}
+
+__all__ = sorted(_EXPORTS.keys() - _NOT_EVERYWHERE)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'torchft' has no attribute {name!r}")
+    module, attribute = _EXPORTS[name]
+    try:
+        value = getattr(importlib.import_module(module), attribute)
+    except AttributeError:
+        raise AttributeError(f"torchft {__version__} does not have {name} yet: {module} does not define it") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,44 @@
+"""What a child process says and hears: JSON, one object a line, events on stdout and commands on stdin."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from typing import Any
+
+_stdout_lock = threading.Lock()
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Print one event for the parent."""
+    line = json.dumps({"event": event, **fields})
+    with _stdout_lock:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+class Commands:
+    """The parent's commands, read by a thread. When the parent is gone, so is this process: no orphans."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="commands", daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._queue.put(json.loads(line))
+        os._exit(3)
+
+    def next(self, timeout: float | None = None) -> dict[str, Any]:
+        """Wait for a command: its own deadline is the parent's life. Raises queue.Empty after `timeout` seconds."""
+        return self._queue.get(timeout=timeout)
+
+    def poll(self) -> dict[str, Any] | None:
+        """Return the next command if there is one."""
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            return None

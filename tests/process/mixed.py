@@ -1,0 +1,113 @@
+"""The course of a job of two groups of differing torchft: `test_mixed_jobs.py` says which.
+
+Both start together (init_sync), train in step, and each is killed once with SIGKILL and healed by the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import HERE, Child, Event, Job, free_port
+
+# Importing torch dominates, and takes long where the tests share a small machine.
+IMPORT_TIMEOUT_S = 60
+PHASE_TIMEOUT_S = 20
+STEPS_A_PHASE = 5
+
+
+class Group:
+    """One replica group: the process that trains now, and those that were killed before."""
+
+    def __init__(self, job: Job, number: int, path: Path) -> None:
+        self.job, self.number, self.path = job, number, path
+        # The process that takes over after the kill is started at once and waits, with torch imported: this is
+        # what a quick restart would be, without its seconds of import in each test.
+        self.child, self._spare = self._start(0), self._start(1)
+
+    def _start(self, life: int) -> Child:
+        env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        args = [f"--group={self.number}", f"--seed={10 * self.number + life}"]
+        return self.job.python(f"group{self.number}", HERE / "worker.py", *args, path=self.path, env=env)
+
+    def kill_and_replace(self) -> None:
+        self.child.kill()
+        self.child = self._spare
+
+    def join(self, lighthouse: str) -> None:
+        self.child.send(do="join", lighthouse=lighthouse)
+        self.job.wait(lambda: self.child.of("ready"), PHASE_TIMEOUT_S, f"group {self.number} has its Manager")
+        # Neither healed nor trained yet: whatever is equal later was brought about by torchft.
+        assert self.child.of("ready")[0]["torchft"] == str(self.path / "torchft")
+
+    def committed(self, participants: int, after: int = 0) -> list[Event]:
+        return [
+            e
+            for e in self.child.of("step")
+            if e["committed"] and e["participants"] == participants and e["step"] > after
+        ]
+
+    def last_step(self) -> int:
+        return max([e["step"] for e in self.child.of("step")], default=0)
+
+
+def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> None:
+    """Run the whole course with group i from paths[i]; raises AssertionError or JobFailed."""
+    groups = [Group(job, number, path) for number, path in enumerate(paths)]
+    _, lighthouse = job.lighthouse(
+        lighthouse_path, min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000
+    )
+    job.wait(lambda: all(c.events for c in job.children), IMPORT_TIMEOUT_S, "all have imported torchft")
+
+    # Both are known to the lighthouse before either asks, so that the first quorum has both: init_sync.
+    for group in groups:
+        group.join(lighthouse)
+    for group in groups:
+        group.child.send(do="train")
+    assert groups[0].child.of("ready")[0]["digest"] != groups[1].child.of("ready")[0]["digest"]
+    wait_in_step(job, groups, after=0)
+    first = [group.child.of("step")[0] for group in groups]
+    assert [e["step"] for e in first] == [1, 1], first
+    assert_equal_weights(groups)
+
+    for victim, survivor in (groups, groups[::-1]):
+        victim.kill_and_replace()
+        killed_at = survivor.last_step()
+        job.wait(
+            lambda: len(survivor.committed(participants=1, after=killed_at)) >= STEPS_A_PHASE,
+            PHASE_TIMEOUT_S,
+            f"group {survivor.number} goes on alone",
+        )
+        alone_until = survivor.last_step()
+        victim.join(lighthouse)
+        victim.child.send(do="train")
+        wait_in_step(job, groups, after=alone_until)
+        assert victim.child.of("loaded"), "the restarted group trained without being healed"
+        assert victim.committed(participants=2)[0]["step"] > alone_until
+        assert_equal_weights(groups)
+
+    last = max(group.last_step() for group in groups) + 10
+    for group in groups:
+        group.child.send(do="finish", step=last)
+    job.wait_exit([group.child for group in groups], PHASE_TIMEOUT_S)
+    assert_equal_weights(groups)
+    finals = [next(e for e in group.child.of("step") if e["step"] == last) for group in groups]
+    assert finals[0]["digest"] == finals[1]["digest"]
+    assert finals[0]["batches"] == finals[1]["batches"]
+
+
+def wait_in_step(job: Job, groups: list[Group], after: int) -> None:
+    """Wait until every group committed some steps in which both took part."""
+    job.wait(
+        lambda: all(len(group.committed(participants=2, after=after)) >= STEPS_A_PHASE for group in groups),
+        PHASE_TIMEOUT_S,
+        "both groups train together",
+    )
+
+
+def assert_equal_weights(groups: list[Group]) -> None:
+    """Every step that both committed together left both with the same weights."""
+    digests = [{e["step"]: e["digest"] for e in group.committed(participants=2)} for group in groups]
+    common = sorted(digests[0].keys() & digests[1].keys())
+    assert common
+    differing = [step for step in common if digests[0][step] != digests[1][step]]
+    assert not differing, f"weights differ after steps {differing}"

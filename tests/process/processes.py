@@ -1,0 +1,244 @@
+"""Child processes for tests and benchmarks: started, heard, killed, and never left behind.
+
+A `Job` owns its children. Every wait has a deadline and ends early with the child's stderr when a child dies that
+should not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeVar
+
+HERE = Path(__file__).resolve().parent
+Event = dict[str, Any]
+T = TypeVar("T")
+
+
+class JobFailed(AssertionError):
+    """A child died or did not do in time what was asked; the message holds the end of its stderr."""
+
+
+def ours_path() -> Path:
+    """Return what to put on PYTHONPATH to get the torchft that this process would import, without importing it."""
+    spec = importlib.util.find_spec("torchft")
+    if spec is None or spec.origin is None:
+        raise JobFailed("torchft is not importable here: install it (pip install .) or set PYTHONPATH")
+    return Path(spec.origin).resolve().parent.parent
+
+
+def free_port() -> int:
+    """Return a port nobody listens on, outside the range from which outgoing connections take theirs."""
+    for _ in range(100):
+        port = random.randint(20000, 29000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise JobFailed("no free port between 20000 and 29000")
+
+
+class Child:
+    """One Python process. Its JSON events are collected in `events`, whatever else it prints goes to its log."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str | Path],
+        env: dict[str, str],
+        log: IO[bytes],
+        cwd: str,
+        changed: threading.Condition,
+    ) -> None:
+        self.name = name
+        self.events: list[Event] = []
+        self.expected_to_live = True
+        self._log = log
+        self._changed = changed
+        # A session of its own, so that `kill` takes its children too, and Ctrl-C reaches the parent alone.
+        self._process = subprocess.Popen(
+            [str(a) for a in argv],
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def send(self, **command: Any) -> None:
+        """Send one command. A child that is already gone is noticed by the next wait."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+
+    def of(self, event: str) -> list[Event]:
+        """Return the events of this name, oldest first."""
+        return [e for e in list(self.events) if e.get("event") == event]
+
+    def kill(self) -> None:
+        """SIGKILL the child and everything below it."""
+        self.expected_to_live = False
+        self._signal(signal.SIGKILL)
+        self._process.wait(timeout=10)
+
+    def close(self) -> None:
+        """Kill what is still there and let go of the pipes."""
+        self.kill()
+        self._reader.join(timeout=10)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self._process.stdout.close()
+        self._log.close()
+
+    def log_tail(self, size: int = 4000) -> str:
+        text = Path(self._log.name).read_text(errors="replace")
+        return text[-size:]
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                event = None
+            with self._changed:
+                if isinstance(event, dict):
+                    event.setdefault("received", time.monotonic())
+                    self.events.append(event)
+                else:
+                    self._log.write(line)
+                    self._log.flush()
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Job:
+    """The children of one test or measurement. Leaving the `with` block kills all of them."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._changed = threading.Condition()
+        self._logs = tempfile.TemporaryDirectory(prefix="torchft-job-")
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self.children:
+            child.close()
+        self._logs.cleanup()
+
+    def python(
+        self,
+        name: str,
+        script: Path,
+        *args: object,
+        path: Path,
+        env: dict[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> Child:
+        """Start `python SCRIPT ARGS` with the torchft below `path`."""
+        argv = [sys.executable, *options, script, *map(str, args)]
+        return self.start(name, argv, path=path, env=env)
+
+    def start(
+        self, name: str, argv: Sequence[str | Path], *, path: Path, env: dict[str, str] | None = None
+    ) -> Child:
+        """Start any command with the torchft below `path`."""
+        full = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHFT_", "TORCHELASTIC_"))}
+        # First, so that it wins over whatever is installed.
+        python_path = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        full.update(PYTHONPATH=python_path, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", **(env or {}))
+        log = open(Path(self._logs.name) / f"{len(self.children)}-{name}.log", "wb")  # noqa: SIM115 (closed by Child)
+        child = Child(name, argv, full, log, self._logs.name, self._changed)
+        self.children.append(child)
+        return child
+
+    def lighthouse(self, path: Path, **options: int) -> tuple[Child, str]:
+        """Start a lighthouse of the torchft below `path`; return it and its address."""
+        args = [f"--{key}={value}" for key, value in options.items()]
+        child = self.python("lighthouse", HERE / "lighthouse_host.py", *args, path=path)
+        event = self.wait(lambda: child.of("listening"), 30, "the lighthouse listens")[0]
+        return child, event["address"]
+
+    def wait(self, condition: Callable[[], T], timeout: float, what: str) -> T:
+        """Wait until `condition()` is true and return it; it is looked at whenever a child says something.
+
+        Raises:
+            JobFailed: after `timeout` seconds, or when a child ended that was to live.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                if result := condition():
+                    return result
+                self._check_alive(what)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise JobFailed(f"{timeout:g} s passed before: {what}\n{self.report()}")
+                # A child can die without a word: look at least four times a second.
+                self._changed.wait(min(left, 0.25))
+
+    def wait_exit(self, children: Sequence[Child], timeout: float) -> None:
+        """Wait until these children end by themselves, with exit status 0."""
+        for child in children:
+            child.expected_to_live = False
+        self.wait(lambda: all(c.returncode is not None for c in children), timeout, "the children end")
+        bad = [c for c in children if c.returncode != 0]
+        if bad:
+            raise JobFailed(f"{bad[0].name} ended with {bad[0].returncode}\n{self.report()}")
+
+    def report(self) -> str:
+        """Return what every child said last."""
+        parts = []
+        for child in self.children:
+            state = "running" if child.returncode is None else f"exit {child.returncode}"
+            last = "\n".join(json.dumps(e)[:300] for e in child.events[-5:])
+            parts.append(f"--- {child.name} ({state})\n{last}\n{child.log_tail(2500)}")
+        return "\n".join(parts)
+
+    def _check_alive(self, what: str) -> None:
+        for child in self.children:
+            code = child.returncode
+            if child.expected_to_live and code is not None:
+                raise JobFailed(f"{child.name} ended with {code} before: {what}\n{self.report()}")

@@ -1,0 +1,127 @@
+"""The published packages, installed beside ours for comparison.
+
+Tests and benchmarks run the published torchft in processes of its own, with PYTHONPATH set to the directory
+that `install` returns. torch is left out there, so both sides use the torch of this environment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+REQUIREMENTS = {"nightly": "torchft-nightly==2026.10.26", "stable": "torchft==0.2.0"}
+
+# What both of them declare and import, apart from torch.
+DEPENDENCIES = [
+    "opentelemetry-api>=1.39.0",
+    "opentelemetry-sdk>=1.39.0",
+    "opentelemetry-exporter-otlp-proto-http>=1.39.0",
+]
+
+CACHE_ENV = "TORCHFT_PUBLISHED_DIR"
+INSTALL_TIMEOUT_S = 300
+
+
+class PublishedUnavailable(RuntimeError):
+    """The published package could not be installed; the message says why."""
+
+
+def published_path(name: str) -> Path:
+    """Return what to put on PYTHONPATH for "nightly" or "stable".
+
+    Where it cannot be installed (no network, no wheel for this Python) the test is skipped; under CI=true it fails,
+    since these tests are the only proof that ours and theirs can share a job.
+    """
+    import pytest
+
+    try:
+        return install(name)
+    except PublishedUnavailable as e:
+        if os.environ.get("CI", "").lower() in ("1", "true"):
+            pytest.fail(f"CI must run the tests against the published package: {e}")
+        pytest.skip(str(e))
+
+
+def install(name: str) -> Path:
+    """Install the package once per version, Python and platform; return its directory.
+
+    Raises:
+        ValueError: unknown name.
+        PublishedUnavailable: pip could not install it.
+    """
+    if name not in REQUIREMENTS:
+        raise ValueError(f"published package {name!r}: allowed are {', '.join(REQUIREMENTS)}")
+    requirement = REQUIREMENTS[name]
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    target = _cache_dir() / f"{requirement.replace('==', '-')}-{python}-{sysconfig.get_platform()}"
+    if target.is_dir():
+        return target
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed into place when complete, so that a run that was stopped, or a second one at the same time, never
+    # leaves half a package behind.
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        _install_into(unfinished, ["--no-deps", requirement])
+        _install_into(unfinished, DEPENDENCIES)
+        try:
+            unfinished.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _install_into(directory: Path, what: list[str]) -> None:
+    command = [
+        *_installer(),
+        "--quiet",
+        "--only-binary",
+        ":all:",
+        "--upgrade",
+        "--target",
+        str(directory),
+        *what,
+    ]
+    try:
+        result = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise PublishedUnavailable(f"{' '.join(what)}: not installed within {INSTALL_TIMEOUT_S} s") from None
+    if result.returncode != 0:
+        reason = (result.stderr or result.stdout).strip()[-1500:]
+        raise PublishedUnavailable(f"{' '.join(what)} could not be installed: {reason}")
+
+
+def _installer() -> list[str]:
+    """Return pip of this environment, or uv where the environment was made without pip."""
+    pip = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, timeout=60)
+    if pip.returncode == 0:
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    beside = Path(sys.executable).parent / "uv"
+    uv = os.environ.get("UV") or (str(beside) if beside.exists() else shutil.which("uv"))
+    if uv:
+        return [uv, "pip", "install", "--python", sys.executable]
+    raise PublishedUnavailable(f"neither pip nor uv found for {sys.executable}")
+
+
+def _cache_dir() -> Path:
+    if chosen := os.environ.get(CACHE_ENV):
+        return Path(chosen)
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "torchft-tests"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "torchft-tests"
+    return Path.home() / ".cache" / "torchft-tests"

@@ -1,0 +1,50 @@
+"""One and the same script, started by torchrun, trains on ours and on the published packages, to the same weights."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from processes import HERE, Event, Job, free_port, ours_path
+from published import REQUIREMENTS, published_path
+
+
+@cache
+def run_script(path: Path) -> list[Event]:
+    """Run the script as a job of two groups with the torchft below `path`; return what each group ended with."""
+    with Job() as job:
+        # Both groups are in every quorum, however far apart torchrun starts them.
+        _, address = job.lighthouse(path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
+        groups = [
+            job.start(
+                f"group{group}",
+                [
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *("--nproc_per_node", "1", "--master_port", str(free_port())),
+                    HERE / "readme_script.py",
+                ],
+                path=path,
+                env={
+                    "REPLICA_GROUP_ID": str(group),
+                    "NUM_REPLICA_GROUPS": "2",
+                    "TORCHFT_LIGHTHOUSE": address,
+                },
+            )
+            for group in range(2)
+        ]
+        job.wait_exit(groups, 120)
+        return [group.of("result")[0] for group in groups]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
+def test_script_runs_on_published_and_on_ours(generation: str) -> None:
+    published, ours = run_script(published_path(generation)), run_script(ours_path())
+    for result in (published, ours):
+        assert [r["digest"] for r in result] == [result[0]["digest"]] * 2
+        assert [r["manager"] for r in result] == [{"step": 12, "batches_committed": 24}] * 2
+        assert [r["participants"] for r in result] == [2, 2]
+    # The same data and arithmetic on both; the order of additions is not part of the promise.
+    assert ours[0]["norm"] == pytest.approx(published[0]["norm"], rel=1e-4)

@@ -1,0 +1,101 @@
+"""A replica group of one process that trains a tiny model, of whichever torchft is on PYTHONPATH.
+
+Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager (answered by `ready`), {"do": "train"}
+begins, {"do": "finish", "step": N} ends after step N. Each step prints the digest of the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torchft
+from events import Commands, emit
+from torch import nn, optim
+from torch.distributed import TCPStore
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--group", type=int, required=True)
+parser.add_argument("--seed", type=int, required=True, help="of the first weights: differs from group to group")
+parser.add_argument("--step_s", type=float, default=0.03, help="the least seconds a step takes")
+args = parser.parse_args()
+
+commands = Commands()
+torch.set_num_threads(1)
+torch.manual_seed(args.seed)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+adam = optim.Adam(model.parameters(), lr=1e-2)
+emit("imported")
+command = commands.next()
+assert command["do"] == "join"
+
+
+def digest() -> str:
+    sha = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        sha.update(name.encode())
+        sha.update(tensor.contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def state_dict() -> dict[str, object]:
+    return {"model": model.state_dict(), "optim": adam.state_dict()}
+
+
+def load_state_dict(state: dict[str, dict]) -> None:
+    model.load_state_dict(state["model"])
+    adam.load_state_dict(state["optim"])
+    emit("loaded", digest=digest())
+
+
+# What torchrun's agent does: it hosts the group's store.
+store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+manager = Manager(
+    pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+    load_state_dict=load_state_dict,
+    state_dict=state_dict,
+    min_replica_size=1,
+    lighthouse_addr=command["lighthouse"],
+    replica_id=f"worker_{args.group}",
+    timeout=timedelta(seconds=10),
+    quorum_timeout=timedelta(seconds=15),
+    connect_timeout=timedelta(seconds=10),
+)
+ddp = DistributedDataParallel(manager, model)
+optimizer = Optimizer(manager, adam)
+emit("ready", digest=digest(), torchft=os.path.dirname(torchft.__file__))
+assert commands.next()["do"] == "train"
+
+last_step = None
+while last_step is None or manager.current_step() < last_step:
+    if (command := commands.poll()) is not None:
+        assert command["do"] == "finish"
+        last_step = command["step"]
+        continue
+    began = time.monotonic()
+    step = manager.current_step()
+    # The batch depends on the step and the group, so a step that two groups did not share shows in the digest.
+    batch = torch.Generator().manual_seed(1000 * step + args.group)
+    x, y = torch.randn(16, 8, generator=batch), torch.randn(16, 4, generator=batch)
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(ddp(x), y)
+    loss.backward()
+    optimizer.step()
+    committed = manager.current_step() > step
+    emit(
+        "step",
+        step=manager.current_step(),
+        committed=committed,
+        participants=manager.num_participants(),
+        digest=digest(),
+        batches=manager.batches_committed(),
+    )
+    time.sleep(max(0.0, args.step_s - (time.monotonic() - began)))
+
+emit("finished", step=manager.current_step(), digest=digest())
+manager.shutdown()

@@ -57,7 +57,9 @@ type (
 		Waiter    WaiterID
 		GroupRank int64
 	}
-	// GaveUp: a waiter's deadline passed, or its call was cancelled.
+	// GaveUp: a waiter's deadline passed, or its call was cancelled. It ends the gathering, and is answered
+	// with Fail like its siblings: the reason says whom it waited for. A shell that answered it already
+	// drops that.
 	GaveUp struct {
 		Waiter  WaiterID
 		Timeout bool
@@ -133,4 +135,20 @@ const (
 type Failure struct {
 	Kind   Kind
 	Reason string
+}
+
+func (k Kind) String() string {
+	switch k {
+	case KindInvalid:
+		return "invalid"
+	case KindTimeout:
+		return "timeout"
+	case KindAborted:
+		return "aborted"
+	case KindUnavailable:
+		return "unavailable"
+	case KindInternal:
+		return "internal"
+	}
+	return "unknown"
 }

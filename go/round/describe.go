@@ -1,0 +1,60 @@
+package round
+
+// Status is the state of a manager server for people and for dashboards.
+type Status struct {
+	ReplicaID     string           `json:"replica_id"`
+	WorldSize     int64            `json:"world_size"`
+	KnownQuorumID int64            `json:"known_quorum_id"` // the largest that was answered, 0 before the first
+	Round         uint64           `json:"round"`           // requests to the lighthouse so far
+	Asking        bool             `json:"asking"`          // the lighthouse has not answered yet
+	Quorum        Attendance       `json:"quorum"`
+	Vote          Attendance       `json:"vote"`
+	VoteStep      int64            `json:"vote_step"` // of the vote that is going on, 0 if there is none
+	Absent        map[int64]string `json:"absent"`    // ranks that nobody waits for, and why
+	Closed        bool             `json:"closed"`
+}
+
+// Attendance is who takes part in a gathering. Both are empty while nobody waits.
+type Attendance struct {
+	Waiting []int64 `json:"waiting"`
+	Missing []int64 `json:"missing"`
+}
+
+// Describe tells the state. It changes nothing.
+func (m *Machine) Describe() Status {
+	s := Status{
+		ReplicaID:     m.group.ReplicaID,
+		WorldSize:     m.group.WorldSize,
+		KnownQuorumID: m.knownQuorumID,
+		Round:         m.round,
+		Asking:        m.gathering.round != 0,
+		Quorum:        m.attendance(m.gathering.count, m.gathering.has),
+		Vote:          m.attendance(m.ballot.count, m.ballot.has),
+		Absent:        map[int64]string{},
+		Closed:        m.closed != nil,
+	}
+	if m.ballot.count > 0 {
+		s.VoteStep = m.ballot.attempt.step
+	}
+	for r := range m.ranks {
+		if f := m.ranks[r].absent; f != nil {
+			s.Absent[int64(r)] = f.Reason
+		}
+	}
+	return s
+}
+
+func (m *Machine) attendance(count int, present func(rank int) bool) Attendance {
+	a := Attendance{Waiting: []int64{}, Missing: []int64{}}
+	if count == 0 {
+		return a
+	}
+	for r := range m.ranks {
+		if present(r) {
+			a.Waiting = append(a.Waiting, int64(r))
+		} else {
+			a.Missing = append(a.Missing, int64(r))
+		}
+	}
+	return a
+}

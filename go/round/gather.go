@@ -1,0 +1,216 @@
+package round
+
+import (
+	"fmt"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/recovery"
+)
+
+// gathering is the quorum requests of the ranks, from the first rank that asks until all are answered.
+type gathering struct {
+	asked []*QuorumAsked // by rank
+	count int
+	round uint64 // of the request to the lighthouse, 0 while ranks are missing
+	steps bool   // the ranks agree on the step
+}
+
+func (g *gathering) has(rank int) bool { return g.asked[rank] != nil }
+
+func (m *Machine) quorumAsked(e QuorumAsked) []Action {
+	if e.GroupWorldSize != 0 && e.GroupWorldSize != m.group.WorldSize && m.closed == nil {
+		return m.wrongWorldSize(e)
+	}
+	if f := m.refuse(e.GroupRank); f != nil {
+		return []Action{Fail{e.Waiter, *f}}
+	}
+	r := &m.ranks[e.GroupRank]
+	r.metadata, r.announced, r.absent = e.CheckpointMetadata, true, nil
+
+	g := &m.gathering
+	var actions []Action
+	if older := g.asked[e.GroupRank]; older != nil {
+		superseded := Failure{KindAborted, fmt.Sprintf("a newer request of rank %d replaced this one", e.GroupRank)}
+		if g.round != 0 && !sameRequest(*older, e) {
+			// The lighthouse was asked with words that do not hold any more.
+			g.asked[e.GroupRank] = nil
+			actions = append(actions, Fail{older.Waiter, superseded})
+			actions = append(actions, m.endGathering(Failure{KindAborted, fmt.Sprintf(
+				"rank %d asked for another quorum while this one was on its way", e.GroupRank)})...)
+		} else {
+			g.asked[e.GroupRank] = &e
+			actions = append(actions, Fail{older.Waiter, superseded})
+			if g.round != 0 {
+				return actions
+			}
+			g.count--
+		}
+	}
+	g.asked[e.GroupRank] = &e
+	g.count++
+
+	if g.count < len(g.asked) {
+		if f := m.hopeless(g.has); f != nil {
+			actions = append(actions, m.endGathering(*f)...)
+		}
+		return actions
+	}
+	return append(actions, m.askLighthouse())
+}
+
+// sameRequest reports whether two requests of a rank differ in nothing but who waits, and for how long.
+func sameRequest(a, b QuorumAsked) bool {
+	a.Waiter, a.Deadline = b.Waiter, b.Deadline
+	return a == b
+}
+
+// wrongWorldSize refuses a rank that counts other ranks than this server. Its siblings could only wait for
+// it in vain, so they fail with it.
+func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
+	wrong := Failure{KindInvalid, fmt.Sprintf(
+		"rank %d believes that replica group %s has a world size of %d, but its manager server was started with %d",
+		e.GroupRank, m.group.ReplicaID, e.GroupWorldSize, m.group.WorldSize)}
+	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
+		m.ranks[e.GroupRank].absent = &wrong
+	}
+	return append([]Action{Fail{e.Waiter, wrong}}, m.endGathering(wrong)...)
+}
+
+// askLighthouse asks once for the whole group.
+//
+// A group is as far as its slowest rank: ranks differ after one of them failed to heal or did not hear that
+// its step was committed, and with the smallest step the group heals as a whole.
+func (m *Machine) askLighthouse() Action {
+	g := &m.gathering
+	m.round++
+	g.round = m.round
+	g.steps = true
+
+	first := g.asked[0]
+	ask := AskLighthouse{
+		Round:         g.round,
+		KnownQuorumID: m.knownQuorumID,
+		Deadline:      first.Deadline,
+		Member: quorum.Member{
+			ReplicaID:    m.group.ReplicaID,
+			Address:      m.group.Address,
+			StoreAddress: m.group.StoreAddress,
+			WorldSize:    uint64(m.group.WorldSize),
+			Step:         first.Step,
+		},
+	}
+	handles := make([]string, 0, len(g.asked))
+	for _, a := range g.asked {
+		member := &ask.Member
+		g.steps = g.steps && a.Step == first.Step
+		member.Step = min(member.Step, a.Step)
+		member.ShrinkOnly = member.ShrinkOnly || a.ShrinkOnly
+		member.CommitFailures = max(member.CommitFailures, a.CommitFailures)
+		if a.Deadline.Before(ask.Deadline) {
+			ask.Deadline = a.Deadline
+		}
+		if a.Handle != "" {
+			handles = append(handles, a.Handle)
+		}
+	}
+	if len(handles) == len(g.asked) { // in rank order, and useless to the others unless complete
+		ask.Member.Handles = handles
+	}
+	return ask
+}
+
+func (m *Machine) quorumKnown(e QuorumKnown) []Action {
+	g := &m.gathering
+	if g.round == 0 || e.Round != g.round {
+		return nil // nobody waits for this round any more
+	}
+	g.round = 0 // it has ended: nothing to cancel
+	if e.Failure != nil {
+		return m.endGathering(*e.Failure)
+	}
+	if e.Quorum == nil {
+		return m.endGathering(Failure{KindInternal, "the lighthouse answered without a quorum"})
+	}
+	m.knownQuorumID = max(m.knownQuorumID, e.Quorum.ID)
+
+	results := make([]recovery.Result, len(g.asked))
+	for r, a := range g.asked {
+		result, err := recovery.Compute(m.group.ReplicaID, a.GroupRank, e.Quorum, a.InitSync)
+		if err != nil {
+			return m.endGathering(Failure{KindInternal, err.Error()})
+		}
+		if !g.steps && !result.Heal {
+			return m.endGathering(Failure{KindAborted, fmt.Sprintf(
+				"the ranks of replica group %s disagree on the step (%s), and no other group is ahead to heal from",
+				m.group.ReplicaID, m.steps())})
+		}
+		results[r] = result
+	}
+
+	// Whoever asked for this quorum does not vote on the step before it any more.
+	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
+	for r, a := range g.asked {
+		m.ranks[r].answered = e.Round
+		g.asked[r] = nil
+		actions = append(actions, AnswerQuorum{a.Waiter, results[r]})
+	}
+	g.count = 0
+	return actions
+}
+
+// steps lists the first ranks that differ.
+func (m *Machine) steps() string {
+	first := m.gathering.asked[0]
+	for _, a := range m.gathering.asked {
+		if a.Step != first.Step {
+			return fmt.Sprintf("rank 0 is at %d, rank %d at %d", first.Step, a.GroupRank, a.Step)
+		}
+	}
+	return ""
+}
+
+func (m *Machine) quorumGaveUp(e GaveUp) []Action {
+	g := &m.gathering
+	for r, a := range g.asked {
+		if a == nil || a.Waiter != e.Waiter {
+			continue
+		}
+		what := "the quorum of the other replica groups"
+		if g.round == 0 {
+			what = "ranks " + m.where(func(r int) bool { return !g.has(r) })
+		}
+		own, others := gaveUp(e, r, what)
+		g.asked[r] = nil
+		g.count--
+		return append([]Action{Fail{e.Waiter, own}}, m.endGathering(others)...)
+	}
+	return nil
+}
+
+// gaveUp makes the failures of the rank that gave up and of its siblings. Waiting on without it would be in
+// vain: it may never come back.
+func gaveUp(e GaveUp, rank int, what string) (own, others Failure) {
+	if e.Timeout {
+		return Failure{KindTimeout, "the deadline passed while waiting for " + what},
+			Failure{KindAborted, fmt.Sprintf("rank %d gave up: its deadline passed while waiting for %s", rank, what)}
+	}
+	return Failure{KindAborted, "cancelled while waiting for " + what},
+		Failure{KindAborted, fmt.Sprintf("rank %d gave up: its call was cancelled while waiting for %s", rank, what)}
+}
+
+// endGathering answers all who wait for the quorum with the same failure.
+func (m *Machine) endGathering(f Failure) []Action {
+	g := &m.gathering
+	var actions []Action
+	if g.round != 0 {
+		actions = append(actions, CancelLighthouse{g.round})
+	}
+	for r, a := range g.asked {
+		if a != nil {
+			actions = append(actions, Fail{a.Waiter, f})
+			g.asked[r] = nil
+		}
+	}
+	g.count, g.round = 0, 0
+	return actions
+}

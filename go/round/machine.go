@@ -1,0 +1,156 @@
+package round
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// maxWorldSize bounds what a machine sets aside for its ranks; no replica group is near it.
+const maxWorldSize = 1 << 20
+
+// Validate names every field that is out of range, its value, and what is allowed.
+func (g Group) Validate() error {
+	if g.ReplicaID == "" {
+		return fmt.Errorf("replica_id is empty: it must name the replica group")
+	}
+	if g.WorldSize < 1 || g.WorldSize > maxWorldSize {
+		return fmt.Errorf("world_size is %d: it must be from 1 to %d", g.WorldSize, maxWorldSize)
+	}
+	return nil
+}
+
+// Machine gathers the ranks of one replica group. It is a state machine for one goroutine: events go in
+// through Step, and what must be done about them comes out.
+//
+// What holds: every waiter is answered exactly once, with a result or with a failure; a gathering never
+// waits for a rank that cannot come; at most one request to the lighthouse is on its way.
+type Machine struct {
+	group Group
+	ranks []rank
+
+	gathering     gathering
+	round         uint64 // number of the latest request to the lighthouse
+	knownQuorumID int64  // largest quorum_id that was answered
+
+	ballot ballot
+
+	closed *Failure // set once the server shuts down
+}
+
+// rank is what is remembered of one rank between its requests.
+type rank struct {
+	metadata  string   // where it serves its checkpoint
+	announced bool     // metadata is set
+	answered  uint64   // the latest round that it has a result of
+	absent    *Failure // why nobody should wait for it; nil if it may come
+}
+
+// NewMachine makes the machine of one replica group. The group must be valid.
+func NewMachine(g Group) *Machine {
+	return &Machine{
+		group:     g,
+		ranks:     make([]rank, g.WorldSize),
+		gathering: gathering{asked: make([]*QuorumAsked, g.WorldSize)},
+		ballot:    ballot{votes: make([]*Voted, g.WorldSize)},
+	}
+}
+
+// Step takes in one event at a time and returns what to do, in this order. It reads no clock: deadlines are
+// kept by the shell, which turns those that pass into GaveUp.
+func (m *Machine) Step(event Event, _ time.Time) []Action {
+	switch e := event.(type) {
+	case QuorumAsked:
+		return m.quorumAsked(e)
+	case QuorumKnown:
+		return m.quorumKnown(e)
+	case Voted:
+		return m.voted(e)
+	case MetadataAsked:
+		return m.metadataAsked(e)
+	case GaveUp:
+		return append(m.quorumGaveUp(e), m.voteGaveUp(e)...)
+	case RankGone:
+		return m.rankGone(e)
+	case Closed:
+		return m.close(e)
+	}
+	return nil
+}
+
+// refuse returns why a request of a rank can never succeed, nil if it can.
+func (m *Machine) refuse(groupRank int64) *Failure {
+	if m.closed != nil {
+		return m.closed
+	}
+	if groupRank < 0 || groupRank >= m.group.WorldSize {
+		return &Failure{KindInvalid, fmt.Sprintf("group_rank is %d: replica group %s has ranks 0 to %d",
+			groupRank, m.group.ReplicaID, m.group.WorldSize-1)}
+	}
+	return nil
+}
+
+func (m *Machine) metadataAsked(e MetadataAsked) []Action {
+	if m.closed != nil {
+		return []Action{Fail{e.Waiter, *m.closed}}
+	}
+	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize && m.ranks[e.GroupRank].announced {
+		return []Action{AnswerMetadata{e.Waiter, m.ranks[e.GroupRank].metadata}}
+	}
+	known := m.where(func(r int) bool { return m.ranks[r].announced })
+	return []Action{Fail{e.Waiter, Failure{KindInvalid, fmt.Sprintf(
+		"rank %d of replica group %s has announced no checkpoint; known: %s", e.GroupRank, m.group.ReplicaID, known)}}}
+}
+
+// rankGone ends whatever waits for the rank, and lets nothing wait for it until it asks again.
+func (m *Machine) rankGone(e RankGone) []Action {
+	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
+		return nil
+	}
+	gone := Failure{KindAborted, fmt.Sprintf("rank %d of replica group %s is gone: its connection broke",
+		e.GroupRank, m.group.ReplicaID)}
+	m.ranks[e.GroupRank].absent = &gone
+	return append(m.endGathering(gone), m.endBallot(gone)...)
+}
+
+func (m *Machine) close(e Closed) []Action {
+	if m.closed != nil {
+		return nil
+	}
+	m.closed = &Failure{KindUnavailable, e.Reason}
+	return append(m.endGathering(*m.closed), m.endBallot(*m.closed)...)
+}
+
+// hopeless returns why a gathering can never be complete: a rank is missing that will not come. It is nil
+// if all may still come.
+func (m *Machine) hopeless(present func(rank int) bool) *Failure {
+	for r := range m.ranks {
+		if f := m.ranks[r].absent; f != nil && !present(r) {
+			return f
+		}
+	}
+	return nil
+}
+
+// where lists the ranks for which something holds, for people.
+func (m *Machine) where(holds func(rank int) bool) string {
+	const most = 16
+	var names []string
+	n := 0
+	for r := range m.ranks {
+		if !holds(r) {
+			continue
+		}
+		if n++; n <= most {
+			names = append(names, fmt.Sprint(r))
+		}
+	}
+	if n == 0 {
+		return "none"
+	}
+	if n > most {
+		names = append(names, fmt.Sprintf("and %d more", n-most))
+	}
+	return strings.Join(slices.Clip(names), ", ")
+}

@@ -1,0 +1,80 @@
+"""PyTorch's streaming format, and what may be in it.
+
+The names with an underscore are PyTorch's own save and load. Whatever comes from the network is read by PyTorch's
+restricted unpickler, which makes objects of listed types only and never looks a name up: `allow_checkpoint_types` lists
+what structure and state dicts are made of. Everything on the list is a plain value or container, so that nothing
+a peer sends can run code. A user's own types join with `torch.serialization.add_safe_globals`.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import io
+import pickle
+from typing import Any, Callable, List, Tuple, Union
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed._serialization import _Entry, _streaming_load, _streaming_save
+
+from torchft.checkpointing.transport import CheckpointError
+
+__all__ = ["_Entry", "_streaming_load", "_streaming_save", "allow_checkpoint_types", "explain"]
+
+_Global = Union[Callable[..., Any], Tuple[Callable[..., Any], str]]
+
+
+def _structure_types() -> List[_Global]:
+    """A TreeSpec and the containers that it names."""
+    # Python 3 names written by pickle protocol 2; the unpickler maps __builtin__ to builtins
+    types: List[_Global] = [dict, list, tuple, bytes, collections.defaultdict, collections.deque]
+    types += [pytree.TreeSpec, pytree.LeafSpec]
+    if hasattr(pytree, "treespec_leaf"):
+        types.append(pytree.treespec_leaf)  # how newer releases write a leaf
+    return types
+
+
+def _numpy_types() -> List[_Global]:
+    """Scalars and arrays: learning rates and random states are often such."""
+    try:
+        import numpy as np
+    except ImportError:
+        return []
+    core = getattr(np, "_core", None) or np.core  # numpy 2 renamed it
+    types: List[_Global] = [np.ndarray, np.dtype, core.multiarray.scalar, core.multiarray._reconstruct]
+    for name in ("scalar", "_reconstruct"):
+        function = getattr(core.multiarray, name)
+        # peers with the other major version write the other path
+        types += [(function, f"numpy.core.multiarray.{name}"), (function, f"numpy._core.multiarray.{name}")]
+    if hasattr(np, "dtypes"):
+        types += [t for t in vars(np.dtypes).values() if isinstance(t, type) and issubclass(t, np.dtype)]
+    return types
+
+
+def allow_checkpoint_types() -> None:
+    """Puts what checkpoints are made of on PyTorch's list of safe globals.
+
+    The list belongs to the process and has no lock, so entries are added once and stay: a `safe_globals` block that
+    ends in one thread would take them from a load in another. It is checked before every load because anyone may call
+    `clear_safe_globals`.
+    """
+    missing = set(_ALLOWED) - set(torch.serialization.get_safe_globals())
+    if missing:
+        torch.serialization.add_safe_globals(sorted(missing, key=str))  # type: ignore[arg-type]
+
+
+_ALLOWED: List[_Global] = [*_structure_types(), *_numpy_types(), datetime.timedelta]
+
+
+def explain(error: Exception, what: str) -> CheckpointError:
+    """The restricted unpickler's refusal, in words that say what to do about it."""
+    text = str(error).split("\n")[0]
+    if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in text:
+        name = text.split("GLOBAL ", 1)[1].split(" ", 1)[0]
+        return CheckpointError(
+            f"{what} contains {name}, which is not loaded from the network unless it is allowed: call "
+            f"torch.serialization.add_safe_globals([{name}]) at the start of the program, on every replica group, if "
+            f"loading such an object is safe, or keep it out of the state dict"
+        )
+    return CheckpointError(f"{what} cannot be read: {type(error).__name__}: {text}")

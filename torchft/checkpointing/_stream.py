@@ -1,0 +1,203 @@
+"""Writes and reads PyTorch's streaming format without copying a tensor on the way.
+
+A stream is a pickled list of records (name, whether it is a storage, length), then the records' bytes: the pickled
+structure, the byte order, and each storage. PyTorch's own writer and reader of this format read a storage into a
+`bytes` and copy it twice, with the GIL held; here the bytes go between the socket and the storage's own memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import ctypes
+import io
+import pickle
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+import torch._weights_only_unpickler as restricted
+from torch.serialization import _load, location_tag
+
+from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain
+from torchft.checkpointing.transport import CheckpointError
+
+_PROTOCOL = 2  # the only one that the restricted unpickler reads
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage as a flat tensor of bytes, without a copy."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage) if storage.nbytes() else flat
+
+
+def tensor_memory(flat: torch.Tensor) -> memoryview:
+    """The memory of a flat tensor of bytes on the CPU. The caller keeps the tensor alive."""
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
+
+
+@dataclass
+class Pickled:
+    """A pickled object whose storages were left out."""
+
+    prefix: bytes  # everything on the wire up to the first storage
+    storages: List[torch.UntypedStorage]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the whole stream."""
+        return len(self.prefix) + sum(storage.nbytes() for storage in self.storages)
+
+
+class _Pickler(pickle.Pickler):
+    # The restricted unpickler fills lists and dicts only; as arguments of the constructor the items get through.
+    dispatch_table = collections.ChainMap(
+        {
+            collections.deque: lambda d: (collections.deque, (list(d), d.maxlen)),
+            collections.defaultdict: lambda d: (collections.defaultdict, (d.default_factory, dict(d))),
+        },
+        copyreg.dispatch_table,  # type: ignore[arg-type]
+    )
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self.storages: Dict[Tuple[int, torch.dtype], torch.UntypedStorage] = {}
+        self._keys: Dict[Tuple[int, torch.dtype], str] = {}
+
+    def persistent_id(self, obj: Any) -> Optional[Tuple[Any, ...]]:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype, numel = obj._untyped_storage, obj.dtype, obj._size()
+            kind = getattr(torch, obj._pickle_storage_type())
+        elif torch.is_storage(obj):
+            storage, dtype, numel, kind = obj, torch.uint8, obj.nbytes(), torch.UntypedStorage
+        else:
+            return None
+        # Tensors that share a storage share it after loading too. One storage under two dtypes is two records:
+        # the format has one dtype for each.
+        identity = (storage._cdata, dtype)
+        key = self._keys.setdefault(identity, str(len(self._keys)))
+        self.storages[identity] = storage
+        return ("storage", kind, key, location_tag(storage), numel)
+
+
+def pickle_object(obj: object) -> Pickled:
+    """Pickles structure and non-tensor values now; tensors are still the caller's."""
+    data = io.BytesIO()
+    pickler = _Pickler(data)
+    pickler.dump(obj)
+    structure = data.getvalue()
+    order = sys.byteorder.encode()
+    storages = list(pickler.storages.values())
+    entries = [_Entry("data.pkl", False, len(structure)), _Entry("byteorder", False, len(order))]
+    entries += [_Entry(f"data/{i}", True, storage.nbytes()) for i, storage in enumerate(storages)]
+    return Pickled(pickle.dumps(entries, protocol=_PROTOCOL) + structure + order, storages)
+
+
+@dataclass
+class _Records:
+    """What PyTorch's loader wants in place of a zip file."""
+
+    data: Dict[str, bytes] = field(default_factory=dict)
+    storages: Dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def has_record(self, name: str) -> bool:
+        return name in self.data or name in self.storages
+
+    def get_record(self, name: str) -> bytes:
+        return self.data[name]
+
+    def get_storage_from_record(self, name: str, nbytes: int, _type: object) -> torch.Tensor:
+        flat = self.storages[name]
+        if flat.numel() != nbytes:
+            raise CheckpointError(f"record {name} has {flat.numel()} bytes, its tensors need {nbytes}")
+        return flat
+
+    def serialization_id(self) -> str:
+        return "torchft"
+
+
+def read_object(file: io.BufferedReader, what: str, size: Optional[int] = None) -> Any:
+    """Reads one stream to its end and makes the object.
+
+    Args:
+        file: where the stream comes from; its buffer serves the many small reads, large ones pass it by
+        what: names the stream in errors
+        size: length of the stream in bytes, if it is known
+
+    Raises:
+        CheckpointError: it is cut short or malformed, or holds a type that is not allowed
+    """
+    allow_checkpoint_types()
+    try:
+        entries = restricted.load(file)
+        _check_entries(entries)
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        raise explain(error, f"{what}: its list of records") from error
+
+    announced = sum(entry.length for entry in entries)
+    if size is not None and announced > size:
+        # before memory is allocated for it
+        raise CheckpointError(f"{what} announces {announced} bytes in its records, and has {size} in all")
+    records = _Records()
+    for entry in entries:
+        if entry.is_storage:
+            flat = _allocate(entry.length, what)
+            _fill(file, tensor_memory(flat), entry, what)
+            records.storages[entry.key] = flat
+        else:
+            data = bytearray(entry.length)
+            _fill(file, memoryview(data), entry, what)
+            records.data[entry.key] = bytes(data)
+    if file.read(1):
+        raise CheckpointError(f"{what} goes on after its last record")
+    return _make_object(records, what)
+
+
+def _make_object(records: _Records, what: str) -> Any:
+    structure = records.data.get("data.pkl", b"")
+    if b"torch.distributed.tensor" in structure:
+        import torch.distributed.tensor  # noqa: F401  its import allows the parts of a DTensor
+    try:
+        return _load(records, None, restricted, encoding="utf-8")
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
+    except Exception as error:
+        raise explain(error, what) from error
+
+
+def _check_entries(entries: object) -> None:
+    good = isinstance(entries, list) and all(
+        isinstance(e, _Entry)
+        and isinstance(getattr(e, "key", None), str)
+        and isinstance(getattr(e, "length", None), int)
+        and isinstance(getattr(e, "is_storage", None), bool)
+        and e.length >= 0
+        for e in entries
+    )
+    if not good:
+        raise ValueError("no list of (name, kind, length)")
+
+
+def _allocate(nbytes: int, what: str) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes") from error
+
+
+def _fill(file: io.BufferedReader, memory: memoryview, entry: _Entry, what: str) -> None:
+    done = 0
+    while done < entry.length:
+        n = file.readinto(memory[done:])
+        if not n:
+            raise CheckpointError(
+                f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes"
+            )
+        done += n
+
+

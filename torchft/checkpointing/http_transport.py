@@ -1,0 +1,231 @@
+"""Checkpoints over HTTP: the source serves them, the targets fetch them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any, List, Optional, Tuple, TypeVar
+
+import torch.utils._pytree as pytree
+
+from torchft.addresses import announced_host, host_port
+from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
+from torchft.checkpointing._http_client import fetch
+from torchft.checkpointing._memory import available_memory
+from torchft.checkpointing._source import Source, Unavailable, WrongStep
+from torchft.checkpointing.transport import CheckpointError, CheckpointTransport
+from torchft.http import _DeadlineSocket, _IPv6HTTPServer
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PREFIX = "/checkpoint/"
+_INLINE_BYTES = 64 << 20  # copied before send_checkpoint returns: about 20 ms
+_MAX_STREAMS = 16  # chunks that are fetched at once
+_REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
+
+
+class HTTPTransport(CheckpointTransport[T]):
+    """Serves the state of this replica group to the groups that heal from it, and fetches theirs.
+
+    The source must not wait for its readers, so it serves a copy: `send_checkpoint` copies the tensors (large states
+    mostly in the background), `disallow_checkpoint` only waits for the copy. A copy is made when the state fits into
+    half of the free memory; otherwise the tensors are served as they lie, and `disallow_checkpoint` waits for the
+    readers, at most `timeout`; then they are cut off.
+
+    What arrives is read by PyTorch's restricted unpickler: types other than tensors, plain values and containers need
+    `torch.serialization.add_safe_globals`.
+
+    Args:
+        timeout: limit for each wait at the source: of a request for a checkpoint, of `disallow_checkpoint` for readers,
+            of a peer that takes no data. Also how long a copy is kept for stragglers after `disallow_checkpoint`.
+        num_chunks: 0 moves the state in one stream, n in n streams at once. The same number in every replica group.
+        snapshot: True always serves a copy, False never; None decides by the free memory
+
+    Raises:
+        ValueError: a timeout that is not positive, a negative number of chunks
+    """
+
+    def __init__(self, timeout: timedelta, num_chunks: int, snapshot: Optional[bool] = None) -> None:
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout is {timeout}: it must be positive")
+        if num_chunks < 0:
+            raise ValueError(f"num_chunks is {num_chunks}: allowed are 0 (one stream) and more")
+        self._timeout = timeout.total_seconds()
+        self._num_chunks = num_chunks
+        self._snapshot = snapshot
+        self._source = Source(keep=self._timeout)
+        self._server = _CheckpointServer(self._source, self._timeout)
+        self._address = f"http://{host_port(announced_host(), self._server.server_port)}{_PREFIX}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), daemon=True, name="torchft-checkpoint-server"
+        )
+        self._thread.start()
+        self._shutdown_lock = threading.Lock()
+        self._down = False
+
+    def address(self) -> str:
+        """Where peers find this server: `http://{host}:{port}/checkpoint/`."""
+        return self._address
+
+    def metadata(self) -> str:
+        return self._address
+
+    def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        checkpoint = Checkpoint(state_dict, self._num_chunks)
+        if self._wants_copy(checkpoint):
+            checkpoint.copy(_INLINE_BYTES)
+        self._source.publish(step, checkpoint, receivers=len(dst_ranks))
+
+    def _wants_copy(self, checkpoint: Checkpoint) -> bool:
+        if self._snapshot is not None:
+            return self._snapshot
+        free = available_memory()
+        fits = free is not None and checkpoint.nbytes <= free // 2
+        if not fits:
+            logger.warning(
+                "the state of %d bytes is not copied (%s bytes of memory free): training waits for its readers",
+                checkpoint.nbytes,
+                free,
+            )
+        return fits
+
+    def allow_checkpoint(self, step: int) -> None:
+        """Offers the state of the last `send_checkpoint` as that of `step`.
+
+        Raises:
+            RuntimeError: there is none
+        """
+        self._source.allow(step)
+
+    def disallow_checkpoint(self) -> None:
+        self._source.disallow(self._timeout)
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        deadline = time.monotonic() + timeout.total_seconds()
+        if self._num_chunks == 0:
+            return fetch(metadata, step, FULL, deadline)
+        return self._recv_chunks(metadata, step, deadline)
+
+    def _recv_chunks(self, metadata: str, step: int, deadline: float) -> T:
+        n = self._num_chunks
+        with ThreadPoolExecutor(min(n, _MAX_STREAMS), thread_name_prefix="torchft-fetch") as pool:
+            spec = fetch(metadata, step, METADATA, deadline)
+            if not isinstance(spec, pytree.TreeSpec):
+                raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")
+            futures = [pool.submit(fetch, metadata, step, str(i), deadline) for i in range(n)]
+            chunks = [future.result() for future in futures]
+        total = spec.num_leaves
+        for i, chunk in enumerate(chunks):
+            expected = len(range(i, total, n))
+            if not isinstance(chunk, list) or len(chunk) != expected:
+                got = len(chunk) if isinstance(chunk, list) else type(chunk)
+                raise CheckpointError(
+                    f"checkpoint of step {step} from {metadata}: chunk {i} of {n} holds {got} values instead of "
+                    f"{expected}; num_chunks must be the same in every replica group"
+                )
+        leaves = [chunks[i % n][i // n] for i in range(total)]
+        return pytree.tree_unflatten(leaves, spec)
+
+    def shutdown(self, wait: bool = True) -> None:
+        with self._shutdown_lock:
+            if self._down:
+                return
+            self._down = True
+        self._source.close()
+        self._server.shutdown()
+        self._server.close_timeout = self._timeout if wait else 0.0
+        self._server.server_close()
+        if wait:
+            self._thread.join(self._timeout)
+
+
+class _CheckpointServer(_IPv6HTTPServer):
+    def __init__(self, source: Source, wait_timeout: float) -> None:
+        super().__init__(("", 0), _Handler)
+        self.source = source
+        self.wait_timeout = wait_timeout
+
+    def service_actions(self) -> None:
+        self.source.drop_old(time.monotonic())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _CheckpointServer  # type: ignore[assignment]
+    connection: _DeadlineSocket
+    protocol_version = "HTTP/1.1"
+
+    def handle_one_request(self) -> None:
+        self.connection.deadline = time.monotonic() + _REQUEST_TIMEOUT
+        super().handle_one_request()
+
+    def do_GET(self) -> None:
+        request = _parse(self.path)
+        if request is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {_PREFIX}{{step}}/{{part}}")
+            return
+        step, key = request
+        try:
+            with self.server.source.reading(step, self.server.wait_timeout, self._cut_off) as checkpoint:
+                self._serve(checkpoint, key)
+        except WrongStep as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        except Unavailable as error:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+
+    def _serve(self, checkpoint: Checkpoint, key: str) -> None:
+        stream = checkpoint.get(key)
+        if stream is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"no part {key[:50]!r} here: this source has num_chunks={checkpoint.num_chunks}")
+            return
+        if checkpoint.error is not None:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the state could not be copied: {checkpoint.error}")
+            return
+        self._extend_deadline()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(stream.nbytes))
+        self.end_headers()
+        # An error from here on ends the connection: the peer sees a body that is shorter than announced.
+        self.close_connection = True
+        for piece in checkpoint.read(stream, self.server.wait_timeout):
+            self._extend_deadline()
+            self.connection.sendall(piece)
+        self.close_connection = False
+        self.server.source.count_served(checkpoint, key)
+
+    def _extend_deadline(self) -> None:
+        self.connection.deadline = time.monotonic() + self.server.wait_timeout
+
+    def _cut_off(self) -> None:
+        self.connection.abort()
+
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        self._extend_deadline()
+        body = reason.encode()
+        # the reason is in the status line too: that is where stock peers look
+        self.send_response(status, reason.encode("latin-1", "replace").decode("latin-1"))
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("%s: " + format, self.client_address[0], *args)
+
+
+def _parse(path: str) -> Optional[Tuple[int, str]]:
+    """Step and part of `/checkpoint/{step}/{part}`."""
+    parts = path.removeprefix(_PREFIX).split("/")
+    if not path.startswith(_PREFIX) or len(parts) != 2:
+        return None
+    step, key = parts
+    if not (step.isascii() and step.removeprefix("-").isdigit() and len(step) < 20 and key):
+        return None
+    return int(step), key

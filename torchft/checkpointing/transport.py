@@ -1,0 +1,77 @@
+"""What the Manager asks of whatever moves a checkpoint from one replica group to another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Generic, List, TypeVar
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be sent or received.
+
+    The message says from where, of which step, and why. What was received so far is thrown away: a state
+    dict is handed over whole or not at all. Running out of time is a TimeoutError instead.
+    """
+
+
+class CheckpointTransport(Generic[T], ABC):
+    """Moves the state of one step from a source to the groups that heal from it.
+
+    The source calls `send_checkpoint`, then `disallow_checkpoint` before it changes the state that it sent.
+    The target calls `recv_checkpoint` with the source's `metadata`, which travels through the managers.
+    """
+
+    @abstractmethod
+    def metadata(self) -> str:
+        """What a peer needs to call `recv_checkpoint` on this transport, such as an address.
+
+        Must not change while the transport lives.
+        """
+
+    @abstractmethod
+    def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Sends the state, or makes it available; it may go on in the background.
+
+        Args:
+            dst_ranks: the replica ranks that will receive it
+            step: the step that the state belongs to
+            state_dict: the state. It must not change before `disallow_checkpoint` has returned.
+            timeout: limit for each wait
+
+        Raises:
+            TimeoutError: not done in time
+        """
+
+    def disallow_checkpoint(self) -> None:
+        """Called when the state is about to change: afterwards nobody reads the tensors that were sent.
+
+        Waits as long as reads of them are in flight.
+        """
+
+    @abstractmethod
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Receives a state.
+
+        Args:
+            src_rank: the replica rank of the source
+            metadata: what the source's `metadata` returned
+            step: the step that is asked for; a source at another step is an error
+            timeout: limit for the whole transfer
+
+        Returns:
+            the state, as the source had it when it called `send_checkpoint` with this step
+
+        Raises:
+            CheckpointError: the source is gone, at another step, or sent something that cannot be read
+            TimeoutError: not done in time
+        """
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends the transport and every request that waits in it.
+
+        Args:
+            wait: return only when its threads have ended
+        """

@@ -1,0 +1,159 @@
+"""A small threading HTTP server for IPv6 and IPv4, and a socket with a deadline for either end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any, Callable, Type
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class _DeadlineSocket(socket.socket):
+    """A socket whose reads and writes together end at `deadline`, however slowly the peer drips its bytes.
+
+    A timeout of an ordinary socket starts again with every byte, so a slow stranger could hold a thread for ever.
+    """
+
+    deadline: float | None = None  # by time.monotonic(); None: no limit
+
+    @classmethod
+    def wrap(cls, sock: socket.socket) -> _DeadlineSocket:
+        """Takes over an open socket, which is closed for its former owner."""
+        timeout = sock.gettimeout()
+        wrapped = cls(fileno=sock.detach())
+        wrapped.settimeout(timeout)
+        return wrapped
+
+    def abort(self) -> None:
+        """Makes whoever waits in a read or write here, in any thread, go on with an error."""
+        try:
+            self.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is gone already
+
+    def _arm(self) -> None:
+        if self.deadline is None:
+            return
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left)
+
+    def recv_into(self, *args: Any) -> int:
+        self._arm()
+        return super().recv_into(*args)
+
+    def sendall(self, *args: Any) -> None:
+        self._arm()
+        super().sendall(*args)
+
+
+class _IPv6HTTPServer(ThreadingHTTPServer):
+    """A threading HTTP server on IPv6 that takes IPv4 too; on a host without IPv6, on IPv4 alone.
+
+    Every request has a thread of its own. `server_close` cuts the connections that are open and waits for their
+    threads, at most `close_timeout` seconds. A connection beyond `max_connections` is closed at once.
+
+    Args:
+        server_address: host and port; host "" or "::" is every address, port 0 any free port
+        RequestHandlerClass: what answers the requests
+    """
+
+    address_family = socket.AF_INET6
+    request_queue_size = 1024
+    daemon_threads = True
+    max_connections = 256
+    close_timeout = 5.0
+
+    def __init__(
+        self,
+        server_address: tuple[str, int],
+        RequestHandlerClass: Callable[..., BaseHTTPRequestHandler] | Type[BaseHTTPRequestHandler],
+        bind_and_activate: bool = True,
+    ) -> None:
+        self._connections: set[_DeadlineSocket] = set()
+        self._request_threads: list[threading.Thread] = []
+        self._connections_lock = threading.Lock()
+        host, port = server_address[:2]
+        if not _has_ipv6() and host in ("", "::"):
+            self.address_family = socket.AF_INET
+            host = ""
+        # typeshed wants a class; any callable that makes a handler will do
+        super().__init__((host, port), RequestHandlerClass, bind_and_activate)  # type: ignore[arg-type]
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # HTTPServer's own would look the host up in the DNS, which can take seconds, for a name that nobody reads
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        sock, address = super().get_request()
+        return _DeadlineSocket.wrap(sock), address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        thread = threading.Thread(
+            target=self.process_request_thread, args=(request, client_address), daemon=True, name="torchft-http-request"
+        )
+        with self._connections_lock:
+            room = len(self._connections) < self.max_connections
+            if room:
+                self._connections.add(request)
+                # a thread outlives its connection by a moment, so the two are kept apart
+                self._request_threads = [t for t in self._request_threads if t.is_alive()] + [thread]
+                thread.start()
+        if not room:
+            logger.warning(
+                "connection of %s refused: %d are open already (max_connections)", client_address, self.max_connections
+            )
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        try:
+            super().shutdown_request(request)
+        finally:
+            with self._connections_lock:
+                self._connections.discard(request)
+
+    def abort_connections(self) -> None:
+        """Cuts every open connection, so that whoever waits in a read or write on one of them goes on with an error."""
+        with self._connections_lock:
+            for connection in self._connections:
+                connection.abort()
+
+    def server_close(self) -> None:
+        super().server_close()
+        with self._connections_lock:
+            threads = list(self._request_threads)
+        self.abort_connections()
+        end = time.monotonic() + self.close_timeout
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            # the peer went away, or was too slow
+            logger.debug("connection of %s ended: %r", client_address, error)
+        else:
+            logger.warning("request of %s failed", client_address, exc_info=error)
+
+
+def _has_ipv6() -> bool:
+    """Whether a socket can be bound here: a container may have IPv6 compiled in and no such address."""
+    if not socket.has_ipv6:
+        return False
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,45 @@
+// Command torchft_lighthouse serves the quorum of a torchft job until it is interrupted.
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/torchft/torchft/go/lighthouse"
+)
+
+func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
+
+// run is main with its surroundings as arguments; it returns the exit status.
+func run(args []string, stdout, stderr io.Writer) int {
+	// From here on, so that a signal during the start is not lost.
+	stop := make(chan os.Signal, 1)
+	signal.Notify(stop, os.Interrupt, syscall.SIGTERM)
+	defer signal.Stop(stop)
+
+	cfg, err := lighthouse.ParseArgs(args)
+	if help := (*lighthouse.Help)(nil); errors.As(err, &help) {
+		_, _ = fmt.Fprint(stdout, help.Usage)
+		return 0
+	}
+	if err != nil {
+		return fail(stderr, 2, err)
+	}
+	server, err := lighthouse.New(cfg)
+	if err != nil {
+		return fail(stderr, 1, err)
+	}
+	_, _ = fmt.Fprintf(stdout, "torchft lighthouse listening on %s\n", server.Address())
+	<-stop
+	server.Shutdown()
+	return 0
+}
+
+func fail(stderr io.Writer, code int, err error) int {
+	_, _ = fmt.Fprintf(stderr, "torchft_lighthouse: %s\n", err)
+	return code
+}

@@ -1,0 +1,75 @@
+package rpc
+
+import (
+	"fmt"
+	"net"
+	"net/url"
+	"strconv"
+	"strings"
+)
+
+// Address is where a server of ours, or a published one, is reached.
+type Address struct {
+	HostPort string
+	TLS      bool // https://
+}
+
+// ParseAddress reads "http://host:port" or "https://host:port". setting names, in the error, what the user set.
+func ParseAddress(setting, address string) (Address, error) {
+	bad := func(why string) error {
+		return fmt.Errorf("%s is %q: it must be http://host:port or https://host:port, but %s", setting, address, why)
+	}
+	u, err := url.Parse(address)
+	switch {
+	case err != nil && !strings.Contains(address, "://"):
+		return Address{}, bad("it does not begin with http:// or https://")
+	case err != nil:
+		return Address{}, bad("it is not a URL")
+	case u.Scheme != "http" && u.Scheme != "https", u.Host == "" && u.Opaque != "":
+		return Address{}, bad("it does not begin with http:// or https://")
+	case u.Hostname() == "":
+		return Address{}, bad("the host is missing")
+	case u.Port() == "":
+		return Address{}, bad("the port is missing")
+	case u.User != nil, u.Path != "" && u.Path != "/", u.RawQuery != "", u.Fragment != "":
+		return Address{}, bad("there is more than a host and a port")
+	}
+	if port, err := strconv.ParseUint(u.Port(), 10, 16); err != nil || port == 0 {
+		return Address{}, bad("the port is not between 1 and 65535")
+	}
+	return Address{HostPort: u.Host, TLS: u.Scheme == "https"}, nil
+}
+
+// Announce is the address under which others reach what listens at bound. IPv6 hosts get their brackets.
+func Announce(hostname string, bound net.Addr) string {
+	_, port, err := net.SplitHostPort(bound.String())
+	if err != nil { // a network without ports
+		port = "0"
+	}
+	return "http://" + net.JoinHostPort(strings.Trim(hostname, "[]"), port)
+}
+
+// ValidateBind reports whether bind is host:port, where an empty host means every interface and port 0 a free one.
+func ValidateBind(setting, bind string) error {
+	_, port, err := net.SplitHostPort(bind)
+	if err == nil {
+		_, err = strconv.ParseUint(port, 10, 16)
+	}
+	if err != nil {
+		return fmt.Errorf(`%s is %q: it must be host:port with a port between 0 and 65535, such as "[::]:29510" or "0.0.0.0:0"`,
+			setting, bind)
+	}
+	return nil
+}
+
+// ValidateHostname reports whether hostname can be part of an address.
+func ValidateHostname(setting, hostname string) error {
+	host := strings.TrimSuffix(strings.TrimPrefix(hostname, "["), "]")
+	if net.ParseIP(host) != nil {
+		return nil
+	}
+	if hostname == "" || strings.ContainsAny(hostname, "/:?#@[] \t\r\n") {
+		return fmt.Errorf("%s is %q: it must be a host name or an IP address, without a port", setting, hostname)
+	}
+	return nil
+}

@@ -1,0 +1,89 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/round"
+)
+
+// kinds is the one table between the failures of the machines and the status codes on the wire.
+var kinds = map[round.Kind]codes.Code{
+	round.KindInvalid:     codes.InvalidArgument,
+	round.KindTimeout:     codes.DeadlineExceeded,
+	round.KindAborted:     codes.Aborted,
+	round.KindUnavailable: codes.Unavailable,
+	round.KindInternal:    codes.Internal,
+}
+
+// ToStatus is the error that a call gets for a failure.
+func ToStatus(f round.Failure) error {
+	code, known := kinds[f.Kind]
+	if !known {
+		code = codes.Internal
+	}
+	return status.Error(code, f.Reason)
+}
+
+// FromError is the failure behind the error of a call.
+func FromError(err error) round.Failure {
+	if IsTimeout(err) {
+		return round.Failure{Kind: round.KindTimeout, Reason: Message(err)}
+	}
+	code := status.Code(err)
+	for kind, c := range kinds {
+		if c == code {
+			return round.Failure{Kind: kind, Reason: Message(err)}
+		}
+	}
+	return round.Failure{Kind: round.KindInternal, Reason: Message(err)}
+}
+
+// IsTimeout reports whether a call ended because its time was up. Published servers answer an expired call
+// with CANCELLED, so that counts too.
+func IsTimeout(err error) bool {
+	if err == nil {
+		return false
+	}
+	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
+		return true
+	}
+	code := status.Code(err)
+	return code == codes.DeadlineExceeded || code == codes.Canceled
+}
+
+// IsUnavailable reports whether the peer was not reached, is shutting down, or went away during the call.
+func IsUnavailable(err error) bool { return status.Code(err) == codes.Unavailable }
+
+// Message is the text of an error for people, without gRPC's "rpc error: code = …".
+func Message(err error) string {
+	if s, ok := status.FromError(err); ok {
+		return s.Message()
+	}
+	return err.Error()
+}
+
+// CallError says which call to whom failed. The status code stays reachable for IsTimeout and status.Code.
+type CallError struct {
+	Call string // such as "quorum"
+	Peer string // such as "manager at http://host:1234"
+	Err  error
+}
+
+func (e *CallError) Error() string {
+	return fmt.Sprintf("%s of %s: %s (%s)", e.Call, e.Peer, Message(e.Err), status.Code(e.Err))
+}
+
+func (e *CallError) Unwrap() error { return e.Err }
+
+// Wrap is a CallError, or nil when there is no error.
+func Wrap(call, peer string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &CallError{Call: call, Peer: peer, Err: err}
+}

@@ -1,0 +1,77 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+)
+
+// Dial connects to a server of kind what ("lighthouse", "manager") and returns once it is connected. It tries
+// again until connectTimeout is over; the error then names the address and the time. Later, the connection
+// comes back by itself whenever it broke.
+func Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
+	addr, err := ParseAddress(what+" address", address)
+	if err != nil {
+		return nil, status.Error(codes.InvalidArgument, err.Error())
+	}
+	if connectTimeout <= 0 {
+		return nil, status.Errorf(codes.InvalidArgument, "connect_timeout is %s: it must be more than 0", connectTimeout)
+	}
+	if network == nil {
+		network = TCP
+	}
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	defer cancel()
+
+	var lastErr atomic.Pointer[error]
+	dialer := func(ctx context.Context, hostPort string) (net.Conn, error) {
+		conn, err := network.Dial(ctx, hostPort)
+		if err != nil && !errors.Is(err, context.Canceled) {
+			lastErr.Store(&err)
+		}
+		return conn, err
+	}
+	creds := insecure.NewCredentials()
+	if addr.TLS {
+		creds = credentials.NewTLS(nil)
+	}
+	// The passthrough resolver leaves the name to the dialer, so that it is resolved anew at each attempt.
+	conn, err := grpc.NewClient("passthrough:///"+addr.HostPort,
+		append(clientLimits(), grpc.WithTransportCredentials(creds), grpc.WithContextDialer(dialer))...)
+	if err != nil {
+		return nil, status.Errorf(codes.InvalidArgument, "%s address is %q: %v", what, address, err)
+	}
+	for state := conn.GetState(); state != connectivity.Ready; state = conn.GetState() {
+		conn.Connect()
+		if conn.WaitForStateChange(ctx, state) {
+			continue
+		}
+		_ = conn.Close()
+		if errors.Is(ctx.Err(), context.Canceled) {
+			return nil, status.Errorf(codes.Canceled, "connecting to %s at %s was cancelled", what, address)
+		}
+		why := "it does not answer as a gRPC server"
+		if err := lastErr.Load(); err != nil {
+			why = (*err).Error()
+		}
+		return nil, status.Errorf(codes.Unavailable, "could not connect to %s at %s within %s: %s", what, address, connectTimeout, why)
+	}
+	return conn, nil
+}
+
+// WithDefaultDeadline gives a call without a deadline the longest one.
+func WithDefaultDeadline(ctx context.Context) (context.Context, context.CancelFunc) {
+	if _, ok := ctx.Deadline(); ok {
+		return ctx, func() {}
+	}
+	return context.WithTimeout(ctx, MaxWait)
+}

@@ -1,0 +1,62 @@
+package rpc
+
+import (
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/keepalive"
+)
+
+const (
+	// MaxMessage is the largest message taken, in bytes. gRPC's own 4 MiB end at about 4,000 groups with 8 handles.
+	MaxMessage = 256 << 20
+	// MaxWait bounds a call that came without a deadline, so that no wait is for ever.
+	MaxWait = 10 * time.Minute
+
+	// A silent peer is asked for a sign of life after pingAfter and given up pingTimeout later. This is what
+	// notices a host that lost power, and a killed process whose sockets live on in a forked child.
+	pingAfter   = 5 * time.Second
+	pingTimeout = 10 * time.Second
+	// A client may ping this often: gRPC's own default would end the connections of peers that ping each 10 s.
+	pingAllowed = time.Second
+	// clientPingAfter is gRPC's lower bound.
+	clientPingAfter = 10 * time.Second
+
+	// sniffTimeout bounds how long a new connection may leave open whether it speaks gRPC or HTTP.
+	sniffTimeout = 5 * time.Second
+	// window is the flow control window of a stream and a connection. A fixed one spares the pings with which
+	// gRPC would estimate it, and lets the quorum of a large job travel without waiting for the receiver.
+	window = 4 << 20
+	// stopGrace is how long a stopping server waits for peers to take the answers it already gave.
+	stopGrace = time.Second
+)
+
+func serverLimits() []grpc.ServerOption {
+	return []grpc.ServerOption{
+		grpc.MaxRecvMsgSize(MaxMessage),
+		grpc.MaxSendMsgSize(MaxMessage),
+		grpc.StaticStreamWindowSize(window),
+		grpc.StaticConnWindowSize(window),
+		grpc.ConnectionTimeout(sniffTimeout),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: pingAfter, Timeout: pingTimeout}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: pingAllowed, PermitWithoutStream: true}),
+		grpc.WaitForHandlers(true),
+	}
+}
+
+func clientLimits() []grpc.DialOption {
+	return []grpc.DialOption{
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage)),
+		grpc.WithStaticStreamWindowSize(window),
+		grpc.WithStaticConnWindowSize(window),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: clientPingAfter, Timeout: pingTimeout, PermitWithoutStream: true}),
+		// A connection stays up between steps however long they take.
+		grpc.WithIdleTimeout(0),
+		// gRPC's own backoff grows to two minutes; a lighthouse that comes back should be found at once.
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
+			MinConnectTimeout: 5 * time.Second,
+		}),
+	}
+}

@@ -1,0 +1,59 @@
+package rpc
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"runtime/debug"
+	"sync"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// The core runs inside the user's Python process, where a panic must never end the training. So everything
+// that runs on a goroutine of ours recovers.
+
+// Go runs f on a goroutine that group counts, and logs a panic of it.
+func Go(group *sync.WaitGroup, log *slog.Logger, name string, f func()) {
+	group.Add(1)
+	go func() {
+		defer group.Done()
+		defer func() {
+			if r := recover(); r != nil {
+				log.Error("torchft: a background task stopped", "task", name, "panic", r, "stack", string(debug.Stack()))
+			}
+		}()
+		f()
+	}()
+}
+
+// Recovered turns a panic into an error. Use it deferred, with the address of the named result.
+func Recovered(log *slog.Logger, what string, err *error) {
+	if r := recover(); r != nil {
+		log.Error("torchft: internal error", "in", what, "panic", r, "stack", string(debug.Stack()))
+		*err = status.Error(codes.Internal, fmt.Sprintf("internal error in %s: %v", what, r))
+	}
+}
+
+func recoverUnary(log *slog.Logger) grpc.UnaryServerInterceptor {
+	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
+		defer Recovered(log, info.FullMethod, &err)
+		return handler(ctx, req)
+	}
+}
+
+func recoverHTTP(log *slog.Logger, h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		var err error
+		func() {
+			defer Recovered(log, r.URL.Path, &err)
+			h.ServeHTTP(w, r)
+		}()
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+		}
+	})
+}

@@ -1,0 +1,71 @@
+package rpc
+
+import (
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+)
+
+// Server serves gRPC, and HTTP/1.1 on the same port if there is a handler for it.
+type Server struct {
+	grpc  *grpc.Server
+	http  *http.Server // nil without a handler
+	split *splitter    // nil without a handler
+	tasks sync.WaitGroup
+	stop  sync.Once
+}
+
+// NewGRPC makes a gRPC server with our limits. Register services on it, then Serve it.
+func NewGRPC(log *slog.Logger, options ...grpc.ServerOption) *grpc.Server {
+	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()), grpc.ChainUnaryInterceptor(recoverUnary(log)))
+	return grpc.NewServer(append(all, options...)...)
+}
+
+// Serve takes over lis and serves g, and handler unless it is nil, until Stop.
+func Serve(lis net.Listener, g *grpc.Server, handler http.Handler, log *slog.Logger) *Server {
+	s := &Server{grpc: g}
+	grpcLis := lis
+	if handler != nil {
+		s.split = newSplitter(lis)
+		grpcLis = s.split.grpc
+		s.http = &http.Server{
+			Handler:           recoverHTTP(log, handler),
+			ReadHeaderTimeout: sniffTimeout,
+			ReadTimeout:       2 * sniffTimeout,
+			WriteTimeout:      time.Minute,
+			IdleTimeout:       time.Minute,
+			MaxHeaderBytes:    64 << 10,
+			// Whatever is neither gRPC nor HTTP ends here; that is no news for the log.
+			ErrorLog: slog.NewLogLogger(slog.NewTextHandler(io.Discard, nil), slog.LevelDebug),
+		}
+		Go(&s.tasks, log, "http", func() { _ = s.http.Serve(s.split.http) })
+		Go(&s.tasks, log, "accept", func() { s.split.run(&s.tasks, log) })
+	}
+	Go(&s.tasks, log, "grpc", func() {
+		if err := g.Serve(grpcLis); err != nil {
+			log.Error("torchft: the server stopped listening", "error", err)
+		}
+	})
+	return s
+}
+
+// Stop closes the port, lets calls that already have their answer deliver it, ends all others, and returns
+// when no goroutine is left. End the waiters before, else they are cut off after a second.
+func (s *Server) Stop() {
+	s.stop.Do(func() {
+		cut := time.AfterFunc(stopGrace, s.grpc.Stop)
+		defer cut.Stop()
+		if s.split != nil {
+			s.split.close()
+			_ = s.http.Close()
+		}
+		s.grpc.GracefulStop()
+		s.grpc.Stop() // in case GracefulStop came before Serve
+		s.tasks.Wait()
+	})
+}

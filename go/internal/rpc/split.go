@@ -1,0 +1,172 @@
+package rpc
+
+import (
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+)
+
+// preface is how every HTTP/2 client begins, and so every gRPC one.
+const preface = "PRI * HTTP/2.0"
+
+// splitter gives the connections of one port to the gRPC server or to the HTTP/1.1 server, by their first
+// bytes. Each connection is looked at on its own goroutine and for at most sniffTimeout, so that one that says
+// nothing holds up nobody.
+type splitter struct {
+	lis        net.Listener
+	grpc, http *queue
+
+	mu       sync.Mutex
+	sniffing map[net.Conn]struct{} // nil once closed
+}
+
+func newSplitter(lis net.Listener) *splitter {
+	return &splitter{lis: lis, grpc: newQueue(lis.Addr()), http: newQueue(lis.Addr()), sniffing: map[net.Conn]struct{}{}}
+}
+
+func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
+	defer s.close()
+	for failed := 0; ; {
+		conn, err := s.lis.Accept()
+		if err != nil {
+			if s.closed() {
+				return
+			}
+			// Out of descriptors, or a connection that broke while it waited: neither ends the server.
+			failed++
+			if failed == 1 {
+				log.Warn("torchft: a connection was not accepted", "error", err)
+			}
+			select {
+			case <-s.grpc.done:
+				return
+			case <-time.After(RetryBackoff.Wait(failed, 0)):
+			}
+			continue
+		}
+		failed = 0
+		if !s.begin(conn) {
+			_ = conn.Close()
+			return
+		}
+		Go(tasks, log, "sniff", func() { s.sniff(conn) })
+	}
+}
+
+func (s *splitter) sniff(conn net.Conn) {
+	_ = conn.SetReadDeadline(time.Now().Add(sniffTimeout))
+	start, isGRPC, err := readPreface(conn)
+	_ = conn.SetReadDeadline(time.Time{})
+	s.end(conn)
+	switch {
+	case err != nil:
+		_ = conn.Close()
+	case isGRPC:
+		s.grpc.put(&prefixConn{Conn: conn, prefix: start})
+	default:
+		s.http.put(&prefixConn{Conn: conn, prefix: start})
+	}
+}
+
+// readPreface reads until the bytes are the preface or can no longer become it.
+func readPreface(conn net.Conn) (start []byte, isGRPC bool, err error) {
+	buf := make([]byte, len(preface))
+	for n := 0; n < len(buf); {
+		m, err := conn.Read(buf[n:])
+		n += m
+		if string(buf[:n]) != preface[:n] {
+			return buf[:n], false, nil
+		}
+		if err != nil && n < len(buf) {
+			return nil, false, err
+		}
+	}
+	return buf, true, nil
+}
+
+func (s *splitter) begin(conn net.Conn) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.sniffing == nil {
+		return false
+	}
+	s.sniffing[conn] = struct{}{}
+	return true
+}
+
+func (s *splitter) end(conn net.Conn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.sniffing, conn)
+}
+
+func (s *splitter) closed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.sniffing == nil
+}
+
+func (s *splitter) close() {
+	s.mu.Lock()
+	sniffing := s.sniffing
+	s.sniffing = nil
+	s.mu.Unlock()
+	_ = s.lis.Close()
+	_ = s.grpc.Close()
+	_ = s.http.Close()
+	for conn := range sniffing {
+		_ = conn.Close()
+	}
+}
+
+// queue is a listener that is fed connections.
+type queue struct {
+	addr  net.Addr
+	conns chan net.Conn
+	done  chan struct{}
+	once  sync.Once
+}
+
+func newQueue(addr net.Addr) *queue {
+	return &queue{addr: addr, conns: make(chan net.Conn), done: make(chan struct{})}
+}
+
+func (q *queue) put(conn net.Conn) {
+	select {
+	case q.conns <- conn:
+	case <-q.done:
+		_ = conn.Close()
+	}
+}
+
+func (q *queue) Accept() (net.Conn, error) {
+	select {
+	case conn := <-q.conns:
+		return conn, nil
+	case <-q.done:
+		return nil, net.ErrClosed
+	}
+}
+
+func (q *queue) Close() error {
+	q.once.Do(func() { close(q.done) })
+	return nil
+}
+
+func (q *queue) Addr() net.Addr { return q.addr }
+
+// prefixConn gives back the bytes that were read to look at them.
+type prefixConn struct {
+	net.Conn
+	prefix []byte
+}
+
+func (c *prefixConn) Read(p []byte) (int, error) {
+	if len(c.prefix) > 0 {
+		n := copy(p, c.prefix)
+		c.prefix = c.prefix[n:]
+		return n, nil
+	}
+	return c.Conn.Read(p)
+}

@@ -1,0 +1,40 @@
+package rpc
+
+// Waiters are the calls that wait for an answer, by the id under which a machine knows them. It is not safe
+// for concurrent use: the server's own lock guards it.
+type Waiters[ID ~uint64, A any] struct {
+	next ID
+	open map[ID]chan A
+}
+
+// Add makes a waiter. Its channel gets at most one answer and never blocks the one who answers.
+func (w *Waiters[ID, A]) Add() (ID, <-chan A) {
+	if w.open == nil {
+		w.open = map[ID]chan A{}
+	}
+	w.next++
+	answer := make(chan A, 1)
+	w.open[w.next] = answer
+	return w.next, answer
+}
+
+// Answer ends a waiter. One that is unknown gave up in the meantime.
+func (w *Waiters[ID, A]) Answer(id ID, answer A) {
+	if waiter, ok := w.open[id]; ok {
+		delete(w.open, id)
+		waiter <- answer
+	}
+}
+
+// Drop forgets a waiter that gave up.
+func (w *Waiters[ID, A]) Drop(id ID) { delete(w.open, id) }
+
+// AnswerAll ends every waiter.
+func (w *Waiters[ID, A]) AnswerAll(answer A) {
+	for id := range w.open {
+		w.Answer(id, answer)
+	}
+}
+
+// Len is how many wait.
+func (w *Waiters[ID, A]) Len() int { return len(w.open) }

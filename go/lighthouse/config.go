@@ -1,0 +1,98 @@
+package lighthouse
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// Config is what a lighthouse is started with.
+type Config struct {
+	// Bind is host:port to listen on, gRPC and HTTP alike. Port 0 takes a free one.
+	Bind string
+	// Hostname is the host in the announced address; empty means this machine's name, or localhost where that
+	// name does not resolve.
+	Hostname string
+	// MinReplicas is the least number of replica groups in a quorum.
+	MinReplicas int
+	// JoinTimeout is how long a quorum waits for replicas that are alive and have not asked yet.
+	JoinTimeout time.Duration
+	// QuorumTick is how often it is decided anew without a request.
+	QuorumTick time.Duration
+	// HeartbeatTimeout is the age of a heartbeat from which a replica counts as dead.
+	HeartbeatTimeout time.Duration
+	// KillToken allows kill to those who send it; empty disables kill.
+	KillToken string
+	// Logger is slog.Default() if nil.
+	Logger *slog.Logger
+	// Network is real TCP if nil.
+	Network rpc.Network
+}
+
+// DefaultConfig is that of the command. MinReplicas has no default: only the user knows it.
+func DefaultConfig() Config {
+	return Config{
+		Bind: "[::]:29510",
+		// Long enough for every group of a large job to load its model; a quorum of all comes without it.
+		JoinTimeout: time.Minute,
+		QuorumTick:  100 * time.Millisecond,
+		// Fifty heartbeats of 100 ms: a group is not given up for a pause of its garbage collector.
+		HeartbeatTimeout: 5 * time.Second,
+	}
+}
+
+func (c Config) policy() quorum.Policy {
+	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout, HeartbeatTimeout: c.HeartbeatTimeout}
+}
+
+// Validate names the setting that cannot be used, its value, and what is allowed.
+func (c Config) Validate() error {
+	if err := rpc.ValidateBind("bind", c.Bind); err != nil {
+		return err
+	}
+	if c.Hostname != "" {
+		if err := rpc.ValidateHostname("hostname", c.Hostname); err != nil {
+			return err
+		}
+	}
+	if err := c.policy().Validate(); err != nil {
+		return err
+	}
+	if c.QuorumTick <= 0 {
+		return fmt.Errorf("quorum_tick_ms is %g: it must be more than 0", float64(c.QuorumTick)/float64(time.Millisecond))
+	}
+	return nil
+}
+
+func (c Config) withDefaults() Config {
+	if c.Hostname == "" {
+		c.Hostname = ownHostname()
+	}
+	if c.Logger == nil {
+		c.Logger = slog.Default()
+	}
+	if c.Network == nil {
+		c.Network = rpc.TCP
+	}
+	return c
+}
+
+// ownHostname is this machine's name if it resolves: an address that nobody can reach is of no use.
+func ownHostname() string {
+	name, err := os.Hostname()
+	if err != nil {
+		return "localhost"
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	if _, err := net.DefaultResolver.LookupHost(ctx, name); err != nil {
+		return "localhost"
+	}
+	return name
+}

@@ -1,0 +1,201 @@
+package lighthouse
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// Server is a running lighthouse.
+type Server struct {
+	cfg     Config
+	log     *slog.Logger
+	address string
+	rpc     *rpc.Server
+	stop    chan struct{}
+	tasks   sync.WaitGroup
+
+	mu      sync.Mutex
+	machine *quorum.Machine
+	waiters rpc.Waiters[quorum.WaiterID, answer]
+	patient patience
+	closed  bool
+}
+
+// answer ends the wait of one quorum request.
+type answer struct {
+	delivered *delivery
+	err       error
+}
+
+// delivery is one quorum, encoded once for all who waited for it, by the first who needs it.
+type delivery struct {
+	quorum *quorum.Quorum
+	once   sync.Once
+	bytes  rpc.Encoded
+	err    error
+}
+
+func (d *delivery) encoded() (rpc.Encoded, error) {
+	d.once.Do(func() {
+		d.bytes, d.err = proto.Marshal(&torchftpb.LighthouseQuorumResponse{Quorum: rpc.QuorumToProto(d.quorum)})
+	})
+	return d.bytes, d.err
+}
+
+// New starts a lighthouse. It is bound and serving on return; end it with Shutdown.
+func New(cfg Config) (*Server, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	cfg = cfg.withDefaults()
+	lis, err := cfg.Network.Listen(cfg.Bind)
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{
+		cfg:     cfg,
+		log:     cfg.Logger,
+		address: rpc.Announce(cfg.Hostname, lis.Addr()),
+		stop:    make(chan struct{}),
+		machine: quorum.NewMachine(cfg.policy(), time.Now()),
+	}
+	g := rpc.NewGRPC(s.log)
+	g.RegisterService(serviceDesc(), service{server: s})
+	s.rpc = rpc.Serve(lis, g, s.handler(), s.log)
+	rpc.Go(&s.tasks, s.log, "quorum tick", s.tick)
+	return s, nil
+}
+
+// Address is http://host:port, as managers and browsers use it.
+func (s *Server) Address() string { return s.address }
+
+// Shutdown answers everyone who waits, closes the port, and returns when nothing of the server is left.
+func (s *Server) Shutdown() {
+	s.mu.Lock()
+	first := !s.closed
+	s.closed = true
+	s.waiters.AnswerAll(answer{err: errShutdown})
+	s.mu.Unlock()
+	if first {
+		close(s.stop)
+	}
+	s.rpc.Stop()
+	s.tasks.Wait()
+}
+
+var errShutdown = status.Error(codes.Unavailable, "the lighthouse is shutting down")
+
+// quorum waits until m is in a quorum.
+func (s *Server) quorum(ctx context.Context, m quorum.Member, knownID int64) (*delivery, error) {
+	id, answered, err := s.ask(m, knownID)
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case a := <-answered:
+		return a.delivered, a.err
+	case <-ctx.Done():
+	}
+	if err := s.giveUp(id); err != nil {
+		return nil, err
+	}
+	select {
+	case a := <-answered: // it came at the last moment
+		return a.delivered, a.err
+	default:
+		return nil, status.Errorf(status.FromContextError(ctx.Err()).Code(), "no quorum in time: %s", s.Status().Reason)
+	}
+}
+
+func (s *Server) ask(m quorum.Member, knownID int64) (quorum.WaiterID, <-chan answer, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return 0, nil, errShutdown
+	}
+	id, answered := s.waiters.Add()
+	return id, answered, s.step(quorum.Asked{Waiter: id, Member: m, KnownQuorumID: knownID})
+}
+
+func (s *Server) giveUp(id quorum.WaiterID) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.waiters.Drop(id)
+	if s.closed {
+		return nil
+	}
+	return s.step(quorum.GaveUp{Waiter: id})
+}
+
+func (s *Server) feed(event quorum.Event) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return errShutdown
+	}
+	return s.step(event)
+}
+
+// step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
+func (s *Server) step(event quorum.Event) (err error) {
+	now := time.Now()
+	// A machine that panicked may be in any state: everyone who waits is told, and a fresh one begins. Its ids
+	// start above the old ones, as after a restart.
+	sound := false
+	defer func() {
+		if !sound {
+			s.machine = quorum.NewMachine(s.cfg.policy(), now)
+			s.waiters.AnswerAll(answer{err: err})
+		}
+	}()
+	defer rpc.Recovered(s.log, "the lighthouse", &err)
+	for _, action := range s.machine.Step(event, now) {
+		switch a := action.(type) {
+		case quorum.Deliver:
+			s.patient.served()
+			d := &delivery{quorum: a.Quorum}
+			for _, id := range a.Waiters {
+				s.waiters.Answer(id, answer{delivered: d})
+			}
+		case quorum.Changed:
+			s.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
+				"joined", a.Joined, "left", a.Left, "reason", a.Reason)
+		case quorum.Waiting:
+			s.patient.waits(now)
+		}
+	}
+	sound = true
+	return nil
+}
+
+func (s *Server) tick() {
+	ticker := time.NewTicker(s.cfg.QuorumTick)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-s.stop:
+			return
+		case now := <-ticker.C:
+			if s.feed(quorum.Tick{}) == nil {
+				s.logPatience(now)
+			}
+		}
+	}
+}
+
+// Status is what the machine says about itself, for people and dashboards.
+func (s *Server) Status() quorum.Status {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.machine.Describe(time.Now())
+}

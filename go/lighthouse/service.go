@@ -1,0 +1,73 @@
+package lighthouse
+
+import (
+	"context"
+	"slices"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// service converts the calls of torchft.LighthouseService to the server's and back.
+type service struct {
+	torchftpb.UnimplementedLighthouseServiceServer
+	server *Server
+}
+
+// serviceDesc is the generated one, but Quorum answers with bytes that are encoded already.
+func serviceDesc() *grpc.ServiceDesc {
+	desc := torchftpb.LighthouseService_ServiceDesc
+	desc.Methods = slices.Clone(desc.Methods)
+	for i := range desc.Methods {
+		if desc.Methods[i].MethodName == "Quorum" {
+			desc.Methods[i].Handler = handleQuorum
+		}
+	}
+	return &desc
+}
+
+func handleQuorum(srv any, ctx context.Context, decode func(any) error, intercept grpc.UnaryServerInterceptor) (any, error) {
+	req := new(torchftpb.LighthouseQuorumRequest)
+	if err := decode(req); err != nil {
+		return nil, err
+	}
+	info := &grpc.UnaryServerInfo{Server: srv, FullMethod: torchftpb.LighthouseService_Quorum_FullMethodName}
+	return intercept(ctx, req, info, func(ctx context.Context, req any) (any, error) {
+		return srv.(service).answerQuorum(ctx, req.(*torchftpb.LighthouseQuorumRequest))
+	})
+}
+
+func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuorumRequest) (rpc.Encoded, error) {
+	if err := checkReplicaID(req.GetRequester().GetReplicaId()); err != nil {
+		return nil, err
+	}
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	d, err := s.server.quorum(ctx, rpc.MemberFromProto(req.GetRequester()), req.GetKnownQuorumId())
+	if err != nil {
+		return nil, err
+	}
+	return d.encoded()
+}
+
+func (s service) Heartbeat(_ context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+	if err := checkReplicaID(req.GetReplicaId()); err != nil {
+		return nil, err
+	}
+	if err := s.server.feed(quorum.Beat{ReplicaID: req.GetReplicaId()}); err != nil {
+		return nil, err
+	}
+	return &torchftpb.LighthouseHeartbeatResponse{}, nil
+}
+
+func checkReplicaID(id string) error {
+	if id == "" {
+		return status.Error(codes.InvalidArgument, `replica_id is "": it must be a name that no other replica group has`)
+	}
+	return nil
+}

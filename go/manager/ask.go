@@ -1,0 +1,113 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/round"
+)
+
+// ask starts the one request of a round. The caller holds mu.
+func (s *Server) ask(a round.AskLighthouse) {
+	ctx, cancel := context.WithDeadline(s.ctx, a.Deadline)
+	s.asking[a.Round] = cancel
+	rpc.Go(&s.tasks, s.log, "quorum round", func() {
+		q, err := s.askUntilAnswered(ctx, a)
+		known := round.QuorumKnown{Round: a.Round, Quorum: q}
+		if err != nil {
+			failure := rpc.FromError(err)
+			known.Failure = &failure
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		cancel()
+		delete(s.asking, a.Round)
+		s.trouble = ""
+		s.step(known)
+	})
+}
+
+// askUntilAnswered asks until there is an answer or the deadline is near. A lighthouse that is away (it
+// restarts, the network is cut) must not cost the job its life, so that is waited out. Whatever else it
+// answers is believed after QuorumRetries attempts more.
+func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q *quorum.Quorum, err error) {
+	defer rpc.Recovered(s.log, "the quorum round", &err)
+	start := time.Now()
+	// A little before the ranks' own deadlines, so that they still hear why.
+	last := a.Deadline.Add(-min(100*time.Millisecond, a.Deadline.Sub(start)/10))
+	refused := int64(0)
+	for failed := 1; ; failed++ {
+		q, err := s.membership.Quorum(ctx, a.Member, a.KnownQuorumID)
+		if err == nil || ctx.Err() != nil {
+			return q, err
+		}
+		away := rpc.IsUnavailable(err)
+		if !away {
+			if refused++; refused > s.cfg.QuorumRetries {
+				return nil, err
+			}
+		}
+		s.setTrouble(away, start, err, failed)
+		wait := rpc.RetryBackoff.Wait(failed, rand.Float64())
+		if away && time.Now().Add(wait).After(last) {
+			return nil, rpc.ToStatus(round.Failure{Kind: round.KindTimeout, Reason: s.unreachable(start, err)})
+		}
+		select {
+		case <-ctx.Done():
+			return nil, status.FromContextError(ctx.Err()).Err()
+		case <-time.After(wait):
+		}
+	}
+}
+
+func (s *Server) unreachable(since time.Time, err error) string {
+	return fmt.Sprintf("the lighthouse at %s could not be reached, tried for %s: %s",
+		s.cfg.LighthouseAddr, time.Since(since).Round(time.Millisecond), rpc.Message(err))
+}
+
+func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
+	if failed == 1 {
+		s.log.Warn("torchft: asking the lighthouse again", "error", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.trouble = ""
+	if away {
+		s.trouble = s.unreachable(since, err)
+	}
+}
+
+// heartbeat tells the lighthouse at every interval that this group is alive. What goes wrong is logged once,
+// and once when it is over.
+func (s *Server) heartbeat() {
+	// Long enough for a busy lighthouse; the next heartbeat waits for this one.
+	timeout := max(10*s.cfg.HeartbeatInterval, time.Second)
+	ticker := time.NewTicker(s.cfg.HeartbeatInterval)
+	defer ticker.Stop()
+	failing := false
+	for {
+		ctx, cancel := context.WithTimeout(s.ctx, timeout)
+		err := s.membership.Heartbeat(ctx, s.cfg.ReplicaID)
+		cancel()
+		switch {
+		case s.ctx.Err() != nil:
+			return
+		case err != nil && !failing:
+			s.log.Warn("torchft: heartbeats do not reach the lighthouse", "error", err)
+		case err == nil && failing:
+			s.log.Info("torchft: heartbeats reach the lighthouse again")
+		}
+		failing = err != nil
+		select {
+		case <-s.ctx.Done():
+			return
+		case <-ticker.C:
+		}
+	}
+}

@@ -1,0 +1,136 @@
+package manager
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// QuorumArgs are what a rank says when it asks for the next quorum.
+type QuorumArgs struct {
+	GroupRank          int64
+	Step               int64
+	CheckpointMetadata string // where others fetch this rank's state
+	ShrinkOnly         bool
+	InitSync           bool
+	CommitFailures     int64
+	Handle             string // reconfigure handle of this rank's process group, if it has one
+	GroupWorldSize     int64  // as this rank believes; 0 does not say
+}
+
+// Client is one rank's connection to a manager server. To a server in the same process it is direct, without
+// a network. Calls may run at the same time. Each ends at its context's deadline.
+type Client struct {
+	peer string
+	calls
+}
+
+// calls is what a client does, over the network or directly.
+type calls interface {
+	Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error)
+	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
+	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
+	Close() error
+}
+
+// DialOption changes how a client connects.
+type DialOption func(*dialOptions)
+
+type dialOptions struct {
+	network    rpc.Network
+	noShortcut bool
+}
+
+func dialSettings(options []DialOption) dialOptions {
+	var d dialOptions
+	for _, option := range options {
+		option(&d)
+	}
+	return d
+}
+
+// WithNetwork connects through another network than real TCP.
+func WithNetwork(n rpc.Network) DialOption { return func(d *dialOptions) { d.network = n } }
+
+// WithoutShortcut goes over the network even to a server in this process.
+func WithoutShortcut() DialOption { return func(d *dialOptions) { d.noShortcut = true } }
+
+// Dial connects to the manager server at addr, trying again until connectTimeout is over.
+func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
+	d := dialSettings(options)
+	peer := "manager at " + addr
+	if !d.noShortcut {
+		if server := local.find(d.network, addr); server != nil {
+			return &Client{peer: peer, calls: server.direct()}, nil
+		}
+	}
+	conn, err := rpc.Dial(ctx, d.network, "manager", addr, connectTimeout)
+	if err != nil {
+		return nil, err
+	}
+	return &Client{peer: peer, calls: &remote{conn: conn, stub: torchftpb.NewManagerServiceClient(conn)}}, nil
+}
+
+// Quorum waits until every rank of the group has asked and the lighthouse has answered.
+func (c *Client) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
+	r, err := c.calls.Quorum(ctx, args)
+	return r, rpc.Wrap("quorum", c.peer, err)
+}
+
+// CheckpointMetadata is what a rank of that group announced last.
+func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
+	metadata, err := c.calls.CheckpointMetadata(ctx, groupRank)
+	return metadata, rpc.Wrap("checkpoint_metadata", c.peer, err)
+}
+
+// ShouldCommit waits until every rank of the group has voted on the step, and is true if all said true.
+func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
+	commit, err := c.calls.ShouldCommit(ctx, groupRank, step, vote)
+	return commit, rpc.Wrap("should_commit", c.peer, err)
+}
+
+// remote speaks to a server over the network.
+type remote struct {
+	conn *grpc.ClientConn
+	stub torchftpb.ManagerServiceClient
+}
+
+func (r *remote) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	resp, err := r.stub.Quorum(ctx, &torchftpb.ManagerQuorumRequest{
+		GroupRank:          args.GroupRank,
+		Step:               args.Step,
+		CheckpointMetadata: args.CheckpointMetadata,
+		ShrinkOnly:         args.ShrinkOnly,
+		InitSync:           args.InitSync,
+		CommitFailures:     args.CommitFailures,
+		ReconfigureHandle:  args.Handle,
+		GroupWorldSize:     args.GroupWorldSize,
+	})
+	if err != nil {
+		return recovery.Result{}, err
+	}
+	return resultFromProto(resp), nil
+}
+
+func (r *remote) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	resp, err := r.stub.CheckpointMetadata(ctx, &torchftpb.CheckpointMetadataRequest{Rank: groupRank})
+	return resp.GetCheckpointMetadata(), err
+}
+
+func (r *remote) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	resp, err := r.stub.ShouldCommit(ctx, &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote})
+	return resp.GetShouldCommit(), err
+}
+
+func (r *remote) Close() error { return r.conn.Close() }

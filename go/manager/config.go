@@ -1,0 +1,97 @@
+package manager
+
+import (
+	"fmt"
+	"log/slog"
+	"os"
+	"time"
+	"unicode/utf8"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+)
+
+// ServerConfig is what a manager server is started with.
+type ServerConfig struct {
+	// ReplicaID is unique to this life of the replica group: a restarted group is a new member.
+	ReplicaID string
+	// LighthouseAddr is http://host:port of the lighthouse.
+	LighthouseAddr string
+	// Hostname is the host in the announced address.
+	Hostname string
+	// Bind is host:port to listen on. Port 0 takes a free one.
+	Bind string
+	// StoreAddr is host:port of the group's TCPStore.
+	StoreAddr string
+	// WorldSize is how many ranks the group has.
+	WorldSize int64
+	// HeartbeatInterval is how often the lighthouse hears that this group is alive.
+	HeartbeatInterval time.Duration
+	// ConnectTimeout bounds the first connection to the lighthouse.
+	ConnectTimeout time.Duration
+	// QuorumRetries is how often a quorum request that the lighthouse refused is made again. While the
+	// lighthouse is away, requests are repeated until the deadline regardless.
+	QuorumRetries int64
+	// KillToken allows kill to those who send it; empty means that of the environment (TORCHFT_KILL_TOKEN),
+	// and without one there kill is disabled.
+	KillToken string
+	// Exit ends the process for kill; os.Exit if nil.
+	Exit func(code int)
+	// Logger is slog.Default() if nil.
+	Logger *slog.Logger
+	// Network is real TCP if nil.
+	Network rpc.Network
+	// Membership is asked for quorums in place of the lighthouse at LighthouseAddr, if not nil. The server closes it.
+	Membership Membership
+}
+
+// Validate names the setting that cannot be used, its value, and what is allowed.
+func (c ServerConfig) Validate() error {
+	for _, text := range []struct{ name, value string }{{"replica_id", c.ReplicaID}, {"store_addr", c.StoreAddr}} {
+		if !utf8.ValidString(text.value) {
+			return fmt.Errorf("%s is %q: it must be valid UTF-8", text.name, text.value)
+		}
+	}
+	if c.ReplicaID == "" {
+		return fmt.Errorf(`replica_id is "": it must be a name that no other replica group has`)
+	}
+	if c.Membership == nil {
+		if _, err := rpc.ParseAddress("lighthouse_addr", c.LighthouseAddr); err != nil {
+			return err
+		}
+	}
+	if err := rpc.ValidateHostname("hostname", c.Hostname); err != nil {
+		return err
+	}
+	if err := rpc.ValidateBind("bind", c.Bind); err != nil {
+		return err
+	}
+	if c.WorldSize < 1 {
+		return fmt.Errorf("world_size is %d: it must be at least 1", c.WorldSize)
+	}
+	if c.HeartbeatInterval <= 0 {
+		return fmt.Errorf("heartbeat_interval is %s: it must be more than 0", c.HeartbeatInterval)
+	}
+	if c.ConnectTimeout <= 0 {
+		return fmt.Errorf("connect_timeout is %s: it must be more than 0", c.ConnectTimeout)
+	}
+	if c.QuorumRetries < 0 {
+		return fmt.Errorf("quorum_retries is %d: it must be at least 0", c.QuorumRetries)
+	}
+	return nil
+}
+
+func (c ServerConfig) withDefaults() ServerConfig {
+	if c.KillToken == "" {
+		c.KillToken = os.Getenv(rpc.KillTokenEnv)
+	}
+	if c.Exit == nil {
+		c.Exit = os.Exit
+	}
+	if c.Logger == nil {
+		c.Logger = slog.Default()
+	}
+	if c.Network == nil {
+		c.Network = rpc.TCP
+	}
+	return c
+}

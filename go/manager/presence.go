@@ -1,0 +1,83 @@
+package manager
+
+import (
+	"context"
+
+	"google.golang.org/grpc/stats"
+
+	"github.com/torchft/torchft/go/round"
+)
+
+// connection is one client's connection, and the ranks that asked through it. The server's lock guards it.
+type connection struct {
+	ranks map[int64]struct{}
+	ended bool
+}
+
+// presence counts the open connections of each rank. When a rank's last one breaks the rank is gone: that is
+// how its siblings learn of a death at once, without a timeout.
+type presence struct{ open map[int64]int }
+
+func (p *presence) seen(c *connection, groupRank int64) {
+	if _, known := c.ranks[groupRank]; known || c.ended {
+		return
+	}
+	if c.ranks == nil {
+		c.ranks = map[int64]struct{}{}
+	}
+	if p.open == nil {
+		p.open = map[int64]int{}
+	}
+	c.ranks[groupRank] = struct{}{}
+	p.open[groupRank]++
+}
+
+// end forgets a connection and returns the ranks that have no other.
+func (p *presence) end(c *connection) (gone []int64) {
+	if c.ended {
+		return nil
+	}
+	c.ended = true
+	for groupRank := range c.ranks {
+		if p.open[groupRank]--; p.open[groupRank] == 0 {
+			delete(p.open, groupRank)
+			gone = append(gone, groupRank)
+		}
+	}
+	return gone
+}
+
+func (s *Server) connectionEnded(c *connection) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, groupRank := range s.presence.end(c) {
+		if !s.closed {
+			s.log.Info("torchft: a rank's connection ended", "group_rank", groupRank)
+		}
+		s.step(round.RankGone{GroupRank: groupRank})
+	}
+}
+
+// connectionTracker tells the server which connection a call came through, and when one ended.
+type connectionTracker struct{ server *Server }
+
+type connectionKey struct{}
+
+func connectionOf(ctx context.Context) *connection {
+	c, _ := ctx.Value(connectionKey{}).(*connection)
+	return c
+}
+
+func (connectionTracker) TagConn(ctx context.Context, _ *stats.ConnTagInfo) context.Context {
+	return context.WithValue(ctx, connectionKey{}, &connection{})
+}
+
+func (t connectionTracker) HandleConn(ctx context.Context, event stats.ConnStats) {
+	if _, ended := event.(*stats.ConnEnd); ended {
+		t.server.connectionEnded(connectionOf(ctx))
+	}
+}
+
+func (connectionTracker) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context { return ctx }
+
+func (connectionTracker) HandleRPC(context.Context, stats.RPCStats) {}

@@ -1,0 +1,237 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// Server is the manager server of one replica group.
+type Server struct {
+	cfg        ServerConfig
+	log        *slog.Logger
+	address    string
+	rpc        *rpc.Server
+	membership Membership
+	ctx        context.Context // ends with Shutdown
+	cancel     context.CancelFunc
+	tasks      sync.WaitGroup
+
+	mu       sync.Mutex
+	machine  *round.Machine
+	waiters  rpc.Waiters[round.WaiterID, answer]
+	asking   map[uint64]context.CancelFunc // requests to the lighthouse, by round
+	presence presence
+	trouble  string // why the lighthouse has not been reached, while that is so
+	closed   bool
+}
+
+// answer ends one call.
+type answer struct {
+	result   recovery.Result
+	commit   bool
+	metadata string
+	err      error
+}
+
+// NewServer starts the server of a replica group: it is connected to the lighthouse, bound and serving on
+// return. If the lighthouse is not reached within ConnectTimeout it fails. End it with Shutdown.
+func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	cfg = cfg.withDefaults()
+	membership := cfg.Membership
+	if membership == nil {
+		client, err := DialLighthouse(ctx, cfg.LighthouseAddr, cfg.ConnectTimeout, WithNetwork(cfg.Network))
+		if err != nil {
+			return nil, err
+		}
+		membership = client
+	}
+	lis, err := cfg.Network.Listen(cfg.Bind)
+	if err != nil {
+		return nil, errors.Join(err, membership.Close())
+	}
+	s := &Server{
+		cfg:        cfg,
+		log:        cfg.Logger.With("replica_id", cfg.ReplicaID),
+		address:    rpc.Announce(cfg.Hostname, lis.Addr()),
+		membership: membership,
+		asking:     map[uint64]context.CancelFunc{},
+		presence:   presence{},
+	}
+	s.machine = s.newMachine()
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	g := rpc.NewGRPC(s.log, grpc.StatsHandler(connectionTracker{s}))
+	torchftpb.RegisterManagerServiceServer(g, service{server: s})
+	s.rpc = rpc.Serve(lis, g, nil, s.log)
+	rpc.Go(&s.tasks, s.log, "heartbeat", s.heartbeat)
+	local.add(s)
+	return s, nil
+}
+
+func (s *Server) newMachine() *round.Machine {
+	return round.NewMachine(round.Group{
+		ReplicaID:    s.cfg.ReplicaID,
+		Address:      s.address,
+		StoreAddress: s.cfg.StoreAddr,
+		WorldSize:    s.cfg.WorldSize,
+	})
+}
+
+// Address is http://host:port, as it is announced to the other groups.
+func (s *Server) Address() string { return s.address }
+
+// Shutdown answers every call that waits, closes the port and the connection to the lighthouse, and returns
+// when nothing of the server is left.
+func (s *Server) Shutdown() {
+	local.remove(s)
+	s.mu.Lock()
+	if !s.closed {
+		s.step(round.Closed{Reason: "the manager server of " + s.cfg.ReplicaID + " is shutting down"})
+		s.closed = true
+	}
+	s.mu.Unlock()
+	s.cancel()
+	s.rpc.Stop()
+	if err := s.membership.Close(); err != nil {
+		s.log.Debug("torchft: closing the connection to the lighthouse", "error", err)
+	}
+	s.tasks.Wait()
+}
+
+// Status is what the machine says about itself.
+func (s *Server) Status() round.Status {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.machine.Describe()
+}
+
+func (s *Server) quorum(ctx context.Context, conn *connection, args QuorumArgs) (recovery.Result, error) {
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		return recovery.Result{}, status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")
+	}
+	a := s.call(ctx, conn, args.GroupRank, func(id round.WaiterID) round.Event {
+		return round.QuorumAsked{
+			Waiter:             id,
+			GroupRank:          args.GroupRank,
+			Step:               args.Step,
+			CheckpointMetadata: args.CheckpointMetadata,
+			ShrinkOnly:         args.ShrinkOnly,
+			InitSync:           args.InitSync,
+			CommitFailures:     args.CommitFailures,
+			Handle:             args.Handle,
+			GroupWorldSize:     args.GroupWorldSize,
+			Deadline:           deadline,
+		}
+	})
+	return a.result, a.err
+}
+
+func (s *Server) shouldCommit(ctx context.Context, conn *connection, groupRank, step int64, vote bool) (bool, error) {
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	a := s.call(ctx, conn, groupRank, func(id round.WaiterID) round.Event {
+		return round.Voted{Waiter: id, GroupRank: groupRank, Step: step, ShouldCommit: vote}
+	})
+	return a.commit, a.err
+}
+
+func (s *Server) checkpointMetadata(ctx context.Context, groupRank int64) (string, error) {
+	a := s.call(ctx, nil, groupRank, func(id round.WaiterID) round.Event {
+		return round.MetadataAsked{Waiter: id, GroupRank: groupRank}
+	})
+	return a.metadata, a.err
+}
+
+// call feeds an event with a new waiter and waits for its answer, at most until ctx is done. conn is the
+// connection that the rank's life depends on, nil if it depends on none.
+func (s *Server) call(ctx context.Context, conn *connection, groupRank int64, event func(round.WaiterID) round.Event) answer {
+	id, answered := s.begin(conn, groupRank, event)
+	select {
+	case a := <-answered:
+		return a
+	case <-ctx.Done():
+	}
+	return s.giveUp(ctx, id, answered)
+}
+
+func (s *Server) begin(conn *connection, groupRank int64, event func(round.WaiterID) round.Event) (round.WaiterID, <-chan answer) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if conn != nil && groupRank >= 0 && groupRank < s.cfg.WorldSize {
+		s.presence.seen(conn, groupRank)
+	}
+	id, answered := s.waiters.Add()
+	s.step(event(id))
+	return id, answered
+}
+
+func (s *Server) giveUp(ctx context.Context, id round.WaiterID, answered <-chan answer) answer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.step(round.GaveUp{Waiter: id, Timeout: errors.Is(ctx.Err(), context.DeadlineExceeded)})
+	s.waiters.Drop(id)
+	select {
+	case a := <-answered: // the machine's words, or an answer that came at the last moment
+		if s.trouble != "" && rpc.IsTimeout(a.err) {
+			a.err = status.Errorf(status.Code(a.err), "%s; %s", rpc.Message(a.err), s.trouble)
+		}
+		return a
+	default:
+		return answer{err: status.FromContextError(ctx.Err()).Err()}
+	}
+}
+
+// step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
+func (s *Server) step(event round.Event) {
+	var err error
+	sound := false
+	defer func() {
+		if sound {
+			return
+		}
+		// A machine that panicked may be in any state: everyone who waits is told, and a fresh one begins.
+		for _, cancel := range s.asking {
+			cancel()
+		}
+		s.machine = s.newMachine()
+		if s.closed {
+			s.machine.Step(round.Closed{}, time.Now())
+		}
+		s.waiters.AnswerAll(answer{err: err})
+	}()
+	defer rpc.Recovered(s.log, "the manager server", &err)
+	for _, action := range s.machine.Step(event, time.Now()) {
+		switch a := action.(type) {
+		case round.AskLighthouse:
+			s.ask(a)
+		case round.CancelLighthouse:
+			if cancel := s.asking[a.Round]; cancel != nil {
+				cancel()
+			}
+		case round.AnswerQuorum:
+			s.waiters.Answer(a.Waiter, answer{result: a.Result})
+		case round.AnswerVote:
+			s.waiters.Answer(a.Waiter, answer{commit: a.ShouldCommit})
+		case round.AnswerMetadata:
+			s.waiters.Answer(a.Waiter, answer{metadata: a.Metadata})
+		case round.Fail:
+			s.waiters.Answer(a.Waiter, answer{err: rpc.ToStatus(a.Failure)})
+		}
+	}
+	sound = true
+}

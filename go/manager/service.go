@@ -1,0 +1,79 @@
+package manager
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// service converts the calls of torchft.ManagerService to the server's and back.
+type service struct {
+	torchftpb.UnimplementedManagerServiceServer
+	server *Server
+}
+
+func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
+	result, err := s.server.quorum(ctx, connectionOf(ctx), QuorumArgs{
+		GroupRank:          req.GetGroupRank(),
+		Step:               req.GetStep(),
+		CheckpointMetadata: req.GetCheckpointMetadata(),
+		ShrinkOnly:         req.GetShrinkOnly(),
+		InitSync:           req.GetInitSync(),
+		CommitFailures:     req.GetCommitFailures(),
+		Handle:             req.GetReconfigureHandle(),
+		GroupWorldSize:     req.GetGroupWorldSize(),
+	})
+	if err != nil {
+		return nil, err
+	}
+	return resultToProto(result), nil
+}
+
+func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.CheckpointMetadataRequest) (*torchftpb.CheckpointMetadataResponse, error) {
+	text, err := s.server.checkpointMetadata(ctx, req.GetRank())
+	if err != nil {
+		return nil, err
+	}
+	return &torchftpb.CheckpointMetadataResponse{CheckpointMetadata: text}, nil
+}
+
+func (s service) ShouldCommit(ctx context.Context, req *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error) {
+	commit, err := s.server.shouldCommit(ctx, connectionOf(ctx), req.GetGroupRank(), req.GetStep(), req.GetShouldCommit())
+	if err != nil {
+		return nil, err
+	}
+	return &torchftpb.ShouldCommitResponse{ShouldCommit: commit}, nil
+}
+
+func (s service) Kill(ctx context.Context, req *torchftpb.KillRequest) (*torchftpb.KillResponse, error) {
+	md, _ := metadata.FromIncomingContext(ctx)
+	switch check := rpc.CheckToken(s.server.cfg.KillToken, md.Get("authorization")); check {
+	case rpc.TokenOK:
+	case rpc.TokenMissing, rpc.TokenWrong:
+		return nil, status.Error(codes.Unauthenticated, check.String())
+	default:
+		return nil, status.Error(codes.PermissionDenied, check.String())
+	}
+	s.server.exit(req.GetMsg())
+	return &torchftpb.KillResponse{}, nil
+}
+
+// exitDelay lets the answer to kill leave before the process ends.
+const exitDelay = 50 * time.Millisecond
+
+func (s *Server) exit(why string) {
+	s.log.Error("torchft: this process ends because it was told to (kill)", "message", why)
+	rpc.Go(&s.tasks, s.log, "kill", func() {
+		select {
+		case <-time.After(exitDelay):
+		case <-s.ctx.Done():
+		}
+		s.cfg.Exit(1)
+	})
+}

@@ -40,6 +40,13 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
     return name if _resolves(name) else "localhost"
 
 
+def announced_store_host(host: str, port: int, lighthouse_addr: str | None = None) -> str:
+    """``host:port`` of a store as other hosts reach it: MASTER_ADDR is often a loopback address."""
+    if host == "localhost" or _is_loopback(host.removeprefix("[").removesuffix("]")):
+        host = announced_host(lighthouse_addr)
+    return host_port(host.removeprefix("[").removesuffix("]"), port)
+
+
 def host_port(host: str, port: int) -> str:
     """``host:port`` as it stands in an address: an IPv6 address gets its brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -76,9 +83,13 @@ def _route_towards(lighthouse_addr: str) -> str | None:
                 address = str(probe.getsockname()[0])
         except OSError:
             continue
-        if not (address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1")):
+        if not _is_loopback(address):
             return address
     return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1")
 
 
 @lru_cache

@@ -1,0 +1,531 @@
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Callable, List
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from torchft.manager import ExceptionWithTraceback, Manager, WorldSizeMode, _ManagedFuture
+from torchft.process_group import ProcessGroupDummy
+from torchft.work import _DummyWork
+
+if TYPE_CHECKING:
+    from tests.unit.manager.conftest import Fixture
+
+Quorum = Callable[..., Any]
+
+
+def healing(make_quorum: Quorum, step: int = 20, **fields: Any) -> Any:
+    """A quorum in which this group is behind."""
+    return make_quorum(
+        max_step=step,
+        max_replica_rank=None,
+        max_world_size=1,
+        heal=True,
+        recover_src_replica_rank=0,
+        recover_src_manager_address="http://source:1",
+        **fields,
+    )
+
+
+def peer_state(step: int = 20, user: Any = None) -> dict[str, Any]:
+    return {"user": {"default": "weights"} if user is None else user, "torchft": {"step": step, "batches_committed": 40}}
+
+
+class FailingWork(dist._Work):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def wait(self, timeout: Any = None) -> bool:
+        raise self._error
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_exception(self._error)
+        return future
+
+
+class FailingGroup(ProcessGroupDummy):
+    def allreduce(self, tensors: List[torch.Tensor], opts: object) -> dist._Work:
+        return FailingWork(RuntimeError("connection reset by peer"))
+
+
+# A step
+
+
+def test_step_is_committed(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    assert manager.current_step() == 0 and manager.batches_committed() == 0
+    manager.start_quorum()
+    tensor = torch.tensor([2.0, 4.0])
+    assert manager.allreduce(tensor).wait()
+    assert tensor.tolist() == [1.0, 2.0]  # a dummy sums over one; the quorum has two participants
+    assert manager.num_participants() == 2 and manager.participating_rank() == 1 and manager.is_participating()
+    assert manager.should_commit()
+    assert manager.state_dict() == {"step": 1, "batches_committed": 2}
+    fixture.transport.disallow_checkpoint.assert_called_once()
+
+
+def test_quorum_request_says_all(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager(init_sync=False, quorum_timeout=timedelta(seconds=7))
+    manager.load_state_dict({"step": 5, "batches_committed": 9})
+    fixture.client.should_commit.side_effect = [False]
+    manager.start_quorum()
+    manager.should_commit()
+    manager.start_quorum(shrink_only=True, timeout=timedelta(seconds=3))
+    manager.wait_quorum()
+    first, second = (call.kwargs for call in fixture.client._quorum.call_args_list)
+    assert first == dict(
+        group_rank=1,
+        step=5,
+        checkpoint_metadata="http://me/checkpoint/",
+        shrink_only=False,
+        timeout=timedelta(seconds=7),
+        init_sync=False,
+        commit_failures=0,
+        reconfigure_handle=fixture.pg.get_reconfigure_handle(),
+    )
+    assert second["shrink_only"] and second["timeout"] == timedelta(seconds=3) and second["commit_failures"] == 1
+
+
+@pytest.mark.parametrize("reduce_op", [ReduceOp.SUM, ReduceOp.MAX])
+def test_other_reductions_are_not_divided(fixture: Fixture, reduce_op: ReduceOp) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    tensor = torch.tensor([2, 4])
+    manager.allreduce(tensor, reduce_op=reduce_op).wait()
+    assert tensor.tolist() == [2, 4]
+
+
+def test_average_of_integers_is_refused(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    with pytest.raises(ValueError, match="AVG needs a floating point tensor, this one is torch.int64"):
+        manager.allreduce(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("order", ["wait", "future", "wait then future", "future then wait", "twice"])
+def test_average_divides_once(fixture: Fixture, order: str) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    tensor = torch.tensor([4.0])
+    work = manager.allreduce(tensor)
+    if order in ("wait", "wait then future", "twice"):
+        assert work.wait()
+    if order in ("future", "wait then future", "future then wait"):
+        future = work.get_future()
+        assert isinstance(future, _ManagedFuture)
+        assert future.wait() is tensor
+    if order in ("future then wait", "twice"):
+        assert work.wait()
+    assert tensor.tolist() == [2.0]
+
+
+def test_chain_of_futures_sees_the_average_and_runs_once(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    calls: list[str] = []
+
+    def note(name: str, add: float) -> Callable[[Any], Any]:
+        def run(done: Any) -> Any:
+            calls.append(name)
+            return done.value() + add
+
+        return run
+
+    future = manager.allreduce(torch.tensor([4.0])).get_future()
+    last = future.then(note("first", 10)).then(note("second", 100))
+    assert last.wait().tolist() == [112.0]
+    assert calls == ["first", "second"]
+
+
+def test_commit_waits_for_collectives_nobody_waited_for(fixture: Fixture) -> None:
+    fixture.pg = FailingGroup(0, 1)
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.allreduce(torch.ones(1))
+    assert not manager.should_commit()
+    assert fixture.votes() == [False]
+
+
+# Errors
+
+
+@pytest.mark.parametrize("through_future", [False, True])
+def test_failed_collective_costs_the_step_only(fixture: Fixture, through_future: bool) -> None:
+    fixture.pg = FailingGroup(0, 1)
+    manager = fixture.manager()
+    manager.start_quorum()
+    tensor = torch.tensor([4.0])
+    work = manager.allreduce(tensor)
+    if through_future:
+        assert work.get_future().wait() is tensor
+    assert not work.wait()
+    error = manager.errored()
+    assert isinstance(error, ExceptionWithTraceback) and "connection reset by peer" in str(error)
+    assert tensor.tolist() == [4.0]
+
+    later = manager.allreduce(torch.ones(1))
+    assert isinstance(later, _DummyWork) and later.wait()
+    assert not manager.should_commit() and fixture.votes() == [False]
+    assert manager.current_step() == 0
+
+    fixture.pg.__class__ = ProcessGroupDummy  # the next quorum's group works
+    manager.start_quorum()
+    assert manager.errored() is None
+    manager.allreduce(torch.ones(1)).wait()
+    assert manager.should_commit()
+    assert fixture.client._quorum.call_args.kwargs["commit_failures"] == 1
+
+
+def test_first_error_is_the_cause(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.report_error(RuntimeError("first"))
+    manager.report_error(RuntimeError("second"))
+    error = manager.errored()
+    assert error is not None and "first" in str(error)
+
+
+def test_process_group_error_is_asked_for(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    fixture.pg.errored = MagicMock(return_value=RuntimeError("NCCL"))  # type: ignore[method-assign]
+    assert not manager.should_commit()
+    assert fixture.votes() == [False]
+
+
+def test_group_votes_against(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    fixture.client.should_commit.side_effect = [False]
+    manager.start_quorum()
+    assert not manager.should_commit()
+    assert manager.state_dict() == {"step": 0, "batches_committed": 0}
+
+
+def test_configure_error_costs_the_step(fixture: Fixture) -> None:
+    fixture.pg.configure = MagicMock(side_effect=RuntimeError("no rendezvous"))  # type: ignore[method-assign]
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert isinstance(manager.allreduce(torch.ones(1)), _DummyWork)
+    assert "no rendezvous" in str(manager.errored())
+    assert not manager.should_commit()
+
+
+def test_no_quorum_does_not_raise_into_the_model(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.side_effect = RuntimeError("lighthouse gone")
+    manager.start_quorum()
+    assert manager.allreduce(torch.ones(1)).wait()
+    with pytest.raises(RuntimeError, match="lighthouse gone"):
+        manager.wait_quorum()
+    with pytest.raises(RuntimeError, match="lighthouse gone"):
+        manager.should_commit()
+    fixture.client._quorum.side_effect = None  # a script that caught it may go on
+    manager.start_quorum()
+    assert manager.should_commit()
+
+
+def test_synchronous_quorum_raises_at_once(fixture: Fixture) -> None:
+    manager = fixture.manager(use_async_quorum=False)
+    fixture.client._quorum.side_effect = TimeoutError("too late")
+    with pytest.raises(TimeoutError, match="too late"):
+        manager.start_quorum()
+
+
+def test_max_retries(fixture: Fixture) -> None:
+    manager = fixture.manager(max_retries=1)
+    fixture.client.should_commit.side_effect = lambda *args, **kwargs: False
+    manager.start_quorum()
+    assert not manager.should_commit()
+    manager.start_quorum()
+    with pytest.raises(RuntimeError, match="2 steps in a row were not committed, max_retries=1"):
+        manager.should_commit()
+
+
+def test_too_few_participants(fixture: Fixture) -> None:
+    manager = fixture.manager(min_replica_size=3)
+    manager.start_quorum()
+    assert not manager.should_commit()
+    assert fixture.votes() == [False]
+
+
+def test_start_quorum_first(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    for call in (manager.wait_quorum, manager.num_participants, manager.should_commit):
+        with pytest.raises(RuntimeError, match="start_quorum must be called before"):
+            call()
+
+
+def test_wrap_future(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.wait_quorum()
+    good: torch.futures.Future[int] = torch.futures.Future()
+    good.set_result(1)
+    assert manager.wrap_future(good, 2).wait() == 1
+    assert manager.errored() is None
+    never: torch.futures.Future[int] = torch.futures.Future()
+    assert manager.wrap_future(never, 2, timeout=timedelta(milliseconds=10)).wait() == 2
+    assert manager.errored() is not None
+
+
+# Quorums and the process group
+
+
+def test_group_is_rebuilt_for_a_new_quorum_only(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    for quorum_id in (1, 1, 2):
+        fixture.client._quorum.return_value = make_quorum(quorum_id=quorum_id)
+        manager.start_quorum()
+        assert manager.should_commit()
+    assert fixture.pg.configure_count == 2
+
+
+def test_configure_gets_what_0_2_0_gave(fixture: Fixture) -> None:
+    configure = MagicMock()
+    fixture.pg.configure = configure  # type: ignore[method-assign]
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.wait_quorum()
+    configure.assert_called_once_with(
+        "store:1/torchft/1/1",
+        "group_1:uuid",
+        1,
+        2,
+        quorum_id=1,
+        group_rank=1,
+        group_world_size=2,
+        global_ranks=[1, 3],
+    )
+
+
+def test_handles_reach_the_group_in_one_place(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    manager._reconfigure_pg = MagicMock()  # type: ignore[method-assign]
+    fixture.client._quorum.return_value = make_quorum(reconfigure_handles=["a", "b"])
+    manager.start_quorum()
+    manager.wait_quorum()
+    manager._reconfigure_pg.assert_called_once_with(1, ["a", "b"])
+
+
+def test_reconfigure_with_handles(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.pg.reconfigure = MagicMock()  # type: ignore[method-assign]
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(reconfigure_handles=["a", "b"], quorum_id=9)
+    manager.start_quorum()
+    manager.wait_quorum()
+    (opts,) = fixture.pg.reconfigure.call_args.args
+    assert opts.uuid == 9 and list(opts.handles) == ["a", "b"] and opts.timeout == timedelta(seconds=10)
+    fixture.pg.reconfigure.return_value.wait.assert_called_once()
+
+
+def test_native_group_needs_handles(fixture: Fixture) -> None:
+    class NativeLike:
+        supports_reconfigure = True
+
+        def get_reconfigure_handle(self) -> str:
+            return "handle"
+
+        def errored(self) -> None:
+            return None
+
+    manager = fixture.manager(pg=NativeLike())
+    manager.start_quorum()
+    assert isinstance(manager.allreduce(torch.ones(1)), _DummyWork)
+    assert "group_0:uuid" in str(manager.errored()) and "0.2.0" in str(manager.errored())
+    assert not manager.should_commit()
+
+
+def test_group_without_reconfiguration_is_refused(fixture: Fixture) -> None:
+    with pytest.raises(ValueError, match="does not support reconfiguration.*enable_reconfigure=True"):
+        fixture.manager(pg=object())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"min_replica_size": 0}, "min_replica_size=0"),
+        ({"max_retries": -1}, "max_retries=-1"),
+        ({"state_dict": None}, "belong together"),
+        ({"timeout": timedelta(0)}, "timeout=0s"),
+    ],
+)
+def test_bad_settings(fixture: Fixture, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fixture.manager(**given)
+
+
+def test_spare_contributes_zeros(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.client._quorum.return_value = make_quorum(max_replica_rank=1, max_world_size=2)
+    manager = fixture.manager(world_size_mode=WorldSizeMode.FIXED_WITH_SPARES, min_replica_size=1)
+    manager.start_quorum()
+    tensor = torch.ones(2)
+    manager.allreduce(tensor).wait()
+    assert tensor.tolist() == [0.0, 0.0]
+    assert manager.participating_rank() is None and manager.num_participants() == 1
+
+
+# Healing
+
+
+def test_source_serves_its_state(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(max_step=0, recover_dst_replica_ranks=[0])
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.transport.send_checkpoint.assert_called_once_with(
+        dst_ranks=[0],
+        step=0,
+        state_dict={"user": {"default": {"weights": 1}}, "torchft": {"step": 0, "batches_committed": 0}},
+        timeout=timedelta(seconds=10),
+    )
+
+
+def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    tensor = torch.ones(2)
+    manager.allreduce(tensor).wait()
+    assert tensor.tolist() == [0.0, 0.0] and not manager.is_participating()
+    manager.wait_quorum()
+    assert fixture.loaded == []  # the model is the training thread's: loaded when the step ends
+    assert manager.should_commit()
+    assert fixture.loaded == ["weights"]
+    assert manager.state_dict() == {"step": 21, "batches_committed": 41}
+    fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=60))
+    fixture.client._checkpoint_metadata.assert_called_once_with(1, timeout=timedelta(seconds=10))
+    fixture.transport.recv_checkpoint.assert_called_once_with(
+        src_rank=0, metadata="where", step=20, timeout=timedelta(seconds=10)
+    )
+
+
+def test_sync_heal_takes_part_at_once(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager(use_async_quorum=False)
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    assert fixture.loaded == ["weights"] and manager.is_participating()
+    tensor = torch.ones(2)
+    manager.allreduce(tensor).wait()
+    assert tensor.tolist() == [0.5, 0.5]
+    assert manager.should_commit() and manager.current_step() == 21
+
+
+def test_heal_not_allowed(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    manager.start_quorum(allow_heal=False)
+    assert manager.should_commit()
+    fixture.transport.recv_checkpoint.assert_not_called()
+
+
+def test_peers_need_not_wait_for_a_heal(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    arrived = threading.Event()
+
+    def receive(**_: Any) -> Any:
+        assert arrived.wait(30)
+        return peer_state()
+
+    fixture.transport.recv_checkpoint.side_effect = receive
+    manager.start_quorum()
+    assert manager.allreduce(torch.ones(1)).wait()  # while the heal is under way
+    arrived.set()
+    assert manager.should_commit() and fixture.loaded == ["weights"]
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("where", ["transfer", "load", "metadata", "wrong step", "missing part"])
+def test_failed_heal_keeps_its_peers_going(
+    fixture: Fixture, make_quorum: Quorum, where: str, use_async_quorum: bool
+) -> None:
+    load = MagicMock(side_effect=ValueError("shape mismatch") if where == "load" else None)
+    manager = fixture.manager(load_state_dict=load, use_async_quorum=use_async_quorum)
+    manager.load_state_dict({"step": 3, "batches_committed": 6})
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state(
+        step=19 if where == "wrong step" else 20, user={} if where == "missing part" else None
+    )
+    if where == "transfer":
+        fixture.transport.recv_checkpoint.side_effect = RuntimeError("source died")
+    if where == "metadata":
+        fixture.client._checkpoint_metadata.side_effect = RuntimeError("source died")
+
+    manager.start_quorum()
+    tensor = torch.ones(2)
+    work = manager.allreduce(tensor)
+    assert not isinstance(work, _DummyWork) and work.wait()  # the peers count on this group's zeros
+    assert tensor.tolist() == [0.0, 0.0]
+    assert not manager.should_commit() and fixture.votes() == [False]
+    assert manager.errored() is not None
+    # It still has the weights of step 3, and says so: the next quorum heals it again.
+    assert manager.state_dict() == {"step": 3, "batches_committed": 6}
+
+
+def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    manager.wait_quorum()  # and then the forward pass raises, and the script starts over
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert [call.kwargs["step"] for call in fixture.client._quorum.call_args_list] == [0, 0]
+
+
+def test_state_dict_functions_may_come_later(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager(load_state_dict=None, state_dict=None)
+    extra: list[Any] = []
+    manager.set_state_dict_fns(fixture.loaded.append, lambda: "main")
+    manager.register_state_dict_fn("extra", extra.append, lambda: "more")
+    assert manager._manager_state_dict()["user"] == {"default": "main", "extra": "more"}
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state(user={"default": 1, "extra": 2})
+    manager.start_quorum()
+    assert manager.should_commit()
+    assert fixture.loaded == [1] and extra == [2]
+
+
+# Seams
+
+
+def test_commit_hook(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    seen: list[Any] = []
+    manager.register_commit_hook(lambda *args: 1 / 0)  # logged, and the others still run
+    manager.register_commit_hook(lambda *args: seen.append(args))
+    fixture.client.should_commit.side_effect = [True, False]
+    for _ in range(2):
+        manager.start_quorum()
+        manager.should_commit()
+    assert seen == [(0, True, 2), (1, False, 2)]
+
+
+@pytest.mark.parametrize(("given", "env", "expected"), [(None, None, True), (None, "0", False), (True, "0", True), (False, None, False)])
+def test_error_bus_setting(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, given: Any, env: Any, expected: bool
+) -> None:
+    monkeypatch.delenv("TORCHFT_FAILURE_BUS", raising=False)
+    if env is not None:
+        monkeypatch.setenv("TORCHFT_FAILURE_BUS", env)
+    assert fixture.manager(enable_error_bus=given)._enable_error_bus is expected
+
+
+def test_shutdown_leaves_no_thread(fixture: Fixture) -> None:
+    manager: Manager = fixture.manager()
+    manager.start_quorum()
+    manager.should_commit()
+    assert any(t.name.startswith("torchft_quorum") for t in threading.enumerate())
+    manager.shutdown()
+    assert not any(t.name.startswith("torchft_quorum") for t in threading.enumerate())
+    fixture.transport.shutdown.assert_called_with(wait=True)

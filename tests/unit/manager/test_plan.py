@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import pytest
+
+from torchft._manager.plan import Plan, Source, WorldSizeMode, make_plan
+
+
+def result(**fields: Any) -> Any:
+    """Group 1 of 3, two of which are up to date; this one is not among them."""
+    values = dict(
+        quorum_id=7,
+        replica_rank=1,
+        replica_world_size=3,
+        recover_src_manager_address="http://source:1",
+        recover_src_replica_rank=0,
+        recover_dst_replica_ranks=[],
+        store_address="store:1",
+        max_step=20,
+        max_replica_rank=None,
+        max_world_size=2,
+        heal=True,
+        commit_failures=0,
+        replica_ids=["a", "b", "c"],
+        reconfigure_handles=["ha", "hb", "hc"],
+    )
+    return SimpleNamespace(**{**values, **fields})
+
+
+def plan(quorum: Any, **settings: Any) -> Plan:
+    defaults = dict(
+        use_async_quorum=True, allow_heal=True, world_size_mode=WorldSizeMode.DYNAMIC, min_replica_size=1
+    )
+    return make_plan(quorum, **{**defaults, **settings})
+
+
+@pytest.mark.parametrize(
+    ("use_async", "allow_heal", "rank", "participants"),
+    [
+        (True, True, None, 2),  # heals in the background: sits this step out
+        (False, True, 1, 3),  # has healed before the step begins
+        (True, False, None, 2),
+        (False, False, None, 2),  # behind for good: its gradients do not belong to this step
+    ],
+)
+def test_who_takes_part(use_async: bool, allow_heal: bool, rank: Optional[int], participants: int) -> None:
+    got = plan(result(), use_async_quorum=use_async, allow_heal=allow_heal)
+    assert (got.participating_rank, got.participants, got.divisor) == (rank, participants, participants)
+    assert got.heal is allow_heal
+
+
+@pytest.mark.parametrize(
+    ("max_rank", "expected"),
+    [(0, 0), (1, 1), (2, None), (3, None)],
+)
+def test_spares_do_not_take_part(max_rank: int, expected: Optional[int]) -> None:
+    got = plan(
+        result(max_replica_rank=max_rank, max_world_size=4, heal=False),
+        world_size_mode=WorldSizeMode.FIXED_WITH_SPARES,
+        min_replica_size=2,
+    )
+    assert (got.participating_rank, got.participants) == (expected, 2)
+
+
+def test_too_few_groups_are_not_made_up_by_spares() -> None:
+    got = plan(
+        result(max_replica_rank=0, max_world_size=1),
+        world_size_mode=WorldSizeMode.FIXED_WITH_SPARES,
+        min_replica_size=2,
+    )
+    assert got.participants == 1
+
+
+def test_sources_and_destinations() -> None:
+    assert plan(result()).sources == [Source(0, "http://source:1")]
+    assert plan(result(heal=False)).sources == []
+    assert plan(result(heal=False, recover_dst_replica_ranks=[2])).recover_dst == [2]
+    assert plan(result(heal=False, recover_dst_replica_ranks=[2]), allow_heal=False).recover_dst == []
+
+
+def test_init_sync_counts_everybody() -> None:
+    # At step 0 all groups are at max_step; those that heal contribute zeros and still count.
+    got = plan(result(max_step=0, max_replica_rank=1, max_world_size=3))
+    assert (got.participating_rank, got.participants, got.heal) == (1, 3, True)

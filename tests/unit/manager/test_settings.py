@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from torchft._manager import settings
+from torchft._manager.settings import Settings, extract_trailing_digits, get_timeout, global_rank, resolve
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [value for name, value in vars(settings).items() if name.endswith("_ENV")]
+    for name in [*names, "TORCHFT_LIGHTHOUSE"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+
+
+def make(**given: Any) -> Settings:
+    defaults: dict[str, Any] = dict(
+        rank=None,
+        world_size=None,
+        store_addr=None,
+        store_port=None,
+        lighthouse_addr=None,
+        port=None,
+        timeout=timedelta(seconds=60),
+        quorum_timeout=timedelta(seconds=61),
+        connect_timeout=timedelta(seconds=62),
+        heartbeat_interval=timedelta(milliseconds=100),
+        quorum_retries=0,
+    )
+    return resolve(**{**defaults, **given})
+
+
+def test_torchrun_environment_fills_in() -> None:
+    got = make()
+    assert (got.group_rank, got.group_world_size, got.store_addr, got.store_port) == (1, 2, "host", 29500)
+
+
+def test_arguments_win_over_torchrun() -> None:
+    got = make(rank=0, world_size=1, store_addr="other", store_port=1, lighthouse_addr="http://l:1", port=5)
+    assert got.group_rank == 0 and got.group_world_size == 1 and got.store_addr == "other"
+    assert got.store_port == 1 and got.manager_port == 5 and got.require_lighthouse() == "http://l:1"
+
+
+def test_environment_wins_over_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "1")
+    monkeypatch.setenv("TORCHFT_QUORUM_TIMEOUT_SEC", "2")
+    monkeypatch.setenv("TORCHFT_CONNECT_TIMEOUT_SEC", "3")
+    monkeypatch.setenv("TORCHFT_QUORUM_RETRIES", "4")
+    monkeypatch.setenv("TORCHFT_MANAGER_PORT", "5")
+    got = make()
+    seconds = [d.total_seconds() for d in (got.timeout, got.quorum_timeout, got.connect_timeout)]
+    assert seconds == [1, 2, 3] and got.quorum_retries == 4 and got.manager_port == 5
+
+
+@pytest.mark.parametrize("name", TORCHRUN)
+def test_missing_environment_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match=f"{name} is not set.*torchrun"):
+        make()
+
+
+def test_missing_lighthouse_is_named() -> None:
+    with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE"):
+        make().require_lighthouse()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "TORCHFT_TIMEOUT_SEC",
+        "TORCHFT_QUORUM_TIMEOUT_SEC",
+        "TORCHFT_CONNECT_TIMEOUT_SEC",
+        "TORCHFT_QUORUM_RETRIES",
+        "TORCHFT_MANAGER_PORT",
+    ],
+)
+def test_environment_that_is_no_integer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1.5s")
+    with pytest.raises(ValueError, match=f"{name}='1.5s' is no integer"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rank": 2}, "rank=2 is outside its group: allowed are 0 to 1 (world_size=2)"),
+        ({"rank": -1}, "rank=-1"),
+        ({"world_size": 0}, "world_size=0: a group has at least 1 rank"),
+        ({"store_port": 0}, "store_port=0: a port is 1 to 65535"),
+        ({"port": 70000}, "manager_port=70000: a port is 0 to 65535"),
+        ({"timeout": timedelta(0)}, "timeout=0s: must be longer than 0s"),
+        ({"quorum_timeout": timedelta(seconds=-1)}, "quorum_timeout=-1s: must be longer than 0s"),
+        ({"connect_timeout": timedelta(0)}, "connect_timeout=0s: must be longer than 0s"),
+        ({"heartbeat_interval": timedelta(0)}, "heartbeat_interval=0s: must be longer than 0s"),
+        ({"timeout": 60}, "timeout=60: must be a datetime.timedelta"),
+        ({"quorum_retries": -1}, "quorum_retries=-1: allowed are 0 and more"),
+    ],
+)
+def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**given)
+
+
+def test_zero_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "0")
+    with pytest.raises(ValueError, match="timeout=0s"):
+        make()
+
+
+def test_get_timeout() -> None:
+    assert get_timeout("5", timedelta(seconds=1)) == timedelta(seconds=5)
+    assert get_timeout(None, timedelta(seconds=1)) == timedelta(seconds=1)
+    with pytest.raises(ValueError):
+        get_timeout("five", timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(("text", "digits"), [("abc12", 12), ("abc", 0), ("12a", 0), ("", 0), ("007", 7)])
+def test_extract_trailing_digits(text: str, digits: int) -> None:
+    assert extract_trailing_digits(text) == digits
+
+
+def test_global_rank_reads_the_name_not_the_uuid() -> None:
+    assert global_rank("train_3:9f1c7", group_rank=1, group_world_size=4) == 13
+    assert global_rank("9f1c7", group_rank=1, group_world_size=4) == 29

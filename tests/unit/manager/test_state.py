@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from torchft._manager.state import UserState
+
+
+def test_read_and_load_all_parts() -> None:
+    state = UserState(timeout_sec=5)
+    loaded = {}
+    for key in ("model", "data"):
+        state.register(key, lambda value, key=key: loaded.__setitem__(key, value), lambda key=key: f"{key} state")
+    assert state.read() == {"model": "model state", "data": "data state"}
+    state.load({"model": 1, "data": 2, "unknown": 3})
+    assert loaded == {"model": 1, "data": 2}
+
+
+def test_key_twice() -> None:
+    state = UserState(timeout_sec=5)
+    state.register("model", print, dict)
+    with pytest.raises(ValueError, match=r"'model' is registered already; keys: \['model'\]"):
+        state.register("model", print, dict)
+
+
+def test_nothing_registered() -> None:
+    state = UserState(timeout_sec=5)
+    with pytest.raises(RuntimeError, match="set_state_dict_fns"):
+        state.read()
+    with pytest.raises(RuntimeError, match="set_state_dict_fns"):
+        state.load({})
+
+
+def test_source_without_a_part() -> None:
+    state = UserState(timeout_sec=5)
+    state.register("model", print, dict)
+    with pytest.raises(RuntimeError, match=r"lacks \['model'\]; it has \['other'\]"):
+        state.load({"other": 1})
+
+
+def test_reading_waits_while_disallowed() -> None:
+    state = UserState(timeout_sec=30)
+    state.register("model", print, lambda: 1)
+    state.disallow_read()
+    state.disallow_read()  # twice is once
+    started, read = threading.Event(), []
+
+    def reader() -> None:
+        started.set()
+        read.append(state.read())
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    started.wait(30)
+    thread.join(0.05)
+    assert read == []
+    state.allow_read()
+    state.allow_read()
+    thread.join(30)
+    assert read == [{"model": 1}]
+
+
+def test_reading_gives_up() -> None:
+    state = UserState(timeout_sec=0.01)
+    state.register("model", print, lambda: 1)
+    state.disallow_read()
+    with pytest.raises(TimeoutError):
+        state.read()

@@ -1,0 +1,63 @@
+"""What the Manager says: lines for people, and one record for each quorum, commit and error for machines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Optional
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+_quorums = logging.getLogger("torchft_quorums")
+_commits = logging.getLogger("torchft_commits")
+_errors = logging.getLogger("torchft_errors")
+
+
+class _ManagerLogger:
+    """Prefixes each line with who says it and at which step."""
+
+    def __init__(self, manager: Manager, replica_id: str, group_rank: int) -> None:
+        self._logger = logging.getLogger("torchft.manager")
+        self._manager = manager
+        self._replica_id = replica_id
+        self._group_rank = group_rank
+
+    def prefix(self) -> str:
+        return f"[{self._replica_id}/{self._group_rank} - step {self._manager.current_step()}]"
+
+    def info(self, msg: str) -> None:
+        self._logger.info("%s %s", self.prefix(), msg)
+
+    def warn(self, msg: str) -> None:
+        self._logger.warning("%s %s", self.prefix(), msg)
+
+    def exception(self, msg: str) -> None:
+        self._logger.exception("%s %s", self.prefix(), msg)
+
+    def quorum_event(self) -> None:
+        self._event(_quorums, logging.INFO)
+
+    def commit_event(self, committed: bool) -> None:
+        self._event(_commits, logging.INFO, commit_result=committed)
+
+    def error_event(self, error: Optional[Exception]) -> None:
+        self._event(_errors, logging.ERROR, error=str(error))
+
+    def _event(self, logger: logging.Logger, level: int, **fields: Any) -> None:
+        # These records are for exporters: without a handler of their own they would reach Python's handler of last
+        # resort and print empty lines.
+        if not logger.isEnabledFor(level) or not logger.hasHandlers():
+            return
+        logger.log(
+            level,
+            "",
+            extra={
+                "job_id": os.environ.get("JOB_ID", "unknown"),
+                "replica_id": self._replica_id,
+                "rank": self._group_rank,
+                "quorum_id": self._manager._quorum_id,
+                "step": self._manager.current_step(),
+                **fields,
+            },
+        )

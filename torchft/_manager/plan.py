@@ -1,0 +1,93 @@
+"""From the result of a quorum to what this rank does about it. Pure, and free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from torchft._torchft import QuorumResult
+
+
+class WorldSizeMode(Enum):
+    """How many groups may take part in a step.
+
+    DYNAMIC: all that are in the quorum; the divisor of a reduction follows.
+    FIXED_WITH_SPARES: exactly ``min_replica_size``; further groups are spares that contribute zeros.
+    """
+
+    DYNAMIC = 0
+    FIXED_WITH_SPARES = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank does about a quorum."""
+
+    quorum_id: int
+    replica_rank: int
+    replica_world_size: int
+    replica_ids: list[str]
+    store_address: str
+    handles: list[str]
+    max_step: int
+    # None: this group contributes zeros (it is a spare, or behind the others)
+    participating_rank: Optional[int]
+    participants: int
+    # Where to heal from, None if this group need not. A list, so that several sources can follow.
+    sources: list[Source]
+    recover_dst: list[int]
+
+    @property
+    def heal(self) -> bool:
+        return bool(self.sources)
+
+    @property
+    def divisor(self) -> int:
+        """What an average divides by. All of a quorum must agree on it."""
+        return self.participants
+
+
+@dataclass(frozen=True)
+class Source:
+    """A group that serves its state to one that heals."""
+
+    replica_rank: int
+    manager_address: str
+
+
+def make_plan(
+    result: QuorumResult,
+    *,
+    use_async_quorum: bool,
+    allow_heal: bool,
+    world_size_mode: WorldSizeMode,
+    min_replica_size: int,
+) -> Plan:
+    """Turns a quorum into a plan.
+
+    While a group heals in the background (async), or may not heal at all, only the groups at max_step take part;
+    with a synchronous quorum it has healed before the step begins, and all take part.
+    """
+    only_up_to_date = use_async_quorum or not allow_heal
+    rank = result.max_replica_rank if only_up_to_date else result.replica_rank
+    participants = result.max_world_size if only_up_to_date else result.replica_world_size
+    if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
+        participants = min(participants, min_replica_size)
+        if rank is not None and rank >= min_replica_size:
+            rank = None
+    heal = allow_heal and result.heal and result.recover_src_replica_rank is not None
+    return Plan(
+        quorum_id=result.quorum_id,
+        replica_rank=result.replica_rank,
+        replica_world_size=result.replica_world_size,
+        replica_ids=result.replica_ids,
+        store_address=result.store_address,
+        handles=result.reconfigure_handles,
+        max_step=result.max_step,
+        participating_rank=rank,
+        participants=participants,
+        sources=[Source(result.recover_src_replica_rank, result.recover_src_manager_address)] if heal else [],
+        recover_dst=result.recover_dst_replica_ranks if allow_heal else [],
+    )

@@ -1,0 +1,174 @@
+"""Where the Manager's settings come from: its arguments, then the environment that torchrun and the user set."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Optional
+
+MANAGER_ADDR_KEY: str = "manager_addr"
+REPLICA_ID_KEY: str = "replica_id"
+
+MANAGER_PORT_ENV: str = "TORCHFT_MANAGER_PORT"
+TIMEOUT_SEC_ENV: str = "TORCHFT_TIMEOUT_SEC"
+QUORUM_TIMEOUT_SEC_ENV: str = "TORCHFT_QUORUM_TIMEOUT_SEC"
+CONNECT_TIMEOUT_SEC_ENV: str = "TORCHFT_CONNECT_TIMEOUT_SEC"
+QUORUM_RETRIES_ENV: str = "TORCHFT_QUORUM_RETRIES"
+FAILURE_BUS_ENV: str = "TORCHFT_FAILURE_BUS"
+TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
+
+# Which attempt of the workers this is. torchrun keeps the group's store over a restart of its workers.
+RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a Manager runs with, checked. Durations are positive."""
+
+    group_rank: int
+    group_world_size: int
+    store_addr: str
+    store_port: int
+    timeout: timedelta
+    quorum_timeout: timedelta
+    connect_timeout: timedelta
+    heartbeat_interval: timedelta
+    quorum_retries: int
+    manager_port: int
+    lighthouse_addr: Optional[str]
+    restart_count: int
+
+    def require_lighthouse(self) -> str:
+        """The lighthouse's address; only the rank that runs the manager server needs it."""
+        if not self.lighthouse_addr:
+            raise ValueError(
+                "the address of the lighthouse is missing: pass lighthouse_addr or set TORCHFT_LIGHTHOUSE, "
+                "for example http://localhost:29510"
+            )
+        return self.lighthouse_addr
+
+
+def resolve(
+    *,
+    rank: Optional[int],
+    world_size: Optional[int],
+    store_addr: Optional[str],
+    store_port: Optional[int],
+    lighthouse_addr: Optional[str],
+    port: Optional[int],
+    timeout: timedelta,
+    quorum_timeout: timedelta,
+    connect_timeout: timedelta,
+    heartbeat_interval: timedelta,
+    quorum_retries: int,
+) -> Settings:
+    """Fills in what the caller left out from the environment, and checks all of it.
+
+    Raises:
+        ValueError: naming the setting, its value and what is allowed.
+    """
+    settings = Settings(
+        group_rank=_int_setting("rank", rank, "RANK"),
+        group_world_size=_int_setting("world_size", world_size, "WORLD_SIZE"),
+        store_addr=store_addr or _required_env("store_addr", "MASTER_ADDR"),
+        store_port=_int_setting("store_port", store_port, "MASTER_PORT"),
+        timeout=duration_from_env(TIMEOUT_SEC_ENV, timeout),
+        quorum_timeout=duration_from_env(QUORUM_TIMEOUT_SEC_ENV, quorum_timeout),
+        connect_timeout=duration_from_env(CONNECT_TIMEOUT_SEC_ENV, connect_timeout),
+        heartbeat_interval=heartbeat_interval,
+        quorum_retries=int_from_env(QUORUM_RETRIES_ENV, quorum_retries),
+        manager_port=port if port is not None else int_from_env(MANAGER_PORT_ENV, 0),
+        lighthouse_addr=lighthouse_addr or os.environ.get("TORCHFT_LIGHTHOUSE"),
+        restart_count=int_from_env(RESTART_COUNT_ENV, 0),
+    )
+    _check(settings)
+    return settings
+
+
+def get_timeout(timeout_sec_env: Optional[str], default_timeout_sec: timedelta) -> timedelta:
+    """The timeout that the value of an environment variable gives, else the default.
+
+    Args:
+        timeout_sec_env: the variable's value in whole seconds, None if it is not set.
+        default_timeout_sec: used when it is not set.
+
+    Raises:
+        ValueError: the value is no integer.
+    """
+    if timeout_sec_env is None:
+        return default_timeout_sec
+    return timedelta(seconds=int(timeout_sec_env))
+
+
+def duration_from_env(name: str, default: timedelta) -> timedelta:
+    """The duration in seconds that an environment variable sets, else the default."""
+    try:
+        return get_timeout(os.environ.get(name), default)
+    except ValueError:
+        raise ValueError(f"{name}={os.environ[name]!r} is no integer: it takes whole seconds") from None
+
+
+def int_from_env(name: str, default: int) -> int:
+    """The integer that an environment variable sets, else the default."""
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is no integer") from None
+
+
+def extract_trailing_digits(s: str) -> int:
+    """The number that a string ends with, 0 if it ends with none: ``"train_12"`` gives 12."""
+    head = s.rstrip("0123456789")
+    return int(s[len(head) :] or 0)
+
+
+def global_rank(replica_id: str, group_rank: int, group_world_size: int) -> int:
+    """A rank's number over all groups, by the digits that end the name part of ``{name}:{uuid}``."""
+    return extract_trailing_digits(replica_id.split(":")[0]) * group_world_size + group_rank
+
+
+def _required_env(argument: str, env: str) -> str:
+    value = os.environ.get(env)
+    if not value:
+        raise ValueError(
+            f"{env} is not set: start the script with torchrun, set {env}, or pass {argument} to Manager"
+        )
+    return value
+
+
+def _int_setting(argument: str, value: Optional[int], env: str) -> int:
+    if value is not None:
+        return value
+    _required_env(argument, env)
+    return int_from_env(env, 0)
+
+
+def _check(settings: Settings) -> None:
+    if settings.group_world_size < 1:
+        raise ValueError(f"world_size={settings.group_world_size}: a group has at least 1 rank")
+    if not 0 <= settings.group_rank < settings.group_world_size:
+        raise ValueError(
+            f"rank={settings.group_rank} is outside its group: allowed are 0 to {settings.group_world_size - 1} "
+            f"(world_size={settings.group_world_size})"
+        )
+    for name in ("store_port", "manager_port"):
+        value = getattr(settings, name)
+        lowest = 1 if name == "store_port" else 0
+        if not lowest <= value <= 65535:
+            raise ValueError(f"{name}={value}: a port is {lowest} to 65535")
+    for name in ("timeout", "quorum_timeout", "connect_timeout", "heartbeat_interval"):
+        check_positive(name, getattr(settings, name))
+    if settings.quorum_retries < 0:
+        raise ValueError(f"quorum_retries={settings.quorum_retries}: allowed are 0 and more")
+
+
+def check_positive(name: str, value: timedelta) -> None:
+    """Raises ValueError unless the duration is longer than zero."""
+    if not isinstance(value, timedelta):
+        raise ValueError(f"{name}={value!r}: must be a datetime.timedelta")
+    if value <= timedelta(0):
+        raise ValueError(f"{name}={value.total_seconds():g}s: must be longer than 0s")

@@ -1,0 +1,715 @@
+"""The Manager: what a training loop talks to.
+
+A step of a rank is ``start_quorum`` (who takes part?), a forward and a backward pass with ``allreduce``, and
+``should_commit`` (did everybody finish?). Errors of other groups never raise into the model: they are kept, and the
+step is not committed. What to do about a quorum is decided in ``_manager/plan.py``; this file carries it out.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import socket
+import traceback
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ReduceOp, TCPStore
+
+from torchft._manager import recovery
+from torchft._manager.log import _ManagerLogger
+from torchft._manager.plan import Plan, WorldSizeMode, make_plan
+from torchft._manager.settings import (
+    CONNECT_TIMEOUT_SEC_ENV,
+    FAILURE_BUS_ENV,
+    MANAGER_ADDR_KEY,
+    MANAGER_PORT_ENV,
+    QUORUM_RETRIES_ENV,
+    QUORUM_TIMEOUT_SEC_ENV,
+    REPLICA_ID_KEY,
+    TIMEOUT_SEC_ENV,
+    TORCH_FR_DUMP_TEMP_FILE_ENV,
+    extract_trailing_digits,
+    get_timeout,
+    global_rank,
+    resolve,
+)
+from torchft._manager.state import DEFAULT_KEY, UserState
+from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
+from torchft._torchft import ManagerClient, ManagerServer
+from torchft.addresses import announced_host, announced_store_host
+from torchft.checkpointing import CheckpointTransport, HTTPTransport
+from torchft.futures import future_timeout
+from torchft.process_group.reconfigure import ReconfigureOptions, native_error, supports_reconfigure
+from torchft.utils import get_stream_context
+from torchft.work import _DummyWork
+
+__all__ = [
+    "CONNECT_TIMEOUT_SEC_ENV",
+    "IS_TRITON_AVAILABLE",
+    "MANAGER_ADDR_KEY",
+    "MANAGER_PORT_ENV",
+    "QUORUM_RETRIES_ENV",
+    "QUORUM_TIMEOUT_SEC_ENV",
+    "REPLICA_ID_KEY",
+    "TIMEOUT_SEC_ENV",
+    "TORCH_FR_DUMP_TEMP_FILE_ENV",
+    "ExceptionWithTraceback",
+    "Manager",
+    "WorldSizeMode",
+    "_ManagedFuture",
+    "_ManagedWork",
+    "_ManagerLogger",
+    "_SimpleFuture",
+    "extract_trailing_digits",
+    "get_timeout",
+]
+
+T = TypeVar("T")
+
+CommitHook = Callable[[int, bool, int], None]
+
+IS_TRITON_AVAILABLE = True
+try:
+    import triton  # noqa: F401
+except ImportError:
+    IS_TRITON_AVAILABLE = False
+
+
+class ExceptionWithTraceback(Exception):
+    """An exception with its traceback as text, so that it says where it came from on another thread."""
+
+    def __init__(self, e: Exception) -> None:
+        super().__init__(e)
+        self.original_exception = e
+        self.stack_trace: str = "".join(traceback.format_exception(type(e), e, e.__traceback__))
+
+    def __str__(self) -> str:
+        return f"{self.original_exception}\n{self.stack_trace}"
+
+
+class Manager:
+    """Takes one rank through its steps: quorum, healing, collectives, commit.
+
+    Args:
+        pg: the group whose ranks are the replica groups; rebuilt for each new quorum. A torchft process group, or a
+            native one made with ``init_process_group(..., enable_reconfigure=True)`` (PyTorch >= 2.14).
+        load_state_dict: loads what a peer's ``state_dict`` gave; None: registered later.
+        state_dict: gives all state that a group needs to catch up; None: registered later.
+        min_replica_size: fewest groups that may commit a step, at least 1.
+        use_async_quorum: ask for the quorum during the forward pass; a group that heals then sits out one step.
+        timeout: for collectives, healing and commit votes.
+        quorum_timeout: for waiting until there is a quorum.
+        connect_timeout: for reaching the lighthouse and manager servers.
+        rank: of this process in its group; default: RANK.
+        world_size: ranks in the group; default: WORLD_SIZE.
+        world_size_mode: whether the number of participants may change.
+        store_addr: host of the group's TCPStore; default: MASTER_ADDR.
+        store_port: its port; default: MASTER_PORT.
+        lighthouse_addr: ``http://host:port``; default: TORCHFT_LIGHTHOUSE. Needed by rank 0.
+        replica_id: name of this group; a UUID is appended, so that a restarted group is a new member.
+        port: of the manager server; default: TORCHFT_MANAGER_PORT, else any free one.
+        hostname: under which the manager server is announced; left at its default, ``torchft.addresses`` decides.
+        heartbeat_interval: between two heartbeats to the lighthouse.
+        checkpoint_transport: how a healing group gets its state; default: HTTP.
+        init_sync: at step 0, take the primary's weights in all groups.
+        max_retries: steps in a row that may fail before ``should_commit`` raises; None: any number.
+        quorum_retries: how often an error of the lighthouse is tried again.
+        enable_error_bus: learn of peers' failures from the lighthouse as they happen; None: as TORCHFT_FAILURE_BUS
+            says. Accepted and kept; failures are noticed by heartbeats and broken connections.
+
+    Raises:
+        ValueError: a setting is missing or out of range.
+        RuntimeError: the lighthouse or the manager server cannot be reached within ``connect_timeout``.
+
+    The environment wins over the timeouts given here: TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC,
+    TORCHFT_CONNECT_TIMEOUT_SEC, TORCHFT_QUORUM_RETRIES.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        load_state_dict: Optional[Callable[[T], None]],
+        state_dict: Optional[Callable[[], T]],
+        min_replica_size: int,
+        use_async_quorum: bool = True,
+        timeout: timedelta = timedelta(seconds=60),
+        quorum_timeout: timedelta = timedelta(seconds=60),
+        connect_timeout: timedelta = timedelta(seconds=60),
+        rank: Optional[int] = None,
+        world_size: Optional[int] = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: Optional[str] = None,
+        store_port: Optional[int] = None,
+        lighthouse_addr: Optional[str] = None,
+        replica_id: Optional[str] = None,
+        port: Optional[int] = None,
+        hostname: str = socket.gethostname(),
+        heartbeat_interval: timedelta = timedelta(milliseconds=100),
+        checkpoint_transport: Optional[CheckpointTransport[Dict[str, T]]] = None,
+        init_sync: bool = True,
+        max_retries: Optional[int] = None,
+        quorum_retries: int = 0,
+        enable_error_bus: Optional[bool] = None,
+    ) -> None:
+        settings = resolve(
+            rank=rank,
+            world_size=world_size,
+            store_addr=store_addr,
+            store_port=store_port,
+            lighthouse_addr=lighthouse_addr,
+            port=port,
+            timeout=timeout,
+            quorum_timeout=quorum_timeout,
+            connect_timeout=connect_timeout,
+            heartbeat_interval=heartbeat_interval,
+            quorum_retries=quorum_retries,
+        )
+        if min_replica_size < 1:
+            raise ValueError(f"min_replica_size={min_replica_size}: at least 1 group has to take part in a step")
+        if max_retries is not None and max_retries < 0:
+            raise ValueError(f"max_retries={max_retries}: allowed are None, 0 and more")
+        if not supports_reconfigure(pg):
+            raise ValueError(
+                f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive the "
+                "loss of a peer; use one of torchft.process_group, or make a native one with "
+                "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
+            )
+        self._settings = settings
+        self._group_rank = settings.group_rank
+        self._group_world_size = settings.group_world_size
+        self._timeout = settings.timeout
+        self._quorum_timeout = settings.quorum_timeout
+        self._connect_timeout = settings.connect_timeout
+        self._min_replica_size = min_replica_size
+        self._use_async_quorum = use_async_quorum
+        self._world_size_mode = world_size_mode
+        self._init_sync = init_sync
+        self._max_retries = max_retries
+        self._enable_error_bus = (
+            os.environ.get(FAILURE_BUS_ENV, "1") != "0" if enable_error_bus is None else enable_error_bus
+        )
+
+        self._step = 0
+        self._batches_committed = 0
+        self._commit_failures = 0
+        self._commit_hooks: List[CommitHook] = []
+
+        self._user_state = UserState(self._timeout.total_seconds())
+        self._load_state_dict_fns = self._user_state.load_fns
+        self._user_state_dicts = self._user_state.read_fns
+        self._state_dict_lock = self._user_state.lock
+        if load_state_dict is not None and state_dict is not None:
+            self.set_state_dict_fns(load_state_dict, state_dict)
+        elif load_state_dict is not None or state_dict is not None:
+            raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
+
+        # Of the current quorum. Written by the quorum thread before _configured ends, read by others after it.
+        self._quorum_id = -1
+        self._participating_replica_rank: Optional[int] = None
+        self._participating_replica_world_size = 0
+        self._healing = False
+        self._pending_state_dict: Optional[Dict[str, Any]] = None
+        self._before_heal: Optional[Dict[str, int]] = None
+        self._quorum_future: Optional[concurrent.futures.Future[None]] = None
+        self._configured: concurrent.futures.Future[Plan] = concurrent.futures.Future()
+
+        self._errored: Optional[ExceptionWithTraceback] = None
+        # A failed heal spoils this group's step, but its peers still count on it in their collectives.
+        self._collectives_usable = True
+        self._works: List[_ManagedWork] = []
+
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchft_quorum")
+        self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
+        accelerated = torch.accelerator.is_available()
+        self._device_index: Optional[int] = torch.accelerator.current_device_index() if accelerated else None
+        self._recovery_stream: Optional[torch.Stream] = torch.Stream() if accelerated else None
+
+        self._pg = pg
+        self._manager: Optional[ManagerServer] = None
+        self._checkpoint_transport: CheckpointTransport[Dict[str, T]] = checkpoint_transport or HTTPTransport(
+            timeout=self._timeout, num_chunks=0
+        )
+        try:
+            self._join_group(replica_id, hostname)
+        except BaseException:
+            self.shutdown(wait=False)
+            raise
+        self._logger = _ManagerLogger(manager=self, replica_id=self._replica_id, group_rank=self._group_rank)
+
+    def _join_group(self, replica_id: Optional[str], hostname: str) -> None:
+        """Rank 0 starts the manager server and tells the others where it is; then every rank connects to it."""
+        settings = self._settings
+        store: dist.Store = TCPStore(
+            host_name=settings.store_addr,
+            port=settings.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=settings.timeout,
+        )
+        if settings.restart_count:
+            # torchrun's agent keeps the store when it restarts the workers: what the last ones wrote is stale.
+            store = PrefixStore(f"torchft/restart_{settings.restart_count}", store)
+        self._store = store
+        if self._group_rank == 0:
+            lighthouse_addr = settings.require_lighthouse()
+            full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
+            self._manager = ManagerServer(
+                replica_id=full_id,
+                lighthouse_addr=lighthouse_addr,
+                hostname=hostname if hostname != socket.gethostname() else announced_host(lighthouse_addr),
+                bind=f"[::]:{settings.manager_port}",
+                store_addr=announced_store_host(settings.store_addr, settings.store_port, lighthouse_addr),
+                world_size=self._group_world_size,
+                heartbeat_interval=settings.heartbeat_interval,
+                connect_timeout=settings.connect_timeout,
+                quorum_retries=settings.quorum_retries,
+            )
+            store.set(MANAGER_ADDR_KEY, self._manager.address())
+            store.set(REPLICA_ID_KEY, full_id)
+        address = store.get(MANAGER_ADDR_KEY).decode("utf-8")
+        self._replica_id = store.get(REPLICA_ID_KEY).decode("utf-8")
+        self._client = ManagerClient(
+            address, connect_timeout=settings.connect_timeout, group_world_size=self._group_world_size
+        )
+        set_rank_info = getattr(self._pg, "set_rank_info", None)
+        if set_rank_info is not None:  # a native group has no such method
+            set_rank_info(
+                self._replica_id,
+                self._group_rank,
+                self._group_world_size,
+                global_rank(self._replica_id, self._group_rank, self._group_world_size),
+            )
+
+    # State that heals others
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
+    ) -> None:
+        """Adds a part to the state that a healing group gets.
+
+        Raises:
+            ValueError: the key is taken.
+        """
+        self._user_state.register(key, load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
+        """Sets the main part of the state, in place of what the constructor got."""
+        self._load_state_dict_fns[DEFAULT_KEY] = load_state_dict
+        self._user_state_dicts[DEFAULT_KEY] = state_dict
+
+    def allow_state_dict_read(self) -> None:
+        """Undoes :meth:`disallow_state_dict_read`."""
+        self._user_state.allow_read()
+
+    def disallow_state_dict_read(self) -> None:
+        """Keeps healing groups from reading the state while the caller changes it."""
+        self._user_state.disallow_read()
+
+    def load_state_dict(self, state_dict: Dict[str, int]) -> None:
+        """Sets step and batches_committed, as :meth:`state_dict` gave them."""
+        self._step = state_dict["step"]
+        self._batches_committed = state_dict["batches_committed"]
+
+    def state_dict(self) -> Dict[str, int]:
+        """What a checkpoint must keep of the Manager."""
+        return {"step": self._step, "batches_committed": self._batches_committed}
+
+    def _manager_state_dict(self) -> Dict[str, Any]:
+        return {"user": self._user_state.read(), "torchft": self.state_dict()}
+
+    # Quorum
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: Optional[timedelta] = None
+    ) -> None:
+        """Begins a step: asks who takes part in it. Every rank of the group calls it, before the forward pass.
+
+        With ``use_async_quorum`` it returns at once, and the first allreduce waits for the quorum; else it returns when
+        there is one and this group has healed.
+
+        Args:
+            allow_heal: whether to fetch a peer's state when this group is behind.
+            shrink_only: let no new group in.
+            timeout: default: ``quorum_timeout``.
+
+        Raises:
+            RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
+        """
+        if self._quorum_future is not None:
+            self._quorum_future.exception()  # only waits: the error went to whoever waited for that quorum
+        self._discard_unloaded_heal()
+        self._errored = None
+        self._collectives_usable = True
+        self._healing = False
+        self._works = []
+        self._configured = concurrent.futures.Future()
+        self._quorum_future = self._executor.submit(
+            self._async_quorum, allow_heal, shrink_only, timeout or self._quorum_timeout, self._configured
+        )
+        if not self._use_async_quorum:
+            self.wait_quorum()
+            if self._healing and self._apply_pending_state_dict():
+                self._healing = False  # healed before the step began: this group takes part in it
+
+    def wait_quorum(self) -> None:
+        """Waits until this step's quorum is known, the process group is ready and a heal has arrived.
+
+        Raises:
+            RuntimeError: there is no quorum, or start_quorum was not called.
+            TimeoutError: there was none in time.
+        """
+        if self._quorum_future is None:
+            raise RuntimeError("start_quorum must be called before anything that needs the quorum")
+        self._quorum_future.result()
+
+    def _wait_configured(self) -> None:
+        """Waits only until the process group is ready: peers need not wait for this group's heal."""
+        if self._quorum_future is None:
+            raise RuntimeError("start_quorum must be called before anything that needs the quorum")
+        self._configured.result()
+
+    def _async_quorum(
+        self,
+        allow_heal: bool,
+        shrink_only: bool,
+        timeout: timedelta,
+        configured: concurrent.futures.Future[Plan],
+    ) -> None:
+        """Runs on the quorum thread. Every wait in it has a deadline, so whoever waits for it ends."""
+        try:
+            if self._device_index is not None:
+                torch.accelerator.set_device_index(self._device_index)
+            result = self._client._quorum(
+                group_rank=self._group_rank,
+                step=self._step,
+                checkpoint_metadata=self._checkpoint_transport.metadata(),
+                shrink_only=shrink_only,
+                timeout=timeout,
+                init_sync=self._init_sync,
+                commit_failures=self._commit_failures,
+                reconfigure_handle=self._pg.get_reconfigure_handle(),
+            )
+            plan = make_plan(
+                result,
+                use_async_quorum=self._use_async_quorum,
+                allow_heal=allow_heal,
+                world_size_mode=self._world_size_mode,
+                min_replica_size=self._min_replica_size,
+            )
+            self._participating_replica_rank = plan.participating_rank
+            self._participating_replica_world_size = plan.divisor
+            self._healing = plan.heal
+            if plan.quorum_id != self._quorum_id:
+                self._follow_quorum(plan)
+            configured.set_result(plan)
+        except BaseException as e:
+            configured.set_exception(e)
+            raise
+        if plan.recover_dst or plan.heal:
+            with get_stream_context(self._recovery_stream):
+                self._recover(plan)
+
+    def _follow_quorum(self, plan: Plan) -> None:
+        """Rebuilds the process group for a new quorum. A failure costs the step, and the next quorum has a new id."""
+        self._quorum_id = plan.quorum_id
+        self._logger.quorum_event()
+        self._logger.info(
+            f"quorum {plan.quorum_id}: replica rank {plan.replica_rank} of {plan.replica_world_size}, "
+            f"{plan.participants} up to date at step {plan.max_step}"
+        )
+        if self._original_fr_dump_temp_file is not None:
+            # PyTorch's flight recorder appends the rank: each quorum's dump gets a file of its own
+            os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._original_fr_dump_temp_file}_quorum{plan.quorum_id}_"
+        try:
+            if plan.handles:
+                self._reconfigure_pg(plan.quorum_id, plan.handles)
+            else:
+                self._configure_pg(plan)
+        except Exception as e:
+            self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
+            self.report_error(e)
+
+    def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
+        """The one place where a new quorum's handles reach the process group."""
+        opts = ReconfigureOptions()
+        opts.uuid = communicator_id
+        opts.handles = handles
+        opts.timeout = self._timeout
+        self._pg.reconfigure(opts).wait()
+
+    def _configure_pg(self, plan: Plan) -> None:
+        """As torchft 0.2.0: peers meet in the primary's store. Somebody in this quorum sent no handles."""
+        configure = getattr(self._pg, "configure", None)
+        if configure is None:
+            raise RuntimeError(
+                f"{type(self._pg).__name__} can only be rebuilt from reconfigure handles, and quorum {plan.quorum_id} of "
+                f"{plan.replica_ids} came without: the lighthouse or one of these groups runs torchft 0.2.0 or older"
+            )
+        configure(
+            f"{plan.store_address}/torchft/{plan.quorum_id}/{self._group_rank}",
+            self._replica_id,
+            plan.replica_rank,
+            plan.replica_world_size,
+            quorum_id=plan.quorum_id,
+            group_rank=self._group_rank,
+            group_world_size=self._group_world_size,
+            global_ranks=[global_rank(i, self._group_rank, self._group_world_size) for i in plan.replica_ids],
+        )
+
+    # Healing
+
+    def _recover(self, plan: Plan) -> None:
+        """Serves this group's state, or fetches a peer's. A failure costs this group the step, and nobody else."""
+        try:
+            if plan.recover_dst:
+                self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
+                self._checkpoint_transport.send_checkpoint(
+                    dst_ranks=plan.recover_dst,
+                    step=plan.max_step,
+                    state_dict=self._manager_state_dict(),
+                    timeout=self._timeout,
+                )
+            if plan.heal:
+                self._logger.info(f"healing to step {plan.max_step} from {plan.sources[0].manager_address}")
+                state = recovery.fetch_state(
+                    plan,
+                    group_rank=self._group_rank,
+                    transport=self._checkpoint_transport,
+                    connect=partial(ManagerClient, connect_timeout=self._connect_timeout),
+                    timeout=self._timeout,
+                )
+                self._before_heal = self.state_dict()
+                self.load_state_dict(state["torchft"])
+                self._pending_state_dict = state  # the training thread loads it: the model is its own
+        except Exception as e:
+            self._logger.exception(f"healing failed: {e}")
+            self._report_heal_error(e)
+
+    def _apply_pending_state_dict(self) -> bool:
+        """Loads what a heal fetched. False if there is nothing, or the user's function failed."""
+        state, before = self._pending_state_dict, self._before_heal
+        if state is None:
+            return False
+        try:
+            self._user_state.load(state["user"])
+        except Exception as e:
+            self._logger.exception(f"the state of a peer could not be loaded: {e}")
+            self._discard_unloaded_heal()
+            self._report_heal_error(e)
+            return False
+        self._pending_state_dict = None
+        self._before_heal = None
+        self._logger.info(f"healed, from step {before['step'] if before else 0}")
+        return True
+
+    def _discard_unloaded_heal(self) -> None:
+        """Goes back to the step whose weights this group really has, so that it is healed again."""
+        if self._pending_state_dict is not None and self._before_heal is not None:
+            self.load_state_dict(self._before_heal)
+        self._pending_state_dict = None
+        self._before_heal = None
+
+    # Collectives
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ReduceOp.AVG
+    ) -> dist._Work:
+        """Reduces a tensor over the participating groups, in place.
+
+        It never raises for a peer's failure: the work then ends with the tensor as it is, and the step is not
+        committed. A group that heals, or is a spare, contributes zeros.
+
+        Args:
+            tensor: any shape; floating point for AVG. All groups pass the same shape and dtype, in the same order.
+            should_quantize: accepted; tensors travel at full precision.
+            reduce_op: AVG divides the sum by :meth:`num_participants`.
+
+        Returns:
+            Work whose future gives ``tensor``.
+
+        Raises:
+            ValueError: AVG of a tensor that is not floating point.
+        """
+        if reduce_op == ReduceOp.AVG and not torch.is_floating_point(tensor):
+            raise ValueError(f"reduce_op=AVG needs a floating point tensor, this one is {tensor.dtype}; use SUM")
+        try:
+            self._wait_configured()
+            if not self._collectives_usable:
+                return _DummyWork(tensor)
+            if not self.is_participating():
+                tensor.zero_()
+            op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
+            work = _ManagedWork(self, self._pg.allreduce([tensor], _allreduce_options(op)), tensor)
+        except Exception as e:
+            self._logger.exception(f"allreduce failed: {e}")
+            self.report_error(e)
+            return _DummyWork(tensor)
+        if reduce_op == ReduceOp.AVG:
+            work.on_success(partial(tensor.div_, self._participating_replica_world_size))
+        self._works.append(work)
+        return work
+
+    def report_error(self, e: Exception) -> None:
+        """Marks the step as failed: later collectives of it are skipped, and it will not be committed."""
+        self._collectives_usable = False
+        self._keep_error(e)
+
+    def _report_heal_error(self, e: Exception) -> None:
+        self._keep_error(e)
+
+    def _keep_error(self, e: Exception) -> None:
+        if self._errored is None:  # what came first is the cause
+            self._errored = ExceptionWithTraceback(e)
+        self._logger.error_event(e)
+
+    def errored(self) -> Optional[ExceptionWithTraceback]:
+        """The first error of this step, None if there is none."""
+        return self._errored
+
+    def wrap_future(
+        self, fut: torch.futures.Future[T], default: T, timeout: Optional[timedelta] = None
+    ) -> torch.futures.Future[T]:
+        """A future that never fails: an error is reported and ``default`` takes the value's place.
+
+        Args:
+            fut: the future to wrap.
+            default: the value after an error or a timeout.
+            timeout: default: the Manager's.
+        """
+
+        def value_or_default(done: torch.futures.Future[T]) -> T:
+            try:
+                return done.value()
+            except Exception as e:
+                self._logger.exception(f"a future failed: {e}")
+                self.report_error(e)
+                return default
+
+        return future_timeout(fut, timeout or self._timeout).then(value_or_default)
+
+    # Commit
+
+    def register_commit_hook(self, hook: CommitHook) -> None:
+        """Calls ``hook(step, committed, participants)`` on the training thread after each decision.
+
+        ``step`` is the step that was decided on. A hook that raises is logged and does not change the decision, which
+        the other groups already act on.
+        """
+        self._commit_hooks.append(hook)
+
+    def should_commit(self, timeout: Optional[timedelta] = None) -> bool:
+        """Ends a step: whether all ranks of the group may apply it. A peer's state is loaded here if this group heals.
+
+        Args:
+            timeout: default: the Manager's.
+
+        Returns:
+            True: step the optimizer. False: do not; the next step begins with the same weights.
+
+        Raises:
+            RuntimeError: more than ``max_retries`` steps failed in a row, there is no quorum, or a rank of the group is
+                gone.
+            TimeoutError: not all ranks of the group voted in time.
+        """
+        self.wait_quorum()
+        for work in self._works:
+            work.wait()  # a step with a collective in flight is not a step; most have ended long ago
+        self._works = []
+        if self._recovery_stream is not None:
+            self._recovery_stream.synchronize()
+        error = _pg_error(self._pg)
+        if error is not None:
+            self.report_error(error)
+        if self._healing:
+            self._apply_pending_state_dict()
+
+        participants = self._participating_replica_world_size
+        enough = participants >= self._min_replica_size
+        if not enough:
+            self._logger.warn(f"{participants} groups take part, {self._min_replica_size} are needed")
+        committed = self._client.should_commit(
+            self._group_rank, self._step, enough and self._errored is None, timeout=timeout or self._timeout
+        )
+        # From here on the weights may change.
+        self._checkpoint_transport.disallow_checkpoint()
+        self._logger.commit_event(committed)
+        step = self._step
+        if committed:
+            self._step += 1
+            self._batches_committed += participants
+            self._commit_failures = 0
+        else:
+            self._commit_failures += 1
+            self._logger.warn(f"step {step} is lost: {self._why_lost(enough)}")
+        self._run_commit_hooks(step, committed, participants)
+        if self._max_retries is not None and self._commit_failures > self._max_retries:
+            raise RuntimeError(
+                f"{self._commit_failures} steps in a row were not committed, max_retries={self._max_retries} allows "
+                f"{self._max_retries}; the last one: {self._why_lost(enough)}"
+            )
+        return committed
+
+    def _why_lost(self, enough: bool) -> str:
+        if self._errored is not None:
+            return str(self._errored.original_exception)
+        return "another rank of the group voted against it" if enough else "too few groups took part"
+
+    def _run_commit_hooks(self, step: int, committed: bool, participants: int) -> None:
+        for hook in self._commit_hooks:
+            try:
+                hook(step, committed, participants)
+            except Exception as e:
+                self._logger.exception(f"a commit hook failed: {e}")
+
+    # What the training loop may ask
+
+    def current_step(self) -> int:
+        """Steps committed so far; the number of the step that runs now."""
+        return self._step
+
+    def batches_committed(self) -> int:
+        """Batches committed so far, over all groups."""
+        return self._batches_committed
+
+    def participating_rank(self) -> Optional[int]:
+        """This group's rank among those that take part in the step, None if it does not. Waits for the quorum."""
+        self._wait_configured()
+        return self._participating_replica_rank
+
+    def num_participants(self) -> int:
+        """Groups that take part in the step. Waits for the quorum."""
+        self._wait_configured()
+        return self._participating_replica_world_size
+
+    def is_participating(self) -> bool:
+        """Whether this group's gradients count in this step."""
+        return self._participating_replica_rank is not None and not self._healing
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.
+
+        Args:
+            wait: until all of it has ended.
+        """
+        self._checkpoint_transport.shutdown(wait=wait)
+        if self._manager is not None:
+            self._manager.shutdown()
+        self._executor.shutdown(wait=wait)
+
+
+def _allreduce_options(op: ReduceOp) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+def _pg_error(pg: dist.ProcessGroup) -> Optional[Exception]:
+    """What went wrong in a process group since it was made, if it noticed."""
+    errored = getattr(pg, "errored", None)
+    return errored() if errored is not None else native_error(pg)

@@ -1,0 +1,70 @@
+"""An optimizer that steps only when the step was committed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional
+
+import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+
+class OptimizerWrapper(Optimizer):
+    """Makes a step of a training loop a step of the Manager.
+
+    ``zero_grad`` starts the quorum, ``step`` asks whether all finished and steps only then. Everything else is the
+    wrapped optimizer's.
+
+    Args:
+        manager: of this rank.
+        optim: the optimizer to wrap.
+    """
+
+    def __init__(self, manager: Manager, optim: Optimizer) -> None:
+        # Optimizer.__init__ is left out: the wrapped one owns the parameters, and hooks registered here would never run
+        self.optim = optim
+        self.manager = manager
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def state_dict(self) -> Dict[str, Any]:
+        return self.optim.state_dict()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begins a step: starts the quorum, then clears the gradients."""
+        self.manager.start_quorum()
+        self.optim.zero_grad(set_to_none)
+
+    def step(self, closure: Optional[object] = None) -> None:  # type: ignore[override]
+        """Ends a step: applies the gradients if the step is committed.
+
+        Raises:
+            AssertionError: a closure was given; it would run the model again after the groups agreed.
+        """
+        assert closure is None, (
+            "closure: optimizers that call a closure are not supported, step() takes none: the groups agree on a step "
+            "before it is applied, and a closure would compute it anew"
+        )
+        if self.manager.should_commit():
+            self.optim.step()
+
+    @property
+    def param_groups(self) -> List[Dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, object]:  # type: ignore[override]
+        return self.optim.state
+
+    @property
+    def defaults(self) -> Dict[str, Any]:  # type: ignore[override]
+        return self.optim.defaults
+
+    def __repr__(self) -> str:
+        return f"OptimizerWrapper({self.optim!r})"

@@ -1,0 +1,53 @@
+"""Destroys groups that nobody needs any more, on threads of their own.
+
+Destroying a Gloo group joins its threads, and those stay in an operation until its timeout when a peer
+is silent. Nobody who builds the next group may wait for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+
+
+_lock = threading.Lock()
+_pending: set[threading.Thread] = set()
+
+# How long the process waits at its end for groups that are being destroyed. With their connections
+# shut that takes some 10 ms; a group that still waits for a silent peer is left to the kernel.
+_EXIT_TIMEOUT_SEC = 1.0
+
+
+def reap(box: list[object]) -> None:
+    """Drops the only element of `box`, elsewhere.
+
+    The caller must hold no other reference: whoever drops the last one waits.
+    """
+    thread = threading.Thread(
+        target=_destroy, args=(box,), name="torchft_reaper", daemon=True
+    )
+    with _lock:
+        _pending.add(thread)
+    thread.start()
+
+
+def _destroy(box: list[object]) -> None:
+    try:
+        box.clear()
+    finally:
+        with _lock:
+            _pending.discard(threading.current_thread())
+
+
+def drain(timeout_sec: float) -> bool:
+    """Waits until everything is destroyed; False when that took longer than `timeout_sec`."""
+    deadline = time.monotonic() + timeout_sec
+    with _lock:
+        threads = list(_pending)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+atexit.register(drain, _EXIT_TIMEOUT_SEC)

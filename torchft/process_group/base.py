@@ -1,0 +1,320 @@
+"""The base of all groups: PyTorch's interface plus what makes a group fault tolerant.
+
+A group of PyTorch has its peers for life. One of torchft gets new ones for every quorum, through
+`configure` (a store to meet at) or `reconfigure` (the handles of all peers); see `reconfigure.py`.
+Either is enough for a subclass: `reconfigure` of this class ends in a call of `configure`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from typing import List, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    ProcessGroup as BaseProcessGroup,
+    ReduceOp,
+    Store,
+    TCPStore,
+    Work,
+)
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+
+from torchft.process_group.reconfigure import (
+    Handle,
+    host_store,
+    plan_rendezvous,
+    ReconfigureOptions,
+)
+from torchft.work import _DummyWork
+
+_HANDLE_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class ProcessGroup(BaseProcessGroup):
+    """A process group whose peers can change.
+
+    Operations are not implemented here. They either return a Work or raise; where the backend is
+    asynchronous, a peer's death shows when that Work is waited for.
+    """
+
+    # Class attributes, so that a subclass may set or ask them before this class is initialised.
+    _group_name: Optional[str] = None
+    _replica_id: str = ""
+    _group_rank: Optional[int] = None
+    _group_world_size: Optional[int] = None
+    _global_rank: Optional[int] = None
+    _handle_id: Optional[str] = None
+    _handle_store: Optional[tuple[TCPStore, str]] = None
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+
+    # Peers
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: Optional[int] = None,
+        group_rank: Optional[int] = None,
+        group_world_size: Optional[int] = None,
+        global_ranks: Optional[list[int]] = None,
+    ) -> None:
+        """Gives the group new peers; every one of them calls this.
+
+        What is in flight in the old group ends with an error or is forgotten. After an error here the
+        group has no peers until a later call succeeds.
+
+        Args:
+            store_addr: "host:port/prefix" of a TCPStore, a prefix for each call.
+            replica_id: of the replica group of this process.
+            rank: among the peers.
+            world_size: number of peers, this one included.
+            quorum_id: of the quorum the peers belong to.
+            group_rank: of this process inside its replica group.
+            group_world_size: number of processes in a replica group.
+            global_ranks: of the peers in the whole job, in the order of their ranks.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.configure")
+
+    def set_rank_info(
+        self,
+        replica_id: str,
+        group_rank: int,
+        group_world_size: int,
+        global_rank: Optional[int] = None,
+    ) -> None:
+        """Tells the group where this process stands; Manager does so before the first quorum."""
+        self._replica_id = replica_id
+        self._group_rank = group_rank
+        self._group_world_size = group_world_size
+        self._global_rank = global_rank
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """True: every group of torchft can be given new peers."""
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """What peers need to find this group. The first call starts the store that it names."""
+        if self._handle_store is None:
+            self._handle_store = host_store(_HANDLE_STORE_TIMEOUT)
+        if self._handle_id is None:
+            self._handle_id = uuid.uuid4().hex
+        return Handle(
+            id=self._handle_id,
+            store=self._handle_store[1],
+            global_rank=self._global_rank,
+            spread=True,
+            group_rank=self._group_rank or 0,
+        ).encode()
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        """Gives the group the peers with these handles; every one of them calls this.
+
+        Args:
+            opts: `handles` in the order of the ranks, `uuid` never used before with these peers.
+
+        Raises:
+            ValueError: the handles are unordered, not torchft's, or do not name this group.
+        """
+        meeting = plan_rendezvous(
+            opts.handles, self.get_reconfigure_handle(), self._group_rank
+        )
+        self.configure(
+            f"{meeting.store}/torchft/{opts.uuid}",
+            self._replica_id,
+            meeting.rank,
+            meeting.world_size,
+            quorum_id=opts.uuid,
+            group_rank=self._group_rank,
+            group_world_size=self._group_world_size,
+            global_ranks=meeting.global_ranks,
+        )
+        return _DummyWork(None)
+
+    # State
+
+    def size(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__}.size")
+
+    def getSize(self) -> int:
+        # The name under which PyTorch's C++ code asks.
+        return self.size()
+
+    def getBackendName(self) -> str:
+        raise NotImplementedError(f"{type(self).__name__}.getBackendName")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the deadline of operations that are not given one."""
+        raise NotImplementedError(f"{type(self).__name__}.set_timeout")
+
+    def abort(self) -> None:
+        """Ends what is in flight; the group is of no use until it gets new peers."""
+
+    def shutdown(self) -> None:
+        """Lets go of everything. Safe to call twice."""
+        self._handle_store = None
+
+    def errored(self) -> Optional[Exception]:
+        """Why the group is of no use any more, None as long as it is."""
+        return None
+
+    # Being found by torch.distributed
+
+    def register(self, name: str) -> ProcessGroup:
+        """Makes the group known to torch.distributed, so that `dist` calls, functional collectives and
+        DeviceMesh can use it; needs `dist.init_process_group`. To be called once.
+
+        Args:
+            name: unique in this process.
+
+        Returns:
+            The group to pass on: this one.
+        """
+        if self._group_name is not None:
+            raise ValueError(f"already registered as {self._group_name!r}")
+        backend = f"{self.getBackendName()}:{name}"
+
+        def create_pg(
+            store: Store, rank: int, world_size: int, timeout: timedelta
+        ) -> ProcessGroup:
+            return self
+
+        dist.Backend.register_backend(
+            backend, create_pg, devices=["cpu", "cuda", "xpu"]
+        )
+        # PyTorch takes the group as it is. What it believes about the ranks is that there is one: the
+        # peers change, and those of other replica groups are no ranks of this torch.distributed.
+        return dist.new_group(
+            ranks=[dist.get_rank()],
+            backend=backend,
+            group_desc=backend,
+            use_local_synchronization=True,
+        )
+
+    def unregister(self) -> None:
+        """Undoes `register`, and shuts the group down, as `dist.destroy_process_group` does."""
+        dist.destroy_process_group(self)
+        self._group_name = None
+
+    def _set_group_name(self, name: str) -> None:
+        # PyTorch calls this, with the name its registries know the group by.
+        self._group_name = name
+
+    @property
+    def group_name(self) -> str:
+        """The name by which torch.distributed knows the group.
+
+        Raises:
+            ValueError: it is not registered.
+        """
+        if self._group_name is None:
+            raise ValueError("ProcessGroup name not set")
+        return self._group_name
+
+    # Operations
+
+    def allgather(
+        self,
+        output_tensors: List[List[torch.Tensor]],
+        input_tensor: List[torch.Tensor],
+        opts: AllgatherOptions,
+    ) -> Work:
+        """Every rank gets the tensors of all ranks, in the order of the ranks."""
+        raise NotImplementedError(f"{type(self).__name__}.allgather")
+
+    def allgather_into_tensor_coalesced(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[torch.Tensor],
+        opts: AllgatherOptions,
+    ) -> Work:
+        """Like allgather, for several tensors, each output being the concatenation of all ranks' inputs."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.allgather_into_tensor_coalesced"
+        )
+
+    def allreduce(
+        self,
+        tensors: List[torch.Tensor],
+        opts: Union[AllreduceOptions, ReduceOp],
+    ) -> Work:
+        """Reduces in place, so that all ranks get the result."""
+        raise NotImplementedError(f"{type(self).__name__}.allreduce")
+
+    def allreduce_coalesced(
+        self,
+        tensors: List[torch.Tensor],
+        opts: AllreduceCoalescedOptions,
+    ) -> Work:
+        """Like allreduce, for several tensors at once."""
+        raise NotImplementedError(f"{type(self).__name__}.allreduce_coalesced")
+
+    def alltoall_base(
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: List[int],
+        input_split_sizes: List[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        """Sends a slice of the input to each rank; no sizes means equal slices."""
+        raise NotImplementedError(f"{type(self).__name__}.alltoall_base")
+
+    def barrier(self, opts: BarrierOptions) -> Work:
+        """Completes when all ranks have come to it."""
+        raise NotImplementedError(f"{type(self).__name__}.barrier")
+
+    def broadcast(
+        self, tensor_list: List[torch.Tensor], opts: BroadcastOptions
+    ) -> Work:
+        """All ranks get the tensors of `opts.rootRank`."""
+        raise NotImplementedError(f"{type(self).__name__}.broadcast")
+
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
+        """All ranks get the tensor of rank `root`."""
+        opts = BroadcastOptions()
+        opts.rootRank = root
+        return self.broadcast([tensor], opts)
+
+    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
+        """Receives what `src_rank` sends with the same tag."""
+        raise NotImplementedError(f"{type(self).__name__}.recv")
+
+    def reduce_scatter(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[List[torch.Tensor]],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        """Reduces, and leaves the i-th result with rank i."""
+        raise NotImplementedError(f"{type(self).__name__}.reduce_scatter")
+
+    def reduce_scatter_tensor_coalesced(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[torch.Tensor],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        """Like reduce_scatter, for several tensors, each input being the concatenation of all slices."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.reduce_scatter_tensor_coalesced"
+        )
+
+    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
+        """Sends to `dst_rank`, which receives with the same tag."""
+        raise NotImplementedError(f"{type(self).__name__}.send")

@@ -1,0 +1,90 @@
+"""A group whose operations never fail: the first error is kept, and nothing is done until new peers come."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import List, Optional
+
+import torch
+from torch.distributed import Work
+from torch.futures import Future
+
+from torchft.process_group.base import ProcessGroup
+from torchft.process_group.wrapper import ProcessGroupWrapper
+from torchft.work import _DummyWork
+
+
+class _ErrorSwallowingWork(Work):
+    """Succeeds whatever happens to `work`; an error is reported to `pg`.
+
+    Args:
+        pg: who wants to know.
+        work: the operation.
+        default_result: what the future gives in case of an error.
+    """
+
+    def __init__(
+        self,
+        pg: ErrorSwallowingProcessGroupWrapper,
+        work: Work,
+        default_result: object,
+    ) -> None:
+        super().__init__()
+        self._pg = pg
+        self._work = work
+        self._default_result = default_result
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        try:
+            # PyTorch takes no None here.
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+        except Exception as e:
+            self._pg.report_error(e)
+        return True
+
+    def get_future(self) -> Future[object]:
+        def swallow(fut: Future[object]) -> object:
+            try:
+                return fut.value()
+            except Exception as e:
+                self._pg.report_error(e)
+                return self._default_result
+
+        return self._work.get_future().then(swallow)
+
+
+class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
+    """Swallows the errors of `pg`'s allreduce.
+
+    After the first one an allreduce does nothing and succeeds, its tensors as they are, until
+    `configure` or `reconfigure`. `error` tells.
+    """
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(pg=pg)
+        self._error: Optional[Exception] = None
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._error = None
+
+    def report_error(self, e: Exception) -> None:
+        """Makes every later allreduce do nothing."""
+        self._error = e
+
+    def error(self) -> Optional[Exception]:
+        """The error that was swallowed, None when there was none since the peers are these."""
+        return self._error
+
+    def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
+        # Read from the package: a replacement put there must take effect.
+        from torchft import process_group
+
+        if self._error is not None:
+            return _DummyWork(tensors)
+        try:
+            work = super().allreduce(tensors, opts)
+        except Exception as e:
+            self.report_error(e)
+            return _DummyWork(tensors)
+        return process_group._ErrorSwallowingWork(self, work, tensors)

@@ -1,0 +1,54 @@
+"""A group that fails when told to: for tests of what stands on a group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import List, Optional
+
+import torch
+from torch.distributed import Work
+from torch.futures import Future
+
+from torchft.process_group.base import ProcessGroup
+from torchft.process_group.wrapper import ProcessGroupWrapper
+
+
+class _FailingWork(Work):
+    """Does `work`, and then fails with `error`."""
+
+    def __init__(self, work: Work, error: Exception) -> None:
+        super().__init__()
+        self._work = work
+        self._error = error
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        self._work.wait() if timeout is None else self._work.wait(timeout)
+        raise self._error
+
+    def get_future(self) -> Future[object]:
+        def fail(fut: Future[object]) -> object:
+            fut.value()
+            raise self._error
+
+        return self._work.get_future().then(fail)
+
+
+class FakeProcessGroupWrapper(ProcessGroupWrapper):
+    """Passes everything on to `pg`, but for the errors that a test asks for."""
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(pg=pg)
+        self._future_error: Optional[Exception] = None
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._future_error = None
+
+    def report_future_error(self, e: Exception) -> None:
+        """Makes the next allreduce fail with `e`, asynchronously: when it is waited for."""
+        self._future_error = e
+
+    def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
+        work = super().allreduce(tensors, opts)
+        error, self._future_error = self._future_error, None
+        return work if error is None else _FailingWork(work, error)

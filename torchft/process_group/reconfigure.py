@@ -1,0 +1,268 @@
+"""How peers of a new quorum find each other: handles, the store they meet at, native groups.
+
+Every group has a handle, a JSON object that travels to the peers with the quorum:
+
+    {"id": "…", "store": "host:port", "global_rank": 3, "spread": true, "group_rank": 0}
+
+`id` names the group object, `store` is a TCPStore that this group hosts. The handles of a quorum come in
+the order of the ranks; a peer's rank is the index of its own handle. All meet at the store of one of
+them: that of handle 0, or, when every handle carries the mark `spread`, that of handle
+`group_rank mod n`, so that one replica group does not serve the rendezvous of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Optional, Sequence
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from torchft.addresses import announced_host, host_port
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ReconfigureOptions
+else:
+    try:
+        from torch._C._distributed_c10d import ReconfigureOptions
+    except ImportError:  # PyTorch < 2.14
+
+        @dataclass
+        class ReconfigureOptions:
+            """What a group needs to know about its new peers.
+
+            Attributes:
+                uuid: names this reconfiguration, never used before.
+                handles: of all peers, in the order of their ranks.
+                timeout: for the whole reconfiguration; None is the group's own.
+                hints: for the backend.
+            """
+
+            uuid: int = 0
+            handles: list[str] | set[str] = field(default_factory=list)
+            timeout: Optional[timedelta] = None
+            hints: dict[str, str] = field(default_factory=dict)
+
+
+# PyTorch's uuid is a signed 64 bit integer.
+_MAX_UUID = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Handle:
+    """One peer, as the others see it."""
+
+    id: str
+    store: str
+    global_rank: Optional[int] = None
+    spread: bool = False
+    group_rank: Optional[int] = None
+
+    def encode(self) -> str:
+        return json.dumps(
+            {
+                "id": self.id,
+                "store": self.store,
+                "global_rank": self.global_rank,
+                "spread": self.spread,
+                "group_rank": self.group_rank,
+            }
+        )
+
+    @classmethod
+    def decode(cls, text: str) -> Handle:
+        """Raises ValueError unless `text` is a torchft handle, ours or the published package's."""
+        try:
+            fields = json.loads(text)
+        except (TypeError, ValueError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise ValueError(
+                f"reconfigure handle {text!r}: not a torchft handle, which is a JSON object"
+            )
+        for name in ("id", "store"):
+            if not isinstance(fields.get(name), str) or not fields[name]:
+                raise ValueError(
+                    f"reconfigure handle {text!r}: {name!r} must be a non-empty string"
+                )
+        for name in ("global_rank", "group_rank"):
+            value = fields.get(name)
+            if value is not None and type(value) is not int:
+                raise ValueError(
+                    f"reconfigure handle {text!r}: {name!r} must be an integer or null"
+                )
+        return cls(
+            id=fields["id"],
+            store=fields["store"],
+            global_rank=fields.get("global_rank"),
+            spread=fields.get("spread") is True,
+            group_rank=fields.get("group_rank"),
+        )
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where a group stands among its new peers, and where they meet."""
+
+    store: str
+    rank: int
+    world_size: int
+    global_ranks: Optional[list[int]]
+
+
+def plan_rendezvous(
+    handles: object, own_handle: str, group_rank: Optional[int]
+) -> Rendezvous:
+    """What `handles` mean for the group whose handle is `own_handle`.
+
+    Raises:
+        ValueError: the handles are not an ordered sequence of distinct torchft handles with our own
+            among them.
+    """
+    if not isinstance(handles, Sequence) or isinstance(handles, (str, bytes)):
+        raise ValueError(
+            f"reconfigure handles must be a list, whose order gives the ranks, got a {type(handles).__name__}"
+        )
+    peers = [Handle.decode(text) for text in handles]
+    ids = [peer.id for peer in peers]
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"reconfigure handles must be distinct, got {list(handles)!r}")
+    own = Handle.decode(own_handle)
+    if own.id not in ids:
+        raise ValueError(
+            f"this group's own handle {own_handle!r} is not among the reconfigure handles {list(handles)!r}"
+        )
+
+    global_ranks = [
+        peer.global_rank for peer in peers if peer.global_rank is not None
+    ]
+    return Rendezvous(
+        store=peers[_host_of(peers, group_rank or 0)].store,
+        rank=ids.index(own.id),
+        world_size=len(peers),
+        global_ranks=global_ranks if len(global_ranks) == len(peers) else None,
+    )
+
+
+def _host_of(peers: list[Handle], group_rank: int) -> int:
+    """The index of the handle whose store all peers use; all of them must come to the same answer."""
+    if not all(peer.spread for peer in peers):
+        return 0
+    # Peers that disagree are not ranks of one quorum (somebody uses the groups by hand): with
+    # different group ranks they would wait for each other at different stores.
+    if any(peer.group_rank not in (None, group_rank) for peer in peers):
+        return 0
+    return group_rank % len(peers)
+
+
+def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
+    """A TCPStore on a free port of this host, and the "host:port" to announce."""
+    store = TCPStore(
+        # Only our own client connects to this name: the server listens on every address.
+        host_name="localhost",
+        port=0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+    )
+    return store, host_port(announced_host(), store.port)
+
+
+def create_store_client(store_addr: str, timeout: timedelta) -> Store:
+    """Connects to a TCPStore.
+
+    Args:
+        store_addr: "host:port/prefix"; the prefix may be missing or have several parts, an IPv6
+            address stands in brackets.
+        timeout: for connecting, and for every operation that waits for a key.
+
+    Raises:
+        ValueError: `store_addr` is none of that.
+    """
+    address, _, prefix = store_addr.partition("/")
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"store address {store_addr!r} must be host:port or host:port/prefix, with a port from 1 to 65535"
+        )
+    store: Store = TCPStore(
+        host_name=host,
+        port=int(port),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timeout,
+    )
+    if prefix:
+        store = PrefixStore(prefix, store)
+    # A PrefixStore starts with the default of five minutes, whatever the store below has.
+    store.set_timeout(timeout)
+    return store
+
+
+def supports_reconfigure(pg: object) -> bool:
+    """Whether Manager can give `pg` new peers."""
+    try:
+        return bool(getattr(pg, "supports_reconfigure", False))
+    except RuntimeError:  # a native group without a backend, or with several
+        return False
+
+
+def is_native(pg: object) -> bool:
+    """Whether `pg` is PyTorch's own: it has handles of its own kind and no `configure`."""
+    return isinstance(pg, dist.ProcessGroup) and not hasattr(pg, "configure")
+
+
+def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
+    """What the backends of a native group report, None when all is well."""
+    for device in pg._device_types:
+        backend = pg._get_backend(device)
+        error = backend.get_error()
+        if error.name != "SUCCESS":
+            return RuntimeError(
+                f"backend {backend.name()} of {device.type} reports {error.name}"
+            )
+    return None
+
+
+def reconfigure_with_store(
+    pg: dist.ProcessGroup,
+    store_addr: str,
+    rank: int,
+    world_size: int,
+    timeout: timedelta = timedelta(seconds=60),
+) -> None:
+    """Connects `pg` with its peers over a store, without a Manager. All of them call this.
+
+    Rank 0 publishes a number that names the reconfiguration under the key `uuid`, every rank its
+    handle under `handle/{rank}`.
+
+    Args:
+        store_addr: "host:port/prefix"; the prefix must not have been used for this before.
+        timeout: for the whole of it.
+
+    Raises:
+        ValueError: `pg` cannot be reconfigured, or the rank is not one of `world_size`.
+    """
+    if not supports_reconfigure(pg):
+        raise ValueError(
+            f"{type(pg).__name__} does not support reconfiguration; a native group needs PyTorch >= 2.14 and "
+            "init_process_group(..., enable_reconfigure=True)"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
+
+    store = create_store_client(store_addr, timeout=timeout)
+    store.set(f"handle/{rank}", pg.get_reconfigure_handle())
+    if rank == 0:
+        store.set("uuid", str(random.randint(1, _MAX_UUID)))
+
+    opts = ReconfigureOptions()
+    opts.handles = [store.get(f"handle/{i}").decode() for i in range(world_size)]
+    opts.uuid = int(store.get("uuid"))
+    opts.timeout = timeout
+    pg.reconfigure(opts).wait()

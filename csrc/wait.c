@@ -1,7 +1,9 @@
 /* Calls that can wait. The Go side starts an operation and hands out its number; here the calling thread
  * waits for it in slices without the GIL, looks for signals in between, and cancels it when a signal
  * handler raises (Ctrl-C: KeyboardInterrupt). Start, wait and result are one call from Python's point of
- * view, so no signal can come between them and leave an operation behind. */
+ * view, so no signal can come between them and leave an operation behind. The GIL is given away here and not in
+ * Go: a daemon thread that wants it back while the interpreter exits ends there and then, and unwinding it
+ * must not meet a Go frame. */
 #include "torchft.h"
 
 #include <stdlib.h>
@@ -37,18 +39,18 @@ static PyObject *result(int state, int64_t number, char *text, int64_t length) {
 static PyObject *wait_for(int64_t op) {
   int64_t number = 0, length = 0;
   char *text = NULL;
-  /* Most operations ended while they were started: take those without giving the GIL away again. */
-  int state = tft_op_take(op, 0, &number, &text, &length);
-  while (state == TFT_PENDING) {
+  for (;;) {
+    int state;
+    Py_BEGIN_ALLOW_THREADS
+    state = tft_op_take(op, SLICE_MS, &number, &text, &length);
+    Py_END_ALLOW_THREADS
+    if (state != TFT_PENDING)
+      return result(state, number, text, length);
     if (PyErr_CheckSignals() < 0) {
       tft_op_cancel(op);
       return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    state = tft_op_take(op, SLICE_MS, &number, &text, &length);
-    Py_END_ALLOW_THREADS
   }
-  return result(state, number, text, length);
 }
 
 /* Calls start(*arguments), which returns an operation's number, and waits for its result. */

@@ -61,6 +61,277 @@ PyObject * _wrap__torchft_go_pyapi_Handles(PyObject *PYBINDGEN_UNUSED(_args), Py
 
 
 PyObject *
+_wrap__torchft_go_pyapi_LighthouseClientStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    char *addr;
+    int64_t connectTimeoutUs;
+    const char *keywords[] = {"addr", "connectTimeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sL", (char **) keywords, &addr, &connectTimeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_LighthouseClientStart(addr, connectTimeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_LighthouseClientStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_LighthouseCommandStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    char *arguments;
+    char *hostname;
+    const char *keywords[] = {"arguments", "hostname", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ss", (char **) keywords, &arguments, &hostname)) {
+        return NULL;
+    }
+    retval = pyapi_LighthouseCommandStart(arguments, hostname);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_LighthouseCommandStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_LighthouseHeartbeatStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    char *replicaID;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "replicaID", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsL", (char **) keywords, &handle, &replicaID, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_LighthouseHeartbeatStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_LighthouseQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    char *replicaID;
+    char *address;
+    char *storeAddress;
+    int64_t step;
+    int64_t worldSize;
+    bool shrinkOnly;
+    PyObject *py_shrinkOnly;
+    char *data;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "replicaID", "address", "storeAddress", "step", "worldSize", "shrinkOnly", "data", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsssLLOsL", (char **) keywords, &handle, &replicaID, &address, &storeAddress, &step, &worldSize, &py_shrinkOnly, &data, &timeoutUs)) {
+        return NULL;
+    }
+    shrinkOnly = (bool) PyObject_IsTrue(py_shrinkOnly);
+    retval = pyapi_LighthouseQuorumStart(handle, replicaID, address, storeAddress, step, worldSize, shrinkOnly, data, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_LighthouseQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_LighthouseServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    char *bind;
+    char *hostname;
+    int64_t minReplicas;
+    int64_t joinTimeoutMs;
+    int64_t quorumTickMs;
+    int64_t heartbeatTimeoutMs;
+    char *killToken;
+    const char *keywords[] = {"bind", "hostname", "minReplicas", "joinTimeoutMs", "quorumTickMs", "heartbeatTimeoutMs", "killToken", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ssLLLLs", (char **) keywords, &bind, &hostname, &minReplicas, &joinTimeoutMs, &quorumTickMs, &heartbeatTimeoutMs, &killToken)) {
+        return NULL;
+    }
+    retval = pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, killToken);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_LighthouseServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t groupRank;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "groupRank", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLL", (char **) keywords, &handle, &groupRank, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerClientStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    char *addr;
+    int64_t connectTimeoutUs;
+    const char *keywords[] = {"addr", "connectTimeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sL", (char **) keywords, &addr, &connectTimeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerClientStart(addr, connectTimeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerClientStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t groupRank;
+    int64_t step;
+    char *checkpointMetadata;
+    bool shrinkOnly;
+    PyObject *py_shrinkOnly;
+    int64_t timeoutUs;
+    int64_t commitFailures;
+    bool initSync;
+    PyObject *py_initSync;
+    char *reconfigureHandle;
+    int64_t groupWorldSize;
+    const char *keywords[] = {"handle", "groupRank", "step", "checkpointMetadata", "shrinkOnly", "timeoutUs", "commitFailures", "initSync", "reconfigureHandle", "groupWorldSize", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLsOLLOsL", (char **) keywords, &handle, &groupRank, &step, &checkpointMetadata, &py_shrinkOnly, &timeoutUs, &commitFailures, &py_initSync, &reconfigureHandle, &groupWorldSize)) {
+        return NULL;
+    }
+    shrinkOnly = (bool) PyObject_IsTrue(py_shrinkOnly);
+    initSync = (bool) PyObject_IsTrue(py_initSync);
+    retval = pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    char *replicaID;
+    char *lighthouseAddr;
+    char *hostname;
+    char *bind;
+    char *storeAddr;
+    int64_t worldSize;
+    int64_t heartbeatIntervalUs;
+    int64_t connectTimeoutUs;
+    int64_t quorumRetries;
+    char *killToken;
+    const char *keywords[] = {"replicaID", "lighthouseAddr", "hostname", "bind", "storeAddr", "worldSize", "heartbeatIntervalUs", "connectTimeoutUs", "quorumRetries", "killToken", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sssssLLLLs", (char **) keywords, &replicaID, &lighthouseAddr, &hostname, &bind, &storeAddr, &worldSize, &heartbeatIntervalUs, &connectTimeoutUs, &quorumRetries, &killToken)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, killToken);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerShouldCommitStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t groupRank;
+    int64_t step;
+    bool vote;
+    PyObject *py_vote;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "groupRank", "step", "vote", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLOL", (char **) keywords, &handle, &groupRank, &step, &py_vote, &timeoutUs)) {
+        return NULL;
+    }
+    vote = (bool) PyObject_IsTrue(py_vote);
+    retval = pyapi_ManagerShouldCommitStart(handle, groupRank, step, vote, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerShouldCommitStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_ProbeStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -85,25 +356,25 @@ PyObject * _wrap__torchft_go_pyapi_ProbeStart(PyObject * PYBINDGEN_UNUSED(dummy)
 
 
 PyObject *
-_wrap__torchft_go_pyapi_Release(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+_wrap__torchft_go_pyapi_ReleaseStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
     PyObject *py_retval;
-    bool retval;
+    int64_t retval;
     int64_t handle;
     const char *keywords[] = {"handle", NULL};
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &handle)) {
         return NULL;
     }
-    retval = pyapi_Release(handle);
+    retval = pyapi_ReleaseStart(handle);
     if (PyErr_Occurred()) {
         return NULL;
     }
-    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    py_retval = Py_BuildValue((char *) "L", retval);
     return py_retval;
 }
-PyObject * _wrap__torchft_go_pyapi_Release(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+PyObject * _wrap__torchft_go_pyapi_ReleaseStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -129,11 +400,71 @@ _wrap__torchft_go_pyapi_Address(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *ar
 }
 PyObject * _wrap__torchft_go_pyapi_Address(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
+
+PyObject *
+_wrap__torchft_go_pyapi_LighthouseCommandHelp(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    char *retval;
+    char *arguments;
+    const char *keywords[] = {"arguments", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &arguments)) {
+        return NULL;
+    }
+    retval = pyapi_LighthouseCommandHelp(arguments);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_LighthouseCommandHelp(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_SetLogLevel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    char *retval;
+    char *level;
+    const char *keywords[] = {"level", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &level)) {
+        return NULL;
+    }
+    retval = pyapi_SetLogLevel(level);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_SetLogLevel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
 static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_Handles", (PyCFunction) _wrap__torchft_go_pyapi_Handles, METH_NOARGS, "pyapi_Handles()\n\n" },
+    {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t" },
+    {(char *) "pyapi_LighthouseCommandStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandStart(arguments, hostname)\n\ntype: arguments: char *\ntype: hostname: char *" },
+    {(char *) "pyapi_LighthouseHeartbeatStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseHeartbeatStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, replicaID, address, storeAddress, step, worldSize, shrinkOnly, data, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: address: char *\ntype: storeAddress: char *\ntype: step: int64_t\ntype: worldSize: int64_t\ntype: shrinkOnly: bool\ntype: data: char *\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_LighthouseServerStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, killToken)\n\ntype: bind: char *\ntype: hostname: char *\ntype: minReplicas: int64_t\ntype: joinTimeoutMs: int64_t\ntype: quorumTickMs: int64_t\ntype: heartbeatTimeoutMs: int64_t\ntype: killToken: char *" },
+    {(char *) "pyapi_ManagerCheckpointMetadataStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t" },
+    {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: checkpointMetadata: char *\ntype: shrinkOnly: bool\ntype: timeoutUs: int64_t\ntype: commitFailures: int64_t\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t" },
+    {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, killToken)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: killToken: char *" },
+    {(char *) "pyapi_ManagerShouldCommitStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerShouldCommitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerShouldCommitStart(handle, groupRank, step, vote, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: vote: bool\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ProbeStart", (PyCFunction) _wrap__torchft_go_pyapi_ProbeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ProbeStart(outcome, delayUs, timeoutUs)\n\ntype: outcome: char *\ntype: delayUs: int64_t\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_Release", (PyCFunction) _wrap__torchft_go_pyapi_Release, METH_KEYWORDS|METH_VARARGS, "pyapi_Release(handle)\n\ntype: handle: int64_t" },
+    {(char *) "pyapi_ReleaseStart", (PyCFunction) _wrap__torchft_go_pyapi_ReleaseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ReleaseStart(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_Address", (PyCFunction) _wrap__torchft_go_pyapi_Address, METH_KEYWORDS|METH_VARARGS, "pyapi_Address(handle)\n\ntype: handle: int64_t" },
+    {(char *) "pyapi_LighthouseCommandHelp", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandHelp, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandHelp(arguments)\n\ntype: arguments: char *" },
+    {(char *) "pyapi_SetLogLevel", (PyCFunction) _wrap__torchft_go_pyapi_SetLogLevel, METH_KEYWORDS|METH_VARARGS, "pyapi_SetLogLevel(level)\n\ntype: level: char *" },
     {NULL, NULL, 0, NULL}
 };
 #if PY_VERSION_HEX >= 0x03000000

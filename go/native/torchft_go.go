@@ -35,10 +35,7 @@ func boolPyToGo(b C.char) bool {
 
 //export pyapi_Address
 func pyapi_Address(handle C.longlong) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
 	cret, __err := pyapi.Address(int64(handle))
-
-	C.PyEval_RestoreThread(_saved_thread)
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -50,10 +47,139 @@ func pyapi_Address(handle C.longlong) *C.char {
 
 //export pyapi_Handles
 func pyapi_Handles() C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
 	cret, __err := pyapi.Handles()
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
 
-	C.PyEval_RestoreThread(_saved_thread)
+//export pyapi_LighthouseClientStart
+func pyapi_LighthouseClientStart(addr *C.char, connectTimeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.LighthouseClientStart(C.GoString(addr), int64(connectTimeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_LighthouseCommandHelp
+func pyapi_LighthouseCommandHelp(arguments *C.char) *C.char {
+	cret, __err := pyapi.LighthouseCommandHelp(C.GoString(arguments))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export pyapi_LighthouseCommandStart
+func pyapi_LighthouseCommandStart(arguments *C.char, hostname *C.char) C.longlong {
+	cret, __err := pyapi.LighthouseCommandStart(C.GoString(arguments), C.GoString(hostname))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_LighthouseHeartbeatStart
+func pyapi_LighthouseHeartbeatStart(handle C.longlong, replicaID *C.char, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.LighthouseHeartbeatStart(int64(handle), C.GoString(replicaID), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_LighthouseQuorumStart
+func pyapi_LighthouseQuorumStart(handle C.longlong, replicaID *C.char, address *C.char, storeAddress *C.char, step C.longlong, worldSize C.longlong, shrinkOnly C.char, data *C.char, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.LighthouseQuorumStart(int64(handle), C.GoString(replicaID), C.GoString(address), C.GoString(storeAddress), int64(step), int64(worldSize), boolPyToGo(shrinkOnly), C.GoString(data), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_LighthouseServerStart
+func pyapi_LighthouseServerStart(bind *C.char, hostname *C.char, minReplicas C.longlong, joinTimeoutMs C.longlong, quorumTickMs C.longlong, heartbeatTimeoutMs C.longlong, killToken *C.char) C.longlong {
+	cret, __err := pyapi.LighthouseServerStart(C.GoString(bind), C.GoString(hostname), int64(minReplicas), int64(joinTimeoutMs), int64(quorumTickMs), int64(heartbeatTimeoutMs), C.GoString(killToken))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_ManagerCheckpointMetadataStart
+func pyapi_ManagerCheckpointMetadataStart(handle C.longlong, groupRank C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerCheckpointMetadataStart(int64(handle), int64(groupRank), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_ManagerClientStart
+func pyapi_ManagerClientStart(addr *C.char, connectTimeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerClientStart(C.GoString(addr), int64(connectTimeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_ManagerQuorumStart
+func pyapi_ManagerQuorumStart(handle C.longlong, groupRank C.longlong, step C.longlong, checkpointMetadata *C.char, shrinkOnly C.char, timeoutUs C.longlong, commitFailures C.longlong, initSync C.char, reconfigureHandle *C.char, groupWorldSize C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerQuorumStart(int64(handle), int64(groupRank), int64(step), C.GoString(checkpointMetadata), boolPyToGo(shrinkOnly), int64(timeoutUs), int64(commitFailures), boolPyToGo(initSync), C.GoString(reconfigureHandle), int64(groupWorldSize))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_ManagerServerStart
+func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostname *C.char, bind *C.char, storeAddr *C.char, worldSize C.longlong, heartbeatIntervalUs C.longlong, connectTimeoutUs C.longlong, quorumRetries C.longlong, killToken *C.char) C.longlong {
+	cret, __err := pyapi.ManagerServerStart(C.GoString(replicaID), C.GoString(lighthouseAddr), C.GoString(hostname), C.GoString(bind), C.GoString(storeAddr), int64(worldSize), int64(heartbeatIntervalUs), int64(connectTimeoutUs), int64(quorumRetries), C.GoString(killToken))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_ManagerShouldCommitStart
+func pyapi_ManagerShouldCommitStart(handle C.longlong, groupRank C.longlong, step C.longlong, vote C.char, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerShouldCommitStart(int64(handle), int64(groupRank), int64(step), boolPyToGo(vote), int64(timeoutUs))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -65,10 +191,7 @@ func pyapi_Handles() C.longlong {
 
 //export pyapi_ProbeStart
 func pyapi_ProbeStart(outcome *C.char, delayUs C.longlong, timeoutUs C.longlong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
 	cret, __err := pyapi.ProbeStart(C.GoString(outcome), int64(delayUs), int64(timeoutUs))
-
-	C.PyEval_RestoreThread(_saved_thread)
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -78,17 +201,26 @@ func pyapi_ProbeStart(outcome *C.char, delayUs C.longlong, timeoutUs C.longlong)
 	return C.longlong(cret)
 }
 
-//export pyapi_Release
-func pyapi_Release(handle C.longlong) C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := pyapi.Release(int64(handle))
-
-	C.PyEval_RestoreThread(_saved_thread)
+//export pyapi_ReleaseStart
+func pyapi_ReleaseStart(handle C.longlong) C.longlong {
+	cret, __err := pyapi.ReleaseStart(int64(handle))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
 		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
+		return C.longlong(0)
 	}
-	return boolGoToPy(cret)
+	return C.longlong(cret)
+}
+
+//export pyapi_SetLogLevel
+func pyapi_SetLogLevel(level *C.char) *C.char {
+	cret, __err := pyapi.SetLogLevel(C.GoString(level))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
 }

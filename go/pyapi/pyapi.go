@@ -2,14 +2,18 @@
 // float64, each returning (T, error). Structs, slices, callbacks and bare errors do not cross the boundary,
 // because gopy's code for them leaks or crashes.
 //
-// A function whose name ends in Start begins an operation and returns its number; csrc/wait.c waits for the
-// result, so that Ctrl-C ends every call that can wait. Objects are integer handles (package ops), rich
+// No function here waits: Python's global lock is held. One whose name ends in Start begins an operation and
+// returns its number; csrc/wait.c waits for the result without the lock, and Ctrl-C ends the wait. Objects are integer handles (package ops), rich
 // results JSON text. Durations are microseconds, the resolution of Python's timedelta.
 package pyapi
 
 import (
+	"context"
+	"fmt"
+	"log/slog"
 	"os"
 	"runtime"
+	"strings"
 	"time"
 
 	"github.com/torchft/torchft/go/pyapi/ops"
@@ -19,7 +23,18 @@ import (
 // nothing, and hosts with many cores would get a thread for each.
 const maxProcs = 4
 
+// bindTimeout bounds the start of a server that waits for nobody; only the lookup of a host name can take long.
+const bindTimeout = time.Minute
+
+// shutdownTimeout is there because every operation has one: servers and clients bound their own shutdown.
+const shutdownTimeout = time.Minute
+
+var logLevel slog.LevelVar
+
 func init() {
+	logLevel.Set(slog.LevelWarn)
+	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: &logLevel})))
+
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(min(maxProcs, runtime.GOMAXPROCS(0)))
 	}
@@ -37,12 +52,33 @@ func Address(handle int64) (address string, err error) {
 	return server.Address(), nil
 }
 
-// Release ends what a handle stands for. It returns false if that was done already.
-func Release(handle int64) (released bool, err error) {
+// ReleaseStart ends what a handle stands for; the result is false if that was done already.
+func ReleaseStart(handle int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	object := ops.Remove(handle)
-	ops.Close(object)
-	return object != nil, nil
+	return ops.Start(shutdownTimeout, func(context.Context) (any, error) {
+		ops.Close(object)
+		return object != nil, nil
+	}), nil
+}
+
+// SetLogLevel chooses what the core logs to standard error, and returns the level that was set before.
+func SetLogLevel(level string) (previous string, err error) {
+	defer ops.Guard(&err)
+	previous = strings.ToLower(logLevel.Level().String())
+	switch level {
+	case "debug":
+		logLevel.Set(slog.LevelDebug)
+	case "info":
+		logLevel.Set(slog.LevelInfo)
+	case "warn", "warning":
+		logLevel.Set(slog.LevelWarn)
+	case "error":
+		logLevel.Set(slog.LevelError)
+	default:
+		return "", ops.As(ops.Value, fmt.Errorf("log level: %q is not allowed; allowed: debug, info, warn, error", level))
+	}
+	return previous, nil
 }
 
 // Handles returns the number of live handles, operations in progress included.

@@ -8,6 +8,7 @@ types only (see go/pyapi), so most of what gopy emits is dead weight, and the re
 
 - drop the slice types, the complex-number helpers and a typedef that need more than CPython's limited API;
 - send errors to csrc (tft_raise), which chooses the exception class;
+- keep the GIL: the facade never waits, csrc/wait.c does, and says why;
 - refuse every call in a forked child before it enters Go;
 - leave the module's init function to csrc/module.c, and no path of this machine in the output.
 """
@@ -67,6 +68,8 @@ def go_source(generated: str) -> str:
     if len(helpers) != 2 or not wrappers:
         sys.exit("gopy's output lacks the functions of the facade: was gopy upgraded?")
     text = "\n".join([PREAMBLE, *helpers, *sorted(wrappers)])
+    text = substitute(r"\t_saved_thread := C\.PyEval_SaveThread\(\)\n", "", text)
+    text = substitute(r"\t*\n\tC\.PyEval_RestoreThread\(_saved_thread\)\n", "", text)
     return substitute(r"C\.PyErr_SetString\(C\.PyExc_RuntimeError, estr\)", "C.tft_raise(estr)", text)
 
 

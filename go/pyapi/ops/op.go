@@ -7,10 +7,6 @@ import (
 	"time"
 )
 
-// inlineWait is how long Start itself waits. Most calls are answered within it, and so cost one crossing
-// of the language boundary for starting and one for taking the result.
-const inlineWait = 20 * time.Millisecond
-
 // An op is one call in progress: Python starts it, waits in slices so that it can look for signals in
 // between, and takes the result or cancels.
 type op struct {
@@ -20,8 +16,8 @@ type op struct {
 	err    error
 }
 
-// Start runs work on its own goroutine, waits a moment for it, and returns the handle of the operation.
-// A result that nobody takes is closed if it can be, so that a cancelled constructor leaves nothing behind.
+// Start runs work on its own goroutine and returns the handle of the operation. A result that nobody
+// takes is closed if it can be, so that a cancelled constructor leaves nothing behind.
 func Start(timeout time.Duration, work func(context.Context) (any, error)) int64 {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	o := &op{done: make(chan struct{}), cancel: cancel}
@@ -30,9 +26,12 @@ func Start(timeout time.Duration, work func(context.Context) (any, error)) int64
 		defer cancel()
 		defer close(o.done)
 		defer Guard(&o.err)
-		o.value, o.err = work(ctx)
+		value, err := work(ctx)
+		if err != nil {
+			value = nil // often a typed nil, which Close would take for an object
+		}
+		o.value, o.err = value, err
 	}()
-	o.wait(inlineWait)
 	return handle
 }
 

@@ -1,0 +1,148 @@
+package pyapi
+
+import (
+	"context"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/pyapi/ops"
+	"github.com/torchft/torchft/go/recovery"
+)
+
+// ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and ReleaseStart.
+func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries int64, killToken string) (op int64, err error) {
+	defer ops.Guard(&err)
+	cfg := manager.ServerConfig{
+		ReplicaID:         replicaID,
+		LighthouseAddr:    lighthouseAddr,
+		Hostname:          hostname,
+		Bind:              bind,
+		StoreAddr:         storeAddr,
+		WorldSize:         worldSize,
+		HeartbeatInterval: micros(heartbeatIntervalUs),
+		ConnectTimeout:    micros(connectTimeoutUs),
+		QuorumRetries:     quorumRetries,
+		KillToken:         killToken,
+	}
+	// An address that cannot be connected to is a RuntimeError, whatever is wrong with it.
+	if _, err := rpc.ParseAddress("lighthouse_addr", lighthouseAddr); err != nil {
+		return 0, err
+	}
+	if err := cfg.Validate(); err != nil {
+		return 0, ops.As(ops.Value, err)
+	}
+	return ops.Start(cfg.ConnectTimeout+bindTimeout, func(ctx context.Context) (any, error) {
+		server, err := manager.NewServer(ctx, cfg)
+		return server, ops.As(ops.Runtime, err)
+	}), nil
+}
+
+// ManagerClientStart connects to a manager server; the result is a handle.
+func ManagerClientStart(addr string, connectTimeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	timeout := micros(connectTimeoutUs)
+	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
+		client, err := manager.Dial(ctx, addr, timeout)
+		return client, ops.As(ops.Runtime, err)
+	}), nil
+}
+
+// ManagerQuorumStart waits for the group and for the lighthouse; the result is the JSON of quorumResult.
+func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string, shrinkOnly bool, timeoutUs, commitFailures int64, initSync bool, reconfigureHandle string, groupWorldSize int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*manager.Client](handle)
+	if err != nil {
+		return 0, err
+	}
+	args := manager.QuorumArgs{
+		GroupRank:          groupRank,
+		Step:               step,
+		CheckpointMetadata: checkpointMetadata,
+		ShrinkOnly:         shrinkOnly,
+		InitSync:           initSync,
+		CommitFailures:     commitFailures,
+		Handle:             reconfigureHandle,
+		GroupWorldSize:     groupWorldSize,
+	}
+	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+		result, err := client.Quorum(ctx, args)
+		if err != nil {
+			return nil, callFailed(err)
+		}
+		return toJSON(newQuorumResult(result))
+	}), nil
+}
+
+// ManagerCheckpointMetadataStart asks what a group rank announced; the result is text.
+func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*manager.Client](handle)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+		metadata, err := client.CheckpointMetadata(ctx, groupRank)
+		return metadata, callFailed(err)
+	}), nil
+}
+
+// ManagerShouldCommitStart votes and waits for the group; the result is a bool.
+func ManagerShouldCommitStart(handle, groupRank, step int64, vote bool, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*manager.Client](handle)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+		commit, err := client.ShouldCommit(ctx, groupRank, step, vote)
+		return commit, callFailed(err)
+	}), nil
+}
+
+// callFailed classes the error of a call: its own deadline, or everything else.
+func callFailed(err error) error {
+	if rpc.IsTimeout(err) {
+		return ops.As(ops.Timeout, err)
+	}
+	return err
+}
+
+// quorumResult has the attributes of QuorumResult in torchft/_torchft.py, under the same names.
+type quorumResult struct {
+	QuorumID                 int64    `json:"quorum_id"`
+	ReplicaRank              int64    `json:"replica_rank"`
+	ReplicaWorldSize         int64    `json:"replica_world_size"`
+	RecoverSrcManagerAddress string   `json:"recover_src_manager_address"`
+	RecoverSrcReplicaRank    *int64   `json:"recover_src_replica_rank"`
+	RecoverDstReplicaRanks   []int64  `json:"recover_dst_replica_ranks"`
+	StoreAddress             string   `json:"store_address"`
+	MaxStep                  int64    `json:"max_step"`
+	MaxReplicaRank           *int64   `json:"max_replica_rank"`
+	MaxWorldSize             int64    `json:"max_world_size"`
+	Heal                     bool     `json:"heal"`
+	CommitFailures           int64    `json:"commit_failures"`
+	ReplicaIDs               []string `json:"replica_ids"`
+	ReconfigureHandles       []string `json:"reconfigure_handles"`
+}
+
+func newQuorumResult(r recovery.Result) quorumResult {
+	q := quorumResult{
+		QuorumID:               r.QuorumID,
+		ReplicaRank:            r.ReplicaRank,
+		ReplicaWorldSize:       r.ReplicaWorldSize,
+		RecoverDstReplicaRanks: orEmpty(r.RecoverDstReplicaRank),
+		StoreAddress:           r.StoreAddress,
+		MaxStep:                r.MaxStep,
+		MaxReplicaRank:         r.MaxReplicaRank,
+		MaxWorldSize:           r.MaxWorldSize,
+		Heal:                   r.Heal,
+		CommitFailures:         r.CommitFailures,
+		ReplicaIDs:             orEmpty(r.ReplicaIDs),
+		ReconfigureHandles:     orEmpty(r.Handles),
+	}
+	if len(r.Sources) > 0 {
+		q.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
+		q.RecoverSrcReplicaRank = &r.Sources[0].ReplicaRank
+	}
+	return q
+}

@@ -1,0 +1,490 @@
+"""The native classes: servers and clients of the Go core, with Python's types, durations and errors.
+
+Errors, for every call:
+    ValueError: an argument that is not allowed; the text names it, its value and what is allowed.
+    TimeoutError: the call's own ``timeout`` passed.
+    RuntimeError: everything else that failed: connecting within ``connect_timeout``, an address without
+        ``http://`` or ``https://``, the peer's refusal, use after shutdown, use in a forked child.
+    KeyboardInterrupt: Ctrl-C ends every wait at once and cancels the call.
+
+The native library is loaded on first use, so that a process that forks before it uses torchft can use it in
+the child too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+from torchft.addresses import announced_host
+
+__all__ = [
+    "LighthouseClient",
+    "LighthouseServer",
+    "ManagerClient",
+    "ManagerServer",
+    "Quorum",
+    "QuorumMember",
+    "QuorumResult",
+    "Timestamp",
+    "lighthouse_main",
+]
+
+KILL_TOKEN_ENV = "TORCHFT_KILL_TOKEN"
+LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
+
+_INT64_MAX = 2**63 - 1
+_MICROSECOND = timedelta(microseconds=1)
+_LONGEST = timedelta(days=36500) // _MICROSECOND  # what Go's durations hold, and for ever to everyone else
+
+_native: ModuleType | None = None
+
+
+def _load(log_level: str = "warn") -> ModuleType:
+    """The native library; ``log_level`` counts unless TORCHFT_LOG_LEVEL is set."""
+    global _native
+    if _native is None:
+        try:
+            from torchft import _torchft_go
+        except ImportError as e:
+            raise ImportError(f"torchft's native library does not load; build it with `pip install .`: {e}") from e
+        level = os.environ.get(LOG_LEVEL_ENV)
+        try:
+            _torchft_go.pyapi_SetLogLevel(level or log_level)
+        except ValueError as e:
+            raise ValueError(f"{LOG_LEVEL_ENV}: {e}") from None
+        _native = _torchft_go
+    return _native
+
+
+def _micros(name: str, value: timedelta) -> int:
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{name}={value!r} is not allowed; allowed: a datetime.timedelta")
+    us = value // _MICROSECOND
+    if us <= 0:
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: more than 0")
+    return min(us, _LONGEST)
+
+
+def _integer(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not allowed; allowed: an int")
+    if not least <= value <= _INT64_MAX:
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: at least {least} and at most {_INT64_MAX}")
+    return value
+
+
+class _Native:
+    """An object that lives in the Go core: a handle, released by ``_release`` or with the last reference."""
+
+    __slots__ = ("__weakref__", "_go", "_handle")
+
+    _go: ModuleType
+    _handle: int
+
+    def _open(self, start: str, *args: object) -> None:
+        self._handle = 0
+        self._go = _load()
+        self._go.open(self, getattr(self._go, start), *args)
+
+    def _release(self) -> None:
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._go.run(self._go.pyapi_ReleaseStart, handle)
+
+    def __del__(self) -> None:
+        # In a forked child the object belongs to the parent; its threads do not exist here.
+        if getattr(self, "_handle", 0) and not self._go.forked():
+            self._release()
+
+
+@dataclass
+class Timestamp:
+    """A point in time since the Unix epoch.
+
+    Args:
+        seconds: whole seconds.
+        nanos: nanoseconds on top of them.
+    """
+
+    seconds: int = 0
+    nanos: int = 0
+
+
+@dataclass
+class QuorumMember:
+    """One replica group, as it asked to take part in a quorum.
+
+    Args:
+        replica_id: who it is; unique in the job, and new after each restart.
+        address: of its manager server.
+        store_address: of its store.
+        step: the step it is at.
+        world_size: ranks in the group.
+        shrink_only: whether it wants no newcomers in the quorum.
+        data: what its user attached; None if nothing.
+    """
+
+    replica_id: str = ""
+    address: str = ""
+    store_address: str = ""
+    step: int = 0
+    world_size: int = 0
+    shrink_only: bool = False
+    data: dict[str, Any] | None = None
+
+
+@dataclass
+class Quorum:
+    """The replica groups that train the next step together.
+
+    Args:
+        quorum_id: grows when the set of members changes, and never repeats in the life of a job.
+        participants: ordered by ``replica_id``.
+        created: when the lighthouse decided on it.
+    """
+
+    quorum_id: int = 0
+    participants: list[QuorumMember] = field(default_factory=list)
+    created: Timestamp = field(default_factory=Timestamp)
+
+
+@dataclass
+class QuorumResult:
+    """What one rank of a replica group has to do about a quorum.
+
+    Args:
+        quorum_id: of the quorum; the process group is rebuilt when it changes.
+        replica_rank: of this group among the participants.
+        replica_world_size: number of participants.
+        recover_src_manager_address: manager of the group to heal from; empty unless ``heal``.
+        recover_src_replica_rank: rank of that group; None unless ``heal``.
+        recover_dst_replica_ranks: groups that heal from this one.
+        store_address: rendezvous store of this rank.
+        max_step: largest step among the participants.
+        max_replica_rank: of this group among those at ``max_step``; None if it is behind.
+        max_world_size: number of participants at ``max_step``.
+        heal: whether this group has to heal.
+        commit_failures: largest number of failed commits in a row that a participant reported.
+        replica_ids: of the participants, in order.
+        reconfigure_handles: of this rank in each participant, in order; empty unless all sent theirs.
+    """
+
+    quorum_id: int = 0
+    replica_rank: int = 0
+    replica_world_size: int = 1
+    recover_src_manager_address: str = ""
+    recover_src_replica_rank: int | None = None
+    recover_dst_replica_ranks: list[int] = field(default_factory=list)
+    store_address: str = ""
+    max_step: int = 0
+    max_replica_rank: int | None = None
+    max_world_size: int = 1
+    heal: bool = False
+    commit_failures: int = 0
+    replica_ids: list[str] = field(default_factory=list)
+    reconfigure_handles: list[str] = field(default_factory=list)
+
+
+class _Server(_Native):
+    """A native object that listens at an address."""
+
+    __slots__ = ("_address",)
+
+    def _serve(self, start: str, *args: object) -> None:
+        self._open(start, *args)
+        self._address: str = self._go.pyapi_Address(self._handle)
+
+    def address(self) -> str:
+        """``http://hostname:port`` of this server."""
+        return self._address
+
+    def shutdown(self) -> None:
+        """Ends the server; calls that wait for it get an error. Does nothing the second time."""
+        self._release()
+
+
+class ManagerServer(_Server):
+    """The server of one replica group, on its group rank 0. It heartbeats to the lighthouse, gathers the
+    group's ranks for a quorum and for the vote on a commit, and ends with ``shutdown`` or the last reference.
+
+    Args:
+        replica_id (str): who this group is; unique in the job.
+        lighthouse_addr (str): ``http://host:port`` of the lighthouse.
+        hostname (str): host under which others reach this server.
+        bind (str): ``host:port`` to listen on; port 0 takes a free one.
+        store_addr (str): ``host:port`` of the group's store, handed to the other groups.
+        world_size (int): ranks in this group, at least 1.
+        heartbeat_interval (timedelta): time between heartbeats, more than 0.
+        connect_timeout (timedelta): how long to try to reach the lighthouse, more than 0.
+        quorum_retries (int): how often a request that the lighthouse refused is sent again, at least 0.
+
+    Raises:
+        ValueError: an argument that is not allowed.
+        RuntimeError: the lighthouse is not reached in time, or the port is in use.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        replica_id: str,
+        lighthouse_addr: str,
+        hostname: str,
+        bind: str,
+        store_addr: str,
+        world_size: int,
+        heartbeat_interval: timedelta,
+        connect_timeout: timedelta,
+        quorum_retries: int,
+    ) -> None:
+        self._serve(
+            "pyapi_ManagerServerStart",
+            replica_id,
+            lighthouse_addr,
+            hostname,
+            bind,
+            store_addr,
+            _integer("world_size", world_size, 1),
+            _micros("heartbeat_interval", heartbeat_interval),
+            _micros("connect_timeout", connect_timeout),
+            _integer("quorum_retries", quorum_retries, 0),
+            os.environ.get(KILL_TOKEN_ENV, ""),
+        )
+
+class ManagerClient(_Native):
+    """A rank's connection to the manager server of a replica group.
+
+    Args:
+        addr (str): ``http://host:port`` of the manager server.
+        connect_timeout (timedelta): how long to try to reach it, more than 0.
+        group_world_size (int): ranks that this rank believes its group has; the server refuses a quorum if it
+            differs from its own. 0 says nothing.
+
+    Raises:
+        ValueError: an argument that is not allowed.
+        RuntimeError: the server is not reached in time, or the address has no scheme.
+    """
+
+    __slots__ = ("_group_world_size",)
+
+    def __init__(self, addr: str, connect_timeout: timedelta, group_world_size: int = 0) -> None:
+        self._group_world_size = _integer("group_world_size", group_world_size, 0)
+        self._open("pyapi_ManagerClientStart", addr, _micros("connect_timeout", connect_timeout))
+
+    def _quorum(
+        self,
+        group_rank: int,
+        step: int,
+        checkpoint_metadata: str,
+        shrink_only: bool,
+        timeout: timedelta,
+        commit_failures: int,
+        init_sync: bool = True,
+        reconfigure_handle: str = "",
+    ) -> QuorumResult:
+        """Waits until all ranks of the group asked and the lighthouse has a quorum.
+
+        Args:
+            group_rank: this rank in its group, at least 0.
+            step: the step this rank is at.
+            checkpoint_metadata: where this rank serves its checkpoint, for those that heal from it.
+            shrink_only: accept no newcomers into the quorum.
+            timeout: of the whole wait.
+            commit_failures: failed commits in a row of this rank.
+            init_sync: at step 0, everyone but the primary heals from it.
+            reconfigure_handle: of this rank's process group; empty if it has none.
+        """
+        go = self._go
+        result = go.run(
+            go.pyapi_ManagerQuorumStart,
+            self._handle,
+            _integer("group_rank", group_rank, 0),
+            step,
+            checkpoint_metadata,
+            shrink_only,
+            _micros("timeout", timeout),
+            commit_failures,
+            init_sync,
+            reconfigure_handle,
+            self._group_world_size,
+        )
+        return QuorumResult(**json.loads(result))
+
+    def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
+        """What group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""
+        go = self._go
+        return go.run(
+            go.pyapi_ManagerCheckpointMetadataStart, self._handle, _integer("rank", rank, 0), _micros("timeout", timeout)
+        )
+
+    def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
+        """Votes on a step and waits for the group's decision.
+
+        Args:
+            group_rank: this rank in its group, at least 0.
+            step: the step that is voted on.
+            should_commit: this rank's vote.
+            timeout: of the whole wait.
+
+        Returns:
+            True if every rank of the group voted True.
+        """
+        go = self._go
+        return go.run(
+            go.pyapi_ManagerShouldCommitStart,
+            self._handle,
+            _integer("group_rank", group_rank, 0),
+            step,
+            should_commit,
+            _micros("timeout", timeout),
+        )
+
+
+class LighthouseServer(_Server):
+    """The one server of a job that knows who is alive and who takes part in the next step. In production it
+    runs as ``torchft_lighthouse``. It ends with ``shutdown`` or the last reference.
+
+    ``TORCHFT_KILL_TOKEN`` allows killing a group from the dashboard to those who know the token.
+
+    Args:
+        bind (str): ``host:port`` to listen on; port 0 takes a free one.
+        min_replicas (int): least number of replica groups in a quorum, at least 1.
+        join_timeout_ms (int): how long a quorum waits for groups that are alive and have not asked yet;
+            default 100.
+        quorum_tick_ms (int): how often the quorum is decided anew without a request; default 100.
+        heartbeat_timeout_ms (int): age of a heartbeat from which a group counts as dead; default 5000.
+
+    Raises:
+        ValueError: an argument that is not allowed.
+        RuntimeError: the port is in use.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        bind: str,
+        min_replicas: int,
+        join_timeout_ms: int | None = None,
+        quorum_tick_ms: int | None = None,
+        heartbeat_timeout_ms: int | None = None,
+    ) -> None:
+        self._serve(
+            "pyapi_LighthouseServerStart",
+            bind,
+            announced_host(),
+            _integer("min_replicas", min_replicas, 1),
+            _integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms, 0),
+            _integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms, 1),
+            _integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1),
+            os.environ.get(KILL_TOKEN_ENV, ""),
+        )
+
+class LighthouseClient(_Native):
+    """A connection to the lighthouse for those who want its quorum without a manager.
+
+    Args:
+        addr (str): ``http://host:port`` of the lighthouse.
+        connect_timeout (timedelta): how long to try to reach it, more than 0.
+
+    Raises:
+        ValueError: an argument that is not allowed.
+        RuntimeError: the lighthouse is not reached in time, or the address has no scheme.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+        self._open("pyapi_LighthouseClientStart", addr, _micros("connect_timeout", connect_timeout))
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str = "",
+        store_address: str = "",
+        step: int = 0,
+        world_size: int = 0,
+        shrink_only: bool = False,
+        data: dict[Any, Any] | None = None,
+    ) -> Quorum:
+        """Asks to be in the next quorum and waits for it.
+
+        Args:
+            replica_id: who asks; unique in the job.
+            timeout: of the whole wait.
+            address: of the member's manager server.
+            store_address: of the member's store.
+            step: the step it is at.
+            world_size: ranks in its group.
+            shrink_only: accept no newcomers into the quorum.
+            data: handed to the other members as it is; what ``json`` can write.
+        """
+        result = json.loads(
+            self._go.run(
+                self._go.pyapi_LighthouseQuorumStart,
+                self._handle,
+                replica_id,
+                address,
+                store_address,
+                step,
+                _integer("world_size", world_size, 0),
+                shrink_only,
+                "" if data is None else json.dumps(data),
+                _micros("timeout", timeout),
+            )
+        )
+        return Quorum(
+            quorum_id=result["quorum_id"],
+            participants=[QuorumMember(**{**m, "data": _data(m["data"])}) for m in result["participants"]],
+            created=Timestamp(**result["created"]),
+        )
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Says that ``replica_id`` is alive; ``timeout`` is of the call."""
+        self._go.run(self._go.pyapi_LighthouseHeartbeatStart, self._handle, replica_id, _micros("timeout", timeout))
+
+
+def _data(text: str) -> dict[str, Any] | None:
+    return json.loads(text) if text else None
+
+
+class _LighthouseCommand(_Server):
+    """The server behind ``torchft_lighthouse``."""
+
+    __slots__ = ()
+
+    def __init__(self, arguments: str) -> None:
+        self._serve("pyapi_LighthouseCommandStart", arguments, announced_host())
+
+
+def lighthouse_main() -> None:
+    """The ``torchft_lighthouse`` command: serves until SIGINT or SIGTERM.
+
+    Exits with 2 when an argument is not understood or not allowed, and with 1 when the server does not start.
+    """
+    import signal
+    import sys
+    import threading
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    arguments = json.dumps(sys.argv[1:])
+    try:
+        usage = _load(log_level="info").pyapi_LighthouseCommandHelp(arguments)
+        if usage:
+            print(usage, end="")
+            return
+        server = _LighthouseCommand(arguments)
+    except (ValueError, RuntimeError) as e:
+        print(f"torchft_lighthouse: {e}", file=sys.stderr)
+        sys.exit(2 if isinstance(e, ValueError) else 1)
+    print(f"Lighthouse listening on: {server.address()}", flush=True)
+    stop.wait()
+    server.shutdown()

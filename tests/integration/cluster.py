@@ -1,0 +1,146 @@
+"""A job in one process: a real lighthouse, and threads as the ranks of replica groups.
+
+Everything is as in production (sockets, Gloo, HTTP), except that a "crash" is a rank that drops its servers and
+connections without a word to anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Callable, Optional, TypeVar
+
+import torch
+from torch.distributed import TCPStore
+
+from torchft.coordination import LighthouseServer
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
+
+T = TypeVar("T")
+
+DEADLINE = timedelta(seconds=30)
+
+
+@dataclass
+class Rank:
+    """One rank of one replica group; what a test's loop gets."""
+
+    cluster: Cluster
+    group: int
+    rank: int
+    world_size: int
+    store: TCPStore
+    pg: ProcessGroup
+    manager: Optional[Manager] = None
+    crashed: bool = False
+
+    def start_manager(self, **settings: Any) -> Manager:
+        defaults: dict[str, Any] = dict(
+            pg=self.pg,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=1,
+            timeout=DEADLINE,
+            quorum_timeout=DEADLINE,
+            connect_timeout=DEADLINE,
+            rank=self.rank,
+            world_size=self.world_size,
+            store_addr="localhost",
+            store_port=self.store.port,
+            lighthouse_addr=self.cluster.lighthouse.address(),
+            replica_id=f"group_{self.group}",
+            heartbeat_interval=timedelta(milliseconds=50),
+        )
+        self.manager = Manager(**{**defaults, **settings})
+        return self.manager
+
+    def crash(self) -> None:
+        """Drops everything that others could see of this rank."""
+        self.crashed = True
+        self.pg.abort()
+        assert self.manager is not None
+        self.manager.shutdown(wait=False)
+
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.shutdown()
+        self.pg.shutdown()
+
+
+@dataclass
+class Cluster:
+    """Starts groups as threads, and ends them all."""
+
+    join_timeout_ms: int = 200
+    heartbeat_timeout_ms: int = 1000
+    min_replicas: int = 1
+    make_pg: Callable[[], ProcessGroup] = lambda: ProcessGroupGloo(timeout=DEADLINE)
+    ranks: list[Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lighthouse = LighthouseServer(
+            bind="[::]:0",
+            min_replicas=self.min_replicas,
+            join_timeout_ms=self.join_timeout_ms,
+            heartbeat_timeout_ms=self.heartbeat_timeout_ms,
+        )
+        self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="rank")
+
+    def start(self, loop: Callable[[Rank], T], group: int, world_size: int = 1) -> list[Future[T]]:
+        """Runs ``loop(rank)`` for every rank of a group, each on a thread of its own."""
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        ranks = [Rank(self, group, i, world_size, store, self.make_pg()) for i in range(world_size)]
+        self.ranks += ranks
+        return [self._threads.submit(_run, loop, rank) for rank in ranks]
+
+    def status(self) -> dict[str, Any]:
+        """The lighthouse's own word on who is alive and who waits."""
+        with urllib.request.urlopen(f"{self.lighthouse.address()}/status", timeout=10) as response:
+            return json.load(response)
+
+    def wait_for_waiters(self, count: int) -> None:
+        """Returns when that many groups wait for a quorum."""
+        deadline = time.monotonic() + 60
+        while (waiters := self.status()["waiters"]) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{waiters} of {count} groups wait for a quorum")
+            time.sleep(0.01)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.lighthouse.shutdown()
+        self._threads.shutdown()
+
+
+def _run(loop: Callable[[Rank], T], rank: Rank) -> T:
+    torch.set_num_threads(1)
+    return loop(rank)
+
+
+def results(*groups: list[Future[T]]) -> list[T]:
+    """What the loops gave back; the first error of any is raised."""
+    return [future.result(timeout=90) for group in groups for future in group]
+
+
+class Gate:
+    """Lets a test hold a group until another one is somewhere."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def open(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        if not self._event.wait(60):
+            raise TimeoutError("nobody opened the gate")

@@ -1,0 +1,199 @@
+"""Data parallel training over groups that start at different times."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.integration.cluster import Cluster, Gate, Rank, results
+from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
+from torchft.optim import OptimizerWrapper
+
+STEPS = 8
+JOIN_AT = 3
+BATCH = 4
+WIDTH = 400  # 640 kB a layer: several buckets
+
+
+class Model(nn.Module):
+    """Layers that are registered in another order than they are used."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        if unused:
+            self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.relu(self.middle(F.relu(self.first(x)))))
+
+
+def batch(step: int, group: int, micro: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * group + micro)
+    return torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def reference(micro_batches: int = 1) -> dict[str, torch.Tensor]:
+    """The same training in one plain loop: one group up to JOIN_AT, then a healing step, then two groups."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        groups = [0, 1] if step > JOIN_AT else [0]
+        optimizer.zero_grad()
+        for group in groups:
+            for micro in range(micro_batches):
+                (model(batch(step, group, micro)).square().mean() / len(groups)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class Training:
+    """A loop for two groups, the second of which starts when the first is at JOIN_AT."""
+
+    def __init__(self, wrap: Callable[[Any, nn.Module], nn.Module], unused: bool = False, micro_batches: int = 1) -> None:
+        self.wrap = wrap
+        self.unused = unused
+        self.micro_batches = micro_batches
+        self.join = Gate()
+        self.joined = Gate()
+
+    def loop(self, rank: Rank) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0 if rank.group == 0 else 99)
+        model = Model(self.unused)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager = rank.start_manager(
+            load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
+            state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        )
+        ddp = self.wrap(manager, model)
+        optimizer = OptimizerWrapper(manager, inner)
+        if rank.group == 1:
+            self.joined.open()
+        while manager.current_step() < STEPS:
+            step = manager.current_step()
+            if rank.group == 0 and step == JOIN_AT:
+                self.join.open()
+                self.joined.wait()
+                # The newcomer must be in this quorum: wait until the lighthouse knows that it asks
+                rank.cluster.wait_for_waiters(1)
+            optimizer.zero_grad()
+            for micro in range(self.micro_batches):
+                last = micro == self.micro_batches - 1
+                with _sync_only(ddp, last):
+                    ddp(batch(step, rank.group, micro)).square().mean().backward()
+            optimizer.step()
+            assert manager.errored() is None
+        assert manager.batches_committed() == JOIN_AT + 1 + 2 * (STEPS - JOIN_AT - 1)
+        return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def _sync_only(ddp: nn.Module, sync: bool) -> Any:
+    return contextlib.nullcontext() if sync else ddp.no_sync()  # type: ignore[operator]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as built:
+        yield built
+
+
+WRAPPERS: dict[str, Callable[[Any, nn.Module], nn.Module]] = {
+    "plain": lambda manager, model: DistributedDataParallel(manager, model, bucket_cap_mb=1),
+    "one bucket": lambda manager, model: DistributedDataParallel(manager, model, bucket_cap_mb=100),
+    "static graph": lambda manager, model: DistributedDataParallel(manager, model, bucket_cap_mb=1, static_graph=True),
+    "bucket view": lambda manager, model: DistributedDataParallel(
+        manager, model, bucket_cap_mb=1, gradient_as_bucket_view=True
+    ),
+    "static graph, bucket view": lambda manager, model: DistributedDataParallel(
+        manager, model, bucket_cap_mb=1, static_graph=True, gradient_as_bucket_view=True
+    ),
+    "pure": PureDistributedDataParallel,
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_groups_that_start_at_different_times(cluster: Cluster, kind: str) -> None:
+    training = Training(WRAPPERS[kind])
+    first = cluster.start(training.loop, group=0)
+    training.join.wait()
+    second = cluster.start(training.loop, group=1)
+    _assert_equal(reference(), *results(first, second))
+
+
+@pytest.mark.parametrize("kind", ["plain", "bucket view"])
+def test_no_sync(cluster: Cluster, kind: str) -> None:
+    training = Training(WRAPPERS[kind], micro_batches=2)
+    first = cluster.start(training.loop, group=0)
+    training.join.wait()
+    second = cluster.start(training.loop, group=1)
+    _assert_equal(reference(micro_batches=2), *results(first, second))
+
+
+def test_unused_parameters(cluster: Cluster) -> None:
+    training = Training(WRAPPERS["plain"], unused=True)
+    first = cluster.start(training.loop, group=0)
+    training.join.wait()
+    second = cluster.start(training.loop, group=1)
+    a, b = results(first, second)
+    _assert_equal({**reference(), **{k: v for k, v in a.items() if k.startswith("unused")}}, a, b)
+
+
+def _assert_equal(expected: dict[str, torch.Tensor], *states: dict[str, torch.Tensor]) -> None:
+    for state in states:
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            assert torch.equal(state[name], states[0][name])
+
+
+class HeldWork:
+    """A collective that ends only when it is told to."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+    def get_future(self) -> torch.futures.Future[torch.Tensor]:
+        return self.future
+
+    def wait(self, *_: Any) -> bool:
+        raise AssertionError("the hook waited for an allreduce")
+
+
+def test_allreduces_overlap_with_backward(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bucket's allreduce ends before backward has handed over the last bucket, and backward still ends."""
+    held: list[HeldWork] = []
+
+    def loop(rank: Rank) -> None:
+        model = Model()
+        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=lambda: {})
+        ddp = DistributedDataParallel(manager, model, bucket_cap_mb=1)
+        total = sum(p.numel() for p in model.parameters())
+
+        def allreduce(tensor: torch.Tensor) -> HeldWork:
+            held.append(HeldWork(tensor))
+            if sum(work.tensor.numel() for work in held) == total:
+                for work in held:
+                    work.future.set_result(work.tensor)
+            return held[-1]
+
+        monkeypatch.setattr(manager, "allreduce", allreduce)
+        manager.start_quorum()
+        ddp(batch(0, 0)).square().mean().backward()
+        assert manager.should_commit()
+
+    results(cluster.start(loop, group=0))
+    assert len(held) >= 2
+
+
+def test_process_group_is_the_managers(cluster: Cluster) -> None:
+    with pytest.raises(ValueError, match="process_group"):
+        DistributedDataParallel(object(), Model(), process_group=object())  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """What building torchft needs, checked before anything else, so that the first line of an error says what to
-install. setup.py calls check(); `make` runs this file, with any Python, hence the plain syntax.
+install. setup.py calls check(); `make` runs this file, with any Python, hence the plain syntax. With the
+argument `include` it prints the folder of Python.h.
 """
 
 import os
@@ -102,6 +103,9 @@ def check():
 
 if __name__ == "__main__":
     try:
-        check()
+        if sys.argv[1:] == ["include"]:
+            print(python_include())
+        else:
+            check()
     except Missing as missing:
         sys.exit(str(missing))

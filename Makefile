@@ -1,0 +1,92 @@
+# Everything runs in a virtual environment in .venv, made on first use. `make help` lists the targets.
+
+# The Python that the environment is made from, and the go command.
+PYTHON ?= python3
+GO ?= go
+export GO
+
+VENV := .venv
+PY := $(VENV)/bin/python
+UV := $(shell command -v uv 2>/dev/null)
+LIBRARY := torchft/_torchft_go.abi3.so
+
+# What the native library is made of.
+SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) go/go.mod go/go.sum \
+	$(shell find go -name '*.go' -not -name '*_test.go' -o -name '*.[ch]' -o -name '*.html')
+
+ifeq ($(UV),)
+MAKE_VENV = $(PYTHON) -m venv $(VENV)
+INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
+BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+else
+MAKE_VENV = $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
+INSTALL = VIRTUAL_ENV= $(UV) pip install --quiet --python $(PY)
+BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir dist .
+endif
+
+# cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
+GO_ENV_HERE = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/toolchain.py include)"
+
+# An install must not run beside a build.
+.NOTPARALLEL:
+.PHONY: help train test build proto bindings lint bench wheel clean check
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@echo "Settings: PYTHON=$(PYTHON) (3.10 or newer), GO=$(GO) (1.26 or newer), CC (gcc 9 or newer)"
+
+train: $(VENV)/with-train $(LIBRARY) ## train on two replica groups, kill one, see it heal
+	$(PY) python/examples/demo.py
+
+test: $(VENV)/with-test $(LIBRARY) ## go vet, go test -race, pytest
+	cd go && $(GO_ENV_HERE) $(GO) vet ./...
+	cd go && $(GO_ENV_HERE) $(GO) test -race -timeout 15m ./...
+	$(PY) -m pytest
+
+build: $(VENV)/with-nothing $(LIBRARY) ## install the package into .venv, in place
+
+proto: $(VENV)/with-generate ## regenerate go/torchftpb from proto/torchft.proto
+	cd go && $(abspath $(PY)) -m grpc_tools.protoc -I ../proto \
+		--plugin=protoc-gen-go="$$($(GO) tool -n protoc-gen-go)" --go_out=torchftpb --go_opt=paths=source_relative \
+		--plugin=protoc-gen-go-grpc="$$($(GO) tool -n protoc-gen-go-grpc)" --go-grpc_out=torchftpb \
+		--go-grpc_opt=paths=source_relative torchft.proto
+
+bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pyapi
+	$(PY) python/binding/generate.py
+
+lint: $(VENV)/with-lint $(VENV)/with-test ## gofmt, go vet, ruff, import-linter, pyrefly
+	@unformatted="$$(gofmt -l go)"; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
+	cd go && $(GO_ENV_HERE) $(GO) vet ./...
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pyrefly check
+
+bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package
+	$(PY) python/bench/run.py
+
+wheel: $(PY) ## build an abi3 wheel into dist/
+	$(BUILD_WHEEL)
+	@ls -l dist
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) build dist torchft.egg-info $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache
+
+# The checks come first, so that the first line of an error says what to install.
+check:
+	@command -v $(PYTHON) >/dev/null || { echo "torchft: install Python 3.10 or newer, or set PYTHON; no \`$(PYTHON)\` on PATH." >&2; exit 1; }
+	@$(PYTHON) python/build/toolchain.py
+
+$(PY): | check
+	$(MAKE_VENV)
+
+# The package, in place, with one of its extras ("nothing": none). An install builds the library too.
+$(VENV)/with-%: pyproject.toml setup.py | check $(PY)
+	$(INSTALL) --editable '.$(if $(filter-out nothing,$*),[$*])'
+	@touch $(LIBRARY) $@
+
+# Go's cache makes this take seconds.
+$(LIBRARY): $(SOURCES) | check $(PY)
+	$(INSTALL) 'setuptools>=77'
+	$(PY) setup.py --quiet build_ext --inplace
+	@touch $@

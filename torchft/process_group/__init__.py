@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
-# Re-exported because they are read from here at call time: a test that replaces them here is heard.
+# Some names are read from here when they are used, so that a replacement put here takes effect:
+# context_timeout, stream_timeout, _ErrorSwallowingWork, _WorkAcceleratorTimeout.
 from torchft.futures import context_timeout, stream_timeout
-from torchft.process_group.base import ProcessGroup
+from torchft.process_group.accelerator import _WorkAcceleratorTimeout
+from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.dummy import ProcessGroupDummy
 from torchft.process_group.error_swallowing import (
     _ErrorSwallowingWork,
@@ -18,6 +20,12 @@ from torchft.process_group.error_swallowing import (
 from torchft.process_group.fake import FakeProcessGroupWrapper
 from torchft.process_group.gloo import ProcessGroupGloo
 from torchft.process_group.managed import ManagedProcessGroup
+from torchft.process_group.nccl import (
+    ProcessGroupNCCL,
+    TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
+    TORCHFT_TRIGGER_FR_ON_ABORT,
+    trigger_nccl_fr_trace_through_pipe,
+)
 from torchft.process_group.reconfigure import (
     create_store_client,
     is_native,
@@ -27,19 +35,34 @@ from torchft.process_group.reconfigure import (
     supports_reconfigure,
 )
 from torchft.process_group.wrapper import ProcessGroupWrapper
+from torchft.process_group.xccl import ProcessGroupXCCL
 from torchft.work import _DummyWork
 
+# What travels between an isolated group and its worker.
+_QUEUE_CLOSE = "queue_close"
+_FUTURE_RESULT = "fut_result"
+_FUTURE_EXCEPTION = "fut_exception"
+
 __all__ = [
+    "BaseProcessGroup",
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
     "ManagedProcessGroup",
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
     "ProcessGroupWrapper",
+    "ProcessGroupXCCL",
     "ReconfigureOptions",
+    "TORCHFT_TRIGGER_FR_ON_ABORT",
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR",
     "_DummyWork",
     "_ErrorSwallowingWork",
+    "_FUTURE_EXCEPTION",
+    "_FUTURE_RESULT",
+    "_QUEUE_CLOSE",
+    "_WorkAcceleratorTimeout",
     "context_timeout",
     "create_store_client",
     "is_native",
@@ -47,4 +70,5 @@ __all__ = [
     "reconfigure_with_store",
     "stream_timeout",
     "supports_reconfigure",
+    "trigger_nccl_fr_trace_through_pipe",
 ]

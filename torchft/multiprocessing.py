@@ -1,0 +1,57 @@
+"""Pipes between processes, with deadlines."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Union
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+class _MonitoredPipe:
+    """One end of a pipe whose other end may die, hang or fail.
+
+    Args:
+        pipe: the connection; this object closes it.
+    """
+
+    def __init__(self, pipe: Connection[object, object]) -> None:
+        self._pipe = pipe
+
+    def send(self, obj: object) -> None:
+        """Sends an object; an exception is raised at the other end.
+
+        Raises:
+            OSError: the pipe is closed, here or there.
+        """
+        self._pipe.send(obj)
+
+    def recv(self, timeout: Union[float, timedelta]) -> object:
+        """Receives an object.
+
+        Args:
+            timeout: seconds, or a timedelta.
+
+        Raises:
+            TimeoutError: nothing came in time.
+            EOFError: the other end is closed, or its process is gone.
+            OSError: this end is closed.
+            Exception: the other end sent it.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        # None and negative numbers would mean for ever.
+        if not self._pipe.poll(max(0.0, seconds)):
+            raise TimeoutError(f"nothing came through the pipe within {seconds} s")
+        obj = self._pipe.recv()
+        if isinstance(obj, Exception):
+            raise obj
+        return obj
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._pipe.close()
+
+    def closed(self) -> bool:
+        """Whether this end is closed."""
+        return self._pipe.closed

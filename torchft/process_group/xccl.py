@@ -1,0 +1,34 @@
+"""XCCL, for Intel GPUs, in this process."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import Store
+
+from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
+from torchft.process_group.base import BaseProcessGroup
+
+
+class ProcessGroupXCCL(AcceleratorProcessGroup):
+    """A reconfigurable XCCL group on the current XPU device.
+
+    Args:
+        timeout: of every operation that is not given one, and of connecting with new peers.
+    """
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        # Not in every build of PyTorch, so not at the top.
+        from torch.distributed import ProcessGroupXCCL as BaseProcessGroupXCCL
+
+        opts = BaseProcessGroupXCCL.Options()
+        opts._timeout = _NEVER
+        pg = BaseProcessGroup(store, rank, world_size)
+        pg._set_default_backend(BaseProcessGroup.BackendType.XCCL)
+        backend = BaseProcessGroupXCCL(store, rank, world_size, opts)
+        device = torch.device("xpu", torch.xpu.current_device())
+        backend.eager_connect_single_device(device)
+        pg._register_backend(device, BaseProcessGroup.BackendType.XCCL, backend)
+        return pg
+
+    def getBackendName(self) -> str:
+        return "torchft-xccl"

@@ -1,6 +1,9 @@
 package recovery
 
 import (
+	"fmt"
+	"math"
+	"math/rand/v2"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -8,21 +11,186 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-func TestTheOneBehindHeals(t *testing.T) {
-	q := &quorum.Quorum{ID: 7, Members: []quorum.Member{
-		{ReplicaID: "a", Address: "http://a", StoreAddress: "sa", Step: 3},
-		{ReplicaID: "b", Address: "http://b", StoreAddress: "sb", Step: 0, CommitFailures: 2},
-	}}
-	r, err := Compute("b", 0, q, true)
+// at makes a quorum of groups a, b, c, … at these steps.
+func at(steps ...int64) *quorum.Quorum {
+	q := &quorum.Quorum{ID: 7}
+	for i, step := range steps {
+		id := string(rune('a' + i))
+		q.Members = append(q.Members, quorum.Member{
+			ReplicaID: id, Address: "http://" + id, StoreAddress: "store " + id, Step: step, WorldSize: 1,
+		})
+	}
+	return q
+}
+
+func rank(r int64) *int64 { return &r }
+
+func TestComputeOfOneRank(t *testing.T) {
+	for _, c := range []struct {
+		name      string
+		steps     []int64
+		replica   string
+		groupRank int64
+		initSync  bool
+
+		heal     bool
+		sources  []int64
+		dsts     []int64
+		store    string
+		maxRank  *int64
+		maxWorld int64
+	}{
+		{name: "alone", steps: []int64{0}, replica: "a", initSync: true,
+			store: "store a", maxRank: rank(0), maxWorld: 1},
+		{name: "first step, the primary serves all", steps: []int64{0, 0, 0}, replica: "a", initSync: true,
+			dsts: []int64{1, 2}, store: "store a", maxRank: rank(0), maxWorld: 3},
+		{name: "first step, the others heal from it", steps: []int64{0, 0, 0}, replica: "c", initSync: true,
+			heal: true, sources: []int64{0}, store: "store a", maxRank: rank(2), maxWorld: 3},
+		{name: "first step, each rank has its own primary", steps: []int64{0, 0, 0}, replica: "b", groupRank: 4, initSync: true,
+			dsts: []int64{0, 2}, store: "store b", maxRank: rank(1), maxWorld: 3},
+		{name: "first step without init_sync", steps: []int64{0, 0, 0}, replica: "c",
+			store: "store a", maxRank: rank(2), maxWorld: 3},
+		{name: "all equal", steps: []int64{5, 5}, replica: "b", groupRank: 1, initSync: true,
+			store: "store b", maxRank: rank(1), maxWorld: 2},
+		{name: "the one behind", steps: []int64{5, 2, 5}, replica: "b", initSync: true,
+			heal: true, sources: []int64{0, 2}, store: "store a", maxWorld: 2},
+		{name: "ranks of one group heal from different groups", steps: []int64{5, 2, 5}, replica: "b", groupRank: 1,
+			heal: true, sources: []int64{2, 0}, store: "store c", maxWorld: 2},
+		{name: "those behind are spread", steps: []int64{0, 5, 1, 5, 0}, replica: "b",
+			dsts: []int64{0, 4}, store: "store b", maxRank: rank(0), maxWorld: 2},
+		{name: "and the other source", steps: []int64{0, 5, 1, 5, 0}, replica: "d",
+			dsts: []int64{2}, store: "store b", maxRank: rank(1), maxWorld: 2},
+		{name: "a rank without bound", steps: []int64{5, 0}, replica: "b", groupRank: math.MaxInt64,
+			heal: true, sources: []int64{0}, store: "store a", maxWorld: 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			r, err := Compute(c.replica, c.groupRank, at(c.steps...), c.initSync)
+			require.NoError(t, err)
+			require.Equal(t, int64(7), r.QuorumID)
+			require.Equal(t, c.heal, r.Heal)
+			var sources []int64
+			for _, s := range r.Sources {
+				sources = append(sources, s.ReplicaRank)
+				require.Equal(t, "http://"+r.ReplicaIDs[s.ReplicaRank], s.ManagerAddress)
+			}
+			require.Equal(t, c.sources, sources)
+			require.Equal(t, c.dsts, r.RecoverDstReplicaRank)
+			require.Equal(t, c.store, r.StoreAddress)
+			require.Equal(t, c.maxRank, r.MaxReplicaRank)
+			require.Equal(t, c.maxWorld, r.MaxWorldSize)
+		})
+	}
+}
+
+func TestCommitFailuresAreTheLargest(t *testing.T) {
+	q := at(1, 1, 1)
+	q.Members[1].CommitFailures = 3
+	r, err := Compute("a", 0, q, true)
 	require.NoError(t, err)
-	require.Equal(t, Result{
-		QuorumID: 7, ReplicaRank: 1, ReplicaWorldSize: 2,
-		Sources:      []Source{{ReplicaRank: 0, ManagerAddress: "http://a"}},
-		StoreAddress: "sa", MaxStep: 3, MaxWorldSize: 1, Heal: true, CommitFailures: 2,
-		ReplicaIDs: []string{"a", "b"},
-	}, r)
-	r, err = Compute("a", 0, q, true)
-	require.NoError(t, err)
-	require.Equal(t, []int64{1}, r.RecoverDstReplicaRank)
-	require.False(t, r.Heal)
+	require.Equal(t, int64(3), r.CommitFailures)
+}
+
+func TestHandlesOnlyIfEverybodySentThem(t *testing.T) {
+	complete := func() *quorum.Quorum {
+		q := at(1, 1)
+		for i := range q.Members {
+			q.Members[i].WorldSize = 2
+			q.Members[i].Handles = []string{fmt.Sprint("h", i, 0), fmt.Sprint("h", i, 1)}
+		}
+		return q
+	}
+	for _, c := range []struct {
+		name   string
+		change func(q *quorum.Quorum)
+		want   []string
+	}{
+		{"all", func(*quorum.Quorum) {}, []string{"h0 1", "h1 1"}},
+		{"a group of 0.2.0", func(q *quorum.Quorum) { q.Members[0].Handles = nil }, nil},
+		{"a rank is missing", func(q *quorum.Quorum) { q.Members[1].Handles = q.Members[1].Handles[:1] }, nil},
+		{"a rank is empty", func(q *quorum.Quorum) { q.Members[1].Handles[0] = "" }, nil},
+		{"more than ranks", func(q *quorum.Quorum) { q.Members[1].WorldSize = 1 }, nil},
+		{"a smaller group", func(q *quorum.Quorum) {
+			q.Members[1].WorldSize, q.Members[1].Handles = 1, q.Members[1].Handles[:1]
+		}, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			q := complete()
+			c.change(q)
+			r, err := Compute("a", 1, q, true)
+			require.NoError(t, err)
+			require.Equal(t, c.want, r.Handles)
+		})
+	}
+}
+
+func TestErrorsNameWhatIsWrong(t *testing.T) {
+	_, err := Compute("x", 0, at(1, 1), true)
+	require.EqualError(t, err, "replica x is not in quorum 7 of 2 replicas")
+	_, err = Compute("x", 0, at(), true)
+	require.EqualError(t, err, "replica x is not in quorum 7 of 0 replicas")
+	_, err = Compute("a", -1, at(1), true)
+	require.EqualError(t, err, "group_rank is -1: it must be at least 0")
+}
+
+// The members compute apart from each other; what they find must fit together.
+func TestPlansOfAllMembersFitTogether(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	for range 2000 {
+		steps := make([]int64, 1+rng.IntN(9))
+		for i := range steps {
+			steps[i] = rng.Int64N(3)
+		}
+		q, groupRank, initSync := at(steps...), rng.Int64N(5), rng.IntN(2) == 0
+		rng.Shuffle(len(q.Members), func(i, j int) { q.Members[i], q.Members[j] = q.Members[j], q.Members[i] })
+
+		plans := make([]Result, len(steps))
+		for i := range steps {
+			var err error
+			plans[i], err = Compute(string(rune('a'+i)), groupRank, q, initSync)
+			require.NoError(t, err)
+		}
+		healing, served := 0, map[int64]int64{}
+		for i, p := range plans {
+			require.Equal(t, int64(i), p.ReplicaRank)
+			require.Equal(t, plans[0].StoreAddress, p.StoreAddress, "all meet at one store")
+			require.Equal(t, plans[0].MaxWorldSize, p.MaxWorldSize)
+			require.Equal(t, steps[i] == p.MaxStep, p.MaxReplicaRank != nil)
+			require.Equal(t, p.Heal, len(p.Sources) > 0)
+			require.False(t, p.Heal && len(p.RecoverDstReplicaRank) > 0, "who heals does not serve")
+			if steps[i] < p.MaxStep {
+				require.True(t, p.Heal, "who is behind heals")
+			}
+			if p.Heal {
+				healing++
+			}
+			for _, d := range p.RecoverDstReplicaRank {
+				require.NotContains(t, served, d, "two groups serve one")
+				served[d] = p.ReplicaRank
+			}
+		}
+		require.Len(t, served, healing)
+		for d, s := range served {
+			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "both ends agree")
+			for _, source := range plans[d].Sources {
+				require.False(t, plans[source.ReplicaRank].Heal, "a source is up to date")
+			}
+		}
+	}
+}
+
+func BenchmarkCompute(b *testing.B) {
+	for _, n := range []int{1000, 10000} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			q := &quorum.Quorum{ID: 1}
+			for i := range n {
+				q.Members = append(q.Members, quorum.Member{ReplicaID: fmt.Sprintf("replica_%06d", i), Step: 1})
+			}
+			b.ReportAllocs()
+			for b.Loop() {
+				if _, err := Compute("replica_000500", 0, q, true); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
 }

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Any, Callable, Type
+from typing import Any, Callable, Iterator, Type
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+# Bytes. So large a read goes to the caller's own memory, for bytes that must come: no buffer is as large.
+_LARGE_READ = 1 << 20
 
 
 class _DeadlineSocket(socket.socket):
     """A socket whose reads and writes together end at `deadline`, however slowly the peer drips its bytes.
 
-    A timeout of an ordinary socket starts again with every byte, so a slow stranger could hold a thread for ever.
+    A timeout of an ordinary socket starts again with every byte, so a slow stranger could hold a thread for ever. And
+    Python implements it by going back and forth between poll and read, taking the GIL each time: while a training loop
+    holds it, that costs more than the transfer. Here the kernel keeps the time, and a large read or write is one call.
     """
 
     deadline: float | None = None  # by time.monotonic(); None: no limit
@@ -25,10 +32,35 @@ class _DeadlineSocket(socket.socket):
     @classmethod
     def wrap(cls, sock: socket.socket) -> _DeadlineSocket:
         """Takes over an open socket, which is closed for its former owner."""
-        timeout = sock.gettimeout()
         wrapped = cls(fileno=sock.detach())
-        wrapped.settimeout(timeout)
+        wrapped.setblocking(True)
         return wrapped
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        if (nbytes or len(buffer)) >= _LARGE_READ:
+            flags |= socket.MSG_WAITALL
+        with self._limited(socket.SO_RCVTIMEO):
+            return super().recv_into(buffer, nbytes, flags)
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            with self._limited(socket.SO_SNDTIMEO):
+                left = left[super().send(left, flags) :]
+
+    @contextmanager
+    def _limited(self, option: int) -> Iterator[None]:
+        if self.deadline is not None:
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            seconds, micros = divmod(int(left * 1e6), 1_000_000)
+            # a struct timeval; all zero would mean no limit
+            self.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, max(1, micros)))
+        try:
+            yield
+        except BlockingIOError:
+            raise TimeoutError("timed out") from None
 
     def abort(self) -> None:
         """Makes whoever waits in a read or write here, in any thread, go on with an error."""
@@ -36,22 +68,6 @@ class _DeadlineSocket(socket.socket):
             self.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it is gone already
-
-    def _arm(self) -> None:
-        if self.deadline is None:
-            return
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        self.settimeout(left)
-
-    def recv_into(self, *args: Any) -> int:
-        self._arm()
-        return super().recv_into(*args)
-
-    def sendall(self, *args: Any) -> None:
-        self._arm()
-        super().sendall(*args)
 
 
 class _IPv6HTTPServer(ThreadingHTTPServer):

@@ -14,7 +14,8 @@ from torchft.checkpointing._stream import Pickled, pickle_object, storage_bytes,
 
 FULL = "full"
 METADATA = "metadata"
-_SEND_BLOCK = 4 << 20  # bytes; also what a block of device memory is staged in
+# Bytes. One call sends so much without the GIL, and its deadline holds for so much; device memory is staged by it.
+_SEND_BLOCK = 32 << 20
 
 
 class _After:
@@ -110,19 +111,25 @@ class Checkpoint:
         """The stream under this name, None if there is none."""
         return self._streams.get(key)
 
-    def copy(self, inline_bytes: int) -> None:
+    def copy(self, inline_block: int, inline_total: int) -> None:
         """Starts to copy the tensors; the caller may go on, and must not change them before `join`.
 
+        The small ones are copied before this returns, because those are what a forward pass changes (the statistics of
+        a batch norm); the large ones wait for the optimizer. Sending may begin before the last is copied.
+
         Args:
-            inline_bytes: so much, smallest tensors first, is copied before this returns. The small ones are those
-                that a forward pass changes (the statistics of a batch norm), the large ones wait for the optimizer.
+            inline_block: bytes of the largest tensor that counts as small
+            inline_total: bytes of all small ones together; the rest counts as large
         """
         self.is_copy = True
-        rest = sorted(self._blocks.values(), key=lambda block: block.nbytes, reverse=True)
+        rest = []
         try:
-            while rest and rest[-1].nbytes <= inline_bytes:
-                inline_bytes -= rest[-1].nbytes
-                rest.pop().copy()
+            for block in self._blocks.values():
+                if block.nbytes <= min(inline_block, inline_total):
+                    inline_total -= block.nbytes
+                    block.copy()
+                else:
+                    rest.append(block)
         except Exception as error:
             self._fail(error)
             return

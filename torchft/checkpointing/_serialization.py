@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import datetime
-import io
 import pickle
 from typing import Any, Callable, List, Tuple, Union
 
@@ -25,13 +24,20 @@ __all__ = ["_Entry", "_streaming_load", "_streaming_save", "allow_checkpoint_typ
 _Global = Union[Callable[..., Any], Tuple[Callable[..., Any], str]]
 
 
+def _fresh_leaf() -> pytree.TreeSpec:
+    return pytree.TreeSpec(None, None, [])
+
+
 def _structure_types() -> List[_Global]:
     """A TreeSpec and the containers that it names."""
-    # Python 3 names written by pickle protocol 2; the unpickler maps __builtin__ to builtins
-    types: List[_Global] = [dict, list, tuple, bytes, collections.defaultdict, collections.deque]
-    types += [pytree.TreeSpec, pytree.LeafSpec]
+    # a pickle of protocol 2 has these under their names of Python 2, which the unpickler translates
+    types: List[_Global] = [dict, list, tuple, bytes, frozenset, collections.defaultdict, collections.deque]
+    types.append(pytree.TreeSpec)
     if hasattr(pytree, "treespec_leaf"):
-        types.append(pytree.treespec_leaf)  # how newer releases write a leaf
+        # PyTorch's own gives every caller the same object, which a forged pickle could change for the whole process
+        types.append((_fresh_leaf, "torch.utils._pytree.treespec_leaf"))
+    else:
+        types.append(pytree.LeafSpec)
     return types
 
 
@@ -61,7 +67,7 @@ def allow_checkpoint_types() -> None:
     """
     missing = set(_ALLOWED) - set(torch.serialization.get_safe_globals())
     if missing:
-        torch.serialization.add_safe_globals(sorted(missing, key=str))  # type: ignore[arg-type]
+        torch.serialization.add_safe_globals(list(missing))
 
 
 _ALLOWED: List[_Global] = [*_structure_types(), *_numpy_types(), datetime.timedelta]

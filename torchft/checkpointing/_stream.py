@@ -119,7 +119,7 @@ class _Records:
         return "torchft"
 
 
-def read_object(file: io.BufferedReader, what: str, size: Optional[int] = None) -> Any:
+def read_object(file: io.BufferedIOBase, what: str, size: Optional[int] = None) -> Any:
     """Reads one stream to its end and makes the object.
 
     Args:
@@ -190,7 +190,7 @@ def _allocate(nbytes: int, what: str) -> torch.Tensor:
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes") from error
 
 
-def _fill(file: io.BufferedReader, memory: memoryview, entry: _Entry, what: str) -> None:
+def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str) -> None:
     done = 0
     while done < entry.length:
         n = file.readinto(memory[done:])

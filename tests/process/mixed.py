@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from processes import HERE, Child, Event, Job, free_port
+from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port
 
-# Importing torch dominates, and takes long where the tests share a small machine.
-IMPORT_TIMEOUT_S = 60
 PHASE_TIMEOUT_S = 20
 STEPS_A_PHASE = 5
 
@@ -56,7 +54,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> 
     _, lighthouse = job.lighthouse(
         lighthouse_path, min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000
     )
-    job.wait(lambda: all(c.events for c in job.children), IMPORT_TIMEOUT_S, "all have imported torchft")
+    job.wait(lambda: all(c.events for c in job.children), START_TIMEOUT_S, "all have imported torchft")
 
     # Both are known to the lighthouse before either asks, so that the first quorum has both: init_sync.
     for group in groups:
@@ -69,21 +67,10 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> 
     assert [e["step"] for e in first] == [1, 1], first
     assert_equal_weights(groups)
 
-    for victim, survivor in (groups, groups[::-1]):
-        victim.kill_and_replace()
-        killed_at = survivor.last_step()
-        job.wait(
-            lambda: len(survivor.committed(participants=1, after=killed_at)) >= STEPS_A_PHASE,
-            PHASE_TIMEOUT_S,
-            f"group {survivor.number} goes on alone",
-        )
-        alone_until = survivor.last_step()
-        victim.join(lighthouse)
-        victim.child.send(do="train")
-        wait_in_step(job, groups, after=alone_until)
-        assert victim.child.of("loaded"), "the restarted group trained without being healed"
-        assert victim.committed(participants=2)[0]["step"] > alone_until
-        assert_equal_weights(groups)
+    kill_and_heal(job, lighthouse, victim=groups[0], survivor=groups[1])
+    assert_equal_weights(groups)
+    kill_and_heal(job, lighthouse, victim=groups[1], survivor=groups[0])
+    assert_equal_weights(groups)
 
     last = max(group.last_step() for group in groups) + 10
     for group in groups:
@@ -93,6 +80,23 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> 
     finals = [next(e for e in group.child.of("step") if e["step"] == last) for group in groups]
     assert finals[0]["digest"] == finals[1]["digest"]
     assert finals[0]["batches"] == finals[1]["batches"]
+
+
+def kill_and_heal(job: Job, lighthouse: str, victim: Group, survivor: Group) -> None:
+    """SIGKILL one group; the other goes on alone, and heals it when it is back."""
+    victim.kill_and_replace()
+    killed_at = survivor.last_step()
+    job.wait(
+        lambda: len(survivor.committed(participants=1, after=killed_at)) >= STEPS_A_PHASE,
+        PHASE_TIMEOUT_S,
+        f"group {survivor.number} goes on alone",
+    )
+    alone_until = survivor.last_step()
+    victim.join(lighthouse)
+    victim.child.send(do="train")
+    wait_in_step(job, [victim, survivor], after=alone_until)
+    assert victim.child.of("loaded"), "the restarted group trained without being healed"
+    assert victim.committed(participants=2)[0]["step"] > alone_until
 
 
 def wait_in_step(job: Job, groups: list[Group], after: int) -> None:

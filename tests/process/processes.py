@@ -25,6 +25,8 @@ from typing import IO, Any, TypeVar
 HERE = Path(__file__).resolve().parent
 Event = dict[str, Any]
 T = TypeVar("T")
+# Importing torch takes seconds, and many times that where tests share a small machine.
+START_TIMEOUT_S = 120
 
 
 class JobFailed(AssertionError):
@@ -121,9 +123,10 @@ class Child:
         self._process.stdout.close()
         self._log.close()
 
-    def log_tail(self, size: int = 4000) -> str:
+    def log_tail(self, lines: int) -> str:
+        """Return the end of what it wrote to stderr, long lines cut."""
         text = Path(self._log.name).read_text(errors="replace")
-        return text[-size:]
+        return "\n".join(line[:300] for line in text.splitlines()[-lines:])
 
     def _signal(self, number: int) -> None:
         try:
@@ -198,7 +201,7 @@ class Job:
         """Start a lighthouse of the torchft below `path`; return it and its address."""
         args = [f"--{key}={value}" for key, value in options.items()]
         child = self.python("lighthouse", HERE / "lighthouse_host.py", *args, path=path)
-        event = self.wait(lambda: child.of("listening"), 30, "the lighthouse listens")[0]
+        event = self.wait(lambda: child.of("listening"), START_TIMEOUT_S, "the lighthouse listens")[0]
         return child, event["address"]
 
     def wait(self, condition: Callable[[], T], timeout: float, what: str) -> T:
@@ -233,8 +236,8 @@ class Job:
         parts = []
         for child in self.children:
             state = "running" if child.returncode is None else f"exit {child.returncode}"
-            last = "\n".join(json.dumps(e)[:300] for e in child.events[-5:])
-            parts.append(f"--- {child.name} ({state})\n{last}\n{child.log_tail(2500)}")
+            last = "\n".join(json.dumps(e)[:300] for e in child.events[-3:])
+            parts.append(f"--- {child.name} ({state})\n{last}\n{child.log_tail(12)}")
         return "\n".join(parts)
 
     def _check_alive(self, what: str) -> None:

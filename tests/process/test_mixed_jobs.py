@@ -8,7 +8,7 @@ from processes import Job, ours_path
 from published import REQUIREMENTS, published_path
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lighthouse", ["ours", "published"])
 @pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
 def test_published_and_ours_share_a_job(generation: str, lighthouse: str) -> None:

@@ -1,0 +1,125 @@
+"""What the benchmarks share: the packages under comparison, one replica group's processes, and figures with a spread."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests" / "process"))
+
+from processes import Child, Event, Job, JobFailed, free_port  # noqa: E402 (found through the line above)
+
+WORKER = Path(__file__).resolve().parent / "worker.py"
+START_TIMEOUT_S = 180
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the packages that are compared: its name in tables, and what goes on PYTHONPATH."""
+
+    name: str
+    path: Path
+
+
+class Workers:
+    """Some worker processes that do the same command at the same time: all ranks of the two groups of a job."""
+
+    def __init__(self, job: Job, children: Sequence[Child]) -> None:
+        self._job, self.children = job, list(children)
+
+    def do(self, timeout: float, **command: Any) -> list[Event]:
+        """Send the command to all, wait for every answer (an event named as the command) and return them."""
+        before = {child: len(child.of(command["do"])) for child in self.children}
+        for child in self.children:
+            child.send(**command)
+        self._job.wait(
+            lambda: all(len(child.of(command["do"])) > before[child] for child in self.children),
+            timeout,
+            f"{', '.join(child.name for child in self.children)}: {command['do']}",
+        )
+        return [child.of(command["do"])[-1] for child in self.children]
+
+
+def start_group(job: Job, side: Side, group: int, ranks: int, peers_port: int) -> list[Child]:
+    """Start the ranks of one replica group with the environment that torchrun would give them.
+
+    `peers_port` is where the plain process groups across the replica groups meet.
+    """
+    master_port = free_port()
+    return [
+        job.python(
+            f"{side.name}-{group}.{rank}",
+            WORKER,
+            path=side.path,
+            env={
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(master_port),
+                "REPLICA_GROUP_ID": str(group),
+                "PEERS_PORT": str(peers_port),
+            },
+        )
+        for rank in range(ranks)
+    ]
+
+
+def start_groups(job: Job, side: Side, groups: int, ranks: int) -> Workers:
+    """Start a job's processes and wait until they have imported torch."""
+    port = free_port()
+    workers = Workers(job, [c for g in range(groups) for c in start_group(job, side, g, ranks, port)])
+    job.wait(
+        lambda: all(child.of("imported") for child in workers.children), START_TIMEOUT_S, f"{side.name} is imported"
+    )
+    return workers
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of some samples, and where the middle 80 % of them lie."""
+
+    median: float
+    p10: float
+    p90: float
+    samples: int
+
+    @staticmethod
+    def of(samples: Iterable[float]) -> Spread:
+        ordered = sorted(samples)
+        return Spread(statistics.median(ordered), _quantile(ordered, 0.1), _quantile(ordered, 0.9), len(ordered))
+
+    def text(self, digits: int = 2) -> str:
+        return f"{self.median:.{digits}f} [{self.p10:.{digits}f}, {self.p90:.{digits}f}]"
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Interpolate between the two samples next to `share`."""
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def rotated(items: Sequence[Any], by: int) -> list[Any]:
+    """Return the items with another one first in each round, so that none always comes after the same one."""
+    by %= len(items)
+    return [*items[by:], *items[:by]]
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown that also reads well in a terminal."""
+    cells = [list(head), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
+    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
+    return "\n".join(lines)
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "MISSED"

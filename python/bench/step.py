@@ -1,0 +1,86 @@
+"""What a step costs when nothing fails: start_quorum + allreduce of 10,000 floats + should_commit, no compute.
+
+Two replica groups as processes, Gloo, with one and with four ranks a group. The plain allreduce runs in the same
+processes, between the same ranks. Both packages' jobs are up at the same time and take turns, so that whatever else
+the machine does hits both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import START_TIMEOUT_S, Job, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+
+GOAL = 0.5
+PARTS = ("start_quorum", "allreduce", "should_commit")
+COMMAND_TIMEOUT_S = 120
+
+
+def measure(ours: Side, published: Side, rounds: int, progress: Progress, steps: int = 200) -> dict[str, Any]:
+    """Return, for each number of ranks a group, the times of both sides in milliseconds and their ratio."""
+    return {str(ranks): _measure(ours, published, ranks, rounds, steps, progress) for ranks in (1, 4)}
+
+
+def _measure(ours: Side, published: Side, ranks: int, rounds: int, steps: int, progress: Progress) -> dict[str, Any]:
+    # Eight processes share the machine where a group has four ranks: fewer steps give as good a median.
+    steps = max(20, steps // ranks)
+    with Job() as job:
+        progress(f"step, {ranks} rank(s) a group: starting {4 * ranks} processes")
+        jobs: dict[str, Workers] = {}
+        for side in (ours, published):
+            _, address = job.lighthouse(
+                side.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000
+            )
+            jobs[side.name] = workers = start_groups(job, side, 2, ranks)
+            workers.do(START_TIMEOUT_S, do="peers")
+            workers.do(START_TIMEOUT_S, do="manager", lighthouse=address)
+            workers.do(COMMAND_TIMEOUT_S, do="steps", count=20)
+            workers.do(COMMAND_TIMEOUT_S, do="plain_steps", count=20)
+
+        samples: dict[str, dict[str, list[float]]] = {name: {} for name in jobs}
+        for number in range(rounds):
+            for side in rotated((ours, published), number):
+                workers = jobs[side.name]
+                answers = workers.do(COMMAND_TIMEOUT_S, do="steps", count=steps)
+                failed = sum(answer["failed"] for answer in answers)
+                if failed or any(answer["participants"] != 2 for answer in answers):
+                    raise RuntimeError(f"{side.name}: {failed} of {steps} steps were not committed by both groups")
+                plain = workers.do(COMMAND_TIMEOUT_S, do="plain_steps", count=steps)
+                mine = samples[side.name]
+                for part in ("step", *PARTS):
+                    mine.setdefault(part, []).append(Spread.of(t for a in answers for t in a[part]).median)
+                mine.setdefault("plain", []).append(Spread.of(t for a in plain for t in a["step"]).median)
+            progress(
+                f"step, {ranks} rank(s) a group, round {number + 1}/{rounds}: "
+                + ", ".join(f"{name} {samples[name]['step'][-1]:.2f} ms" for name in jobs)
+            )
+    ratios = [a / b for a, b in zip(samples[ours.name]["step"], samples[published.name]["step"])]
+    return {
+        "rounds": rounds,
+        "steps_a_round": steps,
+        "ms": {
+            name: {part: vars(Spread.of(values)) for part, values in parts.items()} for name, parts in samples.items()
+        },
+        "ratio": vars(Spread.of(ratios)),
+    }
+
+
+def tables(result: dict[str, Any], ours: str, published: str) -> str:
+    """Return the result as Markdown."""
+    rows = []
+    for ranks, figures in result.items():
+        ratio = Spread(**figures["ratio"])
+        for name in (ours, published):
+            ms = {part: Spread(**spread) for part, spread in figures["ms"][name].items()}
+            rows.append(
+                [
+                    ranks,
+                    name,
+                    ms["step"].text(),
+                    *[ms[part].text() for part in PARTS],
+                    ms["plain"].text(),
+                    f"{ratio.text()} (goal <= {GOAL}: {verdict(ratio.median <= GOAL)})" if name == ours else "",
+                ]
+            )
+    head = ["ranks a group", "package", "step, ms", *[f"{p}, ms" for p in PARTS], "plain allreduce, ms", "ratio"]
+    return markdown_table(head, rows)

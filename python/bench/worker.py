@@ -1,0 +1,177 @@
+"""One rank of one replica group, of whichever torchft is on PYTHONPATH (or of plain PyTorch). See `common.py`.
+
+Commands come on stdin, each is answered by an event of its name with the times measured here, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "process"))
+
+import torch
+import torch.distributed as dist
+from events import Commands, emit
+from torch import nn, optim
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+GROUP = int(os.environ["REPLICA_GROUP_ID"])
+TIMEOUT = timedelta(seconds=30)
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.commands = Commands()
+        self.group_store: dist.TCPStore | None = None
+        self.manager: Any = None
+        self.tensor = torch.ones(10_000)
+        self.state: list[torch.Tensor] = []
+        self.loaded_at = 0.0
+
+    def serve(self) -> None:
+        emit("imported")
+        while True:
+            command = self.commands.next()
+            do = command.pop("do")
+            answer = getattr(self, f"do_{do}")(**command)
+            emit(do, **(answer or {}))
+
+    # Setting up
+
+    def do_manager(self, lighthouse: str, state_mb: int = 0) -> None:
+        from torchft import Manager, ProcessGroupGloo
+
+        torch.manual_seed(GROUP)
+        # In pieces, as the parameters of a model are.
+        self.state = [torch.randn(250_000) for _ in range(state_mb)]
+        if RANK == 0 and self.group_store is None:  # torchrun's agent hosts it for all lives of the group
+            port = int(os.environ["MASTER_PORT"])
+            self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        self.manager = Manager(
+            pg=ProcessGroupGloo(timeout=TIMEOUT),
+            load_state_dict=self._load,
+            state_dict=self._save,
+            min_replica_size=1,
+            lighthouse_addr=lighthouse,
+            replica_id=f"bench_{GROUP}",
+            timeout=TIMEOUT,
+            quorum_timeout=TIMEOUT,
+            connect_timeout=TIMEOUT,
+        )
+
+    def do_peers(self) -> None:
+        """Make a plain Gloo group with the same rank of the other replica group."""
+        port = int(os.environ["PEERS_PORT"])
+        self.peers_store = store = dist.TCPStore(
+            "localhost", port, is_master=GROUP == 0 and RANK == 0, wait_for_workers=False
+        )
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"rank{RANK}", store), rank=GROUP, world_size=2, timeout=TIMEOUT
+        )
+
+    def do_leave(self) -> None:
+        self.manager.shutdown()
+
+    # step.py
+
+    def do_steps(self, count: int) -> dict[str, Any]:
+        """Run `count` steps of a torchft job that computes nothing."""
+        parts: dict[str, list[float]] = {"step": [], "start_quorum": [], "allreduce": [], "should_commit": []}
+        failed = 0
+        for _ in range(count):
+            t0 = time.perf_counter()
+            self.manager.start_quorum()
+            t1 = time.perf_counter()
+            self.manager.allreduce(self.tensor).wait()
+            t2 = time.perf_counter()
+            failed += not self.manager.should_commit()
+            t3 = time.perf_counter()
+            for name, seconds in zip(parts, (t3 - t0, t1 - t0, t2 - t1, t3 - t2)):
+                parts[name].append(1000 * seconds)
+        return {**parts, "failed": failed, "participants": self.manager.num_participants()}
+
+    def do_plain_steps(self, count: int) -> dict[str, Any]:
+        """Run `count` allreduces of plain PyTorch."""
+        times = []
+        for _ in range(count):
+            t0 = time.perf_counter()
+            dist.all_reduce(self.tensor)
+            times.append(1000 * (time.perf_counter() - t0))
+        return {"step": times}
+
+    # throughput.py
+
+    def do_model(self, plain: bool) -> dict[str, Any]:
+        """Wrap a model of 4.7 million parameters in plain or in torchft's DistributedDataParallel."""
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+        torch.manual_seed(0)
+        model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(768, 768), nn.ReLU())])
+        sgd = optim.SGD(model.parameters(), lr=1e-3)
+        if plain:
+            self.model, self.optimizer = nn.parallel.DistributedDataParallel(model), sgd
+        else:
+            from torchft import DistributedDataParallel, Optimizer
+
+            self.model, self.optimizer = DistributedDataParallel(self.manager, model), Optimizer(self.manager, sgd)
+        return {"parameters": sum(p.numel() for p in model.parameters())}
+
+    def do_train(self, count: int, batch: int) -> dict[str, Any]:
+        """Train `count` steps; after the last one the time is taken too, so that nothing is left for later."""
+        x = torch.randn(batch, 768)
+        first = self.manager.current_step() if self.manager else 0
+        times = []
+        for _ in range(count):
+            t0 = time.perf_counter()
+            self.optimizer.zero_grad()
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+            times.append(1000 * (time.perf_counter() - t0))
+        failed = count - (self.manager.current_step() - first) if self.manager else 0
+        return {"step": times, "failed": failed}
+
+    # heal_stall.py
+
+    def do_survive(self, compute_ms: float) -> dict[str, Any]:
+        """Run steps until the parent says stop; return when each began and ended (seconds, a clock all share)."""
+        emit("surviving")
+        steps = []
+        while self.commands.poll() is None:
+            steps.append(self._step(compute_ms))
+        return {"steps": steps}
+
+    def do_join(self, lighthouse: str, state_mb: int, settle: int, compute_ms: float) -> dict[str, Any]:
+        """Join a running job as a new group, heal, and run `settle` steps with it."""
+        self.do_manager(lighthouse, state_mb)
+        began = time.monotonic()
+        together = []
+        while len(together) < settle:
+            _, end, committed, participants = self._step(compute_ms)
+            if committed and participants == 2:
+                together.append(end)
+        # The last two are left out: the survivor's next step already waits for a group that is leaving.
+        return {"began": began, "healed": self.loaded_at, "settled": together[-3]}
+
+    def _step(self, compute_ms: float) -> tuple[float, float, bool, int]:
+        begin = time.monotonic()
+        self.manager.start_quorum()
+        if compute_ms:
+            time.sleep(compute_ms / 1000)  # as a GPU computes: the processor is free meanwhile
+        self.manager.allreduce(self.tensor).wait()
+        committed = self.manager.should_commit()
+        return begin, time.monotonic(), committed, self.manager.num_participants()
+
+    def _save(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for mine, theirs in zip(self.state, state["state"], strict=True):
+            mine.copy_(theirs)
+        self.loaded_at = time.monotonic()
+
+
+Worker().serve()

@@ -75,7 +75,7 @@ type CallError struct {
 }
 
 func (e *CallError) Error() string {
-	return fmt.Sprintf("%s of %s: %s (%s)", e.Call, e.Peer, Message(e.Err), status.Code(e.Err))
+	return fmt.Sprintf("%s call to %s failed: %s (%s)", e.Call, e.Peer, Message(e.Err), status.Code(e.Err))
 }
 
 func (e *CallError) Unwrap() error { return e.Err }

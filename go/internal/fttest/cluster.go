@@ -1,0 +1,195 @@
+package fttest
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/lighthouse"
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/recovery"
+)
+
+// LighthouseAddr is where a cluster's lighthouse is, before and after a restart.
+const LighthouseAddr = "http://lighthouse:29510"
+
+// Cluster is a lighthouse and replica groups in one network.
+type Cluster struct {
+	T   *testing.T
+	Net *Network
+	Log *Log
+
+	Lighthouse *lighthouse.Server
+}
+
+// NewCluster starts a lighthouse. It is the command's, but for a join timeout of 10 s and what change says.
+// Everything is shut down at the end of the test.
+func NewCluster(t *testing.T, minReplicas int, change ...func(*lighthouse.Config)) *Cluster {
+	c := &Cluster{T: t, Net: NewNetwork(), Log: &Log{}}
+	c.StartLighthouse(minReplicas, change...)
+	t.Cleanup(func() { c.Lighthouse.Shutdown() })
+	return c
+}
+
+// StartLighthouse starts it at LighthouseAddr. Shut the one before down, or kill its host, first.
+func (c *Cluster) StartLighthouse(minReplicas int, change ...func(*lighthouse.Config)) {
+	cfg := lighthouse.DefaultConfig()
+	cfg.MinReplicas = minReplicas
+	cfg.JoinTimeout = 10 * time.Second
+	cfg.Hostname = "lighthouse"
+	cfg.Network = c.Net.Host("lighthouse")
+	cfg.Logger = slog.New(slog.NewTextHandler(c.Log, nil))
+	for _, f := range change {
+		f(&cfg)
+	}
+	server, err := lighthouse.New(cfg)
+	require.NoError(c.T, err)
+	c.Lighthouse = server
+}
+
+// Group is one replica group: its server on the host of its name, and a client per rank, each on a host
+// "name/rank" of its own.
+type Group struct {
+	c      *Cluster
+	Server *manager.Server
+	Ranks  []*manager.Client
+	name   string
+}
+
+// ServerConfig is a valid one for a group of this cluster.
+func (c *Cluster) ServerConfig(name string, worldSize int64) manager.ServerConfig {
+	return manager.ServerConfig{
+		ReplicaID:         name,
+		LighthouseAddr:    LighthouseAddr,
+		Hostname:          name,
+		Bind:              "[::]:0",
+		StoreAddr:         name + ":1",
+		WorldSize:         worldSize,
+		HeartbeatInterval: 100 * time.Millisecond,
+		ConnectTimeout:    10 * time.Second,
+		Logger:            slog.New(slog.NewTextHandler(c.Log, nil)),
+		Network:           c.Net.Host(name),
+	}
+}
+
+// StartGroup starts a group, in a bubble of testing/synctest. Everything is shut down at the end of the test.
+func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manager.ServerConfig)) *Group {
+	cfg := c.ServerConfig(name, worldSize)
+	for _, f := range change {
+		f(&cfg)
+	}
+	server, err := manager.NewServer(context.Background(), cfg)
+	require.NoError(c.T, err)
+	c.T.Cleanup(server.Shutdown)
+	g := &Group{c: c, name: name, Server: server}
+	for rank := range worldSize {
+		g.Ranks = append(g.Ranks, g.Dial(fmt.Sprintf("%s/%d", name, rank)))
+	}
+	synctest.Wait() // until the lighthouse has the first heartbeat
+	return g
+}
+
+// Dial makes one more client of the group's server, on a host.
+func (g *Group) Dial(host string) *manager.Client {
+	client, err := manager.Dial(context.Background(), g.Server.Address(), 10*time.Second, manager.WithNetwork(g.c.Net.Host(host)))
+	require.NoError(g.c.T, err)
+	g.c.T.Cleanup(func() { _ = client.Close() })
+	return client
+}
+
+// Host is the host of one rank, or of the server for rank -1.
+func (g *Group) Host(rank int) *Host {
+	if rank < 0 {
+		return g.c.Net.Host(g.name)
+	}
+	return g.c.Net.Host(fmt.Sprintf("%s/%d", g.name, rank))
+}
+
+// Answer is what a call gave, and when.
+type Answer[T any] struct {
+	Value T
+	Err   error
+	Took  time.Duration
+}
+
+// Start runs a call on a goroutine of its own. The channel gets its answer.
+func Start[T any](call func() (T, error)) <-chan Answer[T] {
+	answer := make(chan Answer[T], 1)
+	go func() {
+		start := time.Now()
+		value, err := call()
+		answer <- Answer[T]{value, err, time.Since(start)}
+	}()
+	return answer
+}
+
+// Quorum asks for a quorum on behalf of one rank.
+func (g *Group) Quorum(rank int, step int64, timeout time.Duration) <-chan Answer[recovery.Result] {
+	return g.QuorumWith(manager.QuorumArgs{GroupRank: int64(rank), Step: step}, timeout)
+}
+
+// QuorumWith asks with any arguments, as the rank that they name.
+func (g *Group) QuorumWith(args manager.QuorumArgs, timeout time.Duration) <-chan Answer[recovery.Result] {
+	args.CheckpointMetadata = fmt.Sprintf("http://%s:1/%d", g.name, args.GroupRank)
+	return Start(func() (recovery.Result, error) {
+		ctx, cancel := context.WithTimeout(context.Background(), timeout)
+		defer cancel()
+		return g.Ranks[args.GroupRank].Quorum(ctx, args)
+	})
+}
+
+// QuorumOfAll asks on behalf of every rank.
+func (g *Group) QuorumOfAll(step int64, timeout time.Duration) []<-chan Answer[recovery.Result] {
+	var answers []<-chan Answer[recovery.Result]
+	for rank := range g.Ranks {
+		answers = append(answers, g.Quorum(rank, step, timeout))
+	}
+	return answers
+}
+
+// Vote votes on behalf of one rank.
+func (g *Group) Vote(rank int, step int64, vote bool, timeout time.Duration) <-chan Answer[bool] {
+	return Start(func() (bool, error) {
+		ctx, cancel := context.WithTimeout(context.Background(), timeout)
+		defer cancel()
+		return g.Ranks[rank].ShouldCommit(ctx, int64(rank), step, vote)
+	})
+}
+
+// Log keeps what servers log, for tests to look at.
+type Log struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+// Count is how many lines contain the text.
+func (l *Log) Count(text string) int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	n := 0
+	for line := range strings.Lines(l.text.String()) {
+		if strings.Contains(line, text) {
+			n++
+		}
+	}
+	return n
+}
+
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}

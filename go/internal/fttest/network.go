@@ -1,0 +1,158 @@
+// Package fttest runs lighthouses and managers in one test: on in-memory connections, and inside a bubble of
+// testing/synctest on a fake clock. The servers and clients are the real ones.
+package fttest
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"strconv"
+	"sync"
+	"syscall"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+)
+
+// Network connects hosts in memory.
+type Network struct {
+	mu        sync.Mutex
+	listeners map[string]*listener
+	conns     map[*conn]struct{}
+	nextPort  int
+}
+
+// NewNetwork makes a network without hosts.
+func NewNetwork() *Network {
+	return &Network{listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, nextPort: 40000}
+}
+
+// Host is one machine, or one process, in a network. It is what servers and clients get as their network.
+type Host struct {
+	net  *Network
+	name string
+}
+
+var _ rpc.Network = (*Host)(nil)
+
+// Host gives a name to a machine. The same name twice is the same machine.
+func (n *Network) Host(name string) *Host { return &Host{net: n, name: name} }
+
+// Listen listens at name:port of the host, whatever host the address names.
+func (h *Host) Listen(address string) (net.Listener, error) {
+	_, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, err
+	}
+	h.net.mu.Lock()
+	defer h.net.mu.Unlock()
+	if port == "0" {
+		h.net.nextPort++
+		port = strconv.Itoa(h.net.nextPort)
+	}
+	addr := memAddr(net.JoinHostPort(h.name, port))
+	if h.net.listeners[string(addr)] != nil {
+		return nil, fmt.Errorf("listen %s: %w", addr, syscall.EADDRINUSE)
+	}
+	l := &listener{host: h, addr: addr, incoming: make(chan net.Conn, 1024), done: make(chan struct{})}
+	h.net.listeners[string(addr)] = l
+	return l, nil
+}
+
+// Dial connects to name:port of some host, or fails at once when nothing listens there.
+func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
+	h.net.mu.Lock()
+	defer h.net.mu.Unlock()
+	l := h.net.listeners[address]
+	if l == nil {
+		return nil, fmt.Errorf("dial %s: %w", address, syscall.ECONNREFUSED)
+	}
+	there, here := newPipe(), newPipe()
+	client := &conn{host: h, local: memAddr(h.name + ":0"), remote: l.addr, in: here, out: there}
+	server := &conn{host: l.host, local: l.addr, remote: client.local, in: there, out: here}
+	select {
+	case l.incoming <- server:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	h.net.conns[client], h.net.conns[server] = struct{}{}, struct{}{}
+	return client, nil
+}
+
+// Kill is kill -9 of the host: its connections break, on both ends, and nothing listens on it any more.
+func (h *Host) Kill() {
+	for _, l := range h.net.listenersOf(h.name) {
+		_ = l.Close()
+	}
+	h.Cut()
+}
+
+// Cut breaks the open connections of the host. New ones can be made.
+func (h *Host) Cut() {
+	for _, c := range h.net.connsOf(h.name) {
+		_ = c.Close()
+	}
+}
+
+// Freeze stops the host in time, as a power cut does: its open connections stay and carry nothing any more.
+func (h *Host) Freeze() {
+	for _, c := range h.net.connsOf(h.name) {
+		c.in.freeze()
+		c.out.freeze()
+	}
+}
+
+func (n *Network) listenersOf(host string) (found []*listener) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, l := range n.listeners {
+		if l.host.name == host {
+			found = append(found, l)
+		}
+	}
+	return found
+}
+
+func (n *Network) connsOf(host string) (found []*conn) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for c := range n.conns {
+		if c.host.name == host {
+			found = append(found, c)
+		}
+	}
+	return found
+}
+
+type memAddr string
+
+func (memAddr) Network() string  { return "memory" }
+func (a memAddr) String() string { return string(a) }
+
+type listener struct {
+	host     *Host
+	addr     memAddr
+	incoming chan net.Conn
+	done     chan struct{}
+	once     sync.Once
+}
+
+func (l *listener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.incoming:
+		return c, nil
+	case <-l.done:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *listener) Close() error {
+	l.once.Do(func() {
+		l.host.net.mu.Lock()
+		delete(l.host.net.listeners, string(l.addr))
+		l.host.net.mu.Unlock()
+		close(l.done)
+	})
+	return nil
+}
+
+func (l *listener) Addr() net.Addr { return l.addr }

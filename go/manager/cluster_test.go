@@ -1,0 +1,358 @@
+package manager_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/recovery"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// atOnce is far below every timeout of these tests.
+const atOnce = time.Millisecond
+
+type answers []<-chan fttest.Answer[recovery.Result]
+
+// results waits for all and fails the test if one is an error.
+func (a answers) results(t *testing.T) []recovery.Result {
+	t.Helper()
+	var all []recovery.Result
+	for _, answer := range a {
+		got := <-answer
+		require.NoError(t, got.Err)
+		all = append(all, got.Value)
+	}
+	return all
+}
+
+// round asks on behalf of every rank of every group, and waits.
+func round(t *testing.T, step int64, groups ...*fttest.Group) []recovery.Result {
+	t.Helper()
+	var all answers
+	for _, g := range groups {
+		all = append(all, g.QuorumOfAll(step, time.Minute)...)
+	}
+	return all.results(t)
+}
+
+func TestTwoGroupsOfTwoRanks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		first := round(t, 1, a, b)
+		for i, r := range first {
+			assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
+			assert.EqualValues(t, i/2, r.ReplicaRank)
+			assert.EqualValues(t, 2, r.ReplicaWorldSize)
+			assert.EqualValues(t, 1, r.MaxStep)
+			assert.False(t, r.Heal)
+			assert.Equal(t, []string{"a:1", "b:1"}[i%2], r.StoreAddress, "each group rank has a primary of its own")
+		}
+		for _, r := range round(t, 2, a, b) {
+			assert.Equal(t, first[0].QuorumID, r.QuorumID, "the members did not change")
+		}
+		for _, g := range []*fttest.Group{a, b} {
+			votes := []<-chan fttest.Answer[bool]{g.Vote(0, 2, true, time.Minute), g.Vote(1, 2, g == a, time.Minute)}
+			for _, vote := range votes {
+				got := <-vote
+				require.NoError(t, got.Err)
+				assert.Equal(t, g == a, got.Value, "one rank's no is the group's no")
+			}
+		}
+	})
+}
+
+func TestHealingComesOverTheWire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		got := append(answers(a.QuorumOfAll(7, time.Minute)), b.QuorumOfAll(0, time.Minute)...).results(t)
+		assert.Equal(t, []int64{1}, got[0].RecoverDstReplicaRank)
+		require.True(t, got[1].Heal)
+		require.Len(t, got[1].Sources, 1)
+		assert.Equal(t, a.Server.Address(), got[1].Sources[0].ManagerAddress)
+		assert.Nil(t, got[1].MaxReplicaRank)
+
+		source, err := manager.Dial(t.Context(), got[1].Sources[0].ManagerAddress, time.Second, manager.WithNetwork(c.Net.Host("b")))
+		require.NoError(t, err)
+		defer func() { require.NoError(t, source.Close()) }()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		metadata, err := source.CheckpointMetadata(ctx, 0)
+		require.NoError(t, err)
+		assert.Equal(t, "http://a:1/0", metadata)
+		_, err = source.CheckpointMetadata(ctx, 1)
+		assert.Equal(t, codes.InvalidArgument, status.Code(err))
+		assert.ErrorContains(t, err, "rank 1")
+	})
+}
+
+func TestADeadRankFailsItsSiblingsAtOnce(t *testing.T) {
+	for _, waits := range []string{"for a quorum", "for a vote"} {
+		t.Run(waits, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := fttest.NewCluster(t, 1)
+				g := c.StartGroup("a", 3)
+				round(t, 1, g)
+				var errs []<-chan error
+				for rank := range 2 {
+					errs = append(errs, waiting(g, rank, waits))
+				}
+				synctest.Wait()
+				start := time.Now()
+				g.Host(1).Kill()
+				for rank, err := range errs {
+					if err := <-err; rank == 0 {
+						assert.Equal(t, codes.Aborted, status.Code(err), "%v", err)
+						assert.ErrorContains(t, err, "rank 1")
+					}
+				}
+				late := <-waiting(g, 2, waits)
+				assert.ErrorContains(t, late, "rank 1", "nobody waits for a rank that is gone")
+				assert.Less(t, time.Since(start), atOnce)
+			})
+		})
+	}
+}
+
+// waiting starts a quorum or a vote of one rank and gives its error.
+func waiting(g *fttest.Group, rank int, what string) <-chan error {
+	err := make(chan error, 1)
+	go func() {
+		if what == "for a vote" {
+			err <- (<-g.Vote(rank, 1, true, time.Minute)).Err
+		} else {
+			err <- (<-g.Quorum(rank, 2, time.Minute)).Err
+		}
+	}()
+	return err
+}
+
+func TestARankThatFellSilentIsNoticed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 2)
+		round(t, 1, g)
+		g.Host(1).Freeze() // no connection breaks: its machine lost power
+		got := <-g.Vote(0, 1, true, time.Hour)
+		assert.Equal(t, codes.Aborted, status.Code(got.Err), "%v", got.Err)
+		assert.ErrorContains(t, got.Err, "rank 1")
+		assert.Less(t, got.Took, 20*time.Second)
+	})
+}
+
+func TestARankComesBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 2)
+		before := round(t, 1, g)
+		g.Host(1).Cut()
+		synctest.Wait()
+		require.Error(t, (<-g.Quorum(0, 2, time.Minute)).Err)
+		back := answers{g.Quorum(1, 2, time.Minute)}
+		synctest.Wait()
+		after := append(back, g.Quorum(0, 2, time.Minute)).results(t)
+		assert.Equal(t, before[0].QuorumID, after[0].QuorumID)
+	})
+}
+
+func TestDeadlinesEndEveryWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2) // never enough groups
+		g := c.StartGroup("a", 2)
+		patient, hasty := g.Quorum(0, 1, time.Minute), g.Quorum(1, 1, time.Second)
+		for _, answer := range (answers{patient, hasty}) {
+			got := <-answer
+			require.Error(t, got.Err)
+			assert.InDelta(t, time.Second, got.Took, float64(atOnce), "the first deadline ends the round of all: %v", got.Err)
+			if answer == hasty {
+				assert.True(t, rpc.IsTimeout(got.Err), "%v", got.Err)
+			}
+		}
+		synctest.Wait()
+		assert.Zero(t, c.Lighthouse.Status().Waiters, "the lighthouse was told")
+
+		vote := <-g.Vote(0, 1, true, 3*time.Second)
+		assert.True(t, rpc.IsTimeout(vote.Err), "%v", vote.Err)
+		assert.InDelta(t, 3*time.Second, vote.Took, float64(atOnce))
+	})
+}
+
+func TestShutdownAnswersEveryWaiter(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		g := c.StartGroup("a", 2)
+		asked, voted := g.Quorum(0, 1, time.Minute), g.Vote(1, 0, true, time.Minute)
+		synctest.Wait()
+		start := time.Now()
+		g.Server.Shutdown()
+		assert.Equal(t, codes.Unavailable, status.Code((<-asked).Err))
+		assert.Equal(t, codes.Unavailable, status.Code((<-voted).Err))
+		g.Server.Shutdown() // again is nothing
+		assert.Less(t, time.Since(start), atOnce)
+		assert.Equal(t, codes.Unavailable, status.Code((<-g.Vote(0, 1, true, time.Second)).Err))
+	})
+}
+
+func TestANewcomerIsInWithinTwoRounds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		first := round(t, 1, a, b)
+		n := c.StartGroup("n", 1)
+		joined := n.Quorum(0, 0, time.Minute)
+		synctest.Wait()
+		for step := int64(2); ; step++ {
+			require.LessOrEqual(t, step, int64(3))
+			if r := round(t, step, a, b); r[0].ReplicaWorldSize == 3 {
+				assert.Greater(t, r[0].QuorumID, first[0].QuorumID)
+				break
+			}
+		}
+		got := <-joined
+		require.NoError(t, got.Err)
+		assert.True(t, got.Value.Heal)
+	})
+}
+
+func TestSurvivorsGoOnWithoutADeadGroup(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		first := round(t, 1, a, b)
+		b.Server.Shutdown()
+		got := <-a.Quorum(0, 2, time.Minute)
+		require.NoError(t, got.Err)
+		assert.Equal(t, []string{"a"}, got.Value.ReplicaIDs)
+		assert.Greater(t, got.Value.QuorumID, first[0].QuorumID)
+		assert.LessOrEqual(t, got.Took, 5200*time.Millisecond, "a heartbeat timeout and a tick")
+	})
+}
+
+func TestALighthouseRestartIsWaitedOut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 1)
+		first := round(t, 1, a, b)
+		waiting := answers(a.QuorumOfAll(2, time.Minute))
+		synctest.Wait()
+
+		c.Lighthouse.Shutdown()
+		time.Sleep(20 * time.Second)
+		c.StartLighthouse(2)
+		waiting = append(waiting, b.QuorumOfAll(2, time.Minute)...)
+		second := waiting.results(t)
+		assert.Greater(t, second[0].QuorumID, first[0].QuorumID)
+
+		// As after a crash, and with a clock that is behind.
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		c.StartLighthouse(2)
+		third := round(t, 3, a, b)
+		assert.Greater(t, third[0].QuorumID, second[0].QuorumID)
+		for _, name := range []string{"a", "b"} {
+			lines := c.Log.Count(`heartbeats do not reach the lighthouse" replica_id=` + name)
+			assert.Positive(t, lines)
+			assert.LessOrEqual(t, lines, 2, "one line per outage, not a flood:\n%s", c.Log)
+		}
+	})
+}
+
+func TestALighthouseThatStaysAwayIsNamed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 2)
+		round(t, 1, g)
+		c.Lighthouse.Shutdown()
+		for _, answer := range g.QuorumOfAll(2, 10*time.Second) {
+			got := <-answer
+			assert.True(t, rpc.IsTimeout(got.Err))
+			assert.ErrorContains(t, got.Err, "the lighthouse at http://lighthouse:29510 could not be reached, tried for ")
+			assert.ErrorContains(t, got.Err, "connection refused")
+			assert.Less(t, got.Took, 10*time.Second)
+			assert.Greater(t, got.Took, 8*time.Second)
+		}
+	})
+}
+
+func TestAGhostIsNoCandidate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 1)
+		ghost, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host("ghost")))
+		require.NoError(t, err)
+		defer func() { require.NoError(t, ghost.Close()) }()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err = ghost.Quorum(ctx, quorum.Member{ReplicaID: "ghost"}, 0)
+		require.True(t, rpc.IsTimeout(err), "a, which is alive, had not asked: %v", err)
+		require.NoError(t, ghost.Heartbeat(t.Context(), "ghost")) // alive, but not waiting
+		got := <-a.Quorum(0, 1, time.Minute)
+		require.NoError(t, got.Err)
+		assert.Equal(t, []string{"a"}, got.Value.ReplicaIDs)
+	})
+}
+
+func TestAttemptsOfAVoteDoNotMix(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 2)
+		round(t, 5, g)
+		leftOver := g.Vote(0, 5, true, time.Minute)
+		synctest.Wait()
+		round(t, 5, g) // the same step once more: rank 1 had failed before it voted
+		assert.Equal(t, codes.Aborted, status.Code((<-leftOver).Err))
+		yes, no := g.Vote(0, 5, true, time.Minute), g.Vote(1, 5, false, time.Minute)
+		for _, vote := range []<-chan fttest.Answer[bool]{yes, no} {
+			got := <-vote
+			require.NoError(t, got.Err)
+			assert.False(t, got.Value)
+		}
+	})
+}
+
+func TestAWrongWorldSizeFailsTheGroup(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 2)
+		sibling := g.Quorum(0, 1, time.Minute)
+		synctest.Wait()
+		wrong := <-g.QuorumWith(manager.QuorumArgs{GroupRank: 1, Step: 1, GroupWorldSize: 4}, time.Minute)
+		for _, err := range []error{wrong.Err, (<-sibling).Err} {
+			assert.Equal(t, codes.InvalidArgument, status.Code(err))
+			assert.ErrorContains(t, err, "4")
+			assert.ErrorContains(t, err, "2")
+		}
+	})
+}
+
+func TestReconfigureHandlesReachTheirRank(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		var all answers
+		for i, g := range []*fttest.Group{a, b} {
+			for rank := range int64(2) {
+				handle := fmt.Sprintf("%d/%d", i, rank)
+				all = append(all, g.QuorumWith(manager.QuorumArgs{GroupRank: rank, Handle: handle, GroupWorldSize: 2}, time.Minute))
+			}
+		}
+		for i, r := range all.results(t) {
+			assert.Equal(t, []string{fmt.Sprintf("0/%d", i%2), fmt.Sprintf("1/%d", i%2)}, r.Handles)
+		}
+	})
+}

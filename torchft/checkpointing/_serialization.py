@@ -70,7 +70,7 @@ def allow_checkpoint_types() -> None:
         torch.serialization.add_safe_globals(list(missing))
 
 
-_ALLOWED: List[_Global] = [*_structure_types(), *_numpy_types(), datetime.timedelta]
+_ALLOWED: List[_Global] = [_Entry, *_structure_types(), *_numpy_types(), datetime.timedelta]
 
 
 def explain(error: Exception, what: str) -> CheckpointError:

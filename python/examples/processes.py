@@ -1,0 +1,87 @@
+"""Starting processes that end with their parent, and killing whole trees of them (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+
+def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a command in a session of its own, its output appended to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+
+def _end_with_parent() -> None:
+    # Even a SIGKILL of this program leaves nothing behind. PR_SET_PDEATHSIG is 1.
+    _libc.prctl(1, signal.SIGKILL)
+
+
+_libc = ctypes.CDLL(None)  # before the fork: nothing is imported or loaded in the child
+
+
+def tree(pid: int) -> list[int]:
+    """The process and everything below it, parents first."""
+    parents = {child: parent for child, parent, _ in _processes()}
+    found = [pid]
+    for known in found:  # grows while it is walked
+        found += [child for child, parent in parents.items() if parent == known]
+    return found
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
+    """SIGKILL for a process and everything below it, as if their machine had lost power.
+
+    Returns their pids. torchrun gives each worker a session of its own, so a signal to the process
+    group of the agent would miss them.
+    """
+    if process.poll() is not None:
+        return []
+    pids = [process.pid]
+    while True:  # until stopping what is there finds nothing new: a stopped process cannot fork
+        for pid in pids:
+            _signal(pid, signal.SIGSTOP)
+        found = tree(process.pid)
+        if set(found) <= set(pids):
+            break
+        pids = found
+    for pid in pids:
+        _signal(pid, signal.SIGKILL)
+    process.wait()
+    return pids
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of the processes that still run. One that only waits to be reaped does not."""
+    return [pid for pid, _, state in _processes() if pid in pids and state not in "ZX"]
+
+
+def _processes() -> list[tuple[int, int, str]]:
+    """(pid, pid of the parent, state) of every process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, in parentheses, may itself hold spaces and parentheses.
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it ended meanwhile
+            continue
+        found.append((int(path.parent.name), int(parent), state))
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass

@@ -1,9 +1,8 @@
 """Data parallel wrappers that average gradients over the groups that take part in a step."""
 
-from __future__ import annotations
+# No postponed annotations here: PyTorch compares those of communication hooks with real types.
 
-import warnings
-from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     All groups must cut the gradients into the same buckets in the same order, also one that joins when the others are
     at step 1,000. So buckets are never rebuilt in the order of arrival, which PyTorch does after the first step unless
-    ``find_unused_parameters`` is set; that is always set here. Parameters that took no part in the loss are therefore
-    fine. With ``static_graph`` PyTorch rebuilds nevertheless, in an order known beforehand: see :class:`_StaticGraph`.
+    ``find_unused_parameters`` is set; that is set here whatever the caller says. Parameters that took no part in the loss are therefore
+    fine, and PyTorch's one warning that there were none means nothing. With ``static_graph`` PyTorch rebuilds nevertheless: see :class:`_StaticGraph`.
 
     Args:
         manager: of this rank.
@@ -36,12 +35,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         kwargs: of PyTorch's class; ``process_group`` and ``find_unused_parameters`` are set here.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module, **kwargs: Any) -> None:
+    def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         if "process_group" in kwargs:
             raise ValueError("process_group: the Manager decides who takes part, so it cannot be given here")
-        kwargs["find_unused_parameters"] = True
-        # Said once by the reducer when there are no such parameters; here the reason to set it is another.
-        warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
+        # A static graph finds unused parameters by itself, and PyTorch warns of setting both.
+        kwargs["find_unused_parameters"] = not kwargs.get("static_graph", False)
         # The wrapped class talks to a group of one: what it broadcasts or reduces by itself stays in this process.
         super().__init__(module, process_group=ProcessGroupDummy(0, 1), **kwargs)
         if kwargs.get("static_graph"):
@@ -51,48 +49,78 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.register_comm_hook(manager, _allreduce_hook)
 
 
-def _allreduce_hook(manager: Manager, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+def _allreduce_hook(manager: "Manager", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
     return manager.allreduce(bucket.buffer()).get_future()  # type: ignore[return-value]
 
 
 class _StaticGraph:
-    """Keeps the buckets of all groups equal when the graph is static.
+    """Keeps what travels equal between groups although their reducers rebuild their buckets.
 
-    In the first backward pass the reducer has one bucket, or a few, in reverse order of the parameters; after it, it
-    rebuilds them in order of the parameters, with the first one small. A group in its first pass meets others long past
-    it. So in the first pass the gradients are collected, cut as the rebuilt buckets will be, and reduced in those pieces;
-    nothing is lost, as the reducer itself delays the first pass of a static graph to the end of backward.
+    The reducer of a static graph begins with one bucket and rebuilds it after its second backward pass, in the order in
+    which gradients arrived. A group in its first pass meets others long past that. So the first pass notes the order,
+    and works out the buckets that there will be: the pieces. A bucket that is one of them is reduced as it is. Others
+    are collected until the pass ends, and cut into the pieces; that costs the overlap, which the reducer itself has not
+    in the first pass either.
     """
 
-    def __init__(self, manager: Manager, ddp: DistributedDataParallel) -> None:
+    def __init__(self, manager: "Manager", ddp: "DistributedDataParallel") -> None:
         self._manager = manager
-        self._pieces = _rebuilt_buckets(ddp)
+        self._ddp = ddp
+        self._pieces: List[List[torch.Tensor]] = []
+        self._known: Set[Tuple[int, ...]] = set()
         self._collected: List[Tuple[dist.GradBucket, _BUCKET_FUTURE]] = []
-        self._rebuilt = False
+        self._arrived: Dict[torch.Tensor, None] = {}
+        self._noting = [
+            p.register_post_accumulate_grad_hook(self._note) for p in ddp.parameters() if p.requires_grad
+        ]
 
     @staticmethod
-    def hook(self: _StaticGraph, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
-        if self._rebuilt:
-            return _allreduce_hook(self._manager, bucket)
+    def hook(graph: "_StaticGraph", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+        if not graph._pieces:
+            graph._work_out_pieces()
+        if not graph._collected and _key(bucket.parameters()) in graph._known:
+            return _allreduce_hook(graph._manager, bucket)
         future = _BUCKET_FUTURE()
-        self._collected.append((bucket, future))
+        graph._collected.append((bucket, future))
         if bucket.is_last():
-            self._reduce_first_pass()
+            collected, graph._collected = graph._collected, []
+            graph._reduce_pieces(collected)
         return future
 
-    def _reduce_first_pass(self) -> None:
-        collected, self._collected, self._rebuilt = self._collected, [], True
-        grads = {}
+    def _note(self, param: torch.Tensor) -> None:
+        # A parameter that several backward passes reach counts where it arrived last.
+        self._arrived.pop(param, None)
+        self._arrived[param] = None
+
+    def _work_out_pieces(self) -> None:
+        for handle in self._noting:
+            handle.remove()
+        parameters, expect_sparse = self._ddp._build_params_for_reducer()
+        unused = [p for p in parameters if p not in self._arrived]  # the reducer takes them first
+        ordered = unused + list(self._arrived)
+        sparse = dict(zip(parameters, expect_sparse))
+        config = getattr(self._ddp, "_bucket_config", None)  # older releases have a constant in its place
+        first_bytes = config.first_bucket_bytes_cap if config is not None else dist._DEFAULT_FIRST_BUCKET_BYTES
+        indices, _ = dist._compute_bucket_assignment_by_size(
+            ordered,
+            [first_bytes, self._ddp.bucket_bytes_cap],
+            [sparse[p] for p in ordered],
+            list(range(len(ordered))),
+        )
+        self._pieces = [[ordered[i] for i in piece] for piece in indices]
+        self._known = {_key(piece) for piece in self._pieces}
+        self._arrived = {}
+
+    def _reduce_pieces(self, collected: List[Tuple[dist.GradBucket, _BUCKET_FUTURE]]) -> None:
+        grads: Dict[torch.Tensor, torch.Tensor] = {}
         for bucket, _ in collected:
-            for param, grad in zip(bucket.parameters(), bucket.gradients()):
-                grads[param] = grad
+            grads.update(zip(bucket.parameters(), bucket.gradients()))
         flats = [torch.cat([grads[p].reshape(-1) for p in piece]) for piece in self._pieces]
         works = [self._manager.allreduce(flat) for flat in flats]
 
         def finish(_: object) -> None:
             for piece, flat in zip(self._pieces, flats):
-                sizes = [p.numel() for p in piece]
-                for param, part in zip(piece, flat.split(sizes)):
+                for param, part in zip(piece, flat.split([p.numel() for p in piece])):
                     grads[param].copy_(part.view_as(grads[param]))
             for bucket, future in collected:
                 future.set_result(bucket.buffer())
@@ -100,15 +128,8 @@ class _StaticGraph:
         torch.futures.collect_all([work.get_future() for work in works]).then(finish)
 
 
-def _rebuilt_buckets(ddp: DistributedDataParallel) -> List[List[nn.Parameter]]:
-    """The buckets that the reducer of a static graph has after its first pass, in the order it reduces them."""
-    parameters, expect_sparse = ddp._build_params_for_reducer()
-    config = getattr(ddp, "_bucket_config", None)  # older releases have a constant in its place
-    first_bytes = config.first_bucket_bytes_cap if config is not None else dist._DEFAULT_FIRST_BUCKET_BYTES
-    indices, _ = dist._compute_bucket_assignment_by_size(
-        parameters, [first_bytes, ddp.bucket_bytes_cap], expect_sparse, list(range(len(parameters)))
-    )
-    return [[parameters[i] for i in bucket] for bucket in indices]
+def _key(params: Iterable[torch.Tensor]) -> Tuple[int, ...]:
+    return tuple(id(p) for p in params)
 
 
 class PureDistributedDataParallel(nn.Module):
@@ -123,7 +144,7 @@ class PureDistributedDataParallel(nn.Module):
         module: the model.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module) -> None:
+    def __init__(self, manager: "Manager", module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self._manager = manager

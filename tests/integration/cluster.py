@@ -90,6 +90,7 @@ class Cluster:
             join_timeout_ms=self.join_timeout_ms,
             heartbeat_timeout_ms=self.heartbeat_timeout_ms,
         )
+        self._loops: list[Future[Any]] = []
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="rank")
 
     def start(self, loop: Callable[[Rank], T], group: int, world_size: int = 1) -> list[Future[T]]:
@@ -97,7 +98,18 @@ class Cluster:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks = [Rank(self, group, i, world_size, store, self.make_pg()) for i in range(world_size)]
         self.ranks += ranks
-        return [self._threads.submit(_run, loop, rank) for rank in ranks]
+        loops = [self._threads.submit(_run, loop, rank) for rank in ranks]
+        self._loops += loops
+        return loops
+
+    def wait(self, gate: Gate) -> None:
+        """Returns when a loop opens the gate; raises what a loop raised instead."""
+        for future in self._loops:
+            future.add_done_callback(lambda _: gate.open())
+        gate.wait()
+        for future in self._loops:
+            if future.done():
+                future.result()
 
     def status(self) -> dict[str, Any]:
         """The lighthouse's own word on who is alive and who waits."""

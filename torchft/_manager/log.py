@@ -51,7 +51,7 @@ class _ManagerLogger:
             return
         logger.log(
             level,
-            "",
+            logger.name.removeprefix("torchft_"),
             extra={
                 "job_id": os.environ.get("JOB_ID", "unknown"),
                 "replica_id": self._replica_id,

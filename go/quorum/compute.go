@@ -96,10 +96,10 @@ func (d decision) String() string {
 		return fmt.Sprintf("%d of %s asked, the others have %s left to join (join_timeout_ms)",
 			t.candidates, healthy(t.healthy), (d.policy.JoinTimeout - t.waited).Round(time.Millisecond))
 	case fastPath:
-		return fmt.Sprintf("every member of the previous quorum asked (%d), %d in the new one%s",
+		return fmt.Sprintf("every member of the previous quorum asked (%d), %d in the quorum%s",
 			t.previous, d.eligible(), shrink)
 	case allAsked:
-		return fmt.Sprintf("all %s asked, %d in the quorum%s", healthy(t.healthy), d.eligible(), shrink)
+		return fmt.Sprintf("every healthy replica asked (%d), %d in the quorum%s", t.healthy, d.eligible(), shrink)
 	case joinTimedOut:
 		return fmt.Sprintf("%d of %s asked before join_timeout_ms passed, %d in the quorum%s",
 			t.candidates, healthy(t.healthy), d.eligible(), shrink)

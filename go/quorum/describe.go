@@ -71,7 +71,7 @@ func (m *Machine) Describe(now time.Time) Status {
 	for _, r := range m.roster.replicas {
 		member := last[r.id]
 		if r.waiting() {
-			member = r.member
+			member = *r.member()
 		}
 		ms := MemberStatus{
 			ReplicaID:      r.id,
@@ -118,7 +118,7 @@ func (m *Machine) recount(now time.Time) tally {
 		if r.previous {
 			t.previousCandidates++
 		}
-		if r.member.ShrinkOnly {
+		if r.member().ShrinkOnly {
 			t.shrinkers++
 		}
 	}

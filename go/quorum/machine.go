@@ -84,8 +84,8 @@ func (m *Machine) deliver(d decision) []Action {
 	failing := ""
 	q := &Quorum{Members: make([]Member, len(in)), Created: m.now}
 	for i, r := range in {
-		q.Members[i] = r.member
-		if r.member.CommitFailures > 0 && failing == "" {
+		q.Members[i] = *r.member()
+		if q.Members[i].CommitFailures > 0 && failing == "" {
 			failing = r.id
 		}
 	}
@@ -102,7 +102,7 @@ func (m *Machine) deliver(d decision) []Action {
 
 	answer := Deliver{Quorum: q, Waiters: make([]WaiterID, 0, len(in))}
 	for _, r := range in {
-		answer.Waiters = append(answer.Waiters, m.roster.answer(r, m.now)...)
+		answer.Waiters = m.roster.answer(answer.Waiters, r, m.now)
 	}
 	m.roster.joinAgain(m.now)
 	m.told = nobodyWaits

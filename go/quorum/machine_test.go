@@ -1,6 +1,8 @@
 package quorum
 
 import (
+	"encoding/json"
+	"fmt"
 	"testing"
 	"time"
 
@@ -9,18 +11,131 @@ import (
 
 var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
-func testPolicy() Policy {
-	return Policy{MinReplicas: 2, JoinTimeout: time.Second, HeartbeatTimeout: 5 * time.Second}
+// ring is a machine and the groups of one job, for tests that only care about rounds.
+type ring struct {
+	machine *Machine
+	now     time.Time
+	waiter  WaiterID
 }
 
-func TestFirstQuorumIsNumberedFromTheStart(t *testing.T) {
-	m := NewMachine(testPolicy(), epoch)
-	require.Empty(t, m.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "b"}}, epoch))
-	actions := m.Step(Asked{Waiter: 2, Member: Member{ReplicaID: "a"}}, epoch)
-	require.Len(t, actions, 2)
-	d := actions[0].(Deliver)
-	require.Equal(t, []WaiterID{2, 1}, d.Waiters)
-	require.Equal(t, epoch.UnixMilli()+1, d.Quorum.ID)
-	require.Equal(t, []Member{{ReplicaID: "a"}, {ReplicaID: "b"}}, d.Quorum.Members)
-	require.Equal(t, []string{"a", "b"}, actions[1].(Changed).Joined)
+func newRing(minReplicas int) *ring {
+	policy := Policy{MinReplicas: minReplicas, JoinTimeout: time.Second, HeartbeatTimeout: 5 * time.Second}
+	return &ring{machine: NewMachine(policy, epoch), now: epoch}
+}
+
+func (r *ring) ask(m Member) []Action {
+	r.waiter++
+	return r.machine.Step(Asked{Waiter: r.waiter, Member: m}, r.now)
+}
+
+// round lets these groups ask, and returns the quorum that the last of them completed.
+func (r *ring) round(t testing.TB, ids ...string) Deliver {
+	t.Helper()
+	for i, id := range ids {
+		actions := r.ask(Member{ReplicaID: id})
+		if i < len(ids)-1 {
+			require.Empty(t, actions)
+			continue
+		}
+		require.NotEmpty(t, actions)
+		return actions[0].(Deliver)
+	}
+	return Deliver{}
+}
+
+func TestIDsContinueAboveAnOlderLighthouse(t *testing.T) {
+	old := newRing(1)
+	for range 500 { // as fast as it can, each with a new set of members
+		old.ask(Member{ReplicaID: "a", CommitFailures: 1})
+	}
+	last := old.machine.latest.ID
+
+	restarted := NewMachine(Policy{MinReplicas: 1, JoinTimeout: 1, HeartbeatTimeout: 1}, epoch.Add(time.Second))
+	actions := restarted.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "x"}}, epoch.Add(time.Second))
+	require.Greater(t, actions[0].(Deliver).Quorum.ID, last, "even if nobody says what was before")
+}
+
+func TestAllWaitersShareOneQuorum(t *testing.T) {
+	r := newRing(3)
+	d := r.round(t, "c", "a", "b")
+	require.Equal(t, []WaiterID{2, 3, 1}, d.Waiters)
+	require.Same(t, d.Quorum, r.machine.latest)
+
+	next := r.round(t, "a", "b", "c")
+	require.Equal(t, d.Quorum.ID, next.Quorum.ID)
+	require.NotSame(t, d.Quorum, next.Quorum, "a delivered quorum never changes")
+}
+
+func TestMembersArePassedOnAsTheyAre(t *testing.T) {
+	m := Member{
+		ReplicaID: "a", Address: "http://a", StoreAddress: "a:1", Step: 4, WorldSize: 2, Data: `{"x": 1}`,
+		CommitFailures: 3, Handles: []string{"h0", "h1"}, Unknown: []byte{1, 2},
+	}
+	actions := newRing(1).ask(m)
+	require.Equal(t, []Member{m}, actions[0].(Deliver).Quorum.Members)
+}
+
+// Every restart of a group is a new replica_id, so what is kept must not grow with their number.
+func TestMemoryIsBoundedByLiveMembers(t *testing.T) {
+	r := newRing(2)
+	for i := range 10000 {
+		r.now = r.now.Add(time.Second)
+		r.machine.Step(Beat{ReplicaID: fmt.Sprint("beats ", i)}, r.now)
+		r.ask(Member{ReplicaID: fmt.Sprint("asks ", i)})
+		r.machine.Step(GaveUp{Waiter: r.waiter}, r.now)
+		require.LessOrEqual(t, len(r.machine.roster.replicas), 10)
+		require.Empty(t, r.machine.roster.waiters)
+	}
+	r.machine.Step(Tick{}, r.now.Add(5*time.Second))
+	require.Empty(t, r.machine.roster.replicas)
+	require.Zero(t, r.machine.roster.pulses.Len())
+}
+
+func TestAClockThatGoesBackIsNotBelieved(t *testing.T) {
+	r := newRing(2)
+	r.ask(Member{ReplicaID: "a"})
+	r.machine.Step(Beat{ReplicaID: "a"}, r.now.Add(-time.Hour))
+	require.Equal(t, 1, r.machine.Describe(r.now.Add(4*time.Second)).Candidates)
+}
+
+func TestDescribeAsJSON(t *testing.T) {
+	r := newRing(2)
+	empty, err := json.Marshal(r.machine.Describe(r.now))
+	require.NoError(t, err)
+	require.JSONEq(t, `{
+		"quorum_id": 0, "quorum": [], "quorum_age_ms": 0, "max_step": 0,
+		"reason": "no replica asks for a quorum",
+		"healthy": 0, "candidates": 0, "waiters": 0, "members": [],
+		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000
+	}`, string(empty))
+
+	r.ask(Member{ReplicaID: "a", Address: "http://a:1", StoreAddress: "a:2", Step: 3, WorldSize: 2})
+	r.round(t, "b")
+	r.now = r.now.Add(1500 * time.Millisecond)
+	r.ask(Member{ReplicaID: "b", Step: 4, CommitFailures: 1})
+	r.now = r.now.Add(500 * time.Millisecond)
+	full, err := json.Marshal(r.machine.Describe(r.now))
+	require.NoError(t, err)
+	require.JSONEq(t, fmt.Sprintf(`{
+		"quorum_id": %d, "quorum": ["a", "b"], "quorum_age_ms": 2000, "quorum_created": "2026-11-01T00:00:00Z", "max_step": 3,
+		"reason": "1 replica asked, min_replicas is 2; missing: a",
+		"healthy": 2, "candidates": 1, "waiters": 1,
+		"members": [
+			{"replica_id": "a", "heartbeat_age_ms": 2000, "healthy": true, "in_quorum": true, "waiting": false, "waiting_ms": 0,
+			 "address": "http://a:1", "store_address": "a:2", "step": 3, "world_size": 2, "commit_failures": 0, "shrink_only": false},
+			{"replica_id": "b", "heartbeat_age_ms": 500, "healthy": true, "in_quorum": true, "waiting": true, "waiting_ms": 500,
+			 "step": 4, "world_size": 0, "commit_failures": 1, "shrink_only": false}
+		],
+		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000
+	}`, epoch.UnixMilli()+1), string(full))
+}
+
+func TestReasonsNameOnlySomeOfManyThatAreMissing(t *testing.T) {
+	r := newRing(1)
+	for i := range 30 {
+		r.machine.Step(Beat{ReplicaID: fmt.Sprintf("r%02d", i)}, r.now)
+	}
+	r.ask(Member{ReplicaID: "a"})
+	require.Equal(t, "1 of 31 healthy replicas asked, more than half are needed; "+
+		"missing: r00, r01, r02, r03, r04, r05, r06, r07 and 22 more", r.machine.Describe(r.now).Reason)
 }

@@ -2,6 +2,7 @@ package quorum
 
 import (
 	"container/list"
+	"slices"
 	"time"
 )
 
@@ -12,8 +13,7 @@ type replica struct {
 	lastBeat time.Time
 	pulse    *list.Element // its place in roster.pulses; nil once its heartbeat is too old
 
-	waiters []WaiterID // more than one when a retry overtook the request it replaces
-	member  Member     // as the newest request says
+	requests []request // that wait, the newest last; several when a retry overtook what it replaces
 
 	joined time.Time     // since when it is a candidate
 	place  *list.Element // its place in roster.queue; nil while it is no candidate
@@ -21,9 +21,17 @@ type replica struct {
 	previous bool // member of the previous quorum
 }
 
+type request struct {
+	waiter WaiterID
+	member Member
+}
+
 func (r *replica) alive() bool     { return r.pulse != nil }
-func (r *replica) waiting() bool   { return len(r.waiters) > 0 }
+func (r *replica) waiting() bool   { return len(r.requests) > 0 }
 func (r *replica) candidate() bool { return r.alive() && r.waiting() }
+
+// member is what the newest request says. The replica must wait.
+func (r *replica) member() *Member { return &r.requests[len(r.requests)-1].member }
 
 // roster keeps the replicas and counts them. Every change goes through update, so the counts are right
 // without ever being counted again.
@@ -85,15 +93,11 @@ func (s *roster) beat(id string, now time.Time) *replica {
 	return r
 }
 
-// ask lets a waiter wait for its member. A second waiter of one replica_id shares its membership, and what
-// the newer one says is what the others are told.
+// ask lets a waiter wait for its member. Waiters of one replica_id share one membership.
 func (s *roster) ask(w WaiterID, m Member, now time.Time) {
 	r := s.beat(m.ReplicaID, now)
 	s.waiters[w] = r
-	s.update(r, now, func() {
-		r.member = m
-		r.waiters = append(r.waiters, w)
-	})
+	s.update(r, now, func() { r.requests = append(r.requests, request{w, m}) })
 }
 
 // giveUp forgets a waiter. Without any, its member is no candidate any more.
@@ -104,25 +108,17 @@ func (s *roster) giveUp(w WaiterID, now time.Time) {
 	}
 	delete(s.waiters, w)
 	s.update(r, now, func() {
-		for i, other := range r.waiters {
-			if other == w {
-				r.waiters = append(r.waiters[:i:i], r.waiters[i+1:]...)
-				break
-			}
-		}
+		r.requests = slices.DeleteFunc(r.requests, func(q request) bool { return q.waiter == w })
 	})
 }
 
-// answer ends the wait of a member and returns who waited.
-func (s *roster) answer(r *replica, now time.Time) []WaiterID {
-	waiters := r.waiters
-	for _, w := range waiters {
-		delete(s.waiters, w)
+// answer ends the wait of a member, and adds those who waited to a list.
+func (s *roster) answer(waiters []WaiterID, r *replica, now time.Time) []WaiterID {
+	for _, q := range r.requests {
+		delete(s.waiters, q.waiter)
+		waiters = append(waiters, q.waiter)
 	}
-	s.update(r, now, func() {
-		r.waiters = nil
-		r.member = Member{}
-	})
+	s.update(r, now, func() { r.requests = nil })
 	return waiters
 }
 
@@ -173,7 +169,7 @@ func (s *roster) count(r *replica, by int) {
 	if r.previous {
 		t.previousCandidates += by
 	}
-	if r.member.ShrinkOnly {
+	if r.member().ShrinkOnly {
 		t.shrinkers += by
 	}
 }

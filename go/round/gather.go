@@ -180,6 +180,10 @@ func (m *Machine) quorumGaveUp(e GaveUp) []Action {
 			what = "ranks " + m.where(func(r int) bool { return !g.has(r) })
 		}
 		own, others := gaveUp(e, r, what)
+		if g.round != 0 {
+			// The lighthouse was given until the earliest deadline, so it is the deadline of them all.
+			others.Kind = own.Kind
+		}
 		g.asked[r] = nil
 		g.count--
 		return append([]Action{Fail{e.Waiter, own}}, m.endGathering(others)...)

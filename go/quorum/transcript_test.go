@@ -1,0 +1,181 @@
+package quorum
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+var update = flag.Bool("update", false, "write what the machine does into the transcripts")
+
+// A transcript is commands, each followed by what the machine did, indented. Lines that begin with # are for
+// the reader. After a change of behaviour: go test ./quorum -update, and read the difference.
+//
+//	policy min=2 join=1s heartbeat=5s   a new machine, at time 0; its first quorum is 1001
+//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005]
+//	gave-up 1        the waiter is gone
+//	beat a b         heartbeats
+//	tick             the timer
+//	wait 100ms       time passes
+//	describe
+func TestTranscripts(t *testing.T) {
+	paths, err := filepath.Glob("testdata/*.txt")
+	require.NoError(t, err)
+	require.NotEmpty(t, paths)
+	for _, path := range paths {
+		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
+			want, err := os.ReadFile(path)
+			require.NoError(t, err)
+			got := (&transcript{t: t}).play(string(want))
+			if *update {
+				require.NoError(t, os.WriteFile(path, []byte(got), 0o644))
+				return
+			}
+			require.Equal(t, string(want), got)
+		})
+	}
+}
+
+type transcript struct {
+	t       *testing.T
+	machine *Machine
+	now     time.Time
+	waiters WaiterID
+}
+
+// play returns the text with the answers that the machine gives now.
+func (r *transcript) play(text string) string {
+	var out strings.Builder
+	for line := range strings.Lines(text) {
+		switch command := strings.TrimRight(line, "\n"); {
+		case strings.HasPrefix(line, " "): // an answer of before
+		case command == "" || strings.HasPrefix(command, "#"):
+			out.WriteString(line)
+		default:
+			out.WriteString(line)
+			for _, answer := range r.run(strings.Fields(command)) {
+				fmt.Fprintf(&out, "  %s\n", answer)
+			}
+		}
+	}
+	return out.String()
+}
+
+func (r *transcript) run(words []string) []string {
+	args := words[1:]
+	switch words[0] {
+	case "policy":
+		r.now, r.waiters = time.UnixMilli(1000).UTC(), 0
+		r.machine = NewMachine(Policy{
+			MinReplicas:      int(number(r.t, option(args, "min"))),
+			JoinTimeout:      duration(r.t, option(args, "join")),
+			HeartbeatTimeout: duration(r.t, option(args, "heartbeat")),
+		}, r.now)
+		return nil
+	case "ask":
+		waiter := r.waiters + 1
+		if w := option(args, "waiter"); w != "" {
+			waiter = WaiterID(number(r.t, w))
+		}
+		r.waiters = max(r.waiters, waiter)
+		return r.step(Asked{
+			Waiter:        waiter,
+			KnownQuorumID: number(r.t, option(args, "known")),
+			Member: Member{
+				ReplicaID:      args[0],
+				Step:           number(r.t, option(args, "step")),
+				CommitFailures: number(r.t, option(args, "failures")),
+				ShrinkOnly:     slices.Contains(args, "shrink"),
+			},
+		})
+	case "gave-up":
+		return r.step(GaveUp{Waiter: WaiterID(number(r.t, args[0]))})
+	case "beat":
+		var answers []string
+		for _, id := range args {
+			answers = append(answers, r.step(Beat{ReplicaID: id})...)
+		}
+		return answers
+	case "tick":
+		return r.step(Tick{})
+	case "wait":
+		r.now = r.now.Add(duration(r.t, args[0]))
+		return nil
+	case "describe":
+		return describe(r.machine.Describe(r.now))
+	}
+	require.Fail(r.t, "no such command", words)
+	return nil
+}
+
+func (r *transcript) step(e Event) []string {
+	var answers []string
+	for _, action := range r.machine.Step(e, r.now) {
+		switch a := action.(type) {
+		case Deliver:
+			members := ""
+			for _, m := range a.Quorum.Members {
+				members += fmt.Sprintf(" %s(step %d)", m.ReplicaID, m.Step)
+			}
+			answers = append(answers, fmt.Sprintf("quorum %d:%s, to waiters %v", a.Quorum.ID, members, a.Waiters))
+		case Changed:
+			answers = append(answers, fmt.Sprintf("changed to %d: joined %v, left %v: %s", a.Quorum.ID, a.Joined, a.Left, a.Reason))
+		case Waiting:
+			answers = append(answers, "waiting: "+a.Reason)
+		}
+	}
+	return answers
+}
+
+func describe(s Status) []string {
+	lines := []string{
+		fmt.Sprintf("quorum %d %v, %d healthy, %d candidates, %d waiters", s.QuorumID, s.Quorum, s.Healthy, s.Candidates, s.Waiters),
+		"no quorum because: " + s.Reason,
+	}
+	for _, m := range s.Members {
+		line := fmt.Sprintf("%s: heartbeat %d ms ago", m.ReplicaID, m.HeartbeatAgeMS)
+		if !m.Healthy {
+			line += ", dead"
+		}
+		if m.InQuorum {
+			line += ", in the quorum"
+		}
+		if m.Waiting {
+			line += fmt.Sprintf(", waits for %d ms", m.WaitingMS)
+		}
+		lines = append(lines, line)
+	}
+	return lines
+}
+
+func option(args []string, name string) string {
+	for _, a := range args {
+		if value, ok := strings.CutPrefix(a, name+"="); ok {
+			return value
+		}
+	}
+	return ""
+}
+
+func number(t *testing.T, s string) int64 {
+	if s == "" {
+		return 0
+	}
+	n, err := strconv.ParseInt(s, 10, 64)
+	require.NoError(t, err)
+	return n
+}
+
+func duration(t *testing.T, s string) time.Duration {
+	d, err := time.ParseDuration(s)
+	require.NoError(t, err)
+	return d
+}

@@ -1,0 +1,104 @@
+// Package internal_test holds the rules of docs/design.md on who may import whom.
+package internal_test
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+const module = "github.com/torchft/torchft/go"
+
+type pkg struct {
+	ImportPath string
+	Imports    []string // what its code imports, tests aside
+	Deps       []string // all that it needs
+}
+
+func packages(t *testing.T) map[string]pkg {
+	t.Helper()
+	list := exec.Command("go", "list", "-e", "-json=ImportPath,Imports,Deps", module+"/...")
+	list.Dir = ".."
+	out, err := list.Output()
+	require.NoError(t, err)
+	found := map[string]pkg{}
+	for decoder := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p pkg
+		err := decoder.Decode(&p)
+		if errors.Is(err, io.EOF) {
+			return found
+		}
+		require.NoError(t, err)
+		found[strings.TrimPrefix(p.ImportPath, module+"/")] = p
+	}
+}
+
+// ours are the packages of this module among imports, without the module's name.
+func ours(imports []string) (short []string) {
+	for _, path := range imports {
+		if name, ok := strings.CutPrefix(path, module+"/"); ok {
+			short = append(short, name)
+		}
+	}
+	return short
+}
+
+func isStandard(path string) bool {
+	first, _, _ := strings.Cut(path, "/")
+	return !strings.Contains(first, ".")
+}
+
+func TestWhoMayImportWhom(t *testing.T) {
+	pure := []string{"quorum", "recovery", "round"}
+	shared := append([]string{"torchftpb", "internal/rpc"}, pure...)
+	allowed := map[string][]string{
+		"quorum":                 nil,
+		"recovery":               {"quorum"},
+		"round":                  {"quorum", "recovery"},
+		"sim":                    pure,
+		"torchftpb":              nil,
+		"internal/rpc":           append([]string{"torchftpb"}, pure...),
+		"lighthouse":             shared,
+		"manager":                shared,
+		"internal/fttest":        append([]string{"lighthouse", "manager"}, shared...),
+		"cmd/torchft_lighthouse": {"lighthouse"},
+	}
+	all := packages(t)
+	for name, p := range all {
+		for _, imported := range ours(p.Imports) {
+			if may, ruled := allowed[name]; ruled {
+				assert.Contains(t, may, imported, "%s imports %s", name, imported)
+			}
+			if imported == "pyapi" || strings.HasPrefix(imported, "pyapi/") {
+				inside := name == "native" || name == "pyapi" || strings.HasPrefix(name, "pyapi/")
+				assert.True(t, inside, "%s imports %s: only native may", name, imported)
+			}
+			assert.NotEqual(t, "internal/fttest", imported, "%s imports fttest outside of tests", name)
+		}
+	}
+	for _, name := range pure {
+		require.Contains(t, all, name)
+		for _, path := range all[name].Deps {
+			assert.True(t, isStandard(path) || strings.HasPrefix(path, module), "%s needs %s", name, path)
+		}
+		for _, path := range all[name].Imports {
+			assert.False(t, slices.Contains([]string{"net", "os", "sync", "log/slog", "context"}, path), "%s is pure and imports %s", name, path)
+		}
+	}
+}
+
+// A library that asks for signals takes Ctrl-C away from Python.
+func TestOnlyTheCommandTakesSignals(t *testing.T) {
+	for name, p := range packages(t) {
+		if !strings.HasPrefix(name, "cmd/") && name != "internal/fttest" {
+			assert.NotContains(t, p.Deps, "os/signal", "%s", name)
+		}
+	}
+}

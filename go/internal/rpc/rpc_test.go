@@ -1,0 +1,244 @@
+package rpc_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func TestParseAddress(t *testing.T) {
+	for address, want := range map[string]rpc.Address{
+		"http://localhost:29510":  {HostPort: "localhost:29510"},
+		"http://localhost:29510/": {HostPort: "localhost:29510"},
+		"https://[::1]:1":         {HostPort: "[::1]:1", TLS: true},
+		"http://node_7.cluster:8": {HostPort: "node_7.cluster:8"},
+	} {
+		got, err := rpc.ParseAddress("x", address)
+		require.NoError(t, err, address)
+		assert.Equal(t, want, got)
+	}
+	for address, why := range map[string]string{
+		"":                   "begin with http:// or https://",
+		"localhost:29510":    "begin with http:// or https://",
+		"127.0.0.1:29510":    "begin with http:// or https://",
+		"[::1]:29510":        "begin with http:// or https://",
+		"tcp://h:1":          "begin with http:// or https://",
+		"http://":            "the host is missing",
+		"http://:29510":      "the host is missing",
+		"http://h":           "the port is missing",
+		"http://h:0":         "the port is not between 1 and 65535",
+		"http://h:70000":     "the port is not between 1 and 65535",
+		"http://h:port":      "it is not a URL",
+		"http://h:1/path":    "more than a host and a port",
+		"http://user@h:1":    "more than a host and a port",
+		"http://h:1?x=1":     "more than a host and a port",
+		"http://h:1 http://": "it is not a URL",
+	} {
+		_, err := rpc.ParseAddress("lighthouse_addr", address)
+		assert.ErrorContains(t, err, fmt.Sprintf("lighthouse_addr is %q: it must be http://host:port or https://host:port", address))
+		assert.ErrorContains(t, err, why)
+	}
+}
+
+func TestAnnounce(t *testing.T) {
+	bound := &net.TCPAddr{IP: net.IPv6zero, Port: 29510}
+	assert.Equal(t, "http://node7:29510", rpc.Announce("node7", bound))
+	assert.Equal(t, "http://[fe80::1]:29510", rpc.Announce("fe80::1", bound))
+	assert.Equal(t, "http://[fe80::1]:29510", rpc.Announce("[fe80::1]", bound))
+}
+
+func TestHostsAndBinds(t *testing.T) {
+	for _, good := range []string{"node7", "node-7.example", "10.0.0.1", "::1", "[::1]"} {
+		assert.NoError(t, rpc.ValidateHostname("hostname", good))
+	}
+	for _, bad := range []string{"", "http://h", "h:1", "a b", "h/x", "[h]"} {
+		assert.ErrorContains(t, rpc.ValidateHostname("hostname", bad), fmt.Sprintf("hostname is %q", bad))
+	}
+	for _, good := range []string{"[::]:0", "0.0.0.0:29510", ":1", "localhost:65535"} {
+		assert.NoError(t, rpc.ValidateBind("bind", good))
+	}
+	for _, bad := range []string{"", "29510", "[::]", "h:-1", "h:65536", "h:http"} {
+		assert.ErrorContains(t, rpc.ValidateBind("bind", bad), fmt.Sprintf("bind is %q", bad))
+	}
+}
+
+func TestBackoff(t *testing.T) {
+	b := rpc.Backoff{First: 20 * time.Millisecond, Most: time.Second}
+	for failed, want := range map[int]time.Duration{0: 20, 1: 20, 2: 40, 3: 80, 6: 640, 7: 1000, 1000: 1000} {
+		assert.Equal(t, want*time.Millisecond, b.Wait(failed, 0), "after %d", failed)
+	}
+	assert.Equal(t, 15*time.Millisecond, b.Wait(1, 1), "spread shortens by up to a quarter")
+}
+
+func TestCodes(t *testing.T) {
+	for kind, code := range map[round.Kind]codes.Code{
+		round.KindInvalid: codes.InvalidArgument, round.KindTimeout: codes.DeadlineExceeded, round.KindAborted: codes.Aborted,
+		round.KindUnavailable: codes.Unavailable, round.KindInternal: codes.Internal, round.Kind(99): codes.Internal,
+	} {
+		err := rpc.ToStatus(round.Failure{Kind: kind, Reason: "why"})
+		assert.Equal(t, code, status.Code(err))
+		assert.Equal(t, kind == round.KindTimeout, rpc.IsTimeout(err))
+		if kind <= round.KindInternal {
+			assert.Equal(t, round.Failure{Kind: kind, Reason: "why"}, rpc.FromError(err))
+		}
+	}
+	for _, err := range []error{
+		context.DeadlineExceeded, context.Canceled, fmt.Errorf("x: %w", context.DeadlineExceeded),
+		status.Error(codes.Canceled, "Timeout expired"), rpc.Wrap("quorum", "x", status.Error(codes.DeadlineExceeded, "")),
+	} {
+		assert.True(t, rpc.IsTimeout(err), "%v", err)
+		assert.Equal(t, round.KindTimeout, rpc.FromError(err).Kind)
+	}
+	assert.False(t, rpc.IsTimeout(nil))
+	assert.Equal(t, round.KindInternal, rpc.FromError(errors.New("odd")).Kind)
+	assert.Equal(t, round.KindInternal, rpc.FromError(status.Error(codes.PermissionDenied, "no")).Kind)
+}
+
+func TestWaiters(t *testing.T) {
+	var w rpc.Waiters[round.WaiterID, string]
+	a, answerA := w.Add()
+	b, answerB := w.Add()
+	c, answerC := w.Add()
+	assert.NotEqual(t, a, b)
+	w.Answer(a, "first")
+	w.Answer(a, "second") // nobody waits for it
+	w.Drop(b)
+	w.Answer(b, "late")
+	w.AnswerAll("all")
+	w.Answer(c, "again")
+	assert.Equal(t, "first", <-answerA)
+	assert.Equal(t, "all", <-answerC)
+	assert.Empty(t, answerB)
+	assert.Zero(t, w.Len())
+}
+
+func TestConversionKeepsEverything(t *testing.T) {
+	member := quorum.Member{
+		ReplicaID: "r", Address: "a", StoreAddress: "s", Step: 1, WorldSize: 2, ShrinkOnly: true, Data: "{}",
+		CommitFailures: 3, Handles: []string{"h"}, Unknown: []byte{0xa2, 0x06, 0x00},
+	}
+	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}}, Created: time.Unix(7, 8).UTC()}
+	raw, err := proto.Marshal(rpc.QuorumToProto(want))
+	require.NoError(t, err)
+	var wire torchftpb.Quorum
+	require.NoError(t, proto.Unmarshal(raw, &wire))
+	assert.Equal(t, want, rpc.QuorumFromProto(&wire))
+}
+
+func TestDialNamesAddressAndTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		host := fttest.NewNetwork().Host("a")
+		start := time.Now()
+		_, err := rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", 2*time.Second)
+		assert.EqualError(t, err, "rpc error: code = Unavailable desc = could not connect to lighthouse at http://b:1 within 2s: dial b:1: connection refused")
+		assert.Equal(t, 2*time.Second, time.Since(start))
+		assert.False(t, rpc.IsTimeout(err))
+
+		_, err = rpc.Dial(t.Context(), host, "lighthouse", "b:1", time.Second)
+		assert.ErrorContains(t, err, `lighthouse address is "b:1": it must be http://host:port`)
+		_, err = rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", 0)
+		assert.ErrorContains(t, err, "connect_timeout is 0s: it must be more than 0")
+
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(time.Second, cancel)
+		_, err = rpc.Dial(ctx, host, "lighthouse", "http://b:1", time.Minute)
+		assert.Equal(t, codes.Canceled, status.Code(err))
+	})
+}
+
+func TestDialToWhatIsNoGRPCServer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		network := fttest.NewNetwork()
+		lis, err := network.Host("b").Listen(":1")
+		require.NoError(t, err)
+		defer func() { require.NoError(t, lis.Close()) }()
+		go func() {
+			for {
+				conn, err := lis.Accept()
+				if err != nil {
+					return
+				}
+				_, _ = conn.Write([]byte("SSH-2.0-OpenSSH_9.9\r\n"))
+				_ = conn.Close()
+			}
+		}()
+		_, err = rpc.Dial(t.Context(), network.Host("a"), "manager", "http://b:1", time.Second)
+		assert.ErrorContains(t, err, "could not connect to manager at http://b:1 within 1s: it does not answer as a gRPC server")
+	})
+}
+
+func TestTCP(t *testing.T) {
+	lis, err := rpc.TCP.Listen("[::]:0") // where there is no IPv6 this is 0.0.0.0
+	require.NoError(t, err)
+	_, port, err := net.SplitHostPort(lis.Addr().String())
+	require.NoError(t, err)
+
+	_, err = rpc.TCP.Listen("[::]:" + port)
+	assert.ErrorIs(t, err, syscall.EADDRINUSE)
+	assert.ErrorContains(t, err, "the port is in use")
+	_, err = rpc.TCP.Listen("203.0.113.7:0")
+	assert.ErrorContains(t, err, `bind is "203.0.113.7:0"`)
+
+	conn, err := rpc.TCP.Dial(t.Context(), "127.0.0.1:"+port)
+	require.NoError(t, err)
+	there, err := lis.Accept()
+	require.NoError(t, err)
+	require.NoError(t, conn.Close())
+	_, err = there.Read(make([]byte, 1))
+	assert.Error(t, err, "the end of a connection reaches the other side")
+	require.NoError(t, there.Close())
+	require.NoError(t, lis.Close())
+	_, err = rpc.TCP.Dial(t.Context(), "127.0.0.1:"+port)
+	assert.ErrorIs(t, err, syscall.ECONNREFUSED)
+}
+
+func TestGoSurvivesAPanic(t *testing.T) {
+	log := &fttest.Log{}
+	var group sync.WaitGroup
+	rpc.Go(&group, slog.New(slog.NewTextHandler(log, nil)), "doomed", func() { panic("boom") })
+	group.Wait()
+	assert.Equal(t, 1, log.Count("doomed"))
+	assert.True(t, strings.Contains(log.String(), "boom"))
+}
+
+func TestTokens(t *testing.T) {
+	for _, tc := range []struct {
+		configured string
+		sent       []string
+		want       rpc.TokenCheck
+	}{
+		{"", []string{"Bearer x"}, rpc.TokenDisabled},
+		{"", []string{"Bearer "}, rpc.TokenDisabled},
+		{"x", nil, rpc.TokenMissing},
+		{"x", []string{"x"}, rpc.TokenWrong},
+		{"x", []string{"Bearer y"}, rpc.TokenWrong},
+		{"x", []string{"Bearer "}, rpc.TokenWrong},
+		{"x", []string{rpc.Bearer("x")}, rpc.TokenOK},
+	} {
+		assert.Equal(t, tc.want, rpc.CheckToken(tc.configured, tc.sent))
+		assert.NotEmpty(t, tc.want.String())
+	}
+}

@@ -1,0 +1,123 @@
+package rpc_test
+
+import (
+	"context"
+	"io"
+	"net"
+	"net/http"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+type heartbeats struct {
+	torchftpb.UnimplementedLighthouseServiceServer
+}
+
+func (heartbeats) Heartbeat(_ context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+	if req.GetReplicaId() == "panic" {
+		panic("boom")
+	}
+	return &torchftpb.LighthouseHeartbeatResponse{}, nil
+}
+
+func serve(t *testing.T, network *fttest.Network) *rpc.Server {
+	lis, err := network.Host("server").Listen(":1")
+	require.NoError(t, err)
+	g := rpc.NewGRPC(fttest.Quiet)
+	torchftpb.RegisterLighthouseServiceServer(g, heartbeats{})
+	s := rpc.Serve(lis, g, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/panic" {
+			panic("boom")
+		}
+		_, _ = io.WriteString(w, r.Method)
+	}), fttest.Quiet)
+	t.Cleanup(s.Stop)
+	return s
+}
+
+func TestOnePortForBoth(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		network := fttest.NewNetwork()
+		s := serve(t, network)
+		conn, err := rpc.Dial(t.Context(), network.Host("client"), "lighthouse", "http://server:1", time.Second)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		stub := torchftpb.NewLighthouseServiceClient(conn)
+
+		transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+			return network.Host("client").Dial(ctx, addr)
+		}}
+		defer transport.CloseIdleConnections()
+		web := &http.Client{Transport: transport}
+
+		for range 2 { // a panic ends neither
+			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} { // the first begin as the preface does
+				req, err := http.NewRequest(method, "http://server:1/", nil)
+				require.NoError(t, err)
+				resp, err := web.Do(req)
+				require.NoError(t, err)
+				body, err := io.ReadAll(resp.Body)
+				require.NoError(t, err)
+				require.NoError(t, resp.Body.Close())
+				assert.Equal(t, method, string(body))
+			}
+			resp, err := web.Get("http://server:1/panic")
+			require.NoError(t, err)
+			require.NoError(t, resp.Body.Close())
+			assert.Equal(t, http.StatusInternalServerError, resp.StatusCode)
+
+			_, err = stub.Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{})
+			require.NoError(t, err)
+			_, err = stub.Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: "panic"})
+			assert.Equal(t, codes.Internal, status.Code(err))
+		}
+		s.Stop()
+		_, err = network.Host("client").Dial(t.Context(), "server:1")
+		assert.Error(t, err)
+	})
+}
+
+func TestASilentConnectionIsHungUpAndHoldsUpNobody(t *testing.T) {
+	for name, sent := range map[string]string{"nothing": "", "half a preface": "PRI * HT"} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				network := fttest.NewNetwork()
+				serve(t, network)
+				silent, err := network.Host("x").Dial(t.Context(), "server:1")
+				require.NoError(t, err)
+				_, err = io.WriteString(silent, sent)
+				require.NoError(t, err)
+				conn, err := rpc.Dial(t.Context(), network.Host("client"), "lighthouse", "http://server:1", time.Second)
+				require.NoError(t, err)
+				require.NoError(t, conn.Close())
+				start := time.Now()
+				_, err = silent.Read(make([]byte, 1))
+				assert.Equal(t, io.EOF, err)
+				assert.Equal(t, 5*time.Second, time.Since(start))
+			})
+		})
+	}
+}
+
+func TestStopEndsConnectionsThatSaidNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		network := fttest.NewNetwork()
+		s := serve(t, network)
+		_, err := network.Host("x").Dial(t.Context(), "server:1")
+		require.NoError(t, err)
+		synctest.Wait()
+		start := time.Now()
+		s.Stop()
+		assert.Zero(t, time.Since(start))
+	})
+}

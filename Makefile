@@ -60,7 +60,7 @@ lint: $(VENV)/with-lint $(VENV)/with-test ## gofmt, go vet, ruff, import-linter,
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/pyrefly check
+	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY)
 
 bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package
 	$(PY) python/bench/run.py

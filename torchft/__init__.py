@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from torchft.data import DistributedSampler as DistributedSampler
     from torchft.ddp import DistributedDataParallel as DistributedDataParallel
     from torchft.manager import Manager as Manager
-    from torchft.optim import OptimizerWrapper as Optimizer
+    from torchft.optim import OptimizerWrapper
     from torchft.process_group import ProcessGroupGloo as ProcessGroupGloo
     from torchft.process_group import ProcessGroupNCCL as ProcessGroupNCCL
+
+    Optimizer = OptimizerWrapper
 
 # exported name: (module, name there)
 _EXPORTS = {

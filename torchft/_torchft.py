@@ -13,11 +13,11 @@ the child too.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 from torchft.addresses import announced_host
@@ -41,23 +41,23 @@ _INT64_MAX = 2**63 - 1
 _MICROSECOND = timedelta(microseconds=1)
 _LONGEST = timedelta(days=36500) // _MICROSECOND  # what Go's durations hold, and for ever to everyone else
 
-_native: ModuleType | None = None
+_native: Any = None
 
 
-def _load(log_level: str = "warn") -> ModuleType:
+def _load(log_level: str = "warn") -> Any:
     """The native library; ``log_level`` counts unless TORCHFT_LOG_LEVEL is set."""
     global _native
     if _native is None:
         try:
-            from torchft import _torchft_go
+            library = importlib.import_module("torchft._torchft_go")
         except ImportError as e:
             raise ImportError(f"torchft's native library does not load; build it with `pip install .`: {e}") from e
         level = os.environ.get(LOG_LEVEL_ENV)
         try:
-            _torchft_go.pyapi_SetLogLevel(level or log_level)
+            library.pyapi_SetLogLevel(level or log_level)
         except ValueError as e:
             raise ValueError(f"{LOG_LEVEL_ENV}: {e}") from None
-        _native = _torchft_go
+        _native = library
     return _native
 
 
@@ -83,7 +83,7 @@ class _Native:
 
     __slots__ = ("__weakref__", "_go", "_handle")
 
-    _go: ModuleType
+    _go: Any
     _handle: int
 
     def _open(self, start: str, *args: object) -> None:
@@ -256,6 +256,7 @@ class ManagerServer(_Server):
             os.environ.get(KILL_TOKEN_ENV, ""),
         )
 
+
 class ManagerClient(_Native):
     """A rank's connection to the manager server of a replica group.
 
@@ -319,7 +320,10 @@ class ManagerClient(_Native):
         """What group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""
         go = self._go
         return go.run(
-            go.pyapi_ManagerCheckpointMetadataStart, self._handle, _integer("rank", rank, 0), _micros("timeout", timeout)
+            go.pyapi_ManagerCheckpointMetadataStart,
+            self._handle,
+            _integer("rank", rank, 0),
+            _micros("timeout", timeout),
         )
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
@@ -385,6 +389,7 @@ class LighthouseServer(_Server):
             os.environ.get(KILL_TOKEN_ENV, ""),
         )
 
+
 class LighthouseClient(_Native):
     """A connection to the lighthouse for those who want its quorum without a manager.
 
@@ -425,9 +430,10 @@ class LighthouseClient(_Native):
             shrink_only: accept no newcomers into the quorum.
             data: handed to the other members as it is; what ``json`` can write.
         """
+        go = self._go
         result = json.loads(
-            self._go.run(
-                self._go.pyapi_LighthouseQuorumStart,
+            go.run(
+                go.pyapi_LighthouseQuorumStart,
                 self._handle,
                 replica_id,
                 address,
@@ -439,19 +445,14 @@ class LighthouseClient(_Native):
                 _micros("timeout", timeout),
             )
         )
-        return Quorum(
-            quorum_id=result["quorum_id"],
-            participants=[QuorumMember(**{**m, "data": _data(m["data"])}) for m in result["participants"]],
-            created=Timestamp(**result["created"]),
-        )
+        participants = [QuorumMember(**member) for member in result["participants"]]
+        for participant, member in zip(participants, result["participants"]):
+            participant.data = json.loads(member["data"]) if member["data"] else None
+        return Quorum(result["quorum_id"], participants, Timestamp(**result["created"]))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Says that ``replica_id`` is alive; ``timeout`` is of the call."""
         self._go.run(self._go.pyapi_LighthouseHeartbeatStart, self._handle, replica_id, _micros("timeout", timeout))
-
-
-def _data(text: str) -> dict[str, Any] | None:
-    return json.loads(text) if text else None
 
 
 class _LighthouseCommand(_Server):

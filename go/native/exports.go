@@ -27,20 +27,12 @@ const (
 //
 //export tft_op_take
 func tft_op_take(op, sliceMs C.int64_t, number *C.int64_t, text **C.char, length *C.int64_t) (state C.int) {
-	var failure error
-	value, done, err := any(nil), true, error(nil)
-	func() {
-		defer ops.Guard(&failure)
-		value, done, err = ops.Take(int64(op), time.Duration(sliceMs)*time.Millisecond)
-	}()
-	if failure != nil {
-		err = failure
-	}
+	value, done, err := ops.Take(int64(op), time.Duration(sliceMs)*time.Millisecond)
 	if !done {
 		return statePending
 	}
 	if err != nil {
-		*text = C.CString(ops.Classed(err).Error())
+		*text = C.CString(err.Error())
 		return stateError
 	}
 	switch v := value.(type) {
@@ -65,8 +57,4 @@ func tft_op_take(op, sliceMs C.int64_t, number *C.int64_t, text **C.char, length
 }
 
 //export tft_op_cancel
-func tft_op_cancel(op C.int64_t) {
-	var err error
-	defer ops.Guard(&err)
-	ops.Cancel(int64(op))
-}
+func tft_op_cancel(op C.int64_t) { ops.Cancel(int64(op)) }

@@ -2,6 +2,7 @@ package pyapi
 
 import (
 	"context"
+	"errors"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
@@ -33,7 +34,7 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 	}
 	return ops.Start(cfg.ConnectTimeout+bindTimeout, func(ctx context.Context) (any, error) {
 		server, err := manager.NewServer(ctx, cfg)
-		return server, ops.As(ops.Runtime, err)
+		return server, connectFailed(err)
 	}), nil
 }
 
@@ -43,7 +44,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64) (op int64, err erro
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
 		client, err := manager.Dial(ctx, addr, timeout)
-		return client, ops.As(ops.Runtime, err)
+		return client, connectFailed(err)
 	}), nil
 }
 
@@ -97,6 +98,14 @@ func ManagerShouldCommitStart(handle, groupRank, step int64, vote bool, timeoutU
 		commit, err := client.ShouldCommit(ctx, groupRank, step, vote)
 		return commit, callFailed(err)
 	}), nil
+}
+
+// connectFailed classes the error of a constructor: a peer that is not reached in time is no TimeoutError.
+func connectFailed(err error) error {
+	if err == nil {
+		return nil
+	}
+	return ops.As(ops.Runtime, errors.New(rpc.Message(err)))
 }
 
 // callFailed classes the error of a call: its own deadline, or everything else.

@@ -16,7 +16,7 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64) (op int64, err e
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
 		client, err := manager.DialLighthouse(ctx, addr, timeout)
-		return client, ops.As(ops.Runtime, err)
+		return client, connectFailed(err)
 	}), nil
 }
 

@@ -75,7 +75,9 @@ def go_source(generated: str) -> str:
 
 def stub_script(generated: str) -> str:
     """gopy's pybindgen script, less everything that is not a function of the facade."""
-    kept = [line for line in generated.splitlines() if not re.match(r"mod\.add_function\(|add_\w+\(mod, '(?!pyapi_)", line)]
+    kept = [
+        line for line in generated.splitlines() if not re.match(r"mod\.add_function\(|add_\w+\(mod, '(?!pyapi_)", line)
+    ]
     calls = sorted(line for line in kept if line.startswith("add_checked"))
     rest = [line for line in kept if not line.startswith("add_checked")]
     where = next(i for i, line in enumerate(rest) if line.startswith("mod.generate("))
@@ -87,9 +89,12 @@ def c_source(generated: str) -> str:
     text = substitute(rf"MOD_INIT\(_{MODULE}\)", "PyObject *gopy_module_init(void)", text)
     text = substitute(rf'"{MODULE}_go\.h"', '"_cgo_export.h"', text)
     text = substitute(
-        r"(^_wrap__torchft_go_pyapi_\w+\(.*\)\n\{\n)", r"\1    if (tft_forked()) return tft_raise_forked();\n", text, re.M
+        r"(^_wrap__torchft_go_pyapi_\w+\(.*\)\n\{\n)",
+        r"\1    if (tft_forked()) return tft_raise_forked();\n",
+        text,
+        re.M,
     )
-    return f"/* {MARK} */\n#include \"torchft.h\"\n{text}"
+    return f'/* {MARK} */\n#include "torchft.h"\n{text}'
 
 
 def main() -> None:

@@ -42,7 +42,9 @@ def python():
     found = sys.version_info[:3]
     if found < PYTHON:
         raise Missing(
-            "torchft: install Python {} or newer; {} is Python {}.".format(_dotted(PYTHON), sys.executable, _dotted(found))
+            "torchft: install Python {} or newer; {} is Python {}.".format(
+                _dotted(PYTHON), sys.executable, _dotted(found)
+            )
         )
     return found
 
@@ -65,7 +67,9 @@ def go():
 def compiler():
     """Returns the C compiler's command as a list: CC, else gcc, else clang."""
     wanted = os.environ.get("CC", "").split()
-    need = "torchft: install gcc {} or newer (Debian, Ubuntu: apt install gcc libc6-dev), or set CC; ".format(_dotted(GCC))
+    need = "torchft: install gcc {} or newer (Debian, Ubuntu: apt install gcc libc6-dev), or set CC; ".format(
+        _dotted(GCC)
+    )
     command = wanted or [name for name in ("gcc", "clang") if shutil.which(name)][:1]
     if not command or shutil.which(command[0]) is None:
         raise Missing(need + ("CC={} is no command.".format(" ".join(wanted)) if wanted else "no `gcc` on PATH."))

@@ -42,18 +42,9 @@ func Guard(err *error) {
 		*err = panicked(p)
 		return
 	}
-	*err = Classed(*err)
-}
-
-// Classed returns err with the class it has, Runtime if it has none.
-func Classed(err error) error {
-	if err == nil {
-		return nil
+	if _, ok := errors.AsType[*classed](*err); *err != nil && !ok {
+		*err = As(Runtime, *err)
 	}
-	if c, ok := errors.AsType[*classed](err); ok {
-		return c
-	}
-	return As(Runtime, err)
 }
 
 // panicked keeps the stack for whoever reads the log: the exception carries one line only.

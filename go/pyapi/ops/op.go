@@ -55,11 +55,11 @@ func (o *op) wait(slice time.Duration) bool {
 }
 
 // Take waits up to slice and, once the operation has ended, forgets the handle and returns its result.
-// done is false while it runs on.
+// done is false while it runs on. An error has a class.
 func Take(handle int64, slice time.Duration) (value any, done bool, err error) {
 	o, err := Get[*op](handle)
 	if err != nil {
-		return nil, true, errors.New("R:no such operation")
+		return nil, true, As(Runtime, errors.New("no such operation"))
 	}
 	if !o.wait(slice) {
 		return nil, false, nil

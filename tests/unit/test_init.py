@@ -1,0 +1,71 @@
+"""What `import torchft` gives, and what it costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import torchft
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after a statement."""
+    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["torchft", "torchft.coordination", "torchft._torchft", "torchft.addresses"])
+def test_importing_the_control_plane_loads_neither_torch_nor_the_library(module: str) -> None:
+    loaded = loaded_after(f"import {module}")
+    assert module in loaded
+    assert not loaded & {"torch", "numpy", "torchft._torchft_go"}
+
+
+def test_exports_are_the_objects_of_their_modules() -> None:
+    from torchft import data, ddp, manager, optim, process_group
+
+    assert torchft.Manager is manager.Manager
+    assert torchft.Optimizer is optim.OptimizerWrapper
+    assert torchft.DistributedDataParallel is ddp.DistributedDataParallel
+    assert torchft.DistributedSampler is data.DistributedSampler
+    assert torchft.ProcessGroupGloo is process_group.ProcessGroupGloo
+    assert torchft.ProcessGroupNCCL is process_group.ProcessGroupNCCL
+    for name in torchft.__all__:
+        assert getattr(torchft, name).__name__
+        assert name in dir(torchft)
+
+
+def test_star_import_needs_nothing_that_is_missing() -> None:
+    namespace: dict[str, object] = {}
+    exec("from torchft import *", namespace)
+    assert set(torchft.__all__) <= set(namespace)
+
+
+@pytest.mark.parametrize("name", ["ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL"])
+def test_an_export_appears_when_process_group_defines_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchft import process_group
+
+    if not hasattr(process_group, name):
+        with pytest.raises(AttributeError, match=f"does not have {name} yet: torchft.process_group does not define it"):
+            getattr(torchft, name)
+        with pytest.raises(ImportError, match=name):
+            exec(f"from torchft import {name}")
+    group = type(name, (), {})
+    monkeypatch.setattr(process_group, name, group, raising=False)
+    monkeypatch.delitem(vars(torchft), name, raising=False)
+    assert getattr(torchft, name) is group
+    monkeypatch.delitem(vars(torchft), name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'torchft' has no attribute 'Nope'"):
+        _ = torchft.Nope
+    assert not hasattr(torchft, "Nope")
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.\w+)?", torchft.__version__)

@@ -1,0 +1,128 @@
+"""The torchft_lighthouse command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from torchft.coordination import LighthouseClient
+
+MAIN = "from torchft._torchft import lighthouse_main; lighthouse_main()"
+AT_ONCE = ["--bind", "127.0.0.1:0", "--join_timeout_ms", "10"]
+
+
+def start(arguments: Sequence[str], command: Sequence[str] = (sys.executable, "-c", MAIN)) -> subprocess.Popen[str]:
+    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def address_of(server: subprocess.Popen[str]) -> str:
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    match = re.fullmatch(r"Lighthouse listening on: (http://\S+:\d+)\n", line)
+    assert match, line or server.communicate(timeout=30)
+    return match.group(1)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal(stop: signal.Signals) -> None:
+    with start(["--min_replicas", "1", *AT_ONCE]) as server:
+        address = address_of(server)
+        quorum = LighthouseClient(address, timedelta(seconds=20)).quorum("group", timedelta(seconds=20))
+        assert [m.replica_id for m in quorum.participants] == ["group"]
+        with urlopen(f"{address}/status", timeout=10) as answer:
+            assert "group" in json.dumps(json.load(answer))
+        server.send_signal(stop)
+        _, errors = server.communicate(timeout=30)
+    assert server.returncode == 0
+    assert "Traceback" not in errors
+
+
+def test_the_installed_script_starts() -> None:
+    script = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent))
+    if script is None:
+        if os.environ.get("CI"):
+            pytest.fail("torchft is not installed beside this Python")
+        pytest.skip("torchft is not installed beside this Python, only on its path")
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "--min_replicas" in done.stdout
+
+
+def test_help_lists_every_option() -> None:
+    done = start(["--help"])
+    text, errors = done.communicate(timeout=60)
+    assert (done.returncode, errors) == (0, "")
+    for option in ("bind", "min_replicas", "join_timeout_ms", "quorum_tick_ms", "heartbeat_timeout_ms", "kill_token"):
+        assert f"--{option}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "min_replicas"),
+        (["--min_replicas", "0"], "0"),
+        (["--min_replicas", "two"], "two"),
+        (["--min_replicas", "1", "--quorum_tick_ms", "0"], "quorum_tick_ms"),
+        (["--min_replicas", "1", "--bind", "nowhere"], "nowhere"),
+        (["--min_replicas", "1", "--nonsense", "1"], "nonsense"),
+        (["--min_replicas", "1", "extra"], "extra"),
+    ],
+)
+def test_a_bad_argument_is_one_line_and_exit_code_2(arguments: list[str], named: str) -> None:
+    server = start(arguments)
+    out, errors = server.communicate(timeout=60)
+    assert (server.returncode, out) == (2, "")
+    assert errors.startswith("torchft_lighthouse: ")
+    assert errors.count("\n") == 1
+    assert named in errors
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        server = start(["--min_replicas", "1", "--bind", bind])
+        _, errors = server.communicate(timeout=60)
+    assert server.returncode == 1
+    assert errors.startswith("torchft_lighthouse: ")
+    assert errors.count("\n") == 1
+    assert bind in errors
+
+
+def test_a_bad_log_level_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_LOG_LEVEL", "loud")
+    server = start(["--min_replicas", "1", *AT_ONCE])
+    _, errors = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert "TORCHFT_LOG_LEVEL" in errors
+    assert "loud" in errors
+
+
+def test_it_is_light() -> None:
+    """Under 64 MB, and under 0.3 s of processor time, which unlike the clock on the wall does not depend on
+    what else the machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with start(["--min_replicas", "1", *AT_ONCE]) as server:
+        address_of(server)
+        status = Path(f"/proc/{server.pid}/status").read_text()
+        maps = Path(f"/proc/{server.pid}/maps").read_text()
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=30)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak_kb = int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))  # type: ignore[union-attr]
+    assert peak_kb < 64 * 1024
+    assert "libtorch" not in maps
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < 0.3

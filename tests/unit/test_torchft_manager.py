@@ -1,0 +1,289 @@
+"""ManagerServer and ManagerClient: quorums and votes of real servers in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+
+from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumResult
+
+T = TypeVar("T")
+SOON = timedelta(seconds=20)
+
+
+class Groups:
+    """A lighthouse, and the manager servers of replica groups."""
+
+    def __init__(self, groups: int, world_size: int = 1) -> None:
+        self.lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=groups)
+        self.servers = [self.server(f"group{i}", world_size) for i in range(groups)]
+        self.threads = ThreadPoolExecutor(groups * world_size)
+
+    def server(self, replica_id: str, world_size: int = 1, **changed: Any) -> ManagerServer:
+        settings: dict[str, Any] = dict(
+            replica_id=replica_id,
+            lighthouse_addr=self.lighthouse.address(),
+            hostname="127.0.0.1",
+            bind="127.0.0.1:0",
+            store_addr=f"{replica_id}:29500",
+            world_size=world_size,
+            heartbeat_interval=timedelta(milliseconds=100),
+            connect_timeout=SOON,
+            quorum_retries=0,
+        )
+        return ManagerServer(**{**settings, **changed})
+
+    def client(self, group: int, **keywords: Any) -> ManagerClient:
+        return ManagerClient(self.servers[group].address(), SOON, **keywords)
+
+    def together(self, *calls: Callable[[], T]) -> list[Future[T]]:
+        futures = [self.threads.submit(call) for call in calls]
+        for future in futures:
+            future.exception(timeout=60)
+        return futures
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.shutdown()
+        self.lighthouse.shutdown()
+        self.threads.shutdown()
+
+
+@pytest.fixture
+def groups() -> Iterator[Callable[..., Groups]]:
+    made: list[Groups] = []
+
+    def make(*args: int) -> Groups:
+        made.append(Groups(*args))
+        return made[-1]
+
+    yield make
+    for g in made:
+        g.close()
+
+
+def ask(client: ManagerClient, rank: int = 0, step: int = 0, timeout: timedelta = SOON, **more: Any) -> QuorumResult:
+    said: dict[str, Any] = dict(checkpoint_metadata=f"metadata{rank}", shrink_only=False, commit_failures=0, **more)
+    return client._quorum(group_rank=rank, step=step, timeout=timeout, **said)
+
+
+def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
+    defaults = dict(
+        quorum_id=0,
+        replica_rank=0,
+        replica_world_size=1,
+        recover_src_manager_address="",
+        recover_src_replica_rank=None,
+        recover_dst_replica_ranks=[],
+        store_address="",
+        max_step=0,
+        max_replica_rank=None,
+        max_world_size=1,
+        heal=False,
+        commit_failures=0,
+        replica_ids=[],
+        reconfigure_handles=[],
+    )
+    result = QuorumResult()
+    assert vars(result) == defaults
+    for name, value in dict(quorum_id=3, heal=True, replica_ids=["a"], max_replica_rank=1).items():
+        setattr(result, name, value)
+        assert getattr(result, name) == value
+    result.recover_dst_replica_ranks.append(1)
+    assert QuorumResult().recover_dst_replica_ranks == []
+    assert copy.deepcopy(result) == result
+
+
+def test_two_groups_agree_on_a_quorum(groups: Callable[..., Groups]) -> None:
+    job = groups(2)
+    clients = [job.client(0), job.client(1)]
+    first, second = (f.result() for f in job.together(*(lambda c=c: ask(c) for c in clients)))
+
+    assert first.quorum_id == second.quorum_id > 0
+    assert first.replica_ids == second.replica_ids == ["group0", "group1"]
+    assert (first.replica_rank, second.replica_rank) == (0, 1)
+    assert first.replica_world_size == second.replica_world_size == 2
+    assert (first.max_step, first.max_world_size) == (0, 2)
+    assert first.store_address == second.store_address == "group0:29500"
+    assert (first.heal, second.heal) == (False, True)
+    assert first.recover_dst_replica_ranks == [1]
+    assert (second.recover_src_replica_rank, second.recover_src_manager_address) == (0, job.servers[0].address())
+    # The healing group finds out where the source serves its state
+    assert ManagerClient(second.recover_src_manager_address, SOON)._checkpoint_metadata(0, SOON) == "metadata0"
+
+    assert [f.result() for f in job.together(*(lambda c=c: c.should_commit(0, 0, True, SOON) for c in clients))] == [
+        True,
+        True,
+    ]
+    third, fourth = (f.result() for f in job.together(*(lambda c=c: ask(c, step=1) for c in clients)))
+    assert third.quorum_id == fourth.quorum_id == first.quorum_id
+    assert not third.heal
+    assert not fourth.heal
+
+
+def test_without_init_sync_nobody_heals_at_step_0(groups: Callable[..., Groups]) -> None:
+    job = groups(2)
+    clients = [job.client(0), job.client(1)]
+    results = job.together(*(lambda c=c: ask(c, init_sync=False) for c in clients))
+    assert [f.result().heal for f in results] == [False, False]
+
+
+def test_a_group_behind_heals(groups: Callable[..., Groups]) -> None:
+    job = groups(2)
+    clients = {5: job.client(0), 2: job.client(1)}
+    ahead, behind = (f.result() for f in job.together(*(lambda s=s, c=c: ask(c, step=s) for s, c in clients.items())))
+    assert (ahead.max_step, behind.max_step) == (5, 5)
+    assert (ahead.max_replica_rank, behind.max_replica_rank) == (0, None)
+    assert behind.heal
+    assert ahead.max_world_size == 1
+
+
+def test_handles_come_back_when_every_rank_sent_one(groups: Callable[..., Groups]) -> None:
+    job = groups(2)
+    clients = [job.client(0), job.client(1)]
+    calls = (lambda i=i, c=c: ask(c, reconfigure_handle=f"handle{i}") for i, c in enumerate(clients))
+    results = job.together(*calls)
+    assert [f.result().reconfigure_handles for f in results] == [["handle0", "handle1"]] * 2
+
+
+def test_a_failed_commit_makes_a_new_quorum(groups: Callable[..., Groups]) -> None:
+    job = groups(1)
+    client = job.client(0)
+
+    def failures(count: int) -> QuorumResult:
+        return client._quorum(
+            group_rank=0, step=0, checkpoint_metadata="", shrink_only=False, timeout=SOON, commit_failures=count
+        )
+
+    first, second = failures(0), failures(1)
+    assert second.quorum_id == first.quorum_id + 1
+    assert second.commit_failures == 1
+
+
+def test_the_ranks_of_a_group_wait_for_each_other(groups: Callable[..., Groups]) -> None:
+    job = groups(1, 2)
+    ranks = [job.client(0, group_world_size=2) for _ in range(2)]
+    results = [f.result() for f in job.together(*(lambda r=r: ask(ranks[r], rank=r) for r in range(2)))]
+    assert results[0].quorum_id == results[1].quorum_id
+    assert ranks[0]._checkpoint_metadata(1, SOON) == "metadata1"
+
+    def votes(*said: bool, step: int) -> list[bool]:
+        calls = (lambda r=r, v=v: ranks[r].should_commit(r, step, v, SOON) for r, v in enumerate(said))
+        return [f.result() for f in job.together(*calls)]
+
+    assert votes(True, True, step=0) == [True, True]
+    assert votes(True, False, step=1) == [False, False]
+    assert votes(True, True, step=1) == [True, True]
+
+
+def test_votes_on_different_steps_never_mix(groups: Callable[..., Groups]) -> None:
+    job = groups(1, 2)
+    ranks = [job.client(0) for _ in range(2)]
+    stale = job.threads.submit(ranks[0].should_commit, 0, 3, True, SOON)
+    newer = job.threads.submit(ranks[1].should_commit, 1, 4, True, timedelta(seconds=2))
+    # Whichever came first: the two never agree. The one on the older step is told so, the other waits on.
+    with pytest.raises(RuntimeError, match="step 3"):
+        stale.result(timeout=60)
+    with pytest.raises(TimeoutError):
+        newer.result(timeout=60)
+
+
+def test_a_rank_that_gives_up_ends_the_wait_of_its_sibling(groups: Callable[..., Groups]) -> None:
+    job = groups(1, 3)
+    patient = job.threads.submit(ask, job.client(0), rank=0)
+    impatient = job.threads.submit(ask, job.client(0), rank=1, timeout=timedelta(milliseconds=300))
+    with pytest.raises(TimeoutError):
+        impatient.result(timeout=60)
+    with pytest.raises((RuntimeError, TimeoutError)) as caught:
+        patient.result(timeout=10)
+    assert "rank 1" in str(caught.value)
+
+
+def test_another_world_size_is_refused_naming_both(groups: Callable[..., Groups]) -> None:
+    job = groups(1, 2)
+    with pytest.raises(RuntimeError, match=r"(?s)3.*2|2.*3"):
+        ask(job.client(0, group_world_size=3))
+
+
+def test_an_unknown_rank_has_no_metadata(groups: Callable[..., Groups]) -> None:
+    with pytest.raises(RuntimeError, match="rank 5"):
+        groups(1).client(0)._checkpoint_metadata(5, SOON)
+
+
+def test_no_quorum_in_time_is_a_timeout_error(groups: Callable[..., Groups]) -> None:
+    with pytest.raises(TimeoutError, match="quorum"):
+        ask(groups(2).client(0), timeout=timedelta(milliseconds=100))
+
+
+def test_a_lighthouse_that_is_not_there_is_named_with_the_time_tried(groups: Callable[..., Groups]) -> None:
+    job = groups(1)
+    gone = job.lighthouse.address()
+    job.lighthouse.shutdown()
+    with pytest.raises(RuntimeError, match=rf"{gone} within 100ms"):
+        job.server("late", connect_timeout=timedelta(milliseconds=100))
+
+
+def test_text_of_any_kind_arrives_as_it_is(groups: Callable[..., Groups]) -> None:
+    job = groups(1)
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)  # one that does not know of the job's group
+    text = 'ü "quoted" \\ </script> \u2028 \U0001f600'
+    server = job.server(text, lighthouse_addr=lighthouse.address())
+    try:
+        result = ask(ManagerClient(server.address(), SOON), reconfigure_handle=text)
+        assert result.replica_ids == [text]
+        assert result.reconfigure_handles == [text]
+    finally:
+        server.shutdown()
+        lighthouse.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "error"),
+    [
+        ("world_size", 0, ValueError),
+        ("world_size", -1, ValueError),
+        ("world_size", 2**63, ValueError),
+        ("world_size", "2", TypeError),
+        ("heartbeat_interval", timedelta(0), ValueError),
+        ("heartbeat_interval", timedelta(seconds=-1), ValueError),
+        ("connect_timeout", timedelta(0), ValueError),
+        ("connect_timeout", 5.0, TypeError),
+        ("quorum_retries", -1, ValueError),
+        ("replica_id", "", ValueError),
+        ("hostname", "a b", ValueError),
+        ("bind", "no-port", ValueError),
+        ("lighthouse_addr", "localhost:29510", RuntimeError),
+        ("lighthouse_addr", "", RuntimeError),
+    ],
+)
+def test_a_bad_setting_of_the_server_is_named(
+    groups: Callable[..., Groups], setting: str, value: object, error: type[Exception]
+) -> None:
+    job = groups(1)
+    with pytest.raises(error, match=setting):
+        job.server(**{"replica_id": "group", setting: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (dict(rank=-1), "group_rank"),
+        (dict(timeout=timedelta(0)), "timeout"),
+        (dict(timeout=timedelta(microseconds=-1)), "timeout"),
+    ],
+)
+def test_a_bad_argument_of_a_call_is_named(
+    groups: Callable[..., Groups], arguments: dict[str, Any], named: str
+) -> None:
+    client = groups(1).client(0)
+    with pytest.raises(ValueError, match=named):
+        ask(client, **arguments)
+
+
+def test_the_longest_timedelta_is_a_timeout(groups: Callable[..., Groups]) -> None:
+    assert ask(groups(1).client(0), timeout=timedelta.max).quorum_id > 0

@@ -1,0 +1,376 @@
+"""How the native library meets Python: signals, the GIL, fork, panics, handles, and the end of the process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from torchft import _torchft
+from torchft._torchft import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+
+LONG = timedelta(seconds=60)
+MINUTE_US = 60_000_000
+
+
+@dataclass
+class Cluster:
+    """A lighthouse that waits for a second group, one group of two ranks, and a peer that never answers."""
+
+    lighthouse: LighthouseServer
+    lighthouse_client: LighthouseClient
+    manager: ManagerServer
+    client: ManagerClient
+    silent: str
+
+    def waits(self, timeout: timedelta) -> dict[str, Callable[[], object]]:
+        """Every call that can wait, each waiting for something that does not come."""
+        return {
+            "LighthouseClient.quorum": lambda: self.lighthouse_client.quorum("me", timeout),
+            "LighthouseClient": lambda: LighthouseClient(self.silent, timeout),
+            "ManagerClient._quorum": lambda: self.client._quorum(
+                group_rank=0,
+                step=0,
+                checkpoint_metadata="",
+                shrink_only=False,
+                timeout=timeout,
+                commit_failures=0,
+            ),
+            "ManagerClient.should_commit": lambda: self.client.should_commit(0, 0, True, timeout),
+            "ManagerClient": lambda: ManagerClient(self.silent, timeout),
+            "ManagerServer": lambda: manager_server(self.silent, timeout),
+        }
+
+
+WAITS = [
+    "LighthouseClient.quorum",
+    "LighthouseClient",
+    "ManagerClient._quorum",
+    "ManagerClient.should_commit",
+    "ManagerClient",
+    "ManagerServer",
+]
+
+
+def manager_server(lighthouse: str, connect_timeout: timedelta) -> ManagerServer:
+    return ManagerServer(
+        replica_id="group",
+        lighthouse_addr=lighthouse,
+        hostname="127.0.0.1",
+        bind="127.0.0.1:0",
+        store_addr="127.0.0.1:1",
+        world_size=2,
+        heartbeat_interval=timedelta(milliseconds=100),
+        connect_timeout=connect_timeout,
+        quorum_retries=0,
+    )
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
+    manager = manager_server(lighthouse.address(), LONG)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections (the kernel does), says nothing
+        yield Cluster(
+            lighthouse,
+            LighthouseClient(lighthouse.address(), LONG),
+            manager,
+            ManagerClient(manager.address(), LONG),
+            f"http://127.0.0.1:{silent.getsockname()[1]}",
+        )
+        manager.shutdown()
+        lighthouse.shutdown()
+
+
+def native() -> Any:
+    return _torchft._load()
+
+
+def probe(outcome: str, delay_us: int = 0, timeout_us: int = MINUTE_US) -> object:
+    return native().run(native().pyapi_ProbeStart, outcome, delay_us, timeout_us)
+
+
+def settled_handles(expected: int) -> int:
+    """The number of live handles, once what was cancelled had time to end."""
+    deadline = time.monotonic() + 10
+    while native().pyapi_Handles() != expected and time.monotonic() < deadline:
+        gc.collect()
+        threading.Event().wait(0.01)
+    return native().pyapi_Handles()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
+    handles = native().pyapi_Handles()
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.waits(LONG)[name]()
+    took = time.monotonic() - sent[0]
+    timer.join()
+    assert took < 1, "50 ms on an idle machine"
+    assert settled_handles(handles) == handles
+
+
+def test_ctrl_c_ends_a_process_that_waits(cluster: Cluster) -> None:
+    script = """
+        import sys
+        from datetime import timedelta
+        from torchft.coordination import LighthouseClient
+        client = LighthouseClient(sys.argv[1], timedelta(seconds=60))
+        print("connected", flush=True)
+        client.quorum("child", timedelta(seconds=60))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), cluster.lighthouse.address()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "connected\n"
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=30)
+    assert child.returncode == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_signal_handler_that_returns_lets_the_wait_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        timer.start()
+        assert probe("value", delay_us=400_000) == "value"
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert seen == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_other_threads_run_during_a_wait(cluster: Cluster, name: str) -> None:
+    done = threading.Event()
+    ticks: list[float] = []
+
+    def tick() -> None:
+        while not done.wait(0.005):
+            ticks.append(time.monotonic())
+
+    other = threading.Thread(target=tick)
+    other.start()
+    try:
+        with pytest.raises((TimeoutError, RuntimeError)):
+            cluster.waits(timedelta(milliseconds=500))[name]()
+    finally:
+        done.set()
+        other.join()
+    assert len(ticks) >= 20, "with the GIL held there would be one or two"
+
+
+def test_a_panic_is_a_runtime_error_and_the_library_works_on() -> None:
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="bug in torchft's native library"):
+            probe("panic")
+        with pytest.raises(RuntimeError, match="bug in torchft's native library"):
+            native().pyapi_ProbeStart("panic-in-start", 0, MINUTE_US)
+    assert probe("value") == "value"
+
+
+def test_the_class_of_an_error_is_python_s() -> None:
+    with pytest.raises(TimeoutError):
+        probe("value", delay_us=MINUTE_US, timeout_us=1000)
+    with pytest.raises(RuntimeError, match=r"^probe: something else$"):
+        probe("something else")
+    with pytest.raises(ValueError, match="log level"):
+        native().pyapi_SetLogLevel("loud")
+    with pytest.raises(RuntimeError, match="shut down"):
+        native().pyapi_Address(10**9)
+    with pytest.raises(RuntimeError, match="no such operation"):
+        native().run(lambda: 10**9)
+    with pytest.raises(TypeError):
+        native().run()
+    with pytest.raises(ValueError, match="null"):
+        probe("nul\0in text")
+
+
+def test_handles_do_not_leak(cluster: Cluster) -> None:
+    handles = native().pyapi_Handles()
+    for _ in range(300):
+        probe("value")
+        with pytest.raises(RuntimeError):
+            probe("error")
+        with pytest.raises(RuntimeError):
+            probe("panic")
+        with pytest.raises(RuntimeError):
+            cluster.client._checkpoint_metadata(9, LONG)
+    with pytest.raises(TimeoutError):
+        cluster.client.should_commit(0, 0, True, timedelta(milliseconds=10))
+    assert native().pyapi_Handles() == handles
+
+
+def test_the_last_reference_ends_what_is_behind_it(cluster: Cluster) -> None:
+    handles = native().pyapi_Handles()
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    client = LighthouseClient(server.address(), LONG)
+    port = int(server.address().rsplit(":", 1)[1])
+    assert native().pyapi_Handles() == handles + 2
+    del server, client
+    assert settled_handles(handles) == handles
+    LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1).shutdown()
+
+
+def test_a_call_after_shutdown_says_so(cluster: Cluster) -> None:
+    cluster.client._release()
+    with pytest.raises(RuntimeError, match="shut down"):
+        cluster.client.should_commit(0, 0, True, LONG)
+
+
+def test_shutdown_ends_another_thread_s_wait(cluster: Cluster) -> None:
+    errors: list[Exception] = []
+
+    def vote() -> None:
+        try:
+            cluster.client.should_commit(0, 0, True, LONG)
+        except Exception as e:
+            errors.append(e)
+
+    waiting = threading.Thread(target=vote)
+    waiting.start()
+    threading.Event().wait(0.2)  # let the vote arrive; if it comes later, it fails all the same
+    cluster.manager.shutdown()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert isinstance(errors[0], RuntimeError)
+
+
+def in_child(work: Callable[[], object]) -> str:
+    """What work gives or raises in a forked child; the child must end within 30 s."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
+        child = os.fork()
+    if child == 0:
+        try:
+            said = f"returned {work()!r}"
+        except BaseException as e:
+            said = f"{type(e).__name__}: {e}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    deadline = time.monotonic() + 30
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the forked child hangs")
+        threading.Event().wait(0.01)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
+
+
+FORKED = "RuntimeError: torchft's native library was loaded before this process was forked"
+
+
+def test_every_entry_refuses_a_forked_child(cluster: Cluster) -> None:
+    for name, call in cluster.waits(LONG).items():
+        assert in_child(call).startswith(FORKED), name
+    entries = [name for name in dir(native()) if name.startswith("pyapi_") or name in ("run", "open")]
+    assert len(entries) > 12
+    for name in entries:
+        assert in_child(getattr(native(), name)).startswith(FORKED), name
+    assert in_child(cluster.manager.shutdown).startswith(FORKED)
+    assert "spawn" in in_child(cluster.manager.shutdown)
+    cluster.lighthouse_client.heartbeat("the parent goes on")
+
+
+def test_destructors_do_nothing_in_a_forked_child(cluster: Cluster) -> None:
+    objects = [cluster.lighthouse_client, cluster.manager]
+    cluster.lighthouse_client, cluster.manager = None, None  # type: ignore[assignment]
+
+    def drop() -> str:
+        objects.clear()
+        gc.collect()
+        return "dropped"
+
+    assert in_child(drop) == "returned 'dropped'"
+    objects[0].heartbeat("the parent's client works on")
+    cluster.lighthouse_client, cluster.manager = objects  # type: ignore[assignment]
+
+
+def test_a_process_forked_before_the_first_use_can_use_it() -> None:
+    script = """
+        import os
+        from torchft.coordination import LighthouseServer
+        child = os.fork()
+        LighthouseServer(bind="127.0.0.1:0", min_replicas=1).shutdown()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=60, check=True)
+
+
+def test_a_daemon_thread_that_waits_does_not_disturb_the_exit() -> None:
+    script = """
+        import threading
+        from datetime import timedelta
+        from torchft.coordination import LighthouseClient, LighthouseServer
+        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
+        clients = [LighthouseClient(server.address(), timedelta(seconds=60)) for _ in range(4)]
+        def wait(client):
+            while True:
+                try:
+                    client.quorum("me", timedelta(milliseconds=3))
+                except TimeoutError:
+                    pass
+        for client in clients:
+            threading.Thread(target=wait, args=(client,), daemon=True).start()
+        threading.Event().wait(0.2)
+        print("main ends")
+    """
+    for _ in range(3):
+        command = [sys.executable, "-c", textwrap.dedent(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "main ends\n", "")
+
+
+def test_a_data_loader_with_forked_workers_works_beside_it(cluster: Cluster) -> None:
+    torch_data = pytest.importorskip("torch.utils.data")
+
+    class Numbers(torch_data.Dataset):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    class Misuse(Numbers):
+        def __getitem__(self, index: int) -> int:
+            cluster.lighthouse_client.heartbeat("worker")
+            return index
+
+    def load(dataset: object) -> list[int]:
+        loader = torch_data.DataLoader(dataset, num_workers=2, multiprocessing_context="fork", timeout=60)
+        return sorted(int(x) for batch in loader for x in batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
+        assert load(Numbers()) == list(range(8))
+        with pytest.raises(RuntimeError, match="was forked"):
+            load(Misuse())
+    cluster.lighthouse_client.heartbeat("the parent goes on")

@@ -73,7 +73,8 @@ func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
 	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
 		m.ranks[e.GroupRank].absent = &wrong
 	}
-	return append([]Action{Fail{e.Waiter, wrong}}, m.endGathering(wrong)...)
+	actions := append([]Action{Fail{e.Waiter, wrong}}, m.endGathering(wrong)...)
+	return append(actions, m.endBallot(wrong)...)
 }
 
 // askLighthouse asks once for the whole group.

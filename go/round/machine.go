@@ -2,7 +2,6 @@ package round
 
 import (
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 )
@@ -135,22 +134,23 @@ func (m *Machine) hopeless(present func(rank int) bool) *Failure {
 
 // where lists the ranks for which something holds, for people.
 func (m *Machine) where(holds func(rank int) bool) string {
-	const most = 16
+	const most = 16 // ranks; who reads more?
 	var names []string
-	n := 0
+	more := 0
 	for r := range m.ranks {
-		if !holds(r) {
-			continue
-		}
-		if n++; n <= most {
+		switch {
+		case !holds(r):
+		case len(names) < most:
 			names = append(names, fmt.Sprint(r))
+		default:
+			more++
 		}
 	}
-	if n == 0 {
+	switch {
+	case len(names) == 0:
 		return "none"
+	case more > 0:
+		return fmt.Sprintf("%s and %d more", strings.Join(names, ", "), more)
 	}
-	if n > most {
-		names = append(names, fmt.Sprintf("and %d more", n-most))
-	}
-	return strings.Join(slices.Clip(names), ", ")
+	return strings.Join(names, ", ")
 }

@@ -1,6 +1,8 @@
 package round
 
 import (
+	"encoding/json"
+	"fmt"
 	"testing"
 	"time"
 
@@ -11,25 +13,91 @@ import (
 
 var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
-func TestOneRoundOfTwoRanks(t *testing.T) {
-	m := NewMachine(Group{ReplicaID: "a", Address: "http://a", StoreAddress: "s", WorldSize: 2})
-	require.Empty(t, m.Step(QuorumAsked{Waiter: 1, GroupRank: 1, Step: 3, Handle: "h1", Deadline: epoch.Add(2 * time.Second)}, epoch))
+func TestTheGroupIsAnnouncedAsItIs(t *testing.T) {
+	m := NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: 2})
+	require.Empty(t, m.Step(QuorumAsked{Waiter: 1, GroupRank: 1, Step: 3, Handle: "h1", CommitFailures: 2, Deadline: epoch.Add(2 * time.Second)}, epoch))
 	actions := m.Step(QuorumAsked{Waiter: 2, GroupRank: 0, Step: 3, Handle: "h0", ShrinkOnly: true, Deadline: epoch.Add(time.Second)}, epoch)
 	require.Equal(t, []Action{AskLighthouse{
 		Round: 1, Deadline: epoch.Add(time.Second),
 		Member: quorum.Member{
-			ReplicaID: "a", Address: "http://a", StoreAddress: "s", WorldSize: 2, Step: 3,
-			ShrinkOnly: true, Handles: []string{"h0", "h1"},
+			ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: 2, Step: 3,
+			ShrinkOnly: true, CommitFailures: 2, Handles: []string{"h0", "h1"},
 		},
 	}}, actions)
 
+	// Each rank gets the handles of its own rank.
 	q := &quorum.Quorum{ID: 9, Members: []quorum.Member{actions[0].(AskLighthouse).Member}}
 	actions = m.Step(QuorumKnown{Round: 1, Quorum: q}, epoch)
 	require.Len(t, actions, 2)
-	require.Equal(t, WaiterID(2), actions[0].(AnswerQuorum).Waiter)
+	require.Equal(t, []string{"h0"}, actions[0].(AnswerQuorum).Result.Handles)
 	require.Equal(t, []string{"h1"}, actions[1].(AnswerQuorum).Result.Handles)
+}
 
-	require.Empty(t, m.Step(Voted{Waiter: 3, GroupRank: 0, Step: 3, ShouldCommit: true}, epoch))
-	require.Equal(t, []Action{AnswerVote{3, false}, AnswerVote{4, false}},
-		m.Step(Voted{Waiter: 4, GroupRank: 1, Step: 3}, epoch))
+func TestGroupValidate(t *testing.T) {
+	require.NoError(t, Group{ReplicaID: "g", WorldSize: 1}.Validate())
+	for _, c := range []struct {
+		group Group
+		want  string
+	}{
+		{Group{WorldSize: 1}, "replica_id is empty: it must name the replica group"},
+		{Group{ReplicaID: "g"}, "world_size is 0: it must be from 1 to 1048576"},
+		{Group{ReplicaID: "g", WorldSize: -1}, "world_size is -1: it must be from 1 to 1048576"},
+		{Group{ReplicaID: "g", WorldSize: 1 << 40}, "world_size is 1099511627776: it must be from 1 to 1048576"},
+	} {
+		require.EqualError(t, c.group.Validate(), c.want)
+	}
+}
+
+func TestDescribeAsJSON(t *testing.T) {
+	m := NewMachine(Group{ReplicaID: "g", WorldSize: 3})
+	m.Step(Voted{Waiter: 1, GroupRank: 2, Step: 4}, epoch)
+	m.Step(QuorumAsked{Waiter: 2, GroupRank: 0}, epoch)
+	text, err := json.Marshal(m.Describe())
+	require.NoError(t, err)
+	require.JSONEq(t, `{
+		"replica_id": "g", "world_size": 3, "known_quorum_id": 0, "round": 0, "asking": false,
+		"quorum": {"waiting": [0], "missing": [1, 2]}, "vote": {"waiting": [2], "missing": [0, 1]}, "vote_step": 4,
+		"absent": {}, "closed": false
+	}`, string(text))
+}
+
+// With many ranks the reasons name the first of them.
+func TestReasonsNameOnlySomeOfManyRanks(t *testing.T) {
+	m := NewMachine(Group{ReplicaID: "g", WorldSize: 40})
+	m.Step(QuorumAsked{Waiter: 1, GroupRank: 0}, epoch)
+	actions := m.Step(GaveUp{Waiter: 1, Timeout: true}, epoch)
+	require.Equal(t, []Action{Fail{1, Failure{KindTimeout, "the deadline passed while waiting for " +
+		"ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"}}}, actions)
+}
+
+// BenchmarkRound is a quorum round and a vote of one group, in a job of many.
+func BenchmarkRound(b *testing.B) {
+	for _, n := range []int{2, 1000} {
+		b.Run(fmt.Sprintf("groups=%d", n), func(b *testing.B) {
+			const ranks = 8
+			m := NewMachine(Group{ReplicaID: "replica_000000", WorldSize: ranks})
+			q := &quorum.Quorum{ID: 1}
+			for i := range n {
+				q.Members = append(q.Members, quorum.Member{ReplicaID: fmt.Sprintf("replica_%06d", i)})
+			}
+			round, waiter := uint64(0), WaiterID(0)
+			b.ReportAllocs()
+			for b.Loop() {
+				round++
+				for r := range int64(ranks) {
+					waiter++
+					m.Step(QuorumAsked{Waiter: waiter, GroupRank: r}, epoch)
+				}
+				m.Step(QuorumKnown{Round: round, Quorum: q}, epoch)
+				var actions []Action
+				for r := range int64(ranks) {
+					waiter++
+					actions = m.Step(Voted{Waiter: waiter, GroupRank: r, ShouldCommit: true}, epoch)
+				}
+				if len(actions) != ranks {
+					b.Fatal("not everybody was answered")
+				}
+			}
+		})
+	}
 }

@@ -1,0 +1,209 @@
+package round
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+var update = flag.Bool("update", false, "write what the machine does into the transcripts")
+
+// A transcript is commands, each followed by what the machine did, indented. Lines that begin with # are for
+// the reader. After a change of behaviour: go test ./round -update, and read the difference.
+//
+//	group ranks=2            a new machine, of replica group g
+//	ask 0 [waiter=1] [step=3] [metadata=m] [handle=h] [shrink] [init] [failures=1] [world=2] [within=5s]
+//	quorum 1 id=7 g:3 x:5    the lighthouse answers round 1: groups and their steps
+//	failed 1 unavailable     or fails
+//	vote 0 yes [waiter=1] [step=3]
+//	metadata 0               someone asks where rank 0 serves its checkpoint
+//	timeout 1, cancel 1      waiter 1 gave up
+//	gone 1                   the last connection of rank 1 broke
+//	close
+//	describe
+func TestTranscripts(t *testing.T) {
+	paths, err := filepath.Glob("testdata/*.txt")
+	require.NoError(t, err)
+	require.NotEmpty(t, paths)
+	for _, path := range paths {
+		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
+			want, err := os.ReadFile(path)
+			require.NoError(t, err)
+			got := (&transcript{t: t}).play(string(want))
+			if *update {
+				require.NoError(t, os.WriteFile(path, []byte(got), 0o644))
+				return
+			}
+			require.Equal(t, string(want), got)
+		})
+	}
+}
+
+type transcript struct {
+	t       *testing.T
+	machine *Machine
+	waiters WaiterID
+}
+
+// play returns the text with the answers that the machine gives now.
+func (r *transcript) play(text string) string {
+	var out strings.Builder
+	for line := range strings.Lines(text) {
+		switch command := strings.TrimRight(line, "\n"); {
+		case strings.HasPrefix(line, " "): // an answer of before
+		case command == "" || strings.HasPrefix(command, "#"):
+			out.WriteString(line)
+		default:
+			out.WriteString(line)
+			for _, answer := range r.run(strings.Fields(command)) {
+				fmt.Fprintf(&out, "  %s\n", answer)
+			}
+		}
+	}
+	return out.String()
+}
+
+func (r *transcript) run(words []string) []string {
+	args := words[1:]
+	switch words[0] {
+	case "group":
+		r.waiters = 0
+		r.machine = NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "store g", WorldSize: r.number(option(args, "ranks"))})
+		return nil
+	case "ask":
+		return r.step(QuorumAsked{
+			Waiter:             r.waiter(args),
+			GroupRank:          r.number(args[0]),
+			Step:               r.number(option(args, "step")),
+			CheckpointMetadata: option(args, "metadata"),
+			ShrinkOnly:         slices.Contains(args, "shrink"),
+			InitSync:           slices.Contains(args, "init"),
+			CommitFailures:     r.number(option(args, "failures")),
+			Handle:             option(args, "handle"),
+			GroupWorldSize:     r.number(option(args, "world")),
+			Deadline:           epoch.Add(r.duration(option(args, "within"))),
+		})
+	case "quorum":
+		q := &quorum.Quorum{ID: r.number(option(args, "id"))}
+		for _, a := range args[2:] {
+			id, step, _ := strings.Cut(a, ":")
+			q.Members = append(q.Members, quorum.Member{
+				ReplicaID: id, Step: r.number(step), Address: "http://" + id, StoreAddress: "store " + id,
+			})
+		}
+		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Quorum: q})
+	case "failed":
+		kinds := map[string]Kind{"timeout": KindTimeout, "unavailable": KindUnavailable, "internal": KindInternal}
+		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Failure: &Failure{kinds[args[1]], "the lighthouse said so"}})
+	case "vote":
+		return r.step(Voted{
+			Waiter: r.waiter(args), GroupRank: r.number(args[0]), Step: r.number(option(args, "step")), ShouldCommit: args[1] == "yes",
+		})
+	case "metadata":
+		return r.step(MetadataAsked{Waiter: r.waiter(args), GroupRank: r.number(args[0])})
+	case "timeout", "cancel":
+		return r.step(GaveUp{Waiter: WaiterID(r.number(args[0])), Timeout: words[0] == "timeout"})
+	case "gone":
+		return r.step(RankGone{GroupRank: r.number(args[0])})
+	case "close":
+		return r.step(Closed{Reason: "the manager server shuts down"})
+	case "describe":
+		return []string{fmt.Sprintf("%+v", r.machine.Describe())}
+	}
+	require.Fail(r.t, "no such command", words)
+	return nil
+}
+
+func (r *transcript) step(e Event) []string {
+	var answers []string
+	for _, action := range r.machine.Step(e, epoch) {
+		answers = append(answers, describeAction(action))
+	}
+	return answers
+}
+
+func describeAction(action Action) string {
+	switch a := action.(type) {
+	case AskLighthouse:
+		m := a.Member
+		line := fmt.Sprintf("ask the lighthouse, round %d within %s: %s at step %d, %d ranks", a.Round, a.Deadline.Sub(epoch), m.ReplicaID, m.Step, m.WorldSize)
+		if m.ShrinkOnly {
+			line += ", shrink_only"
+		}
+		if m.CommitFailures != 0 {
+			line += fmt.Sprintf(", %d commit failures", m.CommitFailures)
+		}
+		if m.Handles != nil {
+			line += fmt.Sprintf(", handles %v", m.Handles)
+		}
+		if a.KnownQuorumID != 0 {
+			line += fmt.Sprintf(", knows quorum %d", a.KnownQuorumID)
+		}
+		return line
+	case CancelLighthouse:
+		return fmt.Sprintf("cancel round %d", a.Round)
+	case AnswerQuorum:
+		line := fmt.Sprintf("waiter %d: quorum %d, replica rank %d of %d", a.Waiter, a.Result.QuorumID, a.Result.ReplicaRank, a.Result.ReplicaWorldSize)
+		if a.Result.Heal {
+			line += ", heals from " + a.Result.Sources[0].ManagerAddress
+		}
+		if len(a.Result.RecoverDstReplicaRank) > 0 {
+			line += fmt.Sprintf(", serves %v", a.Result.RecoverDstReplicaRank)
+		}
+		return line
+	case AnswerVote:
+		return fmt.Sprintf("waiter %d: commit %t", a.Waiter, a.ShouldCommit)
+	case AnswerMetadata:
+		return fmt.Sprintf("waiter %d: metadata %q", a.Waiter, a.Metadata)
+	case Fail:
+		return fmt.Sprintf("waiter %d fails (%s): %s", a.Waiter, a.Failure.Kind, a.Failure.Reason)
+	}
+	return fmt.Sprintf("unknown action %T", action)
+}
+
+// waiter is the one that the command names, else the next.
+func (r *transcript) waiter(args []string) WaiterID {
+	w := r.waiters + 1
+	if s := option(args, "waiter"); s != "" {
+		w = WaiterID(r.number(s))
+	}
+	r.waiters = max(r.waiters, w)
+	return w
+}
+
+func option(args []string, name string) string {
+	for _, a := range args {
+		if value, ok := strings.CutPrefix(a, name+"="); ok {
+			return value
+		}
+	}
+	return ""
+}
+
+func (r *transcript) number(s string) int64 {
+	if s == "" {
+		return 0
+	}
+	n, err := strconv.ParseInt(s, 10, 64)
+	require.NoError(r.t, err)
+	return n
+}
+
+func (r *transcript) duration(s string) time.Duration {
+	if s == "" {
+		return time.Minute
+	}
+	d, err := time.ParseDuration(s)
+	require.NoError(r.t, err)
+	return d
+}

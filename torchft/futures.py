@@ -54,9 +54,7 @@ def _watchdog_timeout_sec() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"{WATCHDOG_TIMEOUT_SEC}={text!r}: a positive number of seconds is needed"
-        )
+        raise ValueError(f"{WATCHDOG_TIMEOUT_SEC}={text!r}: a positive number of seconds is needed")
     return seconds
 
 
@@ -142,9 +140,7 @@ class _TimeoutManager:
 
     def _start(self) -> None:
         self._watchdog_sec = _watchdog_timeout_sec()
-        self._thread = threading.Thread(
-            target=self._run, name="torchft_timeouts", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="torchft_timeouts", daemon=True)
         self._thread.start()
 
     def _sweep(self) -> None:
@@ -180,9 +176,7 @@ class _TimeoutManager:
 
     def _call(self, callback: Callable[[], None]) -> None:
         # Timers fire rarely, so a watchdog that lives as long as the callback is cheap enough.
-        watchdog = threading.Timer(
-            self._watchdog_sec, _give_up, (callback, self._watchdog_sec)
-        )
+        watchdog = threading.Timer(self._watchdog_sec, _give_up, (callback, self._watchdog_sec))
         watchdog.daemon = True
         watchdog.name = "torchft_timeouts_watchdog"
         watchdog.start()
@@ -201,9 +195,7 @@ os.register_at_fork(after_in_child=_TIMEOUT_MANAGER._reset)
 
 
 def _timeout_error(what: str, timeout: timedelta) -> TimeoutError:
-    return TimeoutError(
-        f"{what} did not complete within {timeout.total_seconds()} s"
-    )
+    return TimeoutError(f"{what} did not complete within {timeout.total_seconds()} s")
 
 
 def _devices() -> list[torch.device]:
@@ -211,10 +203,7 @@ def _devices() -> list[torch.device]:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
         return []
-    return [
-        torch.device(accelerator.type, index)
-        for index in range(torch.accelerator.device_count())
-    ]
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 
 
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
@@ -280,9 +269,7 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
 
 
 @contextmanager
-def context_timeout(
-    callback: Callable[[], None], timeout: timedelta
-) -> Generator[None, None, None]:
+def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Generator[None, None, None]:
     """Calls `callback` when the block takes longer than `timeout`; the block itself goes on.
 
     Typically the callback aborts what the block waits for.

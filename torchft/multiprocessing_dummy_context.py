@@ -35,9 +35,7 @@ class DummyContext:
 
     def Pipe(
         self, duplex: bool = True
-    ) -> tuple[
-        multiprocessing.connection.Connection, multiprocessing.connection.Connection
-    ]:
+    ) -> tuple[multiprocessing.connection.Connection, multiprocessing.connection.Connection]:
         """A real pipe, so that objects are pickled as between processes and `poll` takes a timeout."""
         return multiprocessing.Pipe(duplex)
 
@@ -59,9 +57,7 @@ class DummyContext:
     def BoundedSemaphore(self, value: int = 1) -> threading.BoundedSemaphore:
         return threading.BoundedSemaphore(value)
 
-    def Condition(
-        self, lock: threading.Lock | threading.RLock | None = None
-    ) -> threading.Condition:
+    def Condition(self, lock: threading.Lock | threading.RLock | None = None) -> threading.Condition:
         return threading.Condition(lock)
 
     def Manager(self) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Optional, Union
+from typing import TYPE_CHECKING, Optional, Union, cast
 
 import torch
 
@@ -21,9 +21,9 @@ def get_stream_context(
     if stream is None:
         return nullcontext()
     if torch.cuda.is_available():
-        return torch.cuda.stream(stream)
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
     if torch.xpu.is_available():
-        return torch.xpu.stream(stream)
+        return torch.xpu.stream(cast(torch.xpu.Stream, stream))
     return nullcontext()
 
 

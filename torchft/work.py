@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Optional
+from typing import Optional, cast
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,8 @@ class _DummyWork(dist._Work):
     def exception(self) -> None:
         return None
 
-    def result(self) -> object:
-        return self.result_
+    def result(self) -> list[torch.Tensor]:
+        return cast(list[torch.Tensor], self.result_)
 
     def synchronize(self) -> None:
         pass

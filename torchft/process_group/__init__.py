@@ -14,24 +14,24 @@ from torchft.process_group.accelerator import _WorkAcceleratorTimeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.dummy import ProcessGroupDummy
 from torchft.process_group.error_swallowing import (
-    _ErrorSwallowingWork,
     ErrorSwallowingProcessGroupWrapper,
+    _ErrorSwallowingWork,
 )
 from torchft.process_group.fake import FakeProcessGroupWrapper
 from torchft.process_group.gloo import ProcessGroupGloo
 from torchft.process_group.managed import ManagedProcessGroup
 from torchft.process_group.nccl import (
-    ProcessGroupNCCL,
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
     TORCHFT_TRIGGER_FR_ON_ABORT,
+    ProcessGroupNCCL,
     trigger_nccl_fr_trace_through_pipe,
 )
 from torchft.process_group.reconfigure import (
+    ReconfigureOptions,
     create_store_client,
     is_native,
     native_error,
     reconfigure_with_store,
-    ReconfigureOptions,
     supports_reconfigure,
 )
 from torchft.process_group.wrapper import ProcessGroupWrapper
@@ -44,6 +44,11 @@ _FUTURE_RESULT = "fut_result"
 _FUTURE_EXCEPTION = "fut_exception"
 
 __all__ = [
+    "TORCHFT_TRIGGER_FR_ON_ABORT",
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR",
+    "_FUTURE_EXCEPTION",
+    "_FUTURE_RESULT",
+    "_QUEUE_CLOSE",
     "BaseProcessGroup",
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
@@ -55,13 +60,8 @@ __all__ = [
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
     "ReconfigureOptions",
-    "TORCHFT_TRIGGER_FR_ON_ABORT",
-    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR",
     "_DummyWork",
     "_ErrorSwallowingWork",
-    "_FUTURE_EXCEPTION",
-    "_FUTURE_RESULT",
-    "_QUEUE_CLOSE",
     "_WorkAcceleratorTimeout",
     "context_timeout",
     "create_store_client",

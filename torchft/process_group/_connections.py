@@ -9,6 +9,7 @@ operations end with their timeout.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -50,9 +51,7 @@ class Connections:
                 continue
             with found[0]:
                 connection = found[1]
-            if any(raw in own for raw in connection.here) or any(
-                raw in peers for raw in connection.there
-            ):
+            if any(raw in own for raw in connection.here) or any(raw in peers for raw in connection.there):
                 self._connections[int(name)] = connection
 
     def __len__(self) -> int:
@@ -67,10 +66,8 @@ class Connections:
             # A duplicate of our own: what was checked of it cannot change before it is used.
             with found[0] as duplicate:
                 if found[1] == connection:
-                    try:
+                    with contextlib.suppress(OSError):  # the peer was faster
                         duplicate.shutdown(socket.SHUT_RDWR)
-                    except OSError:
-                        pass  # the peer was faster
         self._connections = {}
 
 

@@ -10,7 +10,6 @@ import atexit
 import threading
 import time
 
-
 _lock = threading.Lock()
 _pending: set[threading.Thread] = set()
 
@@ -24,9 +23,7 @@ def reap(box: list[object]) -> None:
 
     The caller must hold no other reference: whoever drops the last one waits.
     """
-    thread = threading.Thread(
-        target=_destroy, args=(box,), name="torchft_reaper", daemon=True
-    )
+    thread = threading.Thread(target=_destroy, args=(box,), name="torchft_reaper", daemon=True)
     with _lock:
         _pending.add(thread)
     thread.start()

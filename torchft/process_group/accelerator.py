@@ -85,7 +85,7 @@ class _WorkAcceleratorTimeout(Work):
     def exception(self) -> object:
         return self._work.exception()
 
-    def result(self) -> object:
+    def result(self) -> list[torch.Tensor]:
         return self._work.result()
 
 

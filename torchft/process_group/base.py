@@ -5,16 +5,21 @@ A group of PyTorch has its peers for life. One of torchft gets new ones for ever
 Either is enough for a subclass: `reconfigure` of this class ends in a call of `configure`.
 """
 
+# Names and order of the parameters are those that users of torchft write, not PyTorch's.
+# pyrefly: ignore-errors[bad-override, bad-override-param-name]
+
 from __future__ import annotations
 
 import uuid
 from datetime import timedelta
-from typing import List, Optional, Union
+from typing import Any, List, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch.distributed import (
     ProcessGroup as BaseProcessGroup,
+)
+from torch.distributed import (
     ReduceOp,
     Store,
     TCPStore,
@@ -32,9 +37,9 @@ from torch.distributed.distributed_c10d import (
 
 from torchft.process_group.reconfigure import (
     Handle,
+    ReconfigureOptions,
     host_store,
     plan_rendezvous,
-    ReconfigureOptions,
 )
 from torchft.work import _DummyWork
 
@@ -57,7 +62,7 @@ class ProcessGroup(BaseProcessGroup):
     _handle_id: Optional[str] = None
     _handle_store: Optional[tuple[TCPStore, str]] = None
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
     # Peers
@@ -131,9 +136,7 @@ class ProcessGroup(BaseProcessGroup):
         Raises:
             ValueError: the handles are unordered, not torchft's, or do not name this group.
         """
-        meeting = plan_rendezvous(
-            opts.handles, self.get_reconfigure_handle(), self._group_rank
-        )
+        meeting = plan_rendezvous(opts.handles, self.get_reconfigure_handle(), self._group_rank)
         self.configure(
             f"{meeting.store}/torchft/{opts.uuid}",
             self._replica_id,
@@ -189,22 +192,19 @@ class ProcessGroup(BaseProcessGroup):
             raise ValueError(f"already registered as {self._group_name!r}")
         backend = f"{self.getBackendName()}:{name}"
 
-        def create_pg(
-            store: Store, rank: int, world_size: int, timeout: timedelta
-        ) -> ProcessGroup:
+        def create_pg(store: Store, rank: int, world_size: int, timeout: timedelta) -> ProcessGroup:
             return self
 
-        dist.Backend.register_backend(
-            backend, create_pg, devices=["cpu", "cuda", "xpu"]
-        )
+        dist.Backend.register_backend(backend, create_pg, devices=["cpu", "cuda", "xpu"])
         # PyTorch takes the group as it is. What it believes about the ranks is that there is one: the
         # peers change, and those of other replica groups are no ranks of this torch.distributed.
-        return dist.new_group(
+        dist.new_group(
             ranks=[dist.get_rank()],
             backend=backend,
             group_desc=backend,
             use_local_synchronization=True,
         )
+        return self
 
     def unregister(self) -> None:
         """Undoes `register`, and shuts the group down, as `dist.destroy_process_group` does."""
@@ -244,9 +244,7 @@ class ProcessGroup(BaseProcessGroup):
         opts: AllgatherOptions,
     ) -> Work:
         """Like allgather, for several tensors, each output being the concatenation of all ranks' inputs."""
-        raise NotImplementedError(
-            f"{type(self).__name__}.allgather_into_tensor_coalesced"
-        )
+        raise NotImplementedError(f"{type(self).__name__}.allgather_into_tensor_coalesced")
 
     def allreduce(
         self,
@@ -279,9 +277,7 @@ class ProcessGroup(BaseProcessGroup):
         """Completes when all ranks have come to it."""
         raise NotImplementedError(f"{type(self).__name__}.barrier")
 
-    def broadcast(
-        self, tensor_list: List[torch.Tensor], opts: BroadcastOptions
-    ) -> Work:
+    def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
         """All ranks get the tensors of `opts.rootRank`."""
         raise NotImplementedError(f"{type(self).__name__}.broadcast")
 
@@ -311,9 +307,7 @@ class ProcessGroup(BaseProcessGroup):
         opts: ReduceScatterOptions,
     ) -> Work:
         """Like reduce_scatter, for several tensors, each input being the concatenation of all slices."""
-        raise NotImplementedError(
-            f"{type(self).__name__}.reduce_scatter_tensor_coalesced"
-        )
+        raise NotImplementedError(f"{type(self).__name__}.reduce_scatter_tensor_coalesced")
 
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
         """Sends to `dst_rank`, which receives with the same tag."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import List, Optional
 
 import torch
-from torch.distributed import ProcessGroupGloo as BaseProcessGroupGloo, Store, Work
+from torch.distributed import ProcessGroupGloo as BaseProcessGroupGloo
+from torch.distributed import Store, Work
 from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from torchft.process_group._connections import Connections
@@ -26,9 +27,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         if torch.cuda.is_available():
             devices.append("cuda")
         for device in devices:
-            pg._register_backend(
-                torch.device(device), BaseProcessGroup.BackendType.GLOO, backend
-            )
+            pg._register_backend(torch.device(device), BaseProcessGroup.BackendType.GLOO, backend)
         self._connections = Connections(store, rank, world_size)
         return pg
 
@@ -65,6 +64,4 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            "ProcessGroupGloo does not support reduce_scatter_tensor_coalesced."
-        )
+        raise RuntimeError("ProcessGroupGloo does not support reduce_scatter_tensor_coalesced.")

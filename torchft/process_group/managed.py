@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import List, TYPE_CHECKING
+from typing import TYPE_CHECKING, List, cast
 
 import torch
-from torch.distributed import Work
+from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+from torchft.process_group.base import ProcessGroup
 from torchft.process_group.wrapper import ProcessGroupWrapper
 
 if TYPE_CHECKING:
@@ -33,14 +34,13 @@ class ManagedProcessGroup(ProcessGroupWrapper):
             ValueError: several tensors.
         """
         if len(tensors) != 1:
-            raise ValueError(
-                f"allreduce through the manager takes one tensor at a time, got {len(tensors)}"
-            )
+            raise ValueError(f"allreduce through the manager takes one tensor at a time, got {len(tensors)}")
         reduce_op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
-        return self._manager.allreduce(tensors[0], reduce_op=reduce_op)
+        return self._manager.allreduce(tensors[0], reduce_op=cast(ReduceOp, reduce_op))
 
     def size(self) -> int:
         return self._manager.num_participants()
 
     def getBackendName(self) -> str:
-        return self._manager._pg.getBackendName()
+        pg = self._manager._pg
+        return pg.getBackendName() if isinstance(pg, ProcessGroup) else pg.name()

@@ -67,9 +67,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         # process; 2 aborts the communicator and lets the process live.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         # How long a non-blocking communicator may take to connect; the default is half an hour.
-        os.environ.setdefault(
-            "TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds())))
-        )
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds()))))
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         # Not in every build of PyTorch, so not at the top.
@@ -103,9 +101,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         """
         if errored and self._pg is not None and _trigger_on_abort():
             rank = self._global_rank
-            trigger_nccl_fr_trace_through_pipe(
-                int(os.environ.get("RANK", "0")) if rank is None else rank
-            )
+            trigger_nccl_fr_trace_through_pipe(int(os.environ.get("RANK", "0")) if rank is None else rank)
         super().abort(errored=errored)
 
     def getBackendName(self) -> str:

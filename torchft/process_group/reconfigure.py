@@ -80,20 +80,14 @@ class Handle:
         except (TypeError, ValueError):
             fields = None
         if not isinstance(fields, dict):
-            raise ValueError(
-                f"reconfigure handle {text!r}: not a torchft handle, which is a JSON object"
-            )
+            raise ValueError(f"reconfigure handle {text!r}: not a torchft handle, which is a JSON object")
         for name in ("id", "store"):
             if not isinstance(fields.get(name), str) or not fields[name]:
-                raise ValueError(
-                    f"reconfigure handle {text!r}: {name!r} must be a non-empty string"
-                )
+                raise ValueError(f"reconfigure handle {text!r}: {name!r} must be a non-empty string")
         for name in ("global_rank", "group_rank"):
             value = fields.get(name)
             if value is not None and type(value) is not int:
-                raise ValueError(
-                    f"reconfigure handle {text!r}: {name!r} must be an integer or null"
-                )
+                raise ValueError(f"reconfigure handle {text!r}: {name!r} must be an integer or null")
         return cls(
             id=fields["id"],
             store=fields["store"],
@@ -113,9 +107,7 @@ class Rendezvous:
     global_ranks: Optional[list[int]]
 
 
-def plan_rendezvous(
-    handles: object, own_handle: str, group_rank: Optional[int]
-) -> Rendezvous:
+def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int]) -> Rendezvous:
     """What `handles` mean for the group whose handle is `own_handle`.
 
     Raises:
@@ -136,9 +128,7 @@ def plan_rendezvous(
             f"this group's own handle {own_handle!r} is not among the reconfigure handles {list(handles)!r}"
         )
 
-    global_ranks = [
-        peer.global_rank for peer in peers if peer.global_rank is not None
-    ]
+    global_ranks = [peer.global_rank for peer in peers if peer.global_rank is not None]
     return Rendezvous(
         store=peers[_host_of(peers, group_rank or 0)].store,
         rank=ids.index(own.id),
@@ -223,9 +213,7 @@ def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
         backend = pg._get_backend(device)
         error = backend.get_error()
         if error.name != "SUCCESS":
-            return RuntimeError(
-                f"backend {backend.name()} of {device.type} reports {error.name}"
-            )
+            return RuntimeError(f"backend {backend.name()} of {device.type} reports {error.name}")
     return None
 
 

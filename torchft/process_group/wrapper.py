@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import (
 from torchft.process_group._reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.reconfigure import (
+    ReconfigureOptions,
     create_store_client,
     is_native,
-    ReconfigureOptions,
     supports_reconfigure,
 )
 
@@ -50,7 +50,7 @@ class ProcessGroupWrapper(ProcessGroup):
     def __init__(
         self,
         timeout: timedelta = timedelta(seconds=60),
-        pg: Optional[ProcessGroup] = None,
+        pg: Optional[BaseProcessGroup] = None,
     ) -> None:
         super().__init__(0, 1)
         _check_timeout(timeout)
@@ -122,9 +122,7 @@ class ProcessGroupWrapper(ProcessGroup):
             return
 
         if not 0 <= rank < world_size:
-            raise ValueError(
-                f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}"
-            )
+            raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
         self._release()
         timeout = self._reconfigure_timeout or self._timeout
         store = create_store_client(store_addr, timeout=timeout)
@@ -143,9 +141,7 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> None:
         super().set_rank_info(replica_id, group_rank, group_world_size, global_rank)
         if isinstance(self._pg, ProcessGroup) and self._given:
-            self._pg.set_rank_info(
-                replica_id, group_rank, group_world_size, global_rank
-            )
+            self._pg.set_rank_info(replica_id, group_rank, group_world_size, global_rank)
 
     def get_reconfigure_handle(self) -> str:
         if self._given:
@@ -167,9 +163,7 @@ class ProcessGroupWrapper(ProcessGroup):
         pg = self._pg
         if not self._given or pg is None:
             return False
-        if isinstance(pg, ProcessGroupWrapper) and (
-            type(pg).reconfigure is ProcessGroupWrapper.reconfigure
-        ):
+        if isinstance(pg, ProcessGroupWrapper) and (type(pg).reconfigure is ProcessGroupWrapper.reconfigure):
             return pg._reconfigures_itself()
         return is_native(pg) or type(pg).reconfigure is not ProcessGroup.reconfigure
 
@@ -261,9 +255,7 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> Work:
         with self._run_context():
             return self._wrap_work(
-                self.parent.allgather(
-                    output_tensors, input_tensor, self._opts_hook(opts)
-                ),
+                self.parent.allgather(output_tensors, input_tensor, self._opts_hook(opts)),
                 opts,
             )
 
@@ -275,19 +267,13 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> Work:
         with self._run_context():
             return self._wrap_work(
-                self.parent.allgather_into_tensor_coalesced(
-                    output_tensors, input_tensors, self._opts_hook(opts)
-                ),
+                self.parent.allgather_into_tensor_coalesced(output_tensors, input_tensors, self._opts_hook(opts)),
                 opts,
             )
 
-    def allreduce(
-        self, tensors: List[torch.Tensor], opts: Union[AllreduceOptions, ReduceOp]
-    ) -> Work:
+    def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
         with self._run_context():
-            return self._wrap_work(
-                self.parent.allreduce(tensors, self._opts_hook(opts)), opts
-            )
+            return self._wrap_work(self.parent.allreduce(tensors, self._opts_hook(opts)), opts)
 
     def allreduce_coalesced(
         self,
@@ -304,9 +290,7 @@ class ProcessGroupWrapper(ProcessGroup):
                 coalesced.reduceOp = opts
             opts = coalesced
         with self._run_context():
-            return self._wrap_work(
-                self.parent.allreduce_coalesced(tensors, self._opts_hook(opts)), opts
-            )
+            return self._wrap_work(self.parent.allreduce_coalesced(tensors, self._opts_hook(opts)), opts)
 
     def alltoall_base(
         self,
@@ -336,9 +320,7 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> Work:
         with self._run_context():
-            return self._wrap_work(
-                self.parent.broadcast(tensor_list, self._opts_hook(opts)), opts
-            )
+            return self._wrap_work(self.parent.broadcast(tensor_list, self._opts_hook(opts)), opts)
 
     def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
         with self._run_context():
@@ -352,9 +334,7 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> Work:
         with self._run_context():
             return self._wrap_work(
-                self.parent.reduce_scatter(
-                    output_tensors, input_tensors, self._opts_hook(opts)
-                ),
+                self.parent.reduce_scatter(output_tensors, input_tensors, self._opts_hook(opts)),
                 opts,
             )
 
@@ -366,9 +346,7 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> Work:
         with self._run_context():
             return self._wrap_work(
-                self.parent.reduce_scatter_tensor_coalesced(
-                    output_tensors, input_tensors, self._opts_hook(opts)
-                ),
+                self.parent.reduce_scatter_tensor_coalesced(output_tensors, input_tensors, self._opts_hook(opts)),
                 opts,
             )
 

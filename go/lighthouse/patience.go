@@ -6,11 +6,14 @@ import "time"
 // somebody waits for somebody else for a moment; that is no news.
 const logAfter = 5 * time.Second
 
-// patience remembers since when requests wait for the reason that the machine last gave.
-type patience struct{ since time.Time }
+// patience remembers since when requests wait, and the reason that the machine last gave.
+type patience struct {
+	since  time.Time
+	reason string // empty after a quorum
+}
 
-func (p *patience) waits(now time.Time) { p.since = now }
-func (p *patience) served()             { p.since = time.Time{} }
+func (p *patience) waits(reason string, now time.Time) { *p = patience{now, reason} }
+func (p *patience) served()                            { *p = patience{} }
 
 // over reports, once, that the wait has been long enough to log.
 func (p *patience) over(now time.Time) bool {

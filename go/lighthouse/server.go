@@ -106,14 +106,15 @@ func (s *Server) quorum(ctx context.Context, m quorum.Member, knownID int64) (*d
 		return a.delivered, a.err
 	case <-ctx.Done():
 	}
-	if err := s.giveUp(id); err != nil {
+	reason, err := s.giveUp(id)
+	if err != nil {
 		return nil, err
 	}
 	select {
 	case a := <-answered: // it came at the last moment
 		return a.delivered, a.err
 	default:
-		return nil, status.Errorf(status.FromContextError(ctx.Err()).Code(), "no quorum in time: %s", s.Status().Reason)
+		return nil, status.Errorf(status.FromContextError(ctx.Err()).Code(), "no quorum in time: %s", reason)
 	}
 }
 
@@ -127,14 +128,16 @@ func (s *Server) ask(m quorum.Member, knownID int64) (quorum.WaiterID, <-chan an
 	return id, answered, s.step(quorum.Asked{Waiter: id, Member: m, KnownQuorumID: knownID})
 }
 
-func (s *Server) giveUp(id quorum.WaiterID) error {
+// giveUp ends a wait and returns the last reason why there was no quorum. It does not ask the machine for a
+// fresh one, which costs as much as there are groups: all of them may give up at the same moment.
+func (s *Server) giveUp(id quorum.WaiterID) (reason string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.waiters.Drop(id)
 	if s.closed {
-		return nil
+		return "", errShutdown
 	}
-	return s.step(quorum.GaveUp{Waiter: id})
+	return s.patient.reason, s.step(quorum.GaveUp{Waiter: id})
 }
 
 func (s *Server) feed(event quorum.Event) error {
@@ -171,7 +174,7 @@ func (s *Server) step(event quorum.Event) (err error) {
 			s.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
 				"joined", a.Joined, "left", a.Left, "reason", a.Reason)
 		case quorum.Waiting:
-			s.patient.waits(now)
+			s.patient.waits(a.Reason, now)
 		}
 	}
 	sound = true

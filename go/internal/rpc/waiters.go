@@ -35,6 +35,3 @@ func (w *Waiters[ID, A]) AnswerAll(answer A) {
 		w.Answer(id, answer)
 	}
 }
-
-// Len is how many wait.
-func (w *Waiters[ID, A]) Len() int { return len(w.open) }

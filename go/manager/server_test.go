@@ -236,9 +236,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.ErrorContains(t, err, "ranks 1")
 
 	vote := fttest.Start(func() (bool, error) { return far.ShouldCommit(ctx, 1, 1, true) })
-	for server.Status().Vote.Waiting == nil || len(server.Status().Vote.Waiting) == 0 {
-		require.NoError(t, ctx.Err())
-	}
+	require.Eventually(t, func() bool { return len(server.Status().Vote.Waiting) == 1 }, 10*time.Second, time.Millisecond)
 	require.NoError(t, near.Close())
 	assert.Equal(t, codes.Aborted, status.Code((<-vote).Err), "a closed client is a rank that is gone")
 	_, err = near.ShouldCommit(ctx, 0, 1, true)

@@ -34,7 +34,7 @@ func (m *Machine) Describe() Status {
 		Closed:        m.closed != nil,
 	}
 	if m.ballot.count > 0 {
-		s.VoteStep = m.ballot.attempt.step
+		s.VoteStep = m.ballot.step
 	}
 	for r := range m.ranks {
 		if f := m.ranks[r].absent; f != nil {

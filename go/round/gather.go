@@ -148,10 +148,9 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		results[r] = result
 	}
 
-	// Whoever asked for this quorum does not vote on the step before it any more.
+	// Whoever asked for this quorum does not vote on the attempt before it any more.
 	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
 	for r, a := range g.asked {
-		m.ranks[r].answered = e.Round
 		g.asked[r] = nil
 		actions = append(actions, AnswerQuorum{a.Waiter, results[r]})
 	}

@@ -42,7 +42,6 @@ type Machine struct {
 type rank struct {
 	metadata  string   // where it serves its checkpoint
 	announced bool     // metadata is set
-	answered  uint64   // the latest round that it has a result of
 	absent    *Failure // why nobody should wait for it; nil if it may come
 }
 

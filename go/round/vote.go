@@ -2,22 +2,15 @@ package round
 
 import "fmt"
 
-// attempt is what a vote is about. The step alone would not do: after a failed commit the same step is tried
-// again, and a vote that was left over from the first try must not count in the second.
-type attempt struct {
-	round uint64 // the latest quorum round that the rank was answered in
-	step  int64
-}
-
-func (a attempt) before(b attempt) bool {
-	return a.round < b.round || a.round == b.round && a.step < b.step
-}
-
-// ballot is the votes on one attempt, from the first rank that votes until all are answered.
+// ballot is the votes on one attempt of a step, from the first rank that votes until all are answered.
+//
+// The step alone does not name an attempt: after a failed commit the same step is tried again. Between two
+// attempts all ranks get a new quorum, and that ends the ballot (quorumKnown), so a vote that is left over
+// from the first try never counts in the second.
 type ballot struct {
-	attempt attempt
-	votes   []*Voted // by rank
-	count   int
+	step  int64
+	votes []*Voted // by rank
+	count int
 }
 
 func (b *ballot) has(rank int) bool { return b.votes[rank] != nil }
@@ -29,17 +22,16 @@ func (m *Machine) voted(e Voted) []Action {
 	m.ranks[e.GroupRank].absent = nil
 
 	b := &m.ballot
-	this := attempt{m.ranks[e.GroupRank].answered, e.Step}
 	var actions []Action
-	if b.count > 0 && this != b.attempt {
-		if this.before(b.attempt) {
+	if b.count > 0 && e.Step != b.step {
+		if e.Step < b.step {
 			return []Action{Fail{e.Waiter, Failure{KindAborted, fmt.Sprintf(
-				"rank %d votes on step %d, but a later vote, on step %d, has begun", e.GroupRank, e.Step, b.attempt.step)}}}
+				"rank %d votes on step %d, but a later vote, on step %d, has begun", e.GroupRank, e.Step, b.step)}}}
 		}
 		actions = m.endBallot(Failure{KindAborted, fmt.Sprintf(
-			"rank %d began a later vote, on step %d, before all had voted on step %d", e.GroupRank, e.Step, b.attempt.step)})
+			"rank %d began a later vote, on step %d, before all had voted on step %d", e.GroupRank, e.Step, b.step)})
 	}
-	b.attempt = this
+	b.step = e.Step
 
 	if older := b.votes[e.GroupRank]; older != nil {
 		actions = append(actions, Fail{older.Waiter, Failure{KindAborted, fmt.Sprintf(

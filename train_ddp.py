@@ -53,9 +53,7 @@ def main() -> None:
 
     # Data: a shard of its own for every rank of every group.
     train_set, test_set = load_images(args.data, args.data_dir)
-    sampler = DistributedSampler(
-        train_set, group, groups, group_rank=rank, num_replicas=ranks, seed=args.seed
-    )
+    sampler = DistributedSampler(train_set, group, groups, group_rank=rank, num_replicas=ranks, seed=args.seed)
     loader = StatefulDataLoader(
         train_set,
         args.batch_size,
@@ -67,30 +65,30 @@ def main() -> None:
     )
     batches = Batches(loader, sampler)
 
+    # The model, and what a group that comes back takes over from another one.
+    net = SmallCNN(train_set.tensors[0].shape[1]).to(device)
+    adam = torch.optim.Adam(net.parameters(), lr=args.lr)
+
+    def save_state() -> dict[str, Any]:
+        return {"net": net.state_dict(), "adam": adam.state_dict()}
+
+    def load_state(state: dict[str, Any]) -> None:
+        net.load_state_dict(state["net"])
+        adam.load_state_dict(state["adam"])
+
     # torchft between the groups, a plain process group among the ranks of this one.
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     pg = replica_process_group(device)
     manager = Manager(
-        pg=pg,
-        load_state_dict=None,
-        state_dict=None,
+        pg,
+        load_state,
+        save_state,
         min_replica_size=1,
         replica_id=f"train_ddp_{group}",
         timeout=timedelta(seconds=args.timeout),
     )
-    net = SmallCNN(train_set.tensors[0].shape[1]).to(device)
     model = DistributedDataParallel(manager, net)
-    optimizer = Optimizer(manager, torch.optim.Adam(net.parameters(), lr=args.lr))
-
-    # What a group that comes back takes over from another one.
-    def save_state() -> dict[str, Any]:
-        return {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
-
-    def load_state(state: dict[str, Any]) -> None:
-        net.load_state_dict(state["net"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    manager.set_state_dict_fns(load_state, save_state)
+    optimizer = Optimizer(manager, adam)
 
     # What a group that is started again reads from disk: the same, its step and its place in the data.
     folder = args.checkpoint_dir and args.checkpoint_dir / f"group-{group}"
@@ -100,7 +98,7 @@ def main() -> None:
         batches.load_state_dict(checkpoint["batches"])
 
     # One event a step: what was trained on, with how many groups, and whether the step counted.
-    events.write("start", step=manager.current_step())
+    events.write("start", step=manager.current_step(), pid=os.getpid())
     batch = None
     while True:
         optimizer.zero_grad()  # asks for the quorum of this step, in the background
@@ -126,8 +124,8 @@ def main() -> None:
             loss=loss.item(),
             indices=indices.tolist(),
         )
-        if not committed:
-            continue  # with the same batch again
+        if healing or not committed:
+            continue  # this batch did not count: take it again
         batch, step = None, manager.current_step()
         if rank == 0 and step % args.log_every == 0:
             print(f"group {group} step {step} loss {loss.item():.4f} groups {participants}", flush=True)
@@ -231,6 +229,8 @@ class Batches(Iterator[list[Tensor]]):
 def load_images(data: str, folder: Path | None) -> tuple[TensorDataset, TensorDataset]:
     """Training and held-out images: (pixels in [-1, 1], class, index of the image)."""
     if data == "cifar10":
+        if folder is None:
+            raise ValueError("--data cifar10 needs --data-dir, the folder with the files of cifar-10-batches-py")
         return as_dataset(*read_cifar10(folder, train=True)), as_dataset(*read_cifar10(folder, train=False))
     pixels, labels = read_digits()
     held_out = np.arange(len(labels)) % 5 == 0
@@ -274,18 +274,19 @@ def read_cifar10(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
     return pixels.reshape(-1, 3, 32, 32) / np.float32(255), labels
 
 
+OF_ARRAYS = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+}
+
+
 class ArrayUnpickler(pickle.Unpickler):
     """Reads numpy arrays and plain values, and refuses whatever else a pickle could run."""
 
-    ALLOWED = {
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-    }
-
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.ALLOWED:
+        if (module, name) not in OF_ARRAYS:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in a CIFAR-10 file")
         return super().find_class(module, name)
 
@@ -310,7 +311,9 @@ def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any]) -
 def load_checkpoint(folder: Path, rank: int) -> dict[str, Any] | None:
     """The newest checkpoint of this rank, None where there is none yet."""
     newest = max(folder.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
-    return newest and torch.load(newest / f"rank-{rank}.pt", weights_only=True)
+    if newest is None:
+        return None
+    return torch.load(newest / f"rank-{rank}.pt", weights_only=True)
 
 
 @torch.no_grad()
@@ -333,15 +336,15 @@ class Events:
     """Appends JSON lines to folder/group-G-rank-R.jsonl, for a program that follows the training."""
 
     def __init__(self, folder: Path | None, group: int, rank: int) -> None:
-        self._file = None
+        self._path = folder and folder / f"group-{group}-rank-{rank}.jsonl"
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / f"group-{group}-rank-{rank}.jsonl", "a", buffering=1)
 
     def write(self, event: str, **fields: object) -> None:
         """time is the wall clock, in seconds."""
-        if self._file:
-            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
 
 
 def end_with_parent(_worker: int = 0) -> None:
@@ -402,10 +405,7 @@ def parse_args() -> argparse.Namespace:
     add("--checkpoint-every", type=positive, default=100, help="in steps")
     add("--log-every", type=positive, default=50, help="in steps")
     add("--events", type=Path, metavar="DIR", help="write one JSON line a step, one file a rank")
-    args = parser.parse_args()
-    if args.data == "cifar10" and args.data_dir is None:
-        parser.error("--data cifar10 needs --data-dir")
-    return args
+    return parser.parse_args()
 
 
 def positive(text: str) -> int:

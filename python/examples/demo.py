@@ -8,105 +8,118 @@ the same weights. Ends with status 1 when they do not, or when anything else goe
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import contextlib
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import processes
+import process_tree
+from replica_group import Group
 
-TRAIN_SCRIPT = Path(os.environ.get("TS") or Path(__file__).resolve().parents[2] / "train_ddp.py")
-WIDTH = 24  # of a progress bar, in characters
+BAR = 24  # characters
 
 
 class DemoError(Exception):
-    """What went wrong, and the log that says more."""
+    """What went wrong, and the logs that say more."""
 
     def __init__(self, message: str, *logs: Path) -> None:
         super().__init__(message)
         self.logs = logs
 
 
-@dataclass
-class Group:
-    """One replica group: its torchrun, and what its events say."""
+def main() -> int:
+    args = parse_args()
+    folder = args.logs or Path(tempfile.mkdtemp(prefix="torchft-demo-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    groups = [Group(number, args.groups, folder, args.nproc) for number in range(args.groups)]
+    try:
+        with lighthouse(folder) as address:
+            killed_at = train(args, groups, address)
+        print_table(groups, killed_at)
+        check(groups)
+    except DemoError as error:
+        print(f"\nfailed: {error}")
+        for log in error.logs:
+            print(f"\nthe end of {log}:", *log.read_text(errors="replace").splitlines()[-20:], sep="\n")
+        return 1
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the logs are in {folder}")
+        return 130
+    finally:
+        for group in groups:
+            group.kill()
+    if not args.logs:
+        shutil.rmtree(folder)
+    return 0
 
-    number: int
-    folder: Path
-    nproc: int
-    process: subprocess.Popen[bytes] | None = None
-    state: str = "starting"
-    started: float = 0.0  # wall clock of the last start
-    step: int = 0
-    loss: float = float("nan")
-    events: list[dict[str, Any]] = field(default_factory=list)  # of rank 0
-    _offset: int = 0
 
-    @property
-    def log(self) -> Path:
-        return self.folder / f"group-{self.number}.log"
+@contextlib.contextmanager
+def lighthouse(folder: Path) -> Iterator[str]:
+    """The torchft_lighthouse command, on a free port. Gives its address."""
+    beside = Path(sys.executable).parent
+    command = shutil.which("torchft_lighthouse", path=str(beside)) or shutil.which("torchft_lighthouse")
+    if command is None:
+        raise DemoError(f"no torchft_lighthouse in {beside} or on PATH: install the package (pip install -e .)")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # How long the survivor waits before it goes on alone: heartbeats come every 100 ms, and a
+    # group whose last one is older than this is out.
+    options = ["--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
+    log = folder / "lighthouse.log"
+    process = process_tree.start([command, "--min_replicas", "1", "--bind", f"127.0.0.1:{port}", *options], log)
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise DemoError("the lighthouse did not start", log)
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process_tree.kill_tree(process)
 
-    def events_file(self, rank: int) -> Path:
-        return self.folder / "events" / f"group-{self.number}-rank-{rank}.jsonl"
 
-    def start(self, lighthouse: str, groups: int, train_args: list[str]) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(self.nproc)]
-        command += [str(TRAIN_SCRIPT), "--events", str(self.folder / "events"), *train_args]
-        env = {
-            "REPLICA_GROUP_ID": str(self.number),
-            "NUM_REPLICA_GROUPS": str(groups),
-            "TORCHFT_LIGHTHOUSE": lighthouse,
-        }
-        self.started = time.time()
-        self.process = processes.start(command, self.log, env)
+def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
+    """Trains to the end with one kill on the way. Returns when that was, by the wall clock."""
+    # At the end the others go on until the killed group is back: the time limit is ours.
+    train_args = ["--steps", str(args.steps), "--overtime", "1000000", "--device", args.device, *args.train_args]
+    for group in groups:
+        group.start(address, train_args)
+    victim, killed_at = groups[-1], 0.0
+    progress = Progress(args.steps)
+    deadline = time.monotonic() + args.time_limit
 
-    def follow(self) -> None:
-        """Reads what was written since the last call."""
-        path = self.events_file(rank=0)
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):  # still being written
-                    break
-                self._offset += len(line)
-                try:
-                    event = json.loads(line)
-                except ValueError:  # half a line of a killed process, and one of its successor
-                    continue
-                self.events.append(event)
-                self._take(event)
-
-    def _take(self, event: dict[str, Any]) -> None:
-        if event["event"] == "commit":
-            if self.state == "starting again":
-                self.state = "healed" if event["healing"] else "training (did not heal)"
-            elif self.state == "starting":
-                self.state = "training"
-            self.step, self.loss = event["step"], event["loss"]
-        elif event["event"] == "end":
-            self.state = "ended"
-
-    def count(self, kind: str) -> int:
-        return sum(event["event"] == kind for event in self.events)
-
-    def ends(self) -> list[dict[str, Any]]:
-        """The last event of every rank."""
-        files = [self.events_file(rank) for rank in range(self.nproc)]
-        return [json.loads(file.read_text().splitlines()[-1]) for file in files]
+    while any(group.status is None for group in groups):
+        time.sleep(0.2)
+        for group in groups:
+            group.follow()
+            if group.status:
+                raise DemoError(f"group {group.number} ended with status {group.status}", group.log)
+        if not killed_at and all(group.step() >= args.kill_at for group in groups):
+            killed_at = time.time()
+            victim.kill()
+            progress.show(groups)
+            victim.start(address, train_args)
+        progress.show(groups)
+        if time.monotonic() > deadline:
+            raise DemoError(f"not done after {args.time_limit:g} s", *(group.log for group in groups))
+    for group in groups:
+        group.follow()
+    progress.show(groups)
+    return killed_at
 
 
 class Progress:
-    """One line per group, updated in place on a terminal, printed now and then elsewhere."""
+    """One line per group: updated in place on a terminal, printed now and then elsewhere."""
 
     EVERY = 10.0  # seconds between two lines of a group that only trains on
 
@@ -114,7 +127,7 @@ class Progress:
         self._steps = steps
         self._in_place = sys.stdout.isatty()
         self._drawn = False
-        self._last: dict[int, tuple[str, float]] = {}  # state and time of the last line of a group
+        self._last: dict[int, tuple[str, float]] = {}  # state and time of a group's last line
 
     def show(self, groups: list[Group]) -> None:
         if self._in_place:
@@ -129,108 +142,23 @@ class Progress:
                 print(self._line(group), flush=True)
 
     def _line(self, group: Group) -> str:
-        done = min(WIDTH, WIDTH * group.step // self._steps)
-        bar = "#" * done + "." * (WIDTH - done)
-        loss = f"loss {group.loss:.4f}" if group.step else " " * 11
-        return f"group {group.number} [{bar}] step {group.step:5d}/{self._steps}  {loss}  {group.state}"
+        step = group.step()
+        done = min(BAR, BAR * step // self._steps)
+        bar = "#" * done + "." * (BAR - done)
+        overtime = "; goes on until all are back" if step > self._steps and group.state.startswith("training") else ""
+        return f"group {group.number} [{bar}] step {step:5d}/{self._steps}  {group.state}{overtime}"
 
 
-def main() -> int:
-    args = parse_args()
-    folder = args.logs or Path(tempfile.mkdtemp(prefix="torchft-demo-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    groups = [Group(number, folder, args.nproc) for number in range(args.groups)]
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        address = start_lighthouse(folder, started)
-        killed_at = run(args, groups, address)
-        print_table(groups, groups[-1], killed_at)
-        check(groups)
-    except DemoError as error:
-        print(f"\nfailed: {error}")
-        for log in error.logs:
-            print(f"\nthe end of {log}:")
-            print(*log.read_text(errors="replace").splitlines()[-20:], sep="\n")
-        return 1
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; the logs are in {folder}")
-        return 130
-    finally:
-        for process in started + [group.process for group in groups if group.process]:
-            processes.kill_tree(process)
-    if not args.logs:
-        shutil.rmtree(folder)
-    return 0
-
-
-def start_lighthouse(folder: Path, started: list[subprocess.Popen[bytes]]) -> str:
-    command = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent)) or shutil.which(
-        "torchft_lighthouse"
-    )
-    if command is None:
-        raise DemoError(f"there is no torchft_lighthouse beside {sys.executable}: run `pip install -e .`")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    # A group counts as dead when its heartbeats (every 100 ms) stay away this long. Short, for a
-    # demo on one machine: survivors wait for it.
-    options = ["--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
-    log = folder / "lighthouse.log"
-    process = processes.start([command, "--min_replicas", "1", "--bind", f"127.0.0.1:{port}", *options], log, {})
-    started.append(process)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return f"http://127.0.0.1:{port}"
-        except OSError:
-            time.sleep(0.05)
-    raise DemoError("the lighthouse did not start", log)
-
-
-def run(args: argparse.Namespace, groups: list[Group], lighthouse: str) -> float:
-    """Trains to the end with one kill on the way. Returns when that was, by the wall clock."""
-    train_args = ["--steps", str(args.steps), "--device", args.device]
-    # At the end the others wait this many steps for the killed group: as many as the time limit allows.
-    train_args += ["--overtime", "1000000", *args.train_args]
-    for group in groups:
-        group.start(lighthouse, len(groups), train_args)
-    victim, killed_at = groups[-1], 0.0
-    progress = Progress(args.steps)
-    deadline = time.monotonic() + args.time_limit
-
-    while any(group.process.poll() is None for group in groups):
-        for group in groups:
-            group.follow()
-            if group.process.poll():
-                raise DemoError(f"group {group.number} ended with status {group.process.returncode}", group.log)
-        if not killed_at and all(group.step >= args.kill_at for group in groups):
-            killed_at = time.time()
-            processes.kill_tree(victim.process)
-            victim.follow()  # what it still wrote belongs to its first life
-            victim.state = "killed"
-            progress.show(groups)
-            victim.start(lighthouse, len(groups), train_args)
-            victim.state = "starting again"
-        progress.show(groups)
-        if time.monotonic() > deadline:
-            raise DemoError(f"not done after {args.time_limit:.0f} s", *(group.log for group in groups))
-        time.sleep(0.2)
-    for group in groups:
-        group.follow()
-    progress.show(groups)
-    return killed_at
-
-
-def print_table(groups: list[Group], victim: Group, killed_at: float) -> None:
-    survivors = [group for group in groups if group is not victim]
-    commits = {group.number: next_commit(group, killed_at, len(groups)) for group in survivors}
-    rows: list[tuple[str, list[str]]] = [
-        ("steps committed", [str(group.count("commit")) for group in groups]),
-        ("steps lost", [str(group.count("lost")) for group in groups]),
-        ("from the kill to the next commit", [seconds(commits.get(group.number)) for group in groups]),
-        ("from its restart to healed", [seconds(time_to_heal(group)) for group in groups]),
-        ("accuracy on held-out images", [f"{group.ends()[0]['accuracy']:.2%}" for group in groups]),
+def print_table(groups: list[Group], killed_at: float) -> None:
+    rows = [
+        ("steps committed", [str(len(group.commits())) for group in groups]),
+        ("steps lost", [str(len(group.losses())) for group in groups]),
+        (
+            "from the kill to the next commit",
+            [seconds(group.next_commit(killed_at)) for group in groups[:-1]] + ["killed"],
+        ),
+        ("from its restart to healed", [""] * (len(groups) - 1) + [seconds(groups[-1].time_to_heal())]),
+        ("accuracy on held-out images", [f"{group.ends()[0].get('accuracy', 0):.2%}" for group in groups]),
     ]
     print("\n" + " " * 34 + "".join(f"{f'group {group.number}':>12}" for group in groups))
     for name, cells in rows:
@@ -238,30 +166,11 @@ def print_table(groups: list[Group], victim: Group, killed_at: float) -> None:
     print("\nSHA-256 of the weights")
     for group in groups:
         for rank, end in enumerate(group.ends()):
-            print(f"group {group.number} rank {rank}  {end['sha256']}")
-
-
-def next_commit(survivor: Group, killed_at: float, groups: int) -> float | None:
-    """Seconds from the kill to the first step without the victim.
-
-    A step that was all but done when the kill came may still commit right after it: not counted.
-    """
-    for event in survivor.events:
-        if event["event"] == "commit" and event["time"] > killed_at and event["participants"] < groups:
-            return event["time"] - killed_at
-    return None
-
-
-def time_to_heal(group: Group) -> float | None:
-    """Seconds from the restart (with the start of Python and PyTorch) to the first step with the others' weights."""
-    for event in group.events:
-        if event["event"] == "commit" and event["time"] > group.started and event["healing"] and event["step"] > 1:
-            return event["time"] - group.started
-    return None
+            print(f"group {group.number} rank {rank}  {end.get('sha256')}")
 
 
 def seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} s"
+    return "never" if value is None else f"{value:.2f} s"
 
 
 def check(groups: list[Group]) -> None:
@@ -272,8 +181,8 @@ def check(groups: list[Group]) -> None:
         raise DemoError("a rank did not reach the end", *logs)
     if len({(end["step"], end["sha256"]) for end in ends}) > 1:
         raise DemoError("the weights differ", *logs)
-    if time_to_heal(groups[-1]) is None:
-        raise DemoError("the killed group did not heal", groups[-1].log)
+    if groups[-1].time_to_heal() is None:
+        raise DemoError("the killed group did not heal from another one", groups[-1].log)
     print("equal")
 
 
@@ -282,19 +191,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=2, help="replica groups, at least 2")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--kill-at", type=int, help="step after which the last group is killed (a third of --steps)")
+    parser.add_argument("--kill-at", type=int, help="step after which the last group is killed; a third of --steps")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs a GPU for every rank")
     parser.add_argument("--time-limit", type=float, default=170, help="seconds")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep logs and events here")
-    parser.add_argument("train_args", nargs="*", help="after --: further arguments of train_ddp.py")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep logs and events here (must be new or empty)")
+    parser.add_argument("train_args", nargs="*", help="after --: further arguments for train_ddp.py")
     args = parser.parse_args()
-    args.kill_at = args.kill_at or args.steps // 3
+    if args.kill_at is None:
+        args.kill_at = args.steps // 3
     if args.groups < 2:
         parser.error(f"--groups must be at least 2, got {args.groups}: someone has to survive")
     if args.nproc < 1:
         parser.error(f"--nproc must be at least 1, got {args.nproc}")
     if not 0 < args.kill_at < args.steps:
         parser.error(f"--kill-at must lie between 0 and --steps ({args.steps}), got {args.kill_at}")
+    if args.logs and args.logs.is_dir() and any(args.logs.iterdir()):
+        parser.error(f"--logs {args.logs} must be new or empty")
     return args
 
 

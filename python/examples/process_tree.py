@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -9,12 +10,12 @@ import subprocess
 from pathlib import Path
 
 
-def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+def start(command: list[str], log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Starts a command in a session of its own, its output appended to `log`."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
-            env={**os.environ, **env},
+            env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -81,7 +82,5 @@ def _processes() -> list[tuple[int, int, str]]:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass

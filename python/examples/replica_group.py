@@ -1,0 +1,125 @@
+"""One replica group as a torchrun of train_ddp.py, and what the events it writes say."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import process_tree
+
+TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train_ddp.py"
+Event = dict[str, Any]
+
+
+class Group:
+    """Starts, follows and kills a group. Its events and its log lie in `folder`.
+
+    `events` are those of rank 0. Times are those of the wall clock, in seconds.
+    """
+
+    def __init__(self, number: int, groups: int, folder: Path, nproc: int = 1) -> None:
+        self.number = number
+        self.nproc = nproc
+        self.log = folder / f"group-{number}.log"
+        self.state = "not started"
+        self.events: list[Event] = []
+        self.started = math.nan  # when it was started last
+        self._folder = folder / "events"
+        self._groups = groups
+        self._process: subprocess.Popen[bytes] | None = None
+        self._offset = 0
+
+    def start(self, lighthouse: str, train_args: list[str], torchrun_args: list[str] | None = None) -> None:
+        """Starts the group, or starts it again after `kill`."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(self.nproc)]
+        command += [*(torchrun_args or []), str(TRAIN_SCRIPT), "--events", str(self._folder), *train_args]
+        env = {
+            "REPLICA_GROUP_ID": str(self.number),
+            "NUM_REPLICA_GROUPS": str(self._groups),
+            "TORCHFT_LIGHTHOUSE": lighthouse,
+        }
+        self.state = "starting" if self._process is None else "starting again"
+        self.started = time.time()
+        self._process = process_tree.start(command, self.log, env)
+
+    def kill(self) -> list[int]:
+        """SIGKILL for torchrun and everything below it. Returns the pids."""
+        pids = [] if self._process is None else process_tree.kill_tree(self._process)
+        if pids:
+            self.follow()  # what it still wrote belongs to this life
+            self.state = "killed"
+        return pids
+
+    @property
+    def pid(self) -> int:
+        """Of torchrun's agent."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of torchrun, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def follow(self) -> None:
+        """Reads what was written since the last call."""
+        path = self._events_file(rank=0)
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # still being written
+                    break
+                self._offset += len(line)
+                self._take(json.loads(line))
+
+    def _take(self, event: Event) -> None:
+        self.events.append(event)
+        if event["event"] == "end":
+            self.state = "done"
+        elif event["event"] == "commit":
+            again = self.state in ("starting again", "healed")
+            self.state = "healed" if event["healing"] and event["step"] > 1 else "training"
+            if again and not event["healing"] and self.time_to_heal() is not None:
+                self.state = "training, healed"
+
+    def commits(self) -> list[Event]:
+        return [event for event in self.events if event["event"] == "commit"]
+
+    def losses(self) -> list[Event]:
+        return [event for event in self.events if event["event"] == "lost"]
+
+    def step(self) -> int:
+        """Committed steps so far."""
+        return self.events[-1]["step"] if self.events else 0
+
+    def ends(self) -> list[Event]:
+        """The last event of every rank."""
+        files = [self._events_file(rank) for rank in range(self.nproc)]
+        return [json.loads(file.read_text().splitlines()[-1]) for file in files]
+
+    def next_commit(self, killed_at: float) -> float | None:
+        """Seconds from the kill of another group to the first step committed without it.
+
+        A step that was all but done when the kill came may still commit right after it: not counted.
+        """
+        for event in self.commits():
+            if event["time"] > killed_at and event["participants"] < self._groups:
+                return event["time"] - killed_at
+        return None
+
+    def time_to_heal(self) -> float | None:
+        """Seconds from the last start (Python and PyTorch included) to the first step with the others' weights."""
+        for event in self.commits():
+            if event["time"] > self.started and event["healing"] and event["step"] > 1:
+                return event["time"] - self.started
+        return None
+
+    def _events_file(self, rank: int) -> Path:
+        return self._folder / f"group-{self.number}-rank-{rank}.jsonl"

@@ -9,7 +9,8 @@ import (
 )
 
 // ProbeStart is for the tests of the binding: an operation that ends in a chosen way after a delay.
-// outcome is "value", "panic", "panic-in-start" (before there is an operation), or the text of an error.
+// outcome is "value", "panic", "panic-in-start" (before there is an operation), "nil-dereference" (a panic that
+// starts as a signal), or the text of an error.
 func ProbeStart(outcome string, delayUs, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	if outcome == "panic-in-start" {
@@ -28,6 +29,9 @@ func ProbeStart(outcome string, delayUs, timeoutUs int64) (op int64, err error) 
 			return "value", nil
 		case "panic":
 			panic("probe")
+		case "nil-dereference":
+			var o *struct{ field string }
+			return o.field, nil
 		default:
 			return nil, fmt.Errorf("probe: %s", outcome)
 		}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"runtime/debug"
 )
 
@@ -47,8 +48,9 @@ func Guard(err *error) {
 	}
 }
 
-// panicked keeps the stack for whoever reads the log: the exception carries one line only.
+// panicked prints the stack for whoever reads the log: the exception carries one line only.
 func panicked(p any) error {
-	slog.Error("panic in the native library", "panic", p, "stack", string(debug.Stack()))
+	slog.Error("panic in torchft's native library", "panic", p)
+	_, _ = os.Stderr.Write(debug.Stack())
 	return As(Runtime, fmt.Errorf("a bug in torchft's native library (panic): %v", p))
 }

@@ -198,7 +198,7 @@ def _timeout_error(what: str, timeout: timedelta) -> TimeoutError:
     return TimeoutError(f"{what} did not complete within {timeout.total_seconds()} s")
 
 
-def _devices() -> list[torch.device]:
+def _devices() -> list[torch.device | int | str]:
     """Devices whose tensors a new future may hold; a future must know them when it is made."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
@@ -220,6 +220,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
     def expire() -> None:
         if first.acquire(blocking=False):
+            # pyrefly: ignore [bad-argument-type]  # typed as a result
             result.set_exception(_timeout_error("future", timeout))
 
     timer = _TIMEOUT_MANAGER.schedule(timeout, expire)
@@ -231,6 +232,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
         try:
             result.set_result(done.value())
         except Exception as e:
+            # pyrefly: ignore [bad-argument-type]  # typed as a result
             result.set_exception(e)
 
     fut.add_done_callback(complete)

@@ -1,0 +1,266 @@
+"""Deadlines: what expires, what does not, and the one thread behind them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Iterator
+
+import pytest
+import torch
+from torch.futures import Future
+
+from torchft import futures
+from torchft.futures import (
+    WATCHDOG_TIMEOUT_SEC,
+    _TimeoutManager,
+    context_timeout,
+    future_timeout,
+    future_wait,
+    stream_timeout,
+)
+
+LONG = timedelta(seconds=60)
+SHORT = timedelta(milliseconds=20)
+
+
+@pytest.fixture
+def timers() -> Iterator[_TimeoutManager]:
+    manager = _TimeoutManager()
+    yield manager
+    manager.shutdown()
+
+
+def failing(error: Exception) -> Future[int]:
+    fut: Future[int] = Future()
+    fut.set_exception(error)  # type: ignore[arg-type]
+    return fut
+
+
+def test_future_timeout_passes_the_result_on() -> None:
+    fut: Future[int] = Future()
+    timed = future_timeout(fut, LONG)
+    assert not timed.done()
+    fut.set_result(7)
+    assert timed.wait() == 7
+
+
+def test_future_timeout_passes_an_error_on() -> None:
+    fut: Future[int] = Future()
+    timed = future_timeout(fut, LONG)
+    fut.set_exception(KeyError("lost"))  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="lost"):
+        timed.wait()
+
+
+def test_future_timeout_expires_and_ignores_what_comes_later() -> None:
+    fut: Future[int] = Future()
+    timed = future_timeout(fut, SHORT)
+    with pytest.raises(TimeoutError, match=r"within 0\.02 s"):
+        timed.wait()
+    fut.set_result(7)
+    assert fut.wait() == 7
+    with pytest.raises(TimeoutError):
+        timed.value()
+
+
+def test_future_timeout_of_a_finished_future_is_immediate() -> None:
+    fut: Future[int] = Future()
+    fut.set_result(7)
+    assert future_timeout(fut, timedelta(0)).value() == 7
+    with pytest.raises(KeyError):
+        future_timeout(failing(KeyError()), timedelta(0)).value()
+
+
+def test_future_wait() -> None:
+    fut: Future[int] = Future()
+    with pytest.raises(TimeoutError, match=r"within 0\.02 s"):
+        future_wait(fut, SHORT)
+    with pytest.raises(TimeoutError):
+        future_wait(fut, timedelta(seconds=-1))
+    threading.Timer(0.01, fut.set_result, (7,)).start()
+    assert future_wait(fut, LONG) == 7
+    assert future_wait(fut, timedelta(0)) == 7
+    with pytest.raises(KeyError):
+        future_wait(failing(KeyError()), LONG)
+
+
+def test_context_timeout_calls_back_while_the_block_goes_on() -> None:
+    called = threading.Event()
+    with context_timeout(called.set, SHORT):
+        assert called.wait(10)
+
+
+def test_context_timeout_of_a_block_in_time_never_calls_back(timers: _TimeoutManager) -> None:
+    called = threading.Event()
+    with context_timeout(called.set, SHORT):
+        pass
+    with pytest.raises(KeyError), context_timeout(called.set, SHORT):
+        raise KeyError
+    # A later timer has fired, so theirs would have.
+    later = threading.Event()
+    with context_timeout(later.set, 2 * SHORT):
+        assert later.wait(10)
+    assert not called.is_set()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this is about hosts without an accelerator")
+def test_stream_timeout_watches_nothing_without_an_accelerator() -> None:
+    stream_timeout(lambda: pytest.fail("called back"), timedelta(0))
+
+
+def test_timers_run_in_the_order_of_their_deadlines(timers: _TimeoutManager) -> None:
+    order: list[int] = []
+    done = threading.Event()
+    timers.schedule(timedelta(milliseconds=60), done.set)
+    timers.schedule(timedelta(milliseconds=40), lambda: order.append(2))
+    timers.schedule(timedelta(milliseconds=20), lambda: order.append(1))
+    assert done.wait(10)
+    assert order == [1, 2]
+
+
+def test_a_callback_that_raises_does_not_stop_the_others(
+    timers: _TimeoutManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise KeyError("broken")
+
+    done = threading.Event()
+    timers.schedule(timedelta(0), broken)
+    timers.schedule(SHORT, done.set)
+    assert done.wait(10)
+    assert "a timeout callback raised" in caplog.text
+
+
+def test_a_callback_may_set_timers(timers: _TimeoutManager) -> None:
+    done = threading.Event()
+    timers.schedule(timedelta(0), lambda: timers.schedule(timedelta(0), done.set) and None)
+    assert done.wait(10)
+
+
+def test_cancelled_timers_keep_nothing_alive_and_are_swept(timers: _TimeoutManager) -> None:
+    class Big:
+        def callback(self) -> None:
+            pass
+
+    big = Big()
+    gone = weakref.ref(big)
+    timers.schedule(LONG, big.callback).cancel()
+    del big
+    gc.collect()
+    assert gone() is None
+
+    for _ in range(10_000):
+        timers.schedule(LONG, lambda: None).cancel()
+    assert len(timers._heap) <= 2 * timers._SWEEP_AT
+
+
+def test_the_thread_starts_on_first_use_and_stops(timers: _TimeoutManager) -> None:
+    assert timers._thread is None
+    timers.schedule(LONG, lambda: pytest.fail("called back"))
+    thread = timers._thread
+    assert thread is not None and thread.is_alive()
+    timers.shutdown()
+    assert not thread.is_alive()
+
+    done = threading.Event()
+    timers.schedule(timedelta(0), done.set)
+    assert done.wait(10)
+
+
+def test_many_threads_share_the_timers() -> None:
+    def work() -> None:
+        for i in range(200):
+            fut: Future[int] = Future()
+            timed = future_timeout(fut, LONG)
+            fut.set_result(i)
+            results.append(timed.wait() == i)
+
+    results: list[bool] = []
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 800 and all(results)
+
+
+def _expire_in_child(queue: multiprocessing.SimpleQueue[str]) -> None:
+    try:
+        future_timeout(Future(), SHORT).wait()
+    except TimeoutError:
+        queue.put("expired")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_timers_of_its_own() -> None:
+    with context_timeout(lambda: None, LONG):  # the parent's thread is running
+        context = multiprocessing.get_context("fork")
+        queue: multiprocessing.SimpleQueue[str] = context.SimpleQueue()
+        child = context.Process(target=_expire_in_child, args=(queue,))
+        child.start()
+        child.join(30)
+    assert child.exitcode == 0
+    assert queue.get() == "expired"
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-3", "nan"])
+def test_a_bad_watchdog_timeout_is_named(value: str, timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WATCHDOG_TIMEOUT_SEC, value)
+    with pytest.raises(ValueError, match=f"{WATCHDOG_TIMEOUT_SEC}='{value}': a positive number"):
+        timers.schedule(LONG, lambda: None)
+
+
+def test_the_watchdog_spares_a_callback_that_returns(timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "_give_up", lambda *args: pytest.fail("gave up"))
+    monkeypatch.setenv(WATCHDOG_TIMEOUT_SEC, "30")
+    done = threading.Event()
+    timers.schedule(timedelta(0), done.set)
+    assert done.wait(10)
+    timers.shutdown()
+
+
+_HUNG = """
+import threading
+from datetime import timedelta
+from torchft.futures import context_timeout
+
+with context_timeout(threading.Event().wait, timedelta(milliseconds=1)):
+    threading.Event().wait(60)
+"""
+
+
+def test_the_watchdog_ends_a_process_whose_callback_hangs() -> None:
+    started = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", _HUNG],
+        env={WATCHDOG_TIMEOUT_SEC: "0.2", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 1
+    assert "did not return within 0.2 s" in process.stderr
+    assert "most recent call first" in process.stderr  # the stacks
+    assert time.monotonic() - started < 55
+
+
+def test_pending_timers_do_not_hold_up_the_end_of_the_process() -> None:
+    code = (
+        "from datetime import timedelta; from torch.futures import Future; from torchft.futures import future_timeout\n"
+        "future_timeout(Future(), timedelta(seconds=600)); print('end')"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (process.returncode, process.stdout) == (0, "end\n"), process.stderr

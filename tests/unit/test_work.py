@@ -1,0 +1,37 @@
+"""Work that is done before anybody asks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchft.work import _DummyWork
+
+
+def test_it_is_done() -> None:
+    tensor = torch.ones(2)
+    work = _DummyWork([tensor])
+    assert isinstance(work, dist.Work)
+    assert work.wait() and work.wait(timedelta(seconds=1))
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    work.synchronize()
+    work.block_current_stream()
+    assert work.result()[0] is tensor
+    assert work.get_future().done()
+    assert work.get_future().value()[0] is tensor
+    assert work.get_future() is work.get_future()
+
+
+def test_pytorch_sees_it_too() -> None:
+    """Through the C++ interface, as DDP's reducer does."""
+
+    class Group(dist.ProcessGroup):
+        def allreduce(self, tensors: list[torch.Tensor], opts: object) -> dist.Work:
+            return _DummyWork(tensors)
+
+    tensor = torch.ones(2)
+    work = dist.ProcessGroup.allreduce(Group(0, 1), [tensor])
+    work.wait()
+    assert work.get_future().value()[0].data_ptr() == tensor.data_ptr()

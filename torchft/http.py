@@ -8,7 +8,7 @@ import struct
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any, Callable, Iterator, Type
@@ -64,10 +64,8 @@ class _DeadlineSocket(socket.socket):
 
     def abort(self) -> None:
         """Makes whoever waits in a read or write here, in any thread, go on with an error."""
-        try:
+        with suppress(OSError):  # it is gone already
             self.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is gone already
 
 
 class _IPv6HTTPServer(ThreadingHTTPServer):

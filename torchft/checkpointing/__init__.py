@@ -3,4 +3,4 @@
 from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.checkpointing.transport import CheckpointTransport
 
-__all__ = ["HTTPTransport", "CheckpointTransport"]
+__all__ = ["CheckpointTransport", "HTTPTransport"]

@@ -91,6 +91,7 @@ class Checkpoint:
         self.nbytes = sum(block.nbytes for block in self._blocks.values())
         self.error: Optional[Exception] = None  # why a copy failed
         self._copier: Optional[threading.Thread] = None
+        self._cancelled = False
         self.is_copy = False
 
     def _stream(self, obj: object) -> Stream:
@@ -140,9 +141,15 @@ class Checkpoint:
     def _copy_rest(self, rest: List[Block]) -> None:
         try:
             for block in rest:
+                if self._cancelled:
+                    raise ConnectionAbortedError("the transport was shut down")
                 block.copy()
         except Exception as error:
             self._fail(error)
+
+    def cancel(self) -> None:
+        """Ends a copy that is under way, after the tensor that it is at. The checkpoint is of no use afterwards."""
+        self._cancelled = True
 
     def _fail(self, error: Exception) -> None:
         self.error = error

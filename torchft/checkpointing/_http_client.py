@@ -38,10 +38,10 @@ def fetch(metadata: str, step: int, key: str, deadline: float) -> Any:
     try:
         with _connection(host, port, deadline) as connection:
             connection.request("GET", f"{path}{step}/{key}", headers={"Connection": "close"})
-            response = connection.getresponse()
-            if response.status != http.client.OK:
-                raise CheckpointError(f"{what}: refused with {response.status}: {_reason(response)}")
-            return read_object(io.BufferedReader(_Body(response), _BUFFER), what, response.length)
+            with connection.getresponse() as response:
+                if response.status != http.client.OK:
+                    raise CheckpointError(f"{what}: refused with {response.status}: {_reason(response)}")
+                return read_object(io.BufferedReader(_Body(response), _BUFFER), what, response.length)
     except TimeoutError as error:
         raise TimeoutError(f"{what}: not complete after {time.monotonic() - start:.1f} s") from error
     except (OSError, http.client.HTTPException) as error:
@@ -64,12 +64,11 @@ class _Body(io.RawIOBase):
 def _split(metadata: str) -> Tuple[str, int, str]:
     try:
         parts = urlsplit(metadata)
-        host, port = parts.hostname, parts.port
+        if parts.scheme == "http" and parts.hostname is not None and parts.port is not None:
+            return parts.hostname, parts.port, parts.path
     except ValueError:
-        host, port = None, None
-    if host is None or port is None or parts.scheme != "http":
-        raise ValueError(f"checkpoint metadata is {metadata!r}: allowed is http://host:port/checkpoint/")
-    return host, port, parts.path
+        pass
+    raise ValueError(f"checkpoint metadata is {metadata!r}: allowed is http://host:port/checkpoint/")
 
 
 @contextmanager
@@ -88,6 +87,5 @@ def _connection(host: str, port: int, deadline: float) -> Iterator[http.client.H
 
 def _reason(response: http.client.HTTPResponse) -> str:
     """What the source says: in the body if that is plain text, else in the status line, as stock servers do."""
-    kind = response.headers.get_content_type()
-    body = response.read(_ERROR_BODY).decode("utf-8", "replace").strip() if kind == "text/plain" else ""
-    return body or response.reason
+    plain = (response.getheader("Content-Type") or "").startswith("text/plain")
+    return (plain and response.read(_ERROR_BODY).decode("utf-8", "replace").strip()) or response.reason

@@ -54,6 +54,9 @@ class Source:
             checkpoint: the checkpoint
             receivers: how many replica groups will fetch it
         """
+        previous = self._checkpoint
+        if previous is not None and previous.is_copy:
+            previous.join(self._keep)  # a caller that forgot to disallow it may change the tensors now
         with self._cond:  # in one piece: no request may see the new checkpoint under the old step
             self._checkpoint = checkpoint
             self._receivers = receivers
@@ -162,10 +165,13 @@ class Source:
                 self._served[key] += 1
         self.drop_old(time.monotonic())
 
-    def close(self) -> None:
-        """Ends every wait and forgets the checkpoint."""
+    def close(self, timeout: float) -> None:
+        """Ends every wait and forgets the checkpoint; a copy under way ends within `timeout` seconds."""
         with self._cond:
+            checkpoint, self._checkpoint = self._checkpoint, None
             self._closed = True
             self._allowed = False
-            self._checkpoint = None
             self._cond.notify_all()
+        if checkpoint is not None:
+            checkpoint.cancel()
+            checkpoint.join(timeout)

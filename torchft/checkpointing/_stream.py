@@ -52,26 +52,29 @@ class Pickled:
         return len(self.prefix) + sum(storage.nbytes() for storage in self.storages)
 
 
+# The restricted unpickler fills lists and dicts only; as arguments of the constructor the items get through.
+_REDUCERS: collections.ChainMap[Any, Any] = collections.ChainMap(
+    {
+        collections.deque: lambda d: (collections.deque, (list(d), d.maxlen)),
+        collections.defaultdict: lambda d: (collections.defaultdict, (d.default_factory, dict(d))),
+    },
+    copyreg.dispatch_table,  # type: ignore[arg-type]
+)
+
+
 class _Pickler(pickle.Pickler):
-    # The restricted unpickler fills lists and dicts only; as arguments of the constructor the items get through.
-    dispatch_table = collections.ChainMap(
-        {
-            collections.deque: lambda d: (collections.deque, (list(d), d.maxlen)),
-            collections.defaultdict: lambda d: (collections.defaultdict, (d.default_factory, dict(d))),
-        },
-        copyreg.dispatch_table,  # type: ignore[arg-type]
-    )
+    dispatch_table = _REDUCERS
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self.storages: Dict[Tuple[int, torch.dtype], torch.UntypedStorage] = {}
         self._keys: Dict[Tuple[int, torch.dtype], str] = {}
 
-    def persistent_id(self, obj: Any) -> Optional[Tuple[Any, ...]]:
+    def persistent_id(self, obj: object) -> Optional[Tuple[Any, ...]]:
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype, numel = obj._untyped_storage, obj.dtype, obj._size()
             kind = getattr(torch, obj._pickle_storage_type())
-        elif torch.is_storage(obj):
+        elif isinstance(obj, torch.UntypedStorage):
             storage, dtype, numel, kind = obj, torch.uint8, obj.nbytes(), torch.UntypedStorage
         else:
             return None
@@ -195,9 +198,5 @@ def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str)
     while done < entry.length:
         n = file.readinto(memory[done:])
         if not n:
-            raise CheckpointError(
-                f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes"
-            )
+            raise CheckpointError(f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes")
         done += n
-
-

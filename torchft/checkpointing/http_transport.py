@@ -139,9 +139,10 @@ class HTTPTransport(CheckpointTransport[T]):
             if self._down:
                 return
             self._down = True
-        self._source.close()
+        limit = self._timeout if wait else 0.0
+        self._source.close(limit)
         self._server.shutdown()
-        self._server.close_timeout = self._timeout if wait else 0.0
+        self._server.close_timeout = limit
         self._server.server_close()
         if wait:
             self._thread.join(self._timeout)
@@ -183,7 +184,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, checkpoint: Checkpoint, key: str) -> None:
         stream = checkpoint.get(key)
         if stream is None:
-            self._refuse(HTTPStatus.NOT_FOUND, f"no part {key[:50]!r} here: this source has num_chunks={checkpoint.num_chunks}")
+            self._refuse(
+                HTTPStatus.NOT_FOUND, f"no part {key[:50]!r} here: this source has num_chunks={checkpoint.num_chunks}"
+            )
             return
         if checkpoint.error is not None:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the state could not be copied: {checkpoint.error}")

@@ -7,6 +7,7 @@ import logging
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
@@ -50,7 +51,7 @@ class PGTransport(CheckpointTransport[T]):
 
     def __init__(
         self,
-        pg: "ProcessGroup",
+        pg: ProcessGroup,
         timeout: timedelta,
         device: torch.device,
         state_dict: Optional[Callable[[], object]] = None,
@@ -148,7 +149,7 @@ class PGTransport(CheckpointTransport[T]):
 class _Channel:
     """Messages to some ranks, or from one, all by one deadline."""
 
-    pg: "ProcessGroup"
+    pg: ProcessGroup
     ranks: List[int]
     what: str
     timeout: timedelta
@@ -157,18 +158,19 @@ class _Channel:
         self._deadline = time.monotonic() + self.timeout.total_seconds()
 
     def send(self, tensor: torch.Tensor) -> None:
-        flat = _as_bytes(tensor)
-        for piece in _pieces(flat):
-            self._finish(lambda: [self.pg.send([piece], rank, _TAG) for rank in self.ranks])
+        """Sends a tensor to all."""
+        for piece in _pieces(_as_bytes(tensor)):
+            self._wait([partial(self.pg.send, [piece], rank, _TAG) for rank in self.ranks])
 
     def recv(self, tensor: torch.Tensor) -> None:
         """Fills a contiguous tensor."""
         for piece in _pieces(_as_bytes(tensor)):
-            self._finish(lambda: [self.pg.recv([piece], self.ranks[0], _TAG)])
+            self._wait([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
 
-    def _finish(self, start: Callable[[], List[Any]]) -> None:
+    def _wait(self, operations: List[Callable[[], Any]]) -> None:
+        """Starts them all, then waits for them."""
         try:
-            for work in start():
+            for work in [start() for start in operations]:
                 left = self._deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("no time left")
@@ -226,7 +228,9 @@ def _is_plain(leaf: object) -> bool:
     if not isinstance(leaf, torch.Tensor):
         return False
     local = _local(leaf)
-    return type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout == torch.strided and not local.is_quantized
+    if local.layout != torch.strided or local.is_quantized:
+        return False
+    return type(local) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

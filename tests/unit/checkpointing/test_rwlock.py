@@ -43,12 +43,14 @@ def test_who_may_join_whom(held: list[str], wanted: str, works: bool) -> None:
 
 def test_a_timeout_says_who_holds_the_lock() -> None:
     lock = RWLock(timeout=SHORT)
-    with lock.r_lock(), lock.r_lock():
-        with pytest.raises(TimeoutError, match=r"no write lock after .* \(timeout 0.01 s\): held by 2 reader"):
-            lock.w_acquire()
-    with lock.w_lock():
-        with pytest.raises(TimeoutError, match="no read lock after .*: held by a writer"):
-            lock.r_acquire()
+    with (
+        lock.r_lock(),
+        lock.r_lock(),
+        pytest.raises(TimeoutError, match=r"no write lock after .* \(timeout 0.01 s\): held by 2 reader"),
+    ):
+        lock.w_acquire()
+    with lock.w_lock(), pytest.raises(TimeoutError, match=r"no read lock after .*: held by a writer"):
+        lock.r_acquire()
 
 
 @pytest.mark.parametrize("first", ["r", "w"])

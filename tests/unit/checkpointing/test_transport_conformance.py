@@ -12,8 +12,8 @@ from typing import Any, Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 
+from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.checkpointing.pg_transport import PGTransport
 

@@ -1,0 +1,584 @@
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Callable, Iterator
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+import torchft.checkpointing.http_transport as http_transport
+from tests.unit.checkpointing.checkpoint_states import assert_same
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing._stream import pickle_object
+from torchft.checkpointing.transport import CheckpointError
+from torchft.http import _IPv6HTTPServer
+
+TIMEOUT = timedelta(seconds=20)
+SHORT = timedelta(seconds=0.2)
+MB = 1 << 20
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., HTTPTransport[Any]]]:
+    """Makes transports and shuts them down."""
+    made: list[HTTPTransport[Any]] = []
+
+    def make_one(timeout: timedelta = TIMEOUT, num_chunks: int = 0, **kwargs: Any) -> HTTPTransport[Any]:
+        made.append(HTTPTransport(timeout, num_chunks, **kwargs))
+        return made[-1]
+
+    yield make_one
+    for transport in made:
+        transport.shutdown()
+
+
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
+    return future
+
+
+def connect(transport: HTTPTransport[Any]) -> socket.socket:
+    return socket.create_connection(("localhost", urlsplit(transport.metadata()).port or 0), timeout=10)
+
+
+def get(transport: HTTPTransport[Any], path: str, method: str = "GET") -> tuple[int, bytes]:
+    with connect(transport) as sock:
+        sock.sendall(f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n".encode())
+        response = http.client.HTTPResponse(sock)
+        response.begin()
+        return response.status, response.read()
+
+
+def fill(state: dict[str, torch.Tensor], value: float) -> None:
+    for tensor in state.values():
+        tensor.fill_(value)
+
+
+def large_state(value: float = 1.0) -> dict[str, torch.Tensor]:
+    """Tensors that are copied in the background, and small ones."""
+    return {f"w{i}": torch.full((2 * MB,), value) for i in range(4)} | {"mean": torch.full((10,), value)}
+
+
+# Addresses and settings
+
+
+def test_the_address(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
+    transport = make()
+    assert transport.metadata() == transport.address()
+    parts = urlsplit(transport.metadata())
+    assert (parts.scheme, parts.hostname, parts.path) == ("http", "127.0.0.1", "/checkpoint/")
+
+    monkeypatch.setenv("TORCHFT_HOST", "::1")
+    transport = make()
+    assert transport.metadata().startswith("http://[::1]:")
+    transport.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    assert make().recv_checkpoint(0, transport.metadata(), 1, TIMEOUT) == {"a": 1}
+
+
+def test_without_ipv6(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft.http._has_ipv6", lambda: False)
+    monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
+    transport = make()
+    transport.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    assert make().recv_checkpoint(0, transport.metadata(), 1, TIMEOUT) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("timeout", "num_chunks", "message"),
+    [
+        (timedelta(0), 0, "timeout is 0:00:00: it must be positive"),
+        (timedelta(seconds=-1), 0, "it must be positive"),
+        (TIMEOUT, -1, "num_chunks is -1: allowed are 0"),
+    ],
+)
+def test_bad_settings(timeout: timedelta, num_chunks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HTTPTransport(timeout, num_chunks)
+
+
+@pytest.mark.parametrize("metadata", ["", "nonsense", "ftp://a:1/", "http://host/checkpoint/", "http://host:port/"])
+def test_bad_metadata(make: Any, metadata: str) -> None:
+    with pytest.raises(ValueError, match="allowed is http://host:port/checkpoint/"):
+        make().recv_checkpoint(0, metadata, 1, TIMEOUT)
+
+
+# Steps, and who waits
+
+
+@pytest.mark.parametrize("num_chunks", [0, 2])
+def test_a_wrong_step_names_both(make: Any, num_chunks: int) -> None:
+    source = make(num_chunks=num_chunks)
+    source.send_checkpoint([1], 3, {"a": 1}, TIMEOUT)
+    with pytest.raises(CheckpointError, match=r"refused with 400: .* serving step 3 but got step=4") as error:
+        make(num_chunks=num_chunks).recv_checkpoint(0, source.metadata(), 4, TIMEOUT)
+    assert source.metadata() in str(error.value)
+    status, body = get(source, "/checkpoint/4/full")
+    assert status == 400 and b"3" in body and b"4" in body
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_a_request_waits_until_it_is_allowed(make: Any, snapshot: bool) -> None:
+    source, target = make(snapshot=snapshot), make()
+    for step in (1, 2):
+        got = in_thread(partial(target.recv_checkpoint, 0, source.metadata(), step, TIMEOUT))
+        with pytest.raises(TimeoutError):
+            got.result(0.1)
+        source.send_checkpoint([1], step, {"step": step}, TIMEOUT)
+        assert got.result(10) == {"step": step}
+        source.disallow_checkpoint()
+
+
+def test_allow_offers_the_last_one_again(make: Any) -> None:
+    source, target = make(snapshot=False), make()
+    with pytest.raises(RuntimeError, match="send_checkpoint comes first"):
+        source.allow_checkpoint(1)
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    source.disallow_checkpoint()
+    source.disallow_checkpoint()
+    with pytest.raises(TimeoutError, match=r"not complete after 0.2 s"):
+        target.recv_checkpoint(0, source.metadata(), 1, SHORT)
+    source.allow_checkpoint(2)
+    assert target.recv_checkpoint(0, source.metadata(), 2, TIMEOUT) == {"a": 1}
+
+
+def test_a_request_that_nobody_answers_ends_with_503(make: Any) -> None:
+    source = make(timeout=timedelta(seconds=0.1))
+    with pytest.raises(CheckpointError, match=r"refused with 503: no checkpoint of step 1: none was allowed for 0.1 s"):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+
+
+def test_shutdown_ends_those_who_wait(make: Any) -> None:
+    source, target = make(), make()
+    got = in_thread(lambda: target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT))
+    with pytest.raises(TimeoutError):
+        got.result(0.1)
+    start = time.monotonic()
+    source.shutdown()
+    with pytest.raises(CheckpointError):
+        got.result(5)
+    assert time.monotonic() - start < 2
+
+
+def test_shutdown_leaves_no_thread_and_no_socket(make: Any) -> None:
+    threads, sockets = set(threading.enumerate()), open_sockets()
+    source, target = make(), make(num_chunks=3)
+    source.send_checkpoint([1], 1, large_state(), TIMEOUT)
+    with pytest.raises(CheckpointError):
+        target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    idle = connect(source)  # says nothing
+    for transport in (source, target):
+        transport.shutdown()
+        transport.shutdown()  # again does no harm
+    with contextlib.suppress(ConnectionResetError):  # if it was not accepted yet
+        assert idle.recv(1) == b""
+    idle.close()
+    assert set(threading.enumerate()) <= threads
+    assert open_sockets() <= sockets
+    with pytest.raises(CheckpointError, match="ConnectionRefusedError"):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+
+
+def test_shutdown_without_waiting(make: Any) -> None:
+    source = make()
+    waiting = in_thread(lambda: get(source, "/checkpoint/1/full"))
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    source.shutdown(wait=False)
+    with contextlib.suppress(OSError, http.client.HTTPException):  # cut, unless it just got its answer
+        assert waiting.result(5)[0] == 503
+
+
+def open_sockets() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if link.startswith("socket:"):
+            found.add(link)
+    return found
+
+
+# What is served is the state of its step
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_the_state_may_change_after_disallow(make: Any, num_chunks: int) -> None:
+    source, target = make(num_chunks=num_chunks), make(num_chunks=num_chunks)
+    state = large_state(1.0)
+    source.send_checkpoint([1, 2], 5, state, TIMEOUT)
+    source.disallow_checkpoint()
+    fill(state, 2.0)
+    for _ in range(2):
+        assert_same(target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT), large_state(1.0))
+
+
+def test_what_a_forward_pass_changes_is_copied_at_once(make: Any) -> None:
+    source = make()
+    model = torch.nn.BatchNorm1d(3)
+    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings = {"lr": [0.1]}
+    source.send_checkpoint([1], 5, {"model": model.state_dict(), "settings": settings}, TIMEOUT)
+    model(torch.randn(4, 3))
+    settings["lr"][0] = 0.2
+    settings["new"] = [1]
+    got = make().recv_checkpoint(0, source.metadata(), 5, TIMEOUT)
+    assert_same(dict(got["model"]), want)
+    assert got["settings"] == {"lr": [0.1]}
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
+    """Targets read all the time, the source changes everything between disallow and send; no read is mixed."""
+    source, target = make(snapshot=snapshot), make()
+    state = large_state(0.0)
+    steps = 12
+    current = threading.Event()
+    done = threading.Event()
+    at = [0]
+
+    def read_on() -> int:
+        count = 0
+        while not done.is_set():
+            step = at[0]
+            try:
+                got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
+            except CheckpointError:
+                continue  # the source is a step further
+            for tensor in got.values():
+                assert bool((tensor == float(step)).all())
+            count += 1
+            current.set()
+        return count
+
+    source.send_checkpoint([1], 0, state, TIMEOUT)
+    readers = [in_thread(read_on) for _ in range(3)]
+    for step in range(1, steps):
+        assert current.wait(10)
+        current.clear()
+        source.disallow_checkpoint()
+        fill(state, float(step))
+        source.send_checkpoint([1], step, state, TIMEOUT)
+        at[0] = step
+    assert current.wait(10)
+    done.set()
+    source.allow_checkpoint(at[0])
+    reads = sum(reader.result(20) for reader in readers)
+    assert reads >= steps
+
+
+def test_a_copy_is_dropped_when_all_receivers_have_it(make: Any) -> None:
+    source, target = make(), make()
+    source.send_checkpoint([1, 2], 5, {"a": 1}, TIMEOUT)
+    target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT)
+    source.disallow_checkpoint()
+    assert target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT) == {"a": 1}  # the second of two
+    with pytest.raises(TimeoutError):
+        target.recv_checkpoint(0, source.metadata(), 5, SHORT)
+
+
+def test_a_copy_is_dropped_by_age(make: Any) -> None:
+    source = make(timeout=timedelta(seconds=0.3))
+    source.send_checkpoint([1], 5, {"a": 1}, TIMEOUT)
+    source.disallow_checkpoint()
+    deadline = time.monotonic() + 10
+    while source._source._checkpoint is not None and time.monotonic() < deadline:
+        source.disallow_checkpoint()  # every step of a training loop does this; it must not make the copy younger
+        time.sleep(0.02)
+    assert source._source._checkpoint is None
+
+
+# Memory
+
+
+def test_a_state_that_does_not_fit_is_served_as_it_lies(make: Any, monkeypatch: Any, caplog: Any) -> None:
+    state = large_state()
+    nbytes = sum(t.numel() * 4 for t in state.values())
+    for free, copied in ((2 * nbytes, True), (2 * nbytes - 2, False), (None, False)):
+        monkeypatch.setattr(
+            http_transport, "available_memory", partial(int, free) if free is not None else lambda: None
+        )
+        source = make()
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        assert source._source._checkpoint.is_copy is copied
+        assert ("training waits for its readers" in caplog.text) is not copied
+        assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
+
+
+def test_the_setting_decides(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(http_transport, "available_memory", lambda: 0)
+    source = make(snapshot=True)
+    source.send_checkpoint([1], 1, {"a": torch.ones(2)}, TIMEOUT)
+    assert source._source._checkpoint.is_copy
+
+
+def test_no_memory_for_the_copy(make: Any, monkeypatch: Any) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr("torchft.checkpointing._checkpoint.Block.copy", fail)
+    source = make()
+    source.send_checkpoint([1], 1, {"a": torch.ones(2)}, TIMEOUT)
+    with pytest.raises(CheckpointError, match="refused with 503: the state could not be copied: not enough memory"):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    source.disallow_checkpoint()  # training goes on
+
+
+# Readers that are in the way
+
+
+def slow_reader(source: HTTPTransport[Any], step: int) -> socket.socket:
+    """Asks for the state and reads no more than the start of it."""
+    sock = connect(source)
+    sock.sendall(f"GET /checkpoint/{step}/full HTTP/1.1\r\nHost: test\r\n\r\n".encode())
+    assert sock.recv(20).startswith(b"HTTP/1.1 200")
+    return sock
+
+
+def test_a_slow_reader_does_not_hold_up_a_copy(make: Any) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, large_state(), TIMEOUT)
+    with slow_reader(source, 1):
+        start = time.monotonic()
+        source.disallow_checkpoint()
+        source.send_checkpoint([1], 2, large_state(2.0), TIMEOUT)
+        assert_same(make().recv_checkpoint(0, source.metadata(), 2, TIMEOUT), large_state(2.0))
+        assert time.monotonic() - start < 5
+
+
+def test_without_a_copy_a_slow_reader_is_cut_off(make: Any) -> None:
+    source = make(timeout=timedelta(seconds=0.3), snapshot=False)
+    source.send_checkpoint([1], 1, large_state(), TIMEOUT)
+    with slow_reader(source, 1) as sock:
+        start = time.monotonic()
+        source.disallow_checkpoint()
+        assert 0.1 < time.monotonic() - start < 5
+        received = 0
+        try:
+            while piece := sock.recv(1 << 20):
+                received += len(piece)
+        except OSError:
+            pass
+        assert received < sum(t.numel() * 4 for t in large_state().values())
+
+
+def test_a_target_that_is_cut_off_gets_an_error(make: Any) -> None:
+    source = make(snapshot=False)
+    source.send_checkpoint([1], 1, large_state(), TIMEOUT)
+    with slow_reader(source, 1):
+        got = in_thread(lambda: make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT))
+        assert_same(got.result(10), large_state())
+
+
+# Strangers
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\xff" * 500 + b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /checkpoint/1/full HTTP/9.9\r\n\r\n",
+        b"GET " + b"a" * 70000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 200 + b"\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the start of TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"",
+    ],
+)
+def test_garbage_does_no_harm(make: Any, data: bytes) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    with connect(source) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        try:
+            while sock.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+    assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/checkpoint/", 404),
+        ("GET", "/checkpoint/1", 404),
+        ("GET", "/checkpoint/x/full", 404),
+        ("GET", "/checkpoint/²/full", 404),
+        ("GET", "/checkpoint/1/full/more", 404),
+        ("GET", "/checkpoint/1/other", 404),
+        ("GET", "/checkpoint/1/metadata", 404),
+        ("GET", "/checkpoint/1/0", 404),
+        ("GET", "/checkpoint/99999999999999999999999/full", 404),
+        ("GET", "/checkpoint/-1/full", 400),
+        ("POST", "/checkpoint/1/full", 501),
+        ("GET", "/checkpoint/1/full", 200),
+    ],
+)
+def test_paths(make: Any, method: str, path: str, status: int) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    got, body = get(source, path, method)
+    assert got == status
+    if path == "/checkpoint/1/0":
+        assert b"num_chunks=0" in body
+
+
+def test_many_requests_on_one_connection(make: Any) -> None:
+    source = make(num_chunks=2)
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    connection = http.client.HTTPConnection("localhost", urlsplit(source.metadata()).port, timeout=10)
+    for path, status in (("1/full", 200), ("nothing", 404), ("2/full", 400), ("1/metadata", 200), ("1/1", 200)):
+        connection.request("GET", f"/checkpoint/{path}")
+        response = connection.getresponse()
+        assert (response.status, response.version) == (status, 11)
+        response.read()
+    connection.close()
+
+
+def test_logs_are_quiet(make: Any, capfd: Any) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, large_state(), TIMEOUT)
+    get(source, "/nothing")
+    make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    slow_reader(source, 1).close()
+    source.shutdown()
+    assert capfd.readouterr() == ("", "")
+
+
+# Sources that cannot be trusted
+
+
+@contextmanager
+def server_that_says(answer: bytes) -> Iterator[str]:
+    """A source that answers every request with these bytes and closes; gives its metadata."""
+    listener = socket.create_server(("localhost", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                sock.recv(4096)
+                sock.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://localhost:{listener.getsockname()[1]}/checkpoint/"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)
+
+
+BODY = pickle_object({"a": 1}).prefix
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (OK + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY[:-5], "cut short"),
+        (OK + b"\r\n" + BODY[:-5], "cut short"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY[:-5], "cut short|IncompleteRead"),
+        (OK + b"Content-Length: %d\r\n\r\n" % (len(BODY) - 5) + BODY, "announces|cut short"),
+        (OK + b"Content-Length: %d\r\n\r\n" % (len(BODY) + 1) + BODY + b"x", "goes on after its last record"),
+        (OK + b"Content-Length: 5\r\n\r\nhello", "cannot be read"),
+        (OK[:-4], "BadStatusLine|RemoteDisconnected|LineTooLong|cannot be read|cut short|EOF"),
+        (b"", "RemoteDisconnected"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "BadStatusLine"),
+        (b"HTTP/1.0 500 out of luck\r\n\r\n<html>no</html>", "refused with 500: out of luck"),
+    ],
+)
+def test_what_the_target_says_of_a_bad_source(make: Any, answer: bytes, error: str) -> None:
+    with server_that_says(answer) as metadata:
+        with pytest.raises(CheckpointError, match=error) as raised:
+            make().recv_checkpoint(0, metadata, 7, TIMEOUT)
+        assert metadata in str(raised.value) and "step 7" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        OK + b"\r\n",
+        OK + b"Content-Length: %d\r\n\r\n" % len(BODY),
+        OK + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY),
+    ],
+)
+def test_every_framing_is_read(make: Any, head: bytes) -> None:
+    with server_that_says(head + BODY + (b"\r\n0\r\n\r\n" if b"chunked" in head else b"")) as metadata:
+        assert make().recv_checkpoint(0, metadata, 7, TIMEOUT) == {"a": 1}
+
+
+def test_a_source_that_drips_is_given_up_in_time(make: Any) -> None:
+    listener = socket.create_server(("localhost", 0))
+    stop = threading.Event()
+
+    def drip() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(OK + b"\r\n")
+            for byte in BODY:
+                if stop.wait(0.02):
+                    return
+                sock.sendall(bytes([byte]))
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    start = time.monotonic()
+    metadata = f"http://localhost:{listener.getsockname()[1]}/checkpoint/"
+    with pytest.raises(TimeoutError, match=r"step 7 .* not complete after 0.3 s"):
+        make().recv_checkpoint(0, metadata, 7, timedelta(seconds=0.3))
+    assert time.monotonic() - start < 2
+    stop.set()
+    thread.join(5)
+    listener.close()
+
+
+def test_chunk_numbers_that_differ(make: Any) -> None:
+    state = {str(i): i for i in range(10)}
+    source = make(num_chunks=3)
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    for n, error in ((2, "chunk 0 of 2 holds 4 values instead of 5"), (4, "num_chunks=3")):
+        with pytest.raises(CheckpointError, match=error):
+            make(num_chunks=n).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert make(num_chunks=0).recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == state
+
+
+def test_more_connections_than_there_is_room_for(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_IPv6HTTPServer, "max_connections", 2)
+    source = make()
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    idle = [connect(source) for _ in range(2)]
+    with pytest.raises(CheckpointError):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    for sock in idle:
+        sock.close()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
+            break
+        except CheckpointError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit.checkpointing.checkpoint_states import Evil, assert_same, training_state
+from torchft.checkpointing import pg_transport
+from torchft.checkpointing.pg_transport import PGTransport
+from torchft.checkpointing.transport import CheckpointError
+
+TIMEOUT = timedelta(seconds=20)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Any]]:
+    """Three ranks of one Gloo group, in this process."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def group(rank: int) -> dist.ProcessGroup:
+        return dist.ProcessGroupGloo(dist.TCPStore("localhost", store.port), rank, 3, TIMEOUT)
+
+    with ThreadPoolExecutor(3) as pool:
+        yield list(pool.map(group, range(3)))
+
+
+def run(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs the calls side by side; their results, or what they raised."""
+
+    def result(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(result, calls))
+
+
+def test_several_targets_at_once(groups: list[Any]) -> None:
+    source, *targets = (PGTransport(group, TIMEOUT, CPU) for group in groups)
+    state = training_state()
+    results = run(
+        lambda: source.send_checkpoint([1, 2], 4, state),
+        *[lambda t=t: t.recv_checkpoint(0, source.metadata(), 4) for t in targets],
+    )
+    assert results[0] is None
+    for got in results[1:]:
+        assert_same(got, state)
+
+
+def test_nobody_to_send_to(groups: list[Any]) -> None:
+    PGTransport(groups[0], TIMEOUT, CPU).send_checkpoint([], 4, {"a": 1})
+
+
+def test_in_place(groups: list[Any]) -> None:
+    state = training_state(seed=1)
+    mine = training_state(seed=2)
+    mine["user"]["default"]["optim"]["state"] = {}  # a fresh optimizer has none
+    mine["user"]["tensors"]["bf16"] = torch.zeros(7)  # another shape
+    transposed = mine["user"]["tensors"]["transposed"]
+    source, target = PGTransport(groups[0], TIMEOUT, CPU), PGTransport(groups[1], TIMEOUT, CPU, lambda: mine)
+    _, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
+    assert_same(got, state)
+    weights = mine["user"]["default"]["model"]
+    assert all(got["user"]["default"]["model"][name] is tensor for name, tensor in weights.items())
+    assert got["user"]["tensors"]["transposed"] is transposed and not transposed.is_contiguous()
+
+
+def test_large_tensors_go_in_pieces(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pg_transport, "_PIECE", 1000)
+    source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
+    state = {"a": torch.randn(777), "b": torch.randn(10)}
+    _, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
+    assert_same(got, state)
+
+
+def test_a_wrong_step(groups: list[Any]) -> None:
+    source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
+    _, got = run(lambda: source.send_checkpoint([1], 4, {"a": 1}), lambda: target.recv_checkpoint(0, "", 5))
+    assert isinstance(got, CheckpointError)
+    assert "step 5 from rank 0" in str(got) and "sends step 4" in str(got)
+
+
+def test_no_target_and_no_source(groups: list[Any]) -> None:
+    short = timedelta(seconds=0.2)
+    transport = PGTransport(groups[0], short, CPU)
+    with pytest.raises(TimeoutError, match=r"checkpoint of step 4 from rank 1: not complete after 0.2 s"):
+        transport.recv_checkpoint(1, "", 4)
+    transport = PGTransport(groups[2], short, CPU)
+    with pytest.raises((TimeoutError, CheckpointError), match="checkpoint of step 4 to"):
+        transport.send_checkpoint([1], 4, {"a": torch.ones(1 << 22)})
+
+
+def test_a_malicious_header_does_not_run(groups: list[Any], tmp_path: Any) -> None:
+    source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
+    state = {"a": Evil(str(tmp_path / "proof"))}
+    _, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
+    assert isinstance(got, CheckpointError) and "system" in str(got)
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_peer_that_speaks_otherwise(groups: list[Any]) -> None:
+    def speak() -> None:
+        groups[0].send([torch.tensor([5, 6])], 1, 1).wait()
+
+    _, got = run(speak, lambda: PGTransport(groups[1], TIMEOUT, CPU).recv_checkpoint(0, "", 4))
+    assert isinstance(got, CheckpointError) and "no header but [5, 6]" in str(got)
+
+
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1)])
+def test_bad_settings(timeout: timedelta) -> None:
+    with pytest.raises(ValueError, match="it must be positive"):
+        PGTransport(None, timeout, CPU)  # type: ignore[arg-type]

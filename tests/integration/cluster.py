@@ -80,7 +80,7 @@ class Cluster:
     join_timeout_ms: int = 200
     heartbeat_timeout_ms: int = 1000
     min_replicas: int = 1
-    make_pg: Callable[[], ProcessGroup] = lambda: ProcessGroupGloo(timeout=DEADLINE)
+    make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
     ranks: list[Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Cluster:
     def start(self, loop: Callable[[Rank], T], group: int, world_size: int = 1) -> list[Future[T]]:
         """Runs ``loop(rank)`` for every rank of a group, each on a thread of its own."""
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        ranks = [Rank(self, group, i, world_size, store, self.make_pg()) for i in range(world_size)]
+        ranks = [Rank(self, group, i, world_size, store, self.make_pg(group)) for i in range(world_size)]
         self.ranks += ranks
         loops = [self._threads.submit(_run, loop, rank) for rank in ranks]
         self._loops += loops
@@ -118,10 +118,17 @@ class Cluster:
 
     def wait_for_waiters(self, count: int) -> None:
         """Returns when that many groups wait for a quorum."""
+        self._poll("waiters", count)
+
+    def wait_for_healthy(self, count: int) -> None:
+        """Returns when that many groups are alive: none of them gets a quorum of its own from then on."""
+        self._poll("healthy", count)
+
+    def _poll(self, what: str, count: int) -> None:
         deadline = time.monotonic() + 60
-        while (waiters := self.status()["waiters"]) < count:
+        while (now := self.status()[what]) < count:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{waiters} of {count} groups wait for a quorum")
+                raise TimeoutError(f"{what}: {now} of {count}")
             time.sleep(0.01)
 
     def __enter__(self) -> Cluster:

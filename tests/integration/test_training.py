@@ -1,0 +1,295 @@
+"""A small training loop over a real lighthouse, through everything that a job meets."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Callable, Iterator, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from torchft.coordination import LighthouseServer
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo, _reaper
+
+STEPS = 10
+
+
+@dataclass
+class Loop:
+    """Trains a vector by ``weights += average of (group + 1)``; what each rank did is kept."""
+
+    steps: int = STEPS
+    start_with: int = 1  # groups that must be alive before the first step
+    settings: dict[str, Any] = field(default_factory=dict)
+    # Called at the start of each step, by (group, step, life): lives count a group's restarts
+    events: dict[tuple[int, int, int], Callable[[Rank], None]] = field(default_factory=dict)
+    lives: dict[int, int] = field(default_factory=dict)
+    load: Optional[Callable[[int, torch.Tensor, dict[str, Any]], None]] = None
+    history: dict[tuple[int, int], list[tuple[int, bool, int]]] = field(default_factory=dict)
+    errors: dict[int, list[str]] = field(default_factory=dict)
+
+    def __call__(self, rank: Rank) -> list[float]:
+        life = self.lives[rank.group] = self.lives.get(rank.group, -1) + 1 if rank.rank == 0 else self.lives[rank.group]
+        weights = torch.full((4,), float(rank.group))  # differ until init_sync
+
+        def load(state: dict[str, Any]) -> None:
+            if self.load is not None:
+                self.load(rank.group, weights, state)
+            weights.copy_(state["weights"])
+
+        manager = rank.start_manager(load_state_dict=load, state_dict=lambda: {"weights": weights}, **self.settings)
+        log = self.history.setdefault((rank.group, rank.rank), [])
+        manager.register_commit_hook(lambda *decision: log.append(decision))
+        rank.cluster.wait_for_healthy(self.start_with if life == 0 else 1)
+        while manager.current_step() < self.steps:
+            event = self.events.get((rank.group, manager.current_step(), life))
+            if event is not None:
+                event(rank)
+                if rank.crashed:
+                    return []
+            manager.start_quorum()
+            gradient = torch.full((4,), float(rank.group + 1))
+            manager.allreduce(gradient).wait()
+            if manager.should_commit():
+                weights += gradient
+            elif (error := manager.errored()) is not None:
+                self.errors.setdefault(rank.group, []).append(str(error.original_exception))
+        return weights.tolist()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as built:
+        yield built
+
+
+def test_init_sync_makes_groups_equal() -> None:
+    with Cluster(min_replicas=3) as cluster:
+        loop = Loop()
+        a, b, c = results(*(cluster.start(loop, group=group) for group in range(3)))
+    assert a == b == c
+    # step 0: the primary's gradient alone, over all three; then the average of 1, 2 and 3
+    assert loop.history[0, 0] == [(step, True, 3) for step in range(STEPS)]
+
+
+def test_without_init_sync_everybody_counts_from_the_start() -> None:
+    with Cluster(min_replicas=2) as cluster:
+        a, b = results(*(cluster.start(Loop(settings={"init_sync": False}), group=group) for group in range(2)))
+    assert a == [STEPS * 1.5] * 4 and b == [1 + STEPS * 1.5] * 4
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
+    restart = Gate()
+    with Cluster(min_replicas=1, heartbeat_timeout_ms=500) as cluster:
+
+        def crash(rank: Rank) -> None:
+            rank.crash()
+            restart.open()
+
+        def healed(rank: Rank) -> None:
+            """The survivor goes on alone until the other group is back and waits for it."""
+            cluster.wait_for_waiters(1)
+
+        loop = Loop(start_with=2, settings={"use_async_quorum": use_async_quorum})
+        loop.events[1, 3, 0] = crash
+        if world_size == 1:
+            loop.events[0, 6, 0] = healed
+        first = cluster.start(loop, group=0, world_size=world_size)
+        second = cluster.start(loop, group=1, world_size=world_size)
+        cluster.wait(restart)
+        results(second)
+        third = cluster.start(loop, group=1, world_size=world_size)
+        ends = results(first, third)
+    for rank in range(world_size):
+        assert ends[rank] == ends[world_size + rank]
+        lost = [step for step, committed, _ in loop.history[0, rank] if not committed]
+        assert len(lost) <= 1, f"the survivor lost steps {lost}"
+    if world_size == 1:
+        # The second life of group 1 begins where the survivor is, not at 0
+        assert [step for step, _, _ in loop.history[1, 0]][3] >= 3
+
+
+def test_two_ranks_a_group_commit_together() -> None:
+    with Cluster(min_replicas=2) as cluster:
+        loop = Loop()
+        ends = results(*(cluster.start(loop, group=group, world_size=2) for group in range(2)))
+    # Rank 0 of all groups took group 0's weights at step 0, rank 1 those of group 1: the work is spread
+    assert ends[0] == ends[2] and ends[1] == ends[3] and ends[0] != ends[1]
+
+
+def test_one_rank_that_votes_no_stops_its_group_and_nobody_else() -> None:
+    with Cluster(min_replicas=2) as cluster:
+
+        def spoil(rank: Rank) -> None:
+            if rank.rank == 1 and not spoiled.is_set():
+                spoiled.set()
+                assert rank.manager is not None
+                original = rank.manager.should_commit
+
+                def no(timeout: Any = None) -> bool:
+                    rank.manager.should_commit = original  # type: ignore[method-assign,union-attr]
+                    rank.manager.report_error(RuntimeError("bad gradient"))  # type: ignore[union-attr]
+                    return original(timeout)
+
+                rank.manager.should_commit = no  # type: ignore[method-assign]
+
+        spoiled = threading.Event()
+        loop = Loop()
+        loop.events[1, 4, 0] = spoil
+        ends = results(*(cluster.start(loop, group=group, world_size=2) for group in range(2)))
+    assert ends[0] == ends[2] and ends[1] == ends[3]
+    for rank in range(2):
+        assert (4, False, 2) in loop.history[1, rank]
+        assert [committed for _, committed, _ in loop.history[0, rank]] == [True] * STEPS
+
+
+def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> None:
+    """The group that cannot load reports it and does not commit; the source goes on; the next heal works."""
+    attempts: list[int] = []
+
+    def load(group: int, weights: torch.Tensor, state: dict[str, Any]) -> None:
+        if group == 1:
+            attempts.append(1)
+            if len(attempts) == 1:
+                raise ValueError("size mismatch for layer.weight")
+
+    loop = Loop(load=load)
+    started = Gate()
+    loop.events[0, 3, 0] = lambda rank: (started.open(), cluster.wait_for_waiters(1))[0]  # type: ignore[assignment]
+    first = cluster.start(loop, group=0)
+    cluster.wait(started)
+    a, b = results(first, cluster.start(loop, group=1))
+    assert a == b
+    assert len(attempts) == 2
+    assert loop.errors == {1: ["size mismatch for layer.weight"]}
+    assert loop.history[1, 0][0] == (0, False, 1)  # back at the step whose weights it has
+    assert [committed for _, committed, _ in loop.history[0, 0]] == [True] * STEPS
+
+
+def test_job_outlives_its_lighthouse() -> None:
+    """A lighthouse that is killed and started again costs time, not the job; quorum ids go on upwards."""
+    with Cluster(min_replicas=2) as cluster:
+        port = int(cluster.lighthouse.address().rsplit(":", 1)[1])
+        ids: dict[str, set[int]] = {"before": set(), "after": set()}
+
+        def restart(rank: Rank) -> None:
+            assert rank.manager is not None
+            ids["before"].add(rank.manager._quorum_id)
+            cluster.lighthouse.shutdown()
+            cluster.lighthouse = LighthouseServer(bind=f"[::]:{port}", min_replicas=2, join_timeout_ms=200)
+
+        def note(rank: Rank) -> None:
+            assert rank.manager is not None
+            ids["after"].add(rank.manager._quorum_id)
+
+        loop = Loop()
+        loop.events[0, 4, 0] = restart
+        loop.events[0, 8, 0] = note
+        a, b = results(*(cluster.start(loop, group=group) for group in range(2)))
+    assert a == b
+    assert all(committed for log in loop.history.values() for _, committed, _ in log)
+    assert max(ids["before"]) < min(ids["after"])
+
+
+def test_ranks_that_disagree_on_the_world_size(cluster: Cluster) -> None:
+    def loop(rank: Rank) -> None:
+        rank.world_size = 2 if rank.rank == 0 else 3
+        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=lambda: {}, quorum_timeout=timedelta(seconds=5))
+        manager.start_quorum()
+        manager.wait_quorum()
+
+    futures = cluster.start(loop, group=0, world_size=2)
+    wrong = futures[1].exception(timeout=60)
+    assert isinstance(wrong, RuntimeError) and re.search(r"3.*2|2.*3", str(wrong)) and "world" in str(wrong)
+    assert isinstance(futures[0].exception(timeout=60), (RuntimeError, TimeoutError))
+
+
+def test_lighthouse_that_is_not_there() -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError, match=rf"http://localhost:{port}.*1s"):
+        Manager(
+            pg=ProcessGroupGloo(),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=1,
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=store.port,
+            lighthouse_addr=f"http://localhost:{port}",
+            connect_timeout=timedelta(seconds=1),
+        )
+
+
+def test_address_without_scheme() -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError, match="localhost:1.*http://"):
+        Manager(
+            pg=ProcessGroupGloo(),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=1,
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=store.port,
+            lighthouse_addr="localhost:1",
+            connect_timeout=timedelta(seconds=1),
+        )
+
+
+NATIVE = hasattr(dist.ProcessGroup, "reconfigure")
+
+
+@pytest.mark.skipif(not NATIVE, reason="native groups that can be reconfigured came with PyTorch 2.14")
+def test_native_groups() -> None:
+    """A group of PyTorch's own, the same object through a crash and a heal."""
+
+    # Native Gloo groups meet in a store that all of them share.
+    master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def make(group: int) -> Any:
+        store = TCPStore("localhost", master.port, is_master=False, wait_for_workers=False)
+        backend = dist.ProcessGroupGloo(store, group, 2, timeout=DEADLINE, enable_reconfigure=True)
+        pg = dist.ProcessGroup(store, group, 2)
+        pg._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        return pg
+
+    restart = Gate()
+
+    def crash(rank: Rank) -> None:
+        rank.crash()
+        restart.open()
+
+    with Cluster(min_replicas=1, heartbeat_timeout_ms=500, make_pg=make) as cluster:
+        loop = Loop(start_with=2)
+        loop.events[1, 3, 0] = crash
+        loop.events[0, 6, 0] = lambda rank: cluster.wait_for_waiters(1)
+        first = cluster.start(loop, group=0)
+        second = cluster.start(loop, group=1)
+        cluster.wait(restart)
+        results(second)
+        a, b = results(first, cluster.start(loop, group=1))
+    assert a == b
+
+
+def test_shutdown_leaves_nothing() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    with Cluster(min_replicas=2) as cluster:
+        results(*(cluster.start(Loop(steps=2), group=group) for group in range(2)))
+    assert _reaper.drain(timeout_sec=10)
+    left = {t.name for t in threading.enumerate()} - before - {"torchft_timeouts"}
+    assert not left, f"threads that outlived their Manager: {left}"

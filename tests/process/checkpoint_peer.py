@@ -1,0 +1,60 @@
+"""A process with one checkpoint transport of whatever torchft its path has: serves and fetches as its stdin says.
+
+Commands and answers are JSON, one a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# at the end: torchft itself must come from where PYTHONPATH says
+sys.path.append(str(ROOT / "tests" / "unit" / "checkpointing"))
+
+from checkpoint_states import assert_same, training_state  # noqa: E402
+
+import torchft  # noqa: E402
+from torchft.checkpointing import HTTPTransport  # noqa: E402
+
+TIMEOUT = timedelta(seconds=30)
+
+
+def mixed_state() -> dict[str, Any]:
+    """A state that both packages can read, whoever wrote it."""
+    state = training_state()
+    # Written by the published package, these are refused by PyTorch's restricted unpickler
+    del state["user"]["values"]["default"], state["user"]["values"]["deque"]
+    return state
+
+
+def answer(transports: dict[int, Any], command: dict[str, Any]) -> dict[str, Any]:
+    num_chunks = command["num_chunks"]
+    if num_chunks not in transports:
+        transports[num_chunks] = HTTPTransport(timeout=TIMEOUT, num_chunks=num_chunks)
+    transport = transports[num_chunks]
+    if command["do"] == "serve":
+        transport.send_checkpoint([1], command["step"], mixed_state(), TIMEOUT)
+        return {"metadata": transport.metadata()}
+    try:
+        got = transport.recv_checkpoint(0, command["metadata"], command["step"], TIMEOUT)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    assert_same(got, mixed_state())
+    return {"received": True}
+
+
+def main() -> None:
+    transports: dict[int, Any] = {}
+    print(json.dumps({"torchft": str(Path(torchft.__file__).parent)}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(transports, json.loads(line))), flush=True)
+    for transport in transports.values():
+        transport.shutdown()
+
+
+if __name__ == "__main__":
+    main()

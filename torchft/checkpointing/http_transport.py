@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -17,6 +18,7 @@ from torchft.addresses import announced_host, host_port
 from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
 from torchft.checkpointing._http_client import fetch
 from torchft.checkpointing._memory import available_memory
+from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
 from torchft.checkpointing.transport import CheckpointError, CheckpointTransport
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
@@ -26,8 +28,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PREFIX = "/checkpoint/"
-_SMALL_TENSOR = 1 << 20  # bytes; copied before send_checkpoint returns
-_SMALL_TENSORS = 16 << 20  # bytes of all those: about 5 ms
 _MAX_STREAMS = 16  # chunks that are fetched at once
 _REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
 
@@ -35,10 +35,10 @@ _REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
 class HTTPTransport(CheckpointTransport[T]):
     """Serves the state of this replica group to the groups that heal from it, and fetches theirs.
 
-    The source must not wait for its readers, so it serves a copy: `send_checkpoint` copies the tensors (large states
-    mostly in the background), `disallow_checkpoint` only waits for the copy. A copy is made when the state fits into
-    half of the free memory; otherwise the tensors are served as they lie, and `disallow_checkpoint` waits for the
-    readers, at most `timeout`; then they are cut off.
+    The source must not wait for its readers. Mostly they are done before it changes its state; in case they are not,
+    a copy is made in the background, and `disallow_checkpoint` waits at most for that. So it is when the state fits
+    into half of the free memory; otherwise `disallow_checkpoint` waits for the readers, at most `timeout`, and then
+    cuts them off.
 
     What arrives is read by PyTorch's restricted unpickler: types other than tensors, plain values and containers need
     `torch.serialization.add_safe_globals`.
@@ -47,7 +47,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: limit for each wait at the source: of a request for a checkpoint, of `disallow_checkpoint` for readers,
             of a peer that takes no data. Also how long a copy is kept for stragglers after `disallow_checkpoint`.
         num_chunks: 0 moves the state in one stream, n in n streams at once. The same number in every replica group.
-        snapshot: True always serves a copy, False never; None decides by the free memory
+        snapshot: True always copies, False never; None decides by the free memory
 
     Raises:
         ValueError: a timeout that is not positive, a negative number of chunks
@@ -80,9 +80,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
         checkpoint = Checkpoint(state_dict, self._num_chunks)
-        if self._wants_copy(checkpoint):
-            checkpoint.copy(_SMALL_TENSOR, _SMALL_TENSORS)
-        self._source.publish(step, checkpoint, receivers=len(dst_ranks))
+        self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=self._wants_copy(checkpoint))
 
     def _wants_copy(self, checkpoint: Checkpoint) -> bool:
         if self._snapshot is not None:
@@ -174,22 +172,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         step, key = request
         try:
-            with self.server.source.reading(step, self.server.wait_timeout, self._cut_off) as checkpoint:
-                self._serve(checkpoint, key)
+            with self.server.source.reading(step, self.server.wait_timeout) as offer:
+                self._serve(offer, key)
         except WrongStep as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Unavailable as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
-    def _serve(self, checkpoint: Checkpoint, key: str) -> None:
-        stream = checkpoint.get(key)
+    def _serve(self, offer: Offer, key: str) -> None:
+        checkpoint = offer.checkpoint
+        stream = checkpoint.stream(key)
         if stream is None:
             self._refuse(
                 HTTPStatus.NOT_FOUND, f"no part {key[:50]!r} here: this source has num_chunks={checkpoint.num_chunks}"
             )
-            return
-        if checkpoint.error is not None:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the state could not be copied: {checkpoint.error}")
             return
         self._extend_deadline()
         self.send_response(HTTPStatus.OK)
@@ -198,17 +194,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         # An error from here on ends the connection: the peer sees a body that is shorter than announced.
         self.close_connection = True
-        for piece in checkpoint.read(stream, self.server.wait_timeout):
-            self._extend_deadline()
-            self.connection.sendall(piece)
+        with closing(offer.read(stream, self.connection.abort)) as pieces:
+            for piece in pieces:
+                self._extend_deadline()
+                self.connection.sendall(piece)
         self.close_connection = False
-        self.server.source.count_served(checkpoint, key)
+        self.server.source.count_served(offer, key)
 
     def _extend_deadline(self) -> None:
         self.connection.deadline = time.monotonic() + self.server.wait_timeout
-
-    def _cut_off(self) -> None:
-        self.connection.abort()
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         self._extend_deadline()

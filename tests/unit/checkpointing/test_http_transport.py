@@ -283,10 +283,11 @@ def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
 
 def test_a_copy_is_dropped_when_all_receivers_have_it(make: Any) -> None:
     source, target = make(), make()
-    source.send_checkpoint([1, 2], 5, {"a": 1}, TIMEOUT)
+    source.send_checkpoint([1, 2], 5, large_state(), TIMEOUT)
     target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT)
     source.disallow_checkpoint()
-    assert target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT) == {"a": 1}  # the second of two
+    assert_same(target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT), large_state())  # the second of two
+    wait_until(lambda: all(block.mine is None for block in source._source._offer._blocks.values()))
     with pytest.raises(TimeoutError):
         target.recv_checkpoint(0, source.metadata(), 5, SHORT)
 
@@ -295,11 +296,12 @@ def test_a_copy_is_dropped_by_age(make: Any) -> None:
     source = make(timeout=timedelta(seconds=0.3))
     source.send_checkpoint([1], 5, {"a": 1}, TIMEOUT)
     source.disallow_checkpoint()
-    deadline = time.monotonic() + 10
-    while source._source._checkpoint is not None and time.monotonic() < deadline:
+
+    def dropped() -> bool:
         source.disallow_checkpoint()  # every step of a training loop does this; it must not make the copy younger
-        time.sleep(0.02)
-    assert source._source._checkpoint is None
+        return source._source._offer is None
+
+    wait_until(dropped)
 
 
 # Memory
@@ -314,7 +316,7 @@ def test_a_state_that_does_not_fit_is_served_as_it_lies(make: Any, monkeypatch: 
         )
         source = make()
         source.send_checkpoint([1], 1, state, TIMEOUT)
-        assert source._source._checkpoint.is_copy is copied
+        assert source._source._offer.copies is copied
         assert ("training waits for its readers" in caplog.text) is not copied
         assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
 
@@ -323,19 +325,51 @@ def test_the_setting_decides(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(http_transport, "available_memory", lambda: 0)
     source = make(snapshot=True)
     source.send_checkpoint([1], 1, {"a": torch.ones(2)}, TIMEOUT)
-    assert source._source._checkpoint.is_copy
+    assert source._source._offer.copies
 
 
-def test_no_memory_for_the_copy(make: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("state", [{"small": torch.ones(2)}, {"large": torch.ones(1 << 20)}])
+def test_no_memory_for_the_copy(make: Any, monkeypatch: Any, state: Any, caplog: Any) -> None:
     def fail(self: Any) -> None:
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setattr("torchft.checkpointing._checkpoint.Block.copy", fail)
-    source = make()
-    source.send_checkpoint([1], 1, {"a": torch.ones(2)}, TIMEOUT)
-    with pytest.raises(CheckpointError, match="refused with 503: the state could not be copied: not enough memory"):
-        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    monkeypatch.setattr("torchft.checkpointing._offer._Block.copy", fail)
+    source, target = make(), make()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    assert_same(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
+    source.send_checkpoint([1], 1, state, TIMEOUT)
     source.disallow_checkpoint()  # training goes on
+    assert "the state to send could not be copied: not enough memory" in caplog.text
+    with pytest.raises(TimeoutError):
+        target.recv_checkpoint(0, source.metadata(), 1, SHORT)
+
+
+def test_nothing_is_copied_for_a_heal_that_is_over(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 60)
+    source = make()
+    source.send_checkpoint([1], 1, large_state(), TIMEOUT)
+    make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    wait_until(lambda: source._source._readers == 0)
+    source.disallow_checkpoint()
+    assert all(block.mine is None for block in source._source._offer._blocks.values())
+
+
+def test_a_long_heal_is_copied_meanwhile(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 0.01)
+    source = make()
+    state = large_state()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    wait_until(lambda: source._source._offer.complete)
+    source.disallow_checkpoint()
+    fill(state, 3.0)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 # Readers that are in the way

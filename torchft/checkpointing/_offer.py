@@ -1,0 +1,204 @@
+"""A checkpoint that readers may read: the tensors as they lie, and copies of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager, nullcontext
+from typing import Any, Callable, ContextManager, Dict, Generator, Iterator, List, Optional
+
+import torch
+
+from torchft.checkpointing._checkpoint import Checkpoint
+from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# Bytes that are sent by one call, without the GIL. Of the caller's own memory it is less: who wants that back waits
+# for one such piece. Device memory is staged by the piece.
+_COPY_PIECE = 32 << 20
+_DIRECT_PIECE = 4 << 20
+# Bytes. Tensors up to this size are copied at once, as long as it is not more in all (5 ms).
+_SMALL_TENSOR = 1 << 20
+_SMALL_TENSORS = 16 << 20
+# Seconds from the start to the copy of the large tensors. Most heals are over by then, and it would be for nothing.
+_COPY_DELAY = 0.2
+_PIECE_GRACE = 0.1  # seconds that `close` gives a reader for the piece that it is at
+_CUT_OFF_TIMEOUT = 10.0  # seconds in which a reader whose connection was cut must end
+
+
+class Offer:
+    """Readers come and go; `close` gives the caller's memory back to the caller.
+
+    With `copy`, a thread copies the tensors in the background, and `close` waits for that instead of for the readers,
+    who go on with the copy. Small tensors are copied before the constructor returns, because those are what a forward
+    pass changes (the statistics of a batch norm); the large ones wait for the optimizer.
+
+    Args:
+        checkpoint: what is offered
+        copy: whether to copy
+    """
+
+    def __init__(self, checkpoint: Checkpoint, copy: bool) -> None:
+        self.checkpoint = checkpoint
+        self.copies = copy
+        after: Dict[torch.device, _After] = {}
+        self._blocks: Dict[int, _Block] = {}
+        for storage in checkpoint.storages():
+            if storage.device not in after:
+                after[storage.device] = _After(storage.device)
+            self._blocks[storage._cdata] = _Block(storage, after[storage.device])
+
+        self._cond = threading.Condition()
+        self._closed = False
+        self._direct: Dict[object, Callable[[], None]] = {}  # pieces being sent, each with what cuts its reader off
+        self._hurry = threading.Event()
+        self._give_up = False
+        self._copier: Optional[threading.Thread] = self._start_copy() if copy else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a copy of everything."""
+        return all(block.mine is not None for block in self._blocks.values())
+
+    def _start_copy(self) -> Optional[threading.Thread]:
+        room = _SMALL_TENSORS
+        small: List[_Block] = []
+        large: List[_Block] = []
+        for block in self._blocks.values():
+            if block.nbytes <= min(room, _SMALL_TENSOR):
+                room -= block.nbytes
+                small.append(block)
+            else:
+                large.append(block)
+        self._copy(small)
+        if not large:
+            return None
+        thread = threading.Thread(target=self._copy_later, args=(large,), daemon=True, name="torchft-snapshot")
+        thread.start()
+        return thread
+
+    def _copy_later(self, blocks: List[_Block]) -> None:
+        self._hurry.wait(_COPY_DELAY)
+        self._copy(blocks)
+
+    def _copy(self, blocks: List[_Block]) -> None:
+        try:
+            for block in blocks:
+                if self._give_up:
+                    return
+                block.copy()
+        except Exception as error:
+            # not the training's problem: readers are cut off when the offer is closed
+            logger.warning("the state to send could not be copied: %s", error)
+
+    def read(self, stream: Pickled, cut_off: Callable[[], None]) -> Generator[memoryview, None, None]:
+        """The bytes of a stream; each piece is valid until the next is asked for.
+
+        Args:
+            stream: one of the checkpoint's
+            cut_off: makes the reader end soon, with an error
+
+        Raises:
+            ConnectionAbortedError: the offer was closed, and there is no copy of what is left to read
+        """
+        yield memoryview(stream.prefix)
+        for storage in stream.storages:
+            block = self._blocks[storage._cdata]
+            start = 0
+            while start < block.nbytes:
+                with self._in_use(block, cut_off):
+                    piece = block.piece(start)
+                    yield tensor_memory(piece)
+                start += piece.numel()
+
+    @contextmanager
+    def _in_use(self, block: _Block, cut_off: Callable[[], None]) -> Iterator[None]:
+        if block.mine is not None:
+            yield
+            return
+        use = object()
+        with self._cond:
+            if self._closed:
+                raise ConnectionAbortedError("the source trains on, and there is no copy of its state")
+            self._direct[use] = cut_off
+        try:
+            yield
+        finally:
+            with self._cond:
+                del self._direct[use]
+                self._cond.notify_all()
+
+    def close(self, keep_copy: bool, timeout: float) -> None:
+        """From its return on, nobody reads the caller's memory.
+
+        Args:
+            keep_copy: finish the copy, for readers to come; else give it up where it is
+            timeout: limit for the copy in seconds
+
+        Raises:
+            TimeoutError: the memory is still in use; it must not be changed
+        """
+        self._give_up |= not keep_copy
+        self._hurry.set()
+        if self._copier is not None:
+            self._copier.join(timeout)
+            if self._copier.is_alive():
+                raise TimeoutError(f"the state to send was not copied within {timeout:g} s")
+        with self._cond:
+            self._closed = True
+            if self._cond.wait_for(lambda: not self._direct, _PIECE_GRACE):
+                return
+            logger.warning("%d slow reader(s) of the checkpoint cut off", len(self._direct))
+            for cut_off in self._direct.values():
+                cut_off()
+            if not self._cond.wait_for(lambda: not self._direct, _CUT_OFF_TIMEOUT):
+                raise TimeoutError("a reader of the checkpoint did not end when its connection was cut")
+
+    def drop_copy(self) -> None:
+        """Frees the copy; for a closed offer without readers."""
+        for block in self._blocks.values():
+            block.mine = None
+
+
+class _After:
+    """Copies made under it, by any thread, come after the work that was queued on a device when it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = None
+        if device.type in ("cuda", "xpu"):
+            self._backend = getattr(torch, device.type)
+            event = self._backend.Event()
+            event.record(self._backend.current_stream(device))
+            self._stream = self._backend.Stream(device)
+            self._stream.wait_event(event)
+
+    def context(self) -> ContextManager[Any]:
+        return nullcontext() if self._stream is None else self._backend.stream(self._stream)
+
+
+class _Block:
+    """One storage of the state, and its copy once there is one."""
+
+    def __init__(self, storage: torch.UntypedStorage, after: _After) -> None:
+        self.nbytes = storage.nbytes()
+        self.mine: Optional[torch.Tensor] = None
+        self._source = storage_bytes(storage)
+        self._after = after
+
+    def copy(self) -> None:
+        mine = torch.empty(self.nbytes, dtype=torch.uint8)
+        with self._after.context():
+            mine.copy_(self._source)  # torch releases the GIL here
+        self.mine = mine
+
+    def piece(self, start: int) -> torch.Tensor:
+        """The bytes from here on that are sent at once, on the CPU."""
+        mine = self.mine
+        if mine is not None:
+            return mine[start : start + _COPY_PIECE]
+        piece = self._source[start : start + _DIRECT_PIECE]
+        if piece.device.type == "cpu":
+            return piece
+        with self._after.context():
+            return piece.cpu()

@@ -77,7 +77,7 @@ def main() -> None:
         adam.load_state_dict(state["adam"])
 
     # torchft between the groups, a plain process group among the ranks of this one.
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    init_process_group_of_this_group(device)
     pg = replica_process_group(device)
     manager = Manager(
         pg,
@@ -369,6 +369,17 @@ def pick_device(name: str) -> torch.device:
     device = torch.device(name, int_from_env("LOCAL_RANK"))
     torch.cuda.set_device(device)
     return device
+
+
+def init_process_group_of_this_group(device: torch.device) -> None:
+    """Like init_process_group() alone, but safe under torchrun's --max_restarts.
+
+    torchrun keeps its store when it restarts the workers: addresses of dead ranks are still in it.
+    """
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    life = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=life, rank=rank, world_size=ranks)
 
 
 def replica_process_group(device: torch.device) -> Any:

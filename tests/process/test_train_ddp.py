@@ -1,0 +1,155 @@
+"""train_ddp.py under torchrun: two ranks a group, restarts by torchrun, SIGKILL, and checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DistributedSampler
+
+from torchft.coordination import LighthouseServer
+from train_ddp import load_images
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "python" / "examples"))
+
+import process_tree  # noqa: E402
+from replica_group import Event, Group  # noqa: E402
+
+# Generous: the processes of a job share two cores, and PyTorch takes seconds to import.
+START_S = 120
+ENOUGH_STEPS = ["--steps", "100", "--overtime", "1000000"]
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000)
+    yield server.address()
+    server.shutdown()
+
+
+@pytest.fixture
+def new_group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
+    """Makes groups that the end of the test kills."""
+    made: list[Group] = []
+
+    def new(*args: int, **kwargs: int) -> Group:
+        made.append(Group(*args, folder=tmp_path, **kwargs))
+        return made[-1]
+
+    yield new
+    for group in made:
+        group.kill()
+
+
+def wait_for(condition: Callable[[], object], what: str, *groups: Group, seconds: float = START_S) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        for group in groups:
+            group.follow()
+        if condition():
+            return
+        logs = "\n".join(f"{group.log}:\n{group.log.read_text(errors='replace')[-3000:]}" for group in groups)
+        assert not any(group.status for group in groups), f"a group failed before: {what}\n{logs}"
+        assert time.monotonic() < deadline, f"{seconds:g} s passed before: {what}\n{logs}"
+        time.sleep(0.05)
+
+
+def rank_events(group: Group, folder: Path, rank: int) -> list[Event]:
+    lines = (folder / "events" / f"group-{group.number}-rank-{rank}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def last_pid(events: list[Event]) -> int:
+    return [event["pid"] for event in events if event["event"] == "start"][-1]
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_same_weights(
+    lighthouse: str, new_group: Callable[..., Group], tmp_path: Path
+) -> None:
+    groups = [new_group(number, 2, nproc=2) for number in range(2)]
+    for group in groups:
+        group.start(lighthouse, ENOUGH_STEPS, ["--max_restarts", "1"])
+    wait_for(lambda: all(group.step() >= 20 for group in groups), "both groups train", *groups)
+
+    # Not rank 0, where the manager server is: it must not wait for its dead sibling.
+    os.kill(last_pid(rank_events(groups[1], tmp_path, 1)), signal.SIGKILL)
+    wait_for(lambda: all(group.status == 0 for group in groups), "both groups end", *groups, seconds=200)
+
+    starts = [event for event in groups[1].events if event["event"] == "start"]
+    assert len(starts) == 2
+    assert len([event for event in groups[0].events if event["event"] == "start"]) == 1
+    first_commit = next(event for event in groups[1].commits() if event["time"] > starts[1]["time"])
+    assert first_commit["healing"] and first_commit["step"] > 20
+    ends = [end for group in groups for end in group.ends()]
+    assert [end["event"] for end in ends] == ["end"] * 4
+    assert len({end["sha256"] for end in ends}) == 1
+    assert len({end["step"] for end in ends}) == 1
+
+    # Every rank of every group has a shard of its own.
+    shards = [
+        {index for event in rank_events(group, tmp_path, rank)[:10] for index in event.get("indices", [])}
+        for group in groups
+        for rank in range(2)
+    ]
+    assert all(len(shard) > 100 for shard in shards)
+    assert len(set.union(*shards)) == sum(len(shard) for shard in shards)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its_checkpoint_was(
+    lighthouse: str, new_group: Callable[..., Group], tmp_path: Path
+) -> None:
+    # Batches of 100 make an epoch 15 steps: no checkpoint lies at the end of one.
+    train_args = ["--batch-size", "100", "--checkpoint-every", "20", "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    group = new_group(0, 1)
+    group.start(lighthouse, [*train_args, "--steps", "100000"])
+    wait_for(lambda: group.step() >= 25, "25 steps", group)
+
+    pids = process_tree.tree(group.pid)
+    assert len(pids) >= 4  # the agent, the worker, two processes of its data loader
+    os.kill(group.pid, signal.SIGKILL)  # the agent alone
+    wait_for(lambda: group.status is not None and not process_tree.alive(pids), "all follow the agent", seconds=10)
+    group.follow()
+    first_life = group.events[1:]
+    killed_at = first_life[-1]["step"]
+    assert [event["step"] for event in first_life] == list(range(1, killed_at + 1))
+
+    end_at = killed_at + 20
+    group.start(lighthouse, [*train_args, "--steps", str(end_at)])
+    wait_for(lambda: group.status == 0, "the end", group)
+    start, *second_life, end = group.events[1 + killed_at :]
+    resumed_at = start["step"]
+    assert resumed_at % 20 == 0 and 0 < resumed_at <= killed_at < resumed_at + 40
+    assert (start["event"], end["event"], end["step"]) == ("start", "end", end_at)
+    assert [event["step"] for event in second_life] == list(range(resumed_at + 1, end_at + 1))
+
+    # What had been trained on after the checkpoint is trained on again, and nothing is left out.
+    seen = [event["indices"] for event in first_life[:resumed_at] + second_life]
+    assert seen == batches_in_order(len(seen), batch_size=100)
+    after_the_checkpoint = first_life[resumed_at:]
+    for event, again in zip(after_the_checkpoint, second_life):
+        assert event["indices"] == again["indices"]
+        assert event["loss"] == pytest.approx(again["loss"], rel=1e-3)  # the same model, too
+
+
+def batches_in_order(count: int, batch_size: int) -> list[list[int]]:
+    """The first batches of an undisturbed run: whole epochs in the order of PyTorch's sampler."""
+    images, _ = load_images("digits", None)
+    sampler = DistributedSampler(images, num_replicas=1, rank=0, seed=0)
+    batches: list[list[int]] = []
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        batches += [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+        if len(batches) >= count:
+            return batches[:count]
+    raise AssertionError("unreachable")

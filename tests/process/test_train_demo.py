@@ -1,0 +1,98 @@
+"""What `make train` runs, in small: the output that users see, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "python" / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import process_tree  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """With a torchft_lighthouse command, also where the package is on PYTHONPATH and not installed."""
+    environment = dict(os.environ)
+    if not shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent)):
+        folder = tmp_path_factory.mktemp("bin")
+        command = folder / "torchft_lighthouse"
+        command.write_text(f"#!{sys.executable}\nfrom torchft._torchft import lighthouse_main\nlighthouse_main()\n")
+        command.chmod(0o755)
+        environment["PATH"] = f"{folder}:{environment['PATH']}"
+    return environment
+
+
+@pytest.mark.timeout(240)
+def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "300", "--kill-at", "60", "--logs", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+
+    lines = done.stdout.splitlines()
+    assert len(lines) < 60  # shows progress, and does not flood
+    for state in ("training", "killed", "starting again", "healed", "done"):
+        assert any(line.startswith("group 1 [") and state in line for line in lines), done.stdout
+
+    rows = {line[:34].strip(): line[34:].split() for line in lines}
+    committed = [int(cell) for cell in rows["steps committed"]]
+    assert committed[0] > committed[1] > 60
+    assert int(rows["steps lost"][0]) <= 2
+    next_commit, unit, victim = rows["from the kill to the next commit"]
+    assert 0 < float(next_commit) < 20 and unit == "s" and victim == "killed"
+    heal, unit = rows["from its restart to healed"]
+    assert 0 < float(heal) < 120 and unit == "s"
+    assert all(90 < float(cell.rstrip("%")) <= 100 for cell in rows["accuracy on held-out images"])
+    digests = re.findall(r"group \d rank 0  ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
+    assert len(digests) == 2 and len(set(digests)) == 1
+    assert lines[-1] == "equal"
+
+
+@pytest.mark.timeout(240)
+def test_ctrl_c_ends_the_demo_and_every_process_it_started(environment: dict[str, str], tmp_path: Path) -> None:
+    log = tmp_path / "output"
+    demo = process_tree.start(
+        [sys.executable, str(EXAMPLES / "demo.py"), "--logs", str(tmp_path / "logs")], log, environment
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while "training" not in log.read_text():
+            assert demo.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        pids = process_tree.tree(demo.pid)
+        assert len(pids) >= 8  # with the lighthouse, two agents, two workers, two loader processes at least
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(timeout=20) == 130, log.read_text()
+        assert log.read_text().splitlines()[-1] == f"interrupted; the logs are in {tmp_path / 'logs'}"
+        deadline = time.monotonic() + 5
+        while left := process_tree.alive(pids):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+    finally:
+        process_tree.kill_tree(demo)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--groups", "1"], "--groups must be at least 2, got 1"),
+        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--steps", "10", "--kill-at", "10"], "--kill-at must lie between 0 and --steps (10), got 10"),
+    ],
+)
+def test_bad_options_are_named(options: list[str], message: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import struct
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch.distributed import Store
 
@@ -72,7 +72,7 @@ class Connections:
 
 
 def _open(descriptor: int) -> Optional[tuple[socket.socket, _Connection]]:
-    """A duplicate of a connected socket and what identifies it, None when it is something else."""
+    """A duplicate of a connected TCP socket and what identifies it, None when it is something else."""
     try:
         # Most descriptors are something else, and this is the cheapest way to see it.
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -83,26 +83,26 @@ def _open(descriptor: int) -> Optional[tuple[socket.socket, _Connection]]:
     try:
         return duplicate, _Connection(
             os.fstat(duplicate.fileno()).st_ino,
-            _raw(duplicate.getsockname()),
-            _raw(duplicate.getpeername()),
+            _raw(duplicate.family, duplicate.getsockname()),
+            _raw(duplicate.family, duplicate.getpeername()),
         )
     except OSError:  # not connected
         duplicate.close()
         return None
 
 
-def _raw(address: object) -> tuple[bytes, ...]:
-    """How an address may stand in memory, as C's sockaddr_in or sockaddr_in6; empty for other kinds."""
-    if not isinstance(address, tuple) or len(address) not in (2, 4):
-        return ()
-    host, port = address[0].partition("%")[0], struct.pack("!H", address[1])
-    if len(address) == 2:
-        return (_family(socket.AF_INET) + port + socket.inet_aton(host),)
-    in6 = _family(socket.AF_INET6) + port + bytes(4) + socket.inet_pton(socket.AF_INET6, host)
-    if not host.startswith("::ffff:"):
-        return (in6,)
-    return in6, _family(socket.AF_INET) + port + socket.inet_aton(host[len("::ffff:") :])
+def _raw(family: int, address: Any) -> tuple[bytes, ...]:
+    """How an address may stand in memory, as C's sockaddr_in or sockaddr_in6; empty for other families."""
+    if family == socket.AF_INET:
+        return (_sockaddr_in(*address),)
+    if family == socket.AF_INET6:
+        host, port = address[0].partition("%")[0], address[1]
+        packed = socket.inet_pton(socket.AF_INET6, host)
+        in6 = struct.pack("=H", family) + struct.pack("!H", port) + bytes(4) + packed
+        # A connection to an IPv4 address may be made with an IPv6 socket.
+        return (in6, _sockaddr_in(host[7:], port)) if host.startswith("::ffff:") else (in6,)
+    return ()
 
 
-def _family(family: int) -> bytes:
-    return struct.pack("=H", family)
+def _sockaddr_in(host: str, port: int) -> bytes:
+    return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)

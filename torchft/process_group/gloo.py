@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from torchft.process_group._connections import Connections
 from torchft.process_group.base import BaseProcessGroup
-from torchft.process_group.wrapper import ProcessGroupWrapper
+from torchft.process_group.wrapper import ProcessGroupWrapper, _set_timeout
 
 
 class ProcessGroupGloo(ProcessGroupWrapper):
@@ -22,12 +22,15 @@ class ProcessGroupGloo(ProcessGroupWrapper):
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         pg = BaseProcessGroup(store, rank, world_size)
         pg._set_default_backend(BaseProcessGroup.BackendType.GLOO)
-        backend = BaseProcessGroupGloo(store, rank, world_size, self._timeout)
+        backend = BaseProcessGroupGloo(store, rank, world_size, self._connect_timeout)
         devices = ["cpu"]
         if torch.cuda.is_available():
             devices.append("cuda")
         for device in devices:
             pg._register_backend(torch.device(device), BaseProcessGroup.BackendType.GLOO, backend)
+        if self._connect_timeout != self._timeout:
+            # For all operations but recv, whose deadline PyTorch leaves at that of the connection.
+            _set_timeout(pg, self._timeout)
         self._connections = Connections(store, rank, world_size)
         return pg
 

@@ -86,7 +86,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         pg._set_default_backend(BaseProcessGroup.BackendType.NCCL)
         backend = BaseProcessGroupNCCL(store, rank, world_size, opts)
         device = torch.device("cuda", torch.cuda.current_device())
-        with process_group.context_timeout(backend.abort, self._timeout):
+        with process_group.context_timeout(backend.abort, self._connect_timeout):
             backend.eager_connect_single_device(device)
         pg._register_backend(device, BaseProcessGroup.BackendType.NCCL, backend)
         return pg

@@ -80,6 +80,11 @@ class ProcessGroupWrapper(ProcessGroup):
         """Surrounds every call of the parent."""
         return _NO_CONTEXT
 
+    @property
+    def _connect_timeout(self) -> timedelta:
+        """How long connecting with new peers may take: the group's timeout, or the caller's where that is less."""
+        return min(self._timeout, self._reconfigure_timeout or self._timeout)
+
     def _reset(self) -> None:
         """Forgets what belonged to the old peers; called before there are new ones."""
         self._aborted = None
@@ -124,8 +129,7 @@ class ProcessGroupWrapper(ProcessGroup):
         if not 0 <= rank < world_size:
             raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
         self._release()
-        timeout = self._reconfigure_timeout or self._timeout
-        store = create_store_client(store_addr, timeout=timeout)
+        store = create_store_client(store_addr, timeout=self._connect_timeout)
         self._pg = self._create_pg(store, rank, world_size)
 
     @property
@@ -201,7 +205,7 @@ class ProcessGroupWrapper(ProcessGroup):
         _check_timeout(timeout)
         self._timeout = timeout
         if self._pg is not None:
-            self._pg.set_timeout(timeout)
+            _set_timeout(self._pg, timeout)
 
     def errored(self) -> Optional[Exception]:
         if self._given and isinstance(self._pg, ProcessGroup):
@@ -382,6 +386,14 @@ for _name in (
 ):
     if hasattr(BaseProcessGroup, _name):
         setattr(ProcessGroupWrapper, _name, _delegate(_name))
+
+
+def _set_timeout(pg: BaseProcessGroup, timeout: timedelta) -> None:
+    if hasattr(pg, "set_timeout"):
+        pg.set_timeout(timeout)
+    else:  # PyTorch < 2.8
+        for device in pg._device_types:
+            pg._get_backend(device)._set_default_timeout(timeout)
 
 
 def _check_timeout(timeout: timedelta) -> None:

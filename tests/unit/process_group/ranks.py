@@ -1,0 +1,58 @@
+"""Several ranks in one test: each is a thread, and no test waits for one for ever."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from datetime import timedelta
+from typing import Callable, Sequence, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from torchft.process_group import reconfigure_with_store
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(seconds=30)
+
+_meetings = itertools.count()
+
+
+def in_threads(calls: Sequence[Callable[[], T]], timeout: timedelta = TIMEOUT) -> list[T | Exception]:
+    """What the calls, made at the same time, return or raise."""
+    results: list[T | Exception] = [AssertionError("still running") for _ in calls]
+
+    def run(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except Exception as e:
+            results[i] = e
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for i, thread in enumerate(threads):
+        thread.join(timeout.total_seconds())
+        assert not thread.is_alive(), f"call {i} still runs after {timeout}"
+    return results
+
+
+def on_ranks(n: int, call: Callable[[int], T], timeout: timedelta = TIMEOUT) -> list[T]:
+    """What call(rank) returns for each of n ranks; the first error is raised."""
+    results = in_threads([lambda rank=rank: call(rank) for rank in range(n)], timeout)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+def meeting(store: TCPStore) -> str:
+    """A store address that nobody has used."""
+    return f"localhost:{store.port}/meeting/{next(_meetings)}"
+
+
+def connect(groups: Sequence[dist.ProcessGroup], store: TCPStore) -> None:
+    """Makes the groups peers of each other, in this order."""
+    where = meeting(store)
+    on_ranks(len(groups), lambda rank: reconfigure_with_store(groups[rank], where, rank, len(groups), TIMEOUT))

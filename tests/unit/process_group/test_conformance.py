@@ -1,0 +1,463 @@
+"""What every group must do. A new one joins with one more entry in BACKENDS.
+
+The peers are made once per backend and used by all tests that leave them whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp, TCPStore, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+
+
+def gloo() -> ProcessGroup:
+    return ProcessGroupGloo(timeout=TIMEOUT)
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    make: Callable[[], ProcessGroup]
+    world_size: int = 3
+    reduces_and_scatters: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+BACKENDS = [
+    Backend("gloo", gloo),
+    Backend("wrapper", lambda: ProcessGroupWrapper(pg=gloo())),
+    Backend("error_swallowing", lambda: ErrorSwallowingProcessGroupWrapper(gloo())),
+    Backend("fake", lambda: FakeProcessGroupWrapper(ErrorSwallowingProcessGroupWrapper(gloo()))),
+    Backend("dummy", lambda: ProcessGroupDummy(0, 1), world_size=1, reduces_and_scatters=True),
+]
+
+
+class Peers:
+    """The ranks of one group."""
+
+    def __init__(self, backend: Backend, store: TCPStore) -> None:
+        self.backend = backend
+        self.store = store
+        self.n = backend.world_size
+        self.groups = [backend.make() for _ in range(self.n)]
+
+    def connect(self, groups: Sequence[ProcessGroup] | None = None) -> None:
+        connect(self.groups if groups is None else groups, self.store)
+
+    def run(self, call: Callable[[ProcessGroup, int], Any]) -> list[Any]:
+        return on_ranks(self.n, lambda rank: call(self.groups[rank], rank))
+
+    def shutdown(self) -> None:
+        for group in self.groups:
+            group.shutdown()
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=str)
+def peers(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
+    peers = Peers(request.param, store)
+    peers.connect()
+    yield peers
+    peers.shutdown()
+
+
+@pytest.fixture(params=BACKENDS, ids=str)
+def fresh(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
+    """Peers that a test may break; not connected."""
+    peers = Peers(request.param, store)
+    yield peers
+    peers.shutdown()
+
+
+def values(rank: int, shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor that differs from rank to rank and from element to element."""
+    n = torch.Size(shape).numel()
+    return (torch.arange(n, dtype=torch.float64) + 10 * (rank + 1)).reshape(shape).to(dtype)
+
+
+def finish(work: Work) -> Any:
+    """Waits for an operation both ways; what its future gives."""
+    work.wait()
+    return work.get_future().wait()
+
+
+def same_storage(got: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    return [t.data_ptr() for t in got] == [t.data_ptr() for t in tensors]
+
+
+REDUCTIONS: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "sum": (ReduceOp.SUM, lambda all: all.sum(0)),
+    "product": (ReduceOp.PRODUCT, lambda all: all.prod(0)),
+    "min": (ReduceOp.MIN, lambda all: all.amin(0)),
+    "max": (ReduceOp.MAX, lambda all: all.amax(0)),
+}
+
+
+def reduced(peers: Peers, how: str, **kind: Any) -> torch.Tensor:
+    return REDUCTIONS[how][1](torch.stack([values(rank, **kind) for rank in range(peers.n)])).to(
+        values(0, **kind).dtype
+    )
+
+
+# The state
+
+
+def test_it_is_a_process_group_of_pytorch(peers: Peers) -> None:
+    for rank, group in enumerate(peers.groups):
+        assert isinstance(group, dist.ProcessGroup)
+        assert isinstance(group.getBackendName(), str) and group.getBackendName()
+        assert (group.size(), group.rank()) == (peers.n, rank)
+        # What PyTorch's C++ code sees
+        assert dist.ProcessGroup.size(group) == peers.n
+        assert dist.ProcessGroup.rank(group) == rank
+        assert group.errored() is None
+        assert group.supports_reconfigure
+
+
+# Collectives
+
+
+@pytest.mark.parametrize("how", REDUCTIONS)
+@pytest.mark.parametrize("bare", [True, False], ids=["op", "options"])
+def test_allreduce(peers: Peers, how: str, bare: bool) -> None:
+    opts: Any = REDUCTIONS[how][0]
+    if not bare:
+        opts = AllreduceOptions()
+        opts.reduceOp = REDUCTIONS[how][0]
+
+    def call(group: ProcessGroup, rank: int) -> None:
+        tensor = values(rank)
+        got = finish(group.allreduce([tensor], opts))
+        torch.testing.assert_close(tensor, reduced(peers, how))
+        assert same_storage(got, [tensor])
+
+    peers.run(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4), (10_000,)], ids=str)
+def test_allreduce_of_all_kinds(peers: Peers, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def call(group: ProcessGroup, rank: int) -> None:
+        tensor = values(rank, shape=shape, dtype=dtype)
+        group.allreduce([tensor], ReduceOp.MAX).wait()
+        assert torch.equal(tensor, reduced(peers, "max", shape=shape, dtype=dtype))
+
+    peers.run(call)
+
+
+def test_allreduce_through_pytorch(peers: Peers) -> None:
+    """As DDP's reducer calls it, from C++."""
+
+    def call(group: ProcessGroup, rank: int) -> None:
+        tensor = values(rank)
+        got = finish(dist.ProcessGroup.allreduce(group, [tensor]))
+        torch.testing.assert_close(tensor, reduced(peers, "sum"))
+        assert same_storage(got, [tensor])
+
+    peers.run(call)
+
+
+@pytest.mark.parametrize("kind", ["op", "options", "coalesced options"])
+def test_allreduce_coalesced(peers: Peers, kind: str) -> None:
+    opts: Any = {"op": ReduceOp.SUM, "options": AllreduceOptions(), "coalesced options": AllreduceCoalescedOptions()}[
+        kind
+    ]
+
+    def call(group: ProcessGroup, rank: int) -> None:
+        tensors = [values(rank), values(rank, shape=(2, 3))]
+        finish(group.allreduce_coalesced(tensors, opts))
+        torch.testing.assert_close(tensors, [reduced(peers, "sum"), reduced(peers, "sum", shape=(2, 3))])
+
+    peers.run(call)
+
+
+def test_allgather(peers: Peers) -> None:
+    def call(group: ProcessGroup, rank: int) -> None:
+        outputs = [torch.zeros(4) for _ in range(peers.n)]
+        got = finish(group.allgather([outputs], [values(rank)], AllgatherOptions()))
+        torch.testing.assert_close(outputs, [values(r) for r in range(peers.n)])
+        assert same_storage(got[0] if isinstance(got[0], list) else got, outputs)
+
+    peers.run(call)
+
+
+def test_allgather_into_tensor_coalesced(peers: Peers) -> None:
+    def call(group: ProcessGroup, rank: int) -> None:
+        output = torch.zeros(4 * peers.n)
+        finish(group.allgather_into_tensor_coalesced([output], [values(rank)], AllgatherOptions()))
+        torch.testing.assert_close(output, torch.cat([values(r) for r in range(peers.n)]))
+
+    peers.run(call)
+
+
+def test_alltoall_base(peers: Peers) -> None:
+    def call(group: ProcessGroup, rank: int) -> None:
+        inputs, output = values(rank, shape=(2 * peers.n,)), torch.zeros(2 * peers.n)
+        finish(group.alltoall_base(output, inputs, [], [], AllToAllOptions()))
+        mine = slice(2 * rank, 2 * rank + 2)
+        torch.testing.assert_close(output, torch.cat([values(r, shape=(2 * peers.n,))[mine] for r in range(peers.n)]))
+
+    peers.run(call)
+
+
+def test_alltoall_base_of_unequal_slices(peers: Peers) -> None:
+    """Rank r gets r + 1 elements from everybody."""
+    sizes = [r + 1 for r in range(peers.n)]
+
+    def call(group: ProcessGroup, rank: int) -> None:
+        inputs, output = values(rank, shape=(sum(sizes),)), torch.zeros(peers.n * sizes[rank])
+        finish(group.alltoall_base(output, inputs, [sizes[rank]] * peers.n, sizes, AllToAllOptions()))
+        mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        torch.testing.assert_close(output, torch.cat([values(r, shape=(sum(sizes),))[mine] for r in range(peers.n)]))
+
+    peers.run(call)
+
+
+def test_broadcast(peers: Peers) -> None:
+    root = peers.n - 1
+
+    def call(group: ProcessGroup, rank: int) -> None:
+        tensor, other = values(rank), values(rank)
+        opts = BroadcastOptions()
+        opts.rootRank = root
+        got = finish(group.broadcast([tensor], opts))
+        finish(group.broadcast_one(other, root))
+        torch.testing.assert_close([tensor, other], [values(root), values(root)])
+        assert same_storage(got, [tensor])
+
+    peers.run(call)
+
+
+def test_barrier(peers: Peers) -> None:
+    peers.run(lambda group, rank: group.barrier(BarrierOptions()).wait())
+
+
+def test_send_and_recv(peers: Peers) -> None:
+    """A ring, in both directions at once, told apart by the tag."""
+    if peers.n == 1:
+        pytest.skip("one rank has nobody to send to")
+
+    def call(group: ProcessGroup, rank: int) -> None:
+        after, before = (rank + 1) % peers.n, (rank - 1) % peers.n
+        from_before, from_after = torch.zeros(4), torch.zeros(4)
+        works = [
+            group.send([values(rank)], after, 1),
+            group.send([-values(rank)], before, 2),
+            group.recv([from_after], after, 2),
+            group.recv([from_before], before, 1),
+        ]
+        for work in works:
+            work.wait()
+        torch.testing.assert_close([from_before, from_after], [values(before), -values(after)])
+
+    peers.run(call)
+
+
+def test_reduce_scatter(peers: Peers) -> None:
+    """Where it is missing, every rank hears of it at once."""
+
+    def call(group: ProcessGroup, rank: int) -> None:
+        inputs = [values(r) for r in range(peers.n)]
+        output = torch.zeros(4)
+        several = torch.zeros(4)
+        calls = [
+            lambda: group.reduce_scatter([output], [inputs], ReduceScatterOptions()),
+            lambda: group.reduce_scatter_tensor_coalesced([several], [torch.cat(inputs)], ReduceScatterOptions()),
+        ]
+        if not peers.backend.reduces_and_scatters:
+            for run in calls:
+                with pytest.raises(RuntimeError, match="ProcessGroupGloo does not support reduce_scatter"):
+                    run()
+            return
+        for run in calls:
+            finish(run())
+        torch.testing.assert_close([output, several], [peers.n * values(rank)] * 2)
+
+    peers.run(call)
+
+
+def test_what_pytorch_calls_besides(peers: Peers) -> None:
+    if peers.n == 1:
+        pytest.skip("a dummy has only torchft's operations")
+
+    def call(group: Any, rank: int) -> None:
+        everything = [values(r) for r in range(peers.n)]
+
+        tensor, opts = values(rank), ReduceOptions()
+        opts.rootRank = 1
+        group.reduce([tensor], opts).wait()
+        if rank == 1:
+            torch.testing.assert_close(tensor, reduced(peers, "sum"))
+
+        gathered, gather = [torch.zeros(4) for _ in everything], GatherOptions()
+        group.gather([gathered] if rank == 0 else [], [values(rank)], gather).wait()
+        if rank == 0:
+            torch.testing.assert_close(gathered, everything)
+
+        mine = torch.zeros(4)
+        group.scatter([mine], [everything] if rank == 0 else [], ScatterOptions()).wait()
+        torch.testing.assert_close(mine, values(rank))
+
+        joined = torch.zeros(4 * peers.n)
+        group._allgather_base(joined, values(rank), AllgatherOptions()).wait()
+        torch.testing.assert_close(joined, torch.cat(everything))
+
+    peers.run(call)
+
+
+# Order
+
+
+def test_several_operations_in_flight(peers: Peers) -> None:
+    def call(group: ProcessGroup, rank: int) -> None:
+        tensors = [values(rank) * i for i in range(20)]
+        works = [group.allreduce([tensor], ReduceOp.SUM) for tensor in tensors]
+        for i, work in reversed(list(enumerate(works))):
+            work.wait()
+            torch.testing.assert_close(tensors[i], reduced(peers, "sum") * i)
+
+    peers.run(call)
+
+
+def test_futures_can_be_chained(peers: Peers) -> None:
+    def call(group: ProcessGroup, rank: int) -> None:
+        tensor = values(rank)
+        fut = group.allreduce([tensor], ReduceOp.SUM).get_future()
+        torch.testing.assert_close(fut.then(lambda f: f.value()[0] * 2).wait(), 2 * reduced(peers, "sum"))
+
+    peers.run(call)
+
+
+# New peers
+
+
+def check(group: ProcessGroup, rank: int, n: int) -> None:
+    """That the group works, with these peers."""
+    assert (group.size(), group.rank()) == (n, rank)
+    tensor = torch.tensor([2.0**rank])
+    group.allreduce([tensor], ReduceOp.SUM).wait()
+    assert tensor.item() == 2.0**n - 1
+
+
+def test_fewer_and_more_and_other_ranks(fresh: Peers) -> None:
+    for members in ([0, 1, 2], [2, 0], [1, 2, 0], [1], [0, 1]):
+        groups = [fresh.groups[m] for m in members if m < fresh.n]
+        if not groups:
+            continue
+        fresh.connect(groups)
+        on_ranks(len(groups), lambda rank, groups=groups: check(groups[rank], rank, len(groups)))
+
+
+def test_configure(fresh: Peers) -> None:
+    for _ in range(2):
+        where = meeting(fresh.store)
+        fresh.run(
+            lambda group, rank, where=where: group.configure(where, f"replica_{rank}", rank, fresh.n, 7, 0, 1, [0])
+        )
+        fresh.run(lambda group, rank: check(group, rank, fresh.n))
+
+
+def test_the_handle_stays(fresh: Peers) -> None:
+    group = fresh.groups[0]
+    group.set_rank_info("replica", 0, 1, 3)
+    handle = group.get_reconfigure_handle()
+    assert '"global_rank": 3' in handle
+    fresh.connect()
+    assert group.get_reconfigure_handle() == handle
+    assert dist.ProcessGroup.get_reconfigure_handle(group) == handle  # from C++
+
+
+def test_shutdown_and_abort_at_any_time(fresh: Peers) -> None:
+    for group in fresh.groups:
+        group.abort()
+        group.shutdown()
+    fresh.connect()
+    for group in fresh.groups:
+        group.abort()
+        group.abort()
+        group.shutdown()
+        group.shutdown()
+    fresh.connect()
+    fresh.run(lambda group, rank: check(group, rank, fresh.n))
+
+
+def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
+    """Here and at the peers; new peers make the group whole."""
+    if fresh.n == 1:
+        pytest.skip("one rank has nobody to wait for")
+    fresh.connect()
+    pending = [fresh.groups[rank].broadcast_one(values(rank), 2) for rank in (0, 1)]
+    assert not any(work.is_completed() for work in pending)
+    fresh.groups[0].abort()
+    results = in_threads([lambda work=work: work.wait() for work in pending], timedelta(seconds=5))
+    assert [type(result) for result in results] == [RuntimeError, RuntimeError]
+
+    assert isinstance(fresh.groups[0].errored(), RuntimeError)
+    fresh.connect()
+    fresh.run(lambda group, rank: check(group, rank, fresh.n))
+    assert fresh.groups[0].errored() is None
+
+
+def test_timeouts(fresh: Peers) -> None:
+    """Of the group, of one operation's options, and of one wait; the peers stay away each time."""
+    if fresh.n == 1:
+        pytest.skip("one rank has nobody to wait for")
+    short = timedelta(milliseconds=100)
+
+    def of_the_group(group: ProcessGroup) -> None:
+        group.set_timeout(short)
+        group.broadcast_one(values(0), 1).wait()
+
+    def of_the_options(group: ProcessGroup) -> None:
+        opts = AllgatherOptions()
+        opts.timeout = short
+        group.allgather([[torch.zeros(4) for _ in range(fresh.n)]], [values(0)], opts).wait()
+
+    def of_the_wait(group: ProcessGroup) -> None:
+        group.recv([torch.zeros(1)], 1, 0).wait(short)
+
+    for wait in (of_the_options, of_the_wait, of_the_group):
+        fresh.connect()
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            wait(fresh.groups[0])
+
+    # It holds for the next peers too.
+    fresh.connect()
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        fresh.groups[0].recv([torch.zeros(1)], 1, 0).wait()
+
+
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), 5], ids=str)
+def test_a_bad_timeout_is_named(fresh: Peers, timeout: Any) -> None:
+    if fresh.n == 1:
+        pytest.skip("a dummy waits for nobody")
+    with pytest.raises(ValueError, match="a timedelta above zero is needed"):
+        fresh.groups[0].set_timeout(timeout)

@@ -1,0 +1,378 @@
+"""Handles, the place to meet, and both generations of subclasses."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from datetime import timedelta
+from typing import Any, Optional
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+    ReconfigureOptions,
+    create_store_client,
+    is_native,
+    native_error,
+    reconfigure_with_store,
+    supports_reconfigure,
+)
+from torchft.process_group.reconfigure import Handle, plan_rendezvous
+from torchft.work import _DummyWork
+
+
+def handle(i: int, **fields: Any) -> str:
+    return Handle(id=f"group{i}", store=f"host{i}:1", **fields).encode()
+
+
+def options(handles: Any, uuid: int = 1) -> ReconfigureOptions:
+    opts = ReconfigureOptions()
+    opts.uuid = uuid
+    opts.handles = handles
+    return opts
+
+
+# Handles
+
+
+def test_a_handle_is_json_and_survives_the_way() -> None:
+    sent = Handle(id="a", store="[::1]:1", global_rank=3, spread=True, group_rank=2)
+    assert json.loads(sent.encode()) == {
+        "id": "a",
+        "store": "[::1]:1",
+        "global_rank": 3,
+        "spread": True,
+        "group_rank": 2,
+    }
+    assert Handle.decode(sent.encode()) == sent
+
+
+def test_a_handle_of_the_published_package_is_understood() -> None:
+    text = '{"id": "a", "store": "host:1", "global_rank": null}'
+    assert Handle.decode(text) == Handle(id="a", store="host:1")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("junk", "not a torchft handle"),
+        ("[]", "not a torchft handle"),
+        ("gloo:0:-1:0:localhost:1", "not a torchft handle"),
+        ("{}", "'id' must be a non-empty string"),
+        ('{"id": 1, "store": "host:1"}', "'id' must be a non-empty string"),
+        ('{"id": "a", "store": ""}', "'store' must be a non-empty string"),
+        ('{"id": "a", "store": "host:1", "global_rank": "3"}', "'global_rank' must be an integer or null"),
+        ('{"id": "a", "store": "host:1", "group_rank": true}', "'group_rank' must be an integer or null"),
+    ],
+)
+def test_a_bad_handle_is_named(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint) as caught:
+        plan_rendezvous([handle(0), text], handle(0), 0)
+    assert repr(text) in str(caught.value)
+
+
+# The plan
+
+
+def test_the_rank_is_the_index_of_the_own_handle() -> None:
+    handles = [handle(i, global_rank=10 + i) for i in range(3)]
+    plan = plan_rendezvous(handles, handles[1], 0)
+    assert (plan.rank, plan.world_size, plan.store, plan.global_ranks) == (1, 3, "host0:1", [10, 11, 12])
+    assert plan_rendezvous(tuple(reversed(handles)), handles[0], 0).rank == 2
+
+
+def test_global_ranks_are_known_only_when_all_are() -> None:
+    assert plan_rendezvous([handle(0, global_rank=0), handle(1)], handle(1), 0).global_ranks is None
+
+
+def test_the_own_handle_is_known_by_its_id() -> None:
+    assert plan_rendezvous([handle(0), handle(1)], handle(1, global_rank=5), 0).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("handles", "complaint"),
+    [
+        ({handle(0), handle(1)}, "must be a list, whose order gives the ranks, got a set"),
+        (handle(0), "must be a list, whose order gives the ranks, got a str"),
+        (None, "got a NoneType"),
+        ([], "own handle .* is not among"),
+        ([handle(1), handle(2)], "own handle .* is not among"),
+        ([handle(0), handle(1), handle(1)], "must be distinct"),
+    ],
+)
+def test_unusable_handles_are_refused(handles: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        plan_rendezvous(handles, handle(0), 0)
+
+
+def spread_store(group_rank: Optional[int], *handles: str) -> str:
+    return plan_rendezvous(handles, handles[0], group_rank).store
+
+
+def test_the_stores_of_all_replica_groups_share_the_load() -> None:
+    def peers(group_rank: int) -> list[str]:
+        return [handle(i, spread=True, group_rank=group_rank) for i in range(3)]
+
+    assert [spread_store(r, *peers(r)) for r in range(4)] == ["host0:1", "host1:1", "host2:1", "host0:1"]
+
+
+def test_without_the_mark_of_all_the_first_store_is_used() -> None:
+    assert spread_store(1, handle(0, spread=True), handle(1)) == "host0:1"
+    assert spread_store(1, handle(0), handle(1, spread=True)) == "host0:1"
+    assert spread_store(None, handle(0, spread=True), handle(1, spread=True)) == "host0:1"
+    # Marked, but by an implementation that does not say which rank it is
+    assert spread_store(1, handle(0, spread=True), handle(1, spread=True)) == "host1:1"
+
+
+def test_peers_of_different_group_ranks_still_meet() -> None:
+    """Used by hand, with one process per rank and the rank as group rank."""
+    handles = [handle(i, spread=True, group_rank=i) for i in range(2)]
+    assert {plan_rendezvous(handles, handles[i], i).store for i in range(2)} == {"host0:1"}
+
+
+# The group's own handle
+
+
+def test_the_handle_names_a_store_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
+    group = ProcessGroupGloo()
+    group.set_rank_info("replica", 2, 4, 6)
+    mine = Handle.decode(group.get_reconfigure_handle())
+    assert mine.store.startswith("127.0.0.1:")
+    assert (mine.global_rank, mine.spread, mine.group_rank) == (6, True, 2)
+    create_store_client(f"{mine.store}/somewhere", TIMEOUT).set("key", "value")
+    assert ProcessGroupGloo().get_reconfigure_handle() != group.get_reconfigure_handle()
+
+    group.shutdown()
+    gc.collect()
+    with pytest.raises(RuntimeError):
+        create_store_client(mine.store, timedelta(milliseconds=200))
+
+
+# Both generations
+
+
+class ByConfigure(ProcessGroup):
+    """A subclass as users of 0.2.0 write it."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: Optional[int] = None,
+        group_rank: Optional[int] = None,
+        group_world_size: Optional[int] = None,
+        global_ranks: Optional[list[int]] = None,
+    ) -> None:
+        self.calls.append(
+            (store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks)
+        )
+
+
+class ByReconfigure(ProcessGroup):
+    """A subclass as users of the nightly write it."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.uuids: list[int] = []
+
+    def get_reconfigure_handle(self) -> str:
+        return "its own kind"
+
+    def reconfigure(self, opts: ReconfigureOptions) -> dist.Work:
+        assert list(opts.handles) == ["its own kind", "another"]
+        self.uuids.append(opts.uuid)
+        return _DummyWork(None)
+
+
+def in_front_of(group: ProcessGroup) -> list[ProcessGroup]:
+    """The group itself and behind wrappers."""
+    return [
+        group,
+        ProcessGroupWrapper(pg=group),
+        FakeProcessGroupWrapper(ErrorSwallowingProcessGroupWrapper(group)),
+    ]
+
+
+def test_a_subclass_with_only_configure() -> None:
+    inner = ByConfigure()
+    for i, group in enumerate(in_front_of(inner)):
+        group.set_rank_info("replica", 1, 2, 7)
+        mine = group.get_reconfigure_handle()
+        other = handle(0, global_rank=5)
+        assert supports_reconfigure(group) and not is_native(group)
+        assert group.reconfigure(options([other, mine], uuid=9)).wait()
+        # From C++ it gets there too.
+        dist.ProcessGroup.reconfigure(group, options([mine, other], uuid=10)).wait()
+        assert inner.calls[2 * i :] == [
+            ("host0:1/torchft/9", "replica", 1, 2, 9, 1, 2, [5, 7]),
+            (f"{Handle.decode(mine).store}/torchft/10", "replica", 0, 2, 10, 1, 2, [7, 5]),
+        ]
+
+
+def test_a_wrapper_with_only_configure_is_asked_too() -> None:
+    class Counting(ErrorSwallowingProcessGroupWrapper):
+        configured = 0
+
+        def configure(self, *args: Any, **kwargs: Any) -> None:
+            self.configured += 1
+            super().configure(*args, **kwargs)
+
+    inner = ByConfigure()
+    group = Counting(inner)
+    group.report_error(KeyError())
+    group.reconfigure(options([group.get_reconfigure_handle()]))
+    assert (group.configured, len(inner.calls), group.error()) == (1, 1, None)
+
+
+def test_a_subclass_with_only_reconfigure() -> None:
+    inner = ByReconfigure()
+    for i, group in enumerate(in_front_of(inner)):
+        assert supports_reconfigure(group) and not is_native(group)
+        assert group.get_reconfigure_handle() == "its own kind"
+        group.reconfigure(options(["its own kind", "another"], uuid=i)).wait()
+    assert inner.uuids == [0, 1, 2]
+
+
+def test_new_peers_make_the_wrappers_forget() -> None:
+    group = ErrorSwallowingProcessGroupWrapper(ByReconfigure())
+    group.report_error(KeyError())
+    group.reconfigure(options(["its own kind", "another"])).wait()
+    assert group.error() is None
+
+
+def test_a_group_without_either_says_so() -> None:
+    group = ProcessGroup(0, 1)
+    with pytest.raises(NotImplementedError, match=r"ProcessGroup\.configure"):
+        group.reconfigure(options([group.get_reconfigure_handle()]))
+
+
+def test_dummy_counts() -> None:
+    group = ProcessGroupDummy(0, 1)
+    assert (group.configure_count, group.reconfigure_count) == (0, 0)
+    group.configure("nowhere", "replica", 0, 1)
+    group.reconfigure(options([group.get_reconfigure_handle()]))
+    assert (group.configure_count, group.reconfigure_count) == (2, 1)
+
+
+def test_an_error_leaves_the_peers_as_they_were(store: TCPStore) -> None:
+    """A bad handle is found before anything is torn down."""
+    groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
+    connect(groups, store)
+    with pytest.raises(ValueError, match="got a set"):
+        groups[0].reconfigure(options({groups[0].get_reconfigure_handle()}))
+    on_ranks(2, lambda rank: groups[rank].barrier().wait())
+    for group in groups:
+        group.shutdown()
+
+
+def test_a_peer_that_stays_away_is_a_timeout_and_the_next_try_works(store: TCPStore) -> None:
+    groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
+    handles = [group.get_reconfigure_handle() for group in groups]
+    opts = options(handles, uuid=1)
+    opts.timeout = timedelta(seconds=0.5)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?i)time|connect"):
+        groups[0].reconfigure(opts)
+    assert time.monotonic() - started < TIMEOUT.total_seconds() / 2
+    with pytest.raises(AssertionError, match="not initialized"):
+        groups[0].size()
+
+    on_ranks(2, lambda rank: groups[rank].reconfigure(options(handles, uuid=2)).wait())
+    on_ranks(2, lambda rank: groups[rank].barrier().wait())
+    for group in groups:
+        group.shutdown()
+
+
+# Over a store
+
+
+def test_reconfigure_with_store_exchanges_handles(store: TCPStore) -> None:
+    groups = [ProcessGroupDummy(0, 1) for _ in range(2)]
+    where = meeting(store)
+    on_ranks(2, lambda rank: reconfigure_with_store(groups[rank], where, rank, 2))
+    client = create_store_client(where, TIMEOUT)
+    assert client.get("handle/1").decode() == groups[1].get_reconfigure_handle()
+    assert int(client.get("uuid")) > 0
+    assert [group.reconfigure_count for group in groups] == [1, 1]
+
+
+def test_reconfigure_with_store_refuses_what_cannot_work(store: TCPStore) -> None:
+    with pytest.raises(ValueError, match=r"ProcessGroup does not support .*enable_reconfigure=True"):
+        reconfigure_with_store(dist.ProcessGroup(0, 1), meeting(store), 0, 1)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} must be between 0 and world_size - 1 = 1"):
+            reconfigure_with_store(ProcessGroupDummy(0, 1), meeting(store), rank, 2)
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        reconfigure_with_store(ProcessGroupDummy(0, 1), meeting(store), 0, 2, timedelta(milliseconds=200))
+
+
+# Stores
+
+
+def test_create_store_client_prefixes(store: TCPStore) -> None:
+    address = f"localhost:{store.port}"
+    create_store_client(f"{address}/a/b", TIMEOUT).set("key", "prefixed")
+    create_store_client(address, TIMEOUT).set("key", "plain")
+    assert store.get("a/b/key") == b"prefixed"
+    assert store.get("key") == b"plain"
+    assert isinstance(create_store_client(f"{address}/", TIMEOUT), TCPStore)
+    assert isinstance(create_store_client(f"{address}/a", TIMEOUT), PrefixStore)
+
+
+def test_create_store_client_takes_ipv6(store: TCPStore) -> None:
+    create_store_client(f"[::1]:{store.port}/six", TIMEOUT).set("key", "value")
+    assert store.get("six/key") == b"value"
+    # Without brackets the last colon still ends the host.
+    create_store_client(f"::1:{store.port}/six", TIMEOUT).set("key", "other")
+    assert store.get("six/key") == b"other"
+
+
+def test_create_store_client_applies_the_timeout(store: TCPStore) -> None:
+    for address in (f"localhost:{store.port}/nobody", f"localhost:{store.port}"):
+        client = create_store_client(address, timedelta(milliseconds=100))
+        with pytest.raises(RuntimeError, match=r"(?i)timeout"):
+            client.get("is here")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "localhost", ":1234", "localhost:", "localhost:x/p", "localhost:0", "localhost:65536", "/p"]
+)
+def test_a_bad_store_address_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match="must be host:port") as caught:
+        create_store_client(address, TIMEOUT)
+    assert repr(address) in str(caught.value)
+
+
+def test_a_store_that_is_not_there_is_an_error_in_time() -> None:
+    result = in_threads([lambda: create_store_client("localhost:1/p", timedelta(milliseconds=500))])[0]
+    assert isinstance(result, RuntimeError)
+
+
+# What Manager asks
+
+
+def test_what_manager_asks_about_a_group() -> None:
+    plain = dist.ProcessGroup(0, 1)  # no backend
+    assert not supports_reconfigure(plain)
+    assert not supports_reconfigure(object())
+    assert is_native(plain) and not is_native(ProcessGroupDummy(0, 1)) and not is_native(object())
+    assert native_error(plain) is None
+    wrapper = ProcessGroupWrapper(pg=plain)
+    assert not supports_reconfigure(wrapper)

@@ -25,11 +25,11 @@ BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir dist .
 endif
 
 # cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
-GO_ENV_HERE = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/toolchain.py include)"
+GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/toolchain.py include)"
 
 # An install must not run beside a build.
 .NOTPARALLEL:
-.PHONY: help train test build proto bindings lint bench wheel clean check
+.PHONY: help train test build proto bindings lint lint-go lint-style lint-imports lint-types bench wheel clean check
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -39,8 +39,8 @@ train: $(VENV)/with-train $(LIBRARY) ## train on two replica groups, kill one, s
 	$(PY) python/examples/demo.py
 
 test: $(VENV)/with-test $(LIBRARY) ## go vet, go test -race, pytest
-	cd go && $(GO_ENV_HERE) $(GO) vet ./...
-	cd go && $(GO_ENV_HERE) $(GO) test -race -timeout 15m ./...
+	cd go && $(GO_ENV) $(GO) vet ./...
+	cd go && $(GO_ENV) $(GO) test -race -timeout 15m ./...
 	$(PY) -m pytest
 
 build: $(VENV)/with-nothing $(LIBRARY) ## install the package into .venv, in place
@@ -54,12 +54,21 @@ proto: $(VENV)/with-generate ## regenerate go/torchftpb from proto/torchft.proto
 bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pyapi
 	$(PY) python/binding/generate.py
 
-lint: $(VENV)/with-lint $(VENV)/with-test ## gofmt, go vet, ruff, import-linter, pyrefly
+lint: lint-go lint-style lint-imports lint-types ## gofmt, go vet, ruff, import-linter, pyrefly (-k: all of them)
+
+lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)"; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
-	cd go && $(GO_ENV_HERE) $(GO) vet ./...
+	cd go && $(GO_ENV) $(GO) vet ./...
+
+lint-style: $(VENV)/with-lint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/lint-imports
+
+lint-imports: $(VENV)/with-lint
+	$(VENV)/bin/lint-imports --no-cache
+
+# The checker looks into torch and pytest.
+lint-types: $(VENV)/with-lint $(VENV)/with-test
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY)
 
 bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, Store, TCPStore
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroupGloo, _reaper
@@ -351,7 +352,7 @@ def test_what_pytorch_refuses_is_refused_the_same_way(store: TCPStore) -> None:
     group = gloo()
     group.configure(meeting(store), "replica", 0, 1)
     mistakes: list[Callable[[Any], dist.Work]] = [
-        lambda pg: pg.allgather([[torch.zeros(3)]], [torch.ones(2)], dist.AllgatherOptions()),
+        lambda pg: pg.allgather([[torch.zeros(3)]], [torch.ones(2)], AllgatherOptions()),
         lambda pg: pg.allreduce([], ReduceOp.SUM),
         lambda pg: pg.allreduce([torch.ones(1, device="meta")], ReduceOp.SUM),
         lambda pg: pg.broadcast([torch.ones(1)], "no options"),

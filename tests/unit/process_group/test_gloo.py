@@ -354,7 +354,8 @@ def test_what_pytorch_refuses_is_refused_the_same_way(store: TCPStore) -> None:
     mistakes: list[Callable[[Any], dist.Work]] = [
         lambda pg: pg.allgather([[torch.zeros(3)]], [torch.ones(2)], AllgatherOptions()),
         lambda pg: pg.allreduce([], ReduceOp.SUM),
-        lambda pg: pg.allreduce([torch.ones(1, device="meta")], ReduceOp.SUM),
+        lambda pg: pg.allreduce([torch.ones(1, dtype=torch.complex64)], ReduceOp.MAX),
+        lambda pg: pg.recv([torch.ones(1), torch.ones(1)], 0, 0),
         lambda pg: pg.broadcast([torch.ones(1)], "no options"),
     ]
     for mistake in mistakes:

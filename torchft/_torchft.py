@@ -172,6 +172,7 @@ class QuorumResult:
         commit_failures: largest number of failed commits in a row that a participant reported.
         replica_ids: of the participants, in order.
         reconfigure_handles: of this rank in each participant, in order; empty unless all sent theirs.
+        replicas_without_handles: participants that sent none.
     """
 
     quorum_id: int = 0
@@ -188,6 +189,7 @@ class QuorumResult:
     commit_failures: int = 0
     replica_ids: list[str] = field(default_factory=list)
     reconfigure_handles: list[str] = field(default_factory=list)
+    replicas_without_handles: list[str] = field(default_factory=list)
 
 
 class _Server(_Native):

@@ -447,9 +447,13 @@ class Manager:
         """As torchft 0.2.0: peers meet in the primary's store. Somebody in this quorum sent no handles."""
         configure = getattr(self._pg, "configure", None)
         if configure is None:
+            if self._replica_id in plan.without_handles:
+                who = f"the lighthouse at {self._settings.lighthouse_addr} does not pass them on"
+            else:
+                who = f"missing are those of {plan.without_handles or plan.replica_ids}"
             raise RuntimeError(
-                f"{type(self._pg).__name__} can only be rebuilt from reconfigure handles, and quorum {plan.quorum_id} of "
-                f"{plan.replica_ids} came without: the lighthouse or one of these groups runs torchft 0.2.0 or older"
+                f"{type(self._pg).__name__} can only be rebuilt from reconfigure handles, and quorum {plan.quorum_id} came "
+                f"without: {who} (torchft 0.2.0 has none)"
             )
         configure(
             f"{plan.store_address}/torchft/{plan.quorum_id}/{self._group_rank}",

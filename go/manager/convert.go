@@ -20,6 +20,7 @@ func resultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 		CommitFailures:         r.CommitFailures,
 		ReplicaIds:             r.ReplicaIDs,
 		ReconfigureHandles:     r.Handles,
+		ReplicasWithoutHandles: r.WithoutHandles,
 	}
 	if len(r.Sources) > 0 {
 		p.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
@@ -43,6 +44,7 @@ func resultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 		CommitFailures:        p.GetCommitFailures(),
 		ReplicaIDs:            p.GetReplicaIds(),
 		Handles:               p.GetReconfigureHandles(),
+		WithoutHandles:        p.GetReplicasWithoutHandles(),
 	}
 	if p.RecoverSrcReplicaRank != nil {
 		r.Sources = []recovery.Source{{ReplicaRank: p.GetRecoverSrcReplicaRank(), ManagerAddress: p.GetRecoverSrcManagerAddress()}}

@@ -132,6 +132,7 @@ type quorumResult struct {
 	CommitFailures           int64    `json:"commit_failures"`
 	ReplicaIDs               []string `json:"replica_ids"`
 	ReconfigureHandles       []string `json:"reconfigure_handles"`
+	ReplicasWithoutHandles   []string `json:"replicas_without_handles"`
 }
 
 func newQuorumResult(r recovery.Result) quorumResult {
@@ -148,6 +149,7 @@ func newQuorumResult(r recovery.Result) quorumResult {
 		CommitFailures:         r.CommitFailures,
 		ReplicaIDs:             orEmpty(r.ReplicaIDs),
 		ReconfigureHandles:     orEmpty(r.Handles),
+		ReplicasWithoutHandles: orEmpty(r.WithoutHandles),
 	}
 	if len(r.Sources) > 0 {
 		q.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress

@@ -30,8 +30,8 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 		MaxStep:          members[0].Step,
 		CommitFailures:   members[0].CommitFailures,
 		ReplicaIDs:       make([]string, len(members)),
-		Handles:          handles(members, groupRank),
 	}
+	r.Handles, r.WithoutHandles = handles(members, groupRank)
 	for i, m := range members {
 		r.ReplicaIDs[i] = m.ReplicaID
 		r.MaxStep = max(r.MaxStep, m.Step)
@@ -91,16 +91,20 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 }
 
 // handles are those of one group rank. A member of 0.2.0 has none, and then the whole quorum meets at the
-// store: a half of it that used handles would wait for the other half for ever.
-func handles(members []quorum.Member, groupRank int64) []string {
-	list := make([]string, len(members))
+// store: a half of it that used handles would wait for the other half for ever. missing says whose are not there.
+func handles(members []quorum.Member, groupRank int64) (list, missing []string) {
+	list = make([]string, len(members))
 	for i, m := range members {
 		if uint64(len(m.Handles)) != m.WorldSize || groupRank >= int64(len(m.Handles)) || slices.Contains(m.Handles, "") {
-			return nil
+			missing = append(missing, m.ReplicaID)
+			continue
 		}
 		list[i] = m.Handles[groupRank]
 	}
-	return list
+	if missing != nil {
+		return nil, missing
+	}
+	return list, nil
 }
 
 // inOrder returns the members ordered by replica_id. A lighthouse sends them so; the protocol does not say it.

@@ -103,15 +103,19 @@ func TestHandlesOnlyIfEverybodySentThem(t *testing.T) {
 		name   string
 		change func(q *quorum.Quorum)
 		want   []string
+		lack   []string
 	}{
-		{"all", func(*quorum.Quorum) {}, []string{"h0 1", "h1 1"}},
-		{"a group of 0.2.0", func(q *quorum.Quorum) { q.Members[0].Handles = nil }, nil},
-		{"a rank is missing", func(q *quorum.Quorum) { q.Members[1].Handles = q.Members[1].Handles[:1] }, nil},
-		{"a rank is empty", func(q *quorum.Quorum) { q.Members[1].Handles[0] = "" }, nil},
-		{"more than ranks", func(q *quorum.Quorum) { q.Members[1].WorldSize = 1 }, nil},
+		{"all", func(*quorum.Quorum) {}, []string{"h0 1", "h1 1"}, nil},
+		{"a group of 0.2.0", func(q *quorum.Quorum) { q.Members[0].Handles = nil }, nil, []string{"a"}},
+		{"a lighthouse of 0.2.0", func(q *quorum.Quorum) {
+			q.Members[0].Handles, q.Members[1].Handles = nil, nil
+		}, nil, []string{"a", "b"}},
+		{"a rank is missing", func(q *quorum.Quorum) { q.Members[1].Handles = q.Members[1].Handles[:1] }, nil, []string{"b"}},
+		{"a rank is empty", func(q *quorum.Quorum) { q.Members[1].Handles[0] = "" }, nil, []string{"b"}},
+		{"more than ranks", func(q *quorum.Quorum) { q.Members[1].WorldSize = 1 }, nil, []string{"b"}},
 		{"a smaller group", func(q *quorum.Quorum) {
 			q.Members[1].WorldSize, q.Members[1].Handles = 1, q.Members[1].Handles[:1]
-		}, nil},
+		}, nil, []string{"b"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			q := complete()
@@ -119,6 +123,7 @@ func TestHandlesOnlyIfEverybodySentThem(t *testing.T) {
 			r, err := Compute("a", 1, q, true)
 			require.NoError(t, err)
 			require.Equal(t, c.want, r.Handles)
+			require.Equal(t, c.lack, r.WithoutHandles)
 		})
 	}
 }

@@ -25,4 +25,5 @@ type Result struct {
 	CommitFailures        int64 // the largest any member reports
 	ReplicaIDs            []string
 	Handles               []string // of this group rank, one per member in order; empty unless all sent them
+	WithoutHandles        []string // replica_ids of the members that sent none
 }

@@ -494,8 +494,10 @@ type ManagerQuorumResponse struct {
 	CommitFailures           int64                  `protobuf:"varint,12,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	ReplicaIds               []string               `protobuf:"bytes,13,rep,name=replica_ids,json=replicaIds,proto3" json:"replica_ids,omitempty"`
 	ReconfigureHandles       []string               `protobuf:"bytes,14,rep,name=reconfigure_handles,json=reconfigureHandles,proto3" json:"reconfigure_handles,omitempty"` // of this group rank, one per participant in quorum order
-	unknownFields            protoimpl.UnknownFields
-	sizeCache                protoimpl.SizeCache
+	// Participants that sent no handle for this group rank; while there are any, reconfigure_handles is empty.
+	ReplicasWithoutHandles []string `protobuf:"bytes,100,rep,name=replicas_without_handles,json=replicasWithoutHandles,proto3" json:"replicas_without_handles,omitempty"`
+	unknownFields          protoimpl.UnknownFields
+	sizeCache              protoimpl.SizeCache
 }
 
 func (x *ManagerQuorumResponse) Reset() {
@@ -622,6 +624,13 @@ func (x *ManagerQuorumResponse) GetReplicaIds() []string {
 func (x *ManagerQuorumResponse) GetReconfigureHandles() []string {
 	if x != nil {
 		return x.ReconfigureHandles
+	}
+	return nil
+}
+
+func (x *ManagerQuorumResponse) GetReplicasWithoutHandles() []string {
+	if x != nil {
+		return x.ReplicasWithoutHandles
 	}
 	return nil
 }
@@ -939,7 +948,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\tinit_sync\x18\x05 \x01(\bR\binitSync\x12'\n" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12-\n" +
 	"\x12reconfigure_handle\x18\a \x01(\tR\x11reconfigureHandle\x12(\n" +
-	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\"\x93\x05\n" +
+	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\"\xcd\x05\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +
@@ -956,7 +965,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fcommit_failures\x18\f \x01(\x03R\x0ecommitFailures\x12\x1f\n" +
 	"\vreplica_ids\x18\r \x03(\tR\n" +
 	"replicaIds\x12/\n" +
-	"\x13reconfigure_handles\x18\x0e \x03(\tR\x12reconfigureHandlesB\x1b\n" +
+	"\x13reconfigure_handles\x18\x0e \x03(\tR\x12reconfigureHandles\x128\n" +
+	"\x18replicas_without_handles\x18d \x03(\tR\x16replicasWithoutHandlesB\x1b\n" +
 	"\x19_recover_src_replica_rankB\x13\n" +
 	"\x11_max_replica_rank\"/\n" +
 	"\x19CheckpointMetadataRequest\x12\x12\n" +

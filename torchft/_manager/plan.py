@@ -31,6 +31,7 @@ class Plan:
     replica_ids: list[str]
     store_address: str
     handles: list[str]
+    without_handles: list[str]  # replica_ids, where the manager server told
     max_step: int
     # None: this group contributes zeros (it is a spare, or behind the others)
     participating_rank: Optional[int]
@@ -85,6 +86,7 @@ def make_plan(
         replica_ids=result.replica_ids,
         store_address=result.store_address,
         handles=result.reconfigure_handles,
+        without_handles=result.replicas_without_handles,
         max_step=result.max_step,
         participating_rank=rank,
         participants=participants,

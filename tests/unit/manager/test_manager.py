@@ -326,7 +326,16 @@ def test_reconfigure_with_handles(fixture: Fixture, make_quorum: Quorum) -> None
     fixture.pg.reconfigure.return_value.wait.assert_called_once()
 
 
-def test_native_group_needs_handles(fixture: Fixture) -> None:
+@pytest.mark.parametrize(
+    ("without", "named"),
+    [
+        (["group_0:uuid"], "missing are those of ['group_0:uuid']"),
+        (["group_0:uuid", "group_1:uuid"], "the lighthouse at http://lighthouse:1 does not pass them on"),
+    ],
+)
+def test_native_group_needs_handles(
+    fixture: Fixture, make_quorum: Quorum, without: list[str], named: str
+) -> None:
     class NativeLike:
         supports_reconfigure = True
 
@@ -336,10 +345,13 @@ def test_native_group_needs_handles(fixture: Fixture) -> None:
         def errored(self) -> None:
             return None
 
-    manager = fixture.manager(pg=NativeLike())
+    fixture.client._quorum.return_value = make_quorum(replicas_without_handles=without)
+    manager = fixture.manager(pg=NativeLike(), lighthouse_addr="http://lighthouse:1")
     manager.start_quorum()
     assert isinstance(manager.allreduce(torch.ones(1)), _DummyWork)
-    assert "group_0:uuid" in str(manager.errored()) and "0.2.0" in str(manager.errored())
+    error = manager.errored()
+    assert isinstance(error, ExceptionWithTraceback) and isinstance(error.original_exception, RuntimeError)
+    assert named in str(error) and "0.2.0" in str(error)
     assert not manager.should_commit()
 
 

@@ -25,6 +25,7 @@ def result(**fields: Any) -> Any:
         commit_failures=0,
         replica_ids=["a", "b", "c"],
         reconfigure_handles=["ha", "hb", "hc"],
+        replicas_without_handles=[],
     )
     return SimpleNamespace(**{**values, **fields})
 

@@ -91,6 +91,7 @@ $(PY): | check
 
 # The package, in place, with one of its extras ("nothing": none). An install builds the library too.
 $(VENV)/with-%: pyproject.toml setup.py | check $(PY)
+	@echo "Installing torchft into $(VENV); PyTorch is a large download, so the first time takes minutes."
 	$(INSTALL) --editable '.$(if $(filter-out nothing,$*),[$*])'
 	@touch $(LIBRARY) $@
 

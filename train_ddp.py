@@ -18,7 +18,6 @@ import argparse
 import ctypes
 import hashlib
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -427,5 +426,4 @@ def positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     main()

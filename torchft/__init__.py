@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchft.optim import OptimizerWrapper
     from torchft.process_group import ProcessGroupGloo as ProcessGroupGloo
     from torchft.process_group import ProcessGroupNCCL as ProcessGroupNCCL
+    from torchft.process_group import ProcessGroupXCCL as ProcessGroupXCCL
 
     Optimizer = OptimizerWrapper
 
@@ -35,11 +36,10 @@ _EXPORTS = {
     "ProcessGroupXCCL": ("torchft.process_group", "ProcessGroupXCCL"),
 }
 
-# Process groups that torchft.process_group may not have in this version or on this machine; they are
-# exported as soon as they are there.
-_NOT_EVERYWHERE = {"ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL", "ProcessGroupXCCL"}
+# Not in torchft.process_group yet. They are exported as soon as it defines them; then this line goes.
+_NOT_YET = {"ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL"}
 
-__all__ = sorted(_EXPORTS.keys() - _NOT_EVERYWHERE)
+__all__ = sorted(_EXPORTS.keys() - _NOT_YET)
 
 
 def __getattr__(name: str) -> object:

@@ -34,9 +34,24 @@ def test_exports_are_the_objects_of_their_modules() -> None:
     assert torchft.DistributedSampler is data.DistributedSampler
     assert torchft.ProcessGroupGloo is process_group.ProcessGroupGloo
     assert torchft.ProcessGroupNCCL is process_group.ProcessGroupNCCL
+    assert torchft.ProcessGroupXCCL is process_group.ProcessGroupXCCL
     for name in torchft.__all__:
         assert getattr(torchft, name).__name__
         assert name in dir(torchft)
+
+
+def test_exports_are_pinned() -> None:
+    assert [*torchft.__all__, *sorted(torchft._NOT_YET)] == [
+        "DistributedDataParallel",
+        "DistributedSampler",
+        "Manager",
+        "Optimizer",
+        "ProcessGroupGloo",
+        "ProcessGroupNCCL",
+        "ProcessGroupXCCL",
+        "ProcessGroupBabyNCCL",
+        "ProcessGroupBabyXCCL",
+    ]
 
 
 def test_star_import_needs_nothing_that_is_missing() -> None:

@@ -136,16 +136,15 @@ def main() -> None:
             }
             save_checkpoint(folder, step, rank, state)
 
-    accuracy, digest = evaluate(net, test_set, device), sha256_of(net)
-    events.write("end", step=manager.current_step(), accuracy=accuracy, sha256=digest)
-    print(
-        f"group {group} rank {rank} ended at step {manager.current_step()}, "
-        f"accuracy {accuracy:.4f}, weights sha256 {digest}",
-        flush=True,
-    )
+    # Gone for the other groups before the evaluation, but not before every rank here has its quorum.
+    dist.barrier()
     manager.shutdown()
     pg.shutdown()
     dist.destroy_process_group()
+
+    accuracy, digest = evaluate(net, test_set, device), sha256_of(net)
+    events.write("end", step=manager.current_step(), accuracy=accuracy, sha256=digest)
+    print(f"group {group} rank {rank} ended at step {manager.current_step()}, accuracy {accuracy:.4f}, sha256 {digest}")
 
 
 def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool:

@@ -217,6 +217,8 @@ def stream_of(entries: Any, rest: bytes = b"") -> bytes:
         stream_of(5),
         stream_of([5]),
         stream_of([]),
+        b"\x80\x02]ctorch.distributed._serialization\n_Entry\na.",
+        b"\x80\x02]cbuiltins\nlist\na.",
         stream_of([_Entry("data.pkl", False, -1)]),
         stream_of([_Entry("data.pkl", False, True)]),
         stream_of([_Entry(5, False, 1)], b"x"),  # type: ignore[arg-type]

@@ -26,8 +26,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     All groups must cut the gradients into the same buckets in the same order, also one that joins when the others are
     at step 1,000. So buckets are never rebuilt in the order of arrival, which PyTorch does after the first step unless
-    ``find_unused_parameters`` is set; that is set here whatever the caller says. Parameters that took no part in the loss are therefore
-    fine, and PyTorch's one warning that there were none means nothing. With ``static_graph`` PyTorch rebuilds nevertheless: see :class:`_StaticGraph`.
+    ``find_unused_parameters`` is set; that is set here whatever the caller says. Parameters that took no part in the
+    loss are therefore fine, and PyTorch's one warning that there were none means nothing. With ``static_graph`` PyTorch
+    rebuilds nevertheless: see :class:`_StaticGraph`.
 
     Args:
         manager: of this rank.
@@ -70,9 +71,7 @@ class _StaticGraph:
         self._known: Set[Tuple[int, ...]] = set()
         self._collected: List[Tuple[dist.GradBucket, _BUCKET_FUTURE]] = []
         self._arrived: Dict[torch.Tensor, None] = {}
-        self._noting = [
-            p.register_post_accumulate_grad_hook(self._note) for p in ddp.parameters() if p.requires_grad
-        ]
+        self._noting = [p.register_post_accumulate_grad_hook(self._note) for p in ddp.parameters() if p.requires_grad]
 
     @staticmethod
     def hook(graph: "_StaticGraph", bucket: dist.GradBucket) -> _BUCKET_FUTURE:

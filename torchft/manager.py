@@ -3,6 +3,9 @@
 A step of a rank is ``start_quorum`` (who takes part?), a forward and a backward pass with ``allreduce``, and
 ``should_commit`` (did everybody finish?). Errors of other groups never raise into the model: they are kept, and the
 step is not committed. What to do about a quorum is decided in ``_manager/plan.py``; this file carries it out.
+
+It is long because it is one object: all that a training loop can say, over state that other projects read and replace
+here by name.
 """
 
 from __future__ import annotations
@@ -176,8 +179,8 @@ class Manager:
             raise ValueError(f"max_retries={max_retries}: allowed are None, 0 and more")
         if not supports_reconfigure(pg):
             raise ValueError(
-                f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive the "
-                "loss of a peer; use one of torchft.process_group, or make a native one with "
+                f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive "
+                "the loss of a peer; use one of torchft.process_group, or make a native one with "
                 "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
             )
         self._settings = settings
@@ -232,7 +235,7 @@ class Manager:
 
         self._pg = pg
         self._manager: Optional[ManagerServer] = None
-        self._checkpoint_transport: CheckpointTransport[Dict[str, T]] = checkpoint_transport or HTTPTransport(
+        self._checkpoint_transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
             timeout=self._timeout, num_chunks=0
         )
         try:
@@ -452,8 +455,8 @@ class Manager:
             else:
                 who = f"missing are those of {plan.without_handles or plan.replica_ids}"
             raise RuntimeError(
-                f"{type(self._pg).__name__} can only be rebuilt from reconfigure handles, and quorum {plan.quorum_id} came "
-                f"without: {who} (torchft 0.2.0 has none)"
+                f"{type(self._pg).__name__} can only be rebuilt from reconfigure handles, and quorum "
+                f"{plan.quorum_id} came without: {who} (torchft 0.2.0 has none)"
             )
         configure(
             f"{plan.store_address}/torchft/{plan.quorum_id}/{self._group_rank}",

@@ -58,7 +58,9 @@ def reference(micro_batches: int = 1) -> dict[str, torch.Tensor]:
 class Training:
     """A loop for two groups, the second of which starts when the first is at JOIN_AT."""
 
-    def __init__(self, wrap: Callable[[Any, nn.Module], nn.Module], unused: bool = False, micro_batches: int = 1) -> None:
+    def __init__(
+        self, wrap: Callable[[Any, nn.Module], nn.Module], unused: bool = False, micro_batches: int = 1
+    ) -> None:
         self.wrap = wrap
         self.unused = unused
         self.micro_batches = micro_batches
@@ -177,7 +179,7 @@ def test_allreduces_overlap_with_backward(cluster: Cluster, monkeypatch: pytest.
 
     def loop(rank: Rank) -> None:
         model = Model()
-        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=lambda: {})
+        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict)
         ddp = DistributedDataParallel(manager, model, bucket_cap_mb=1)
         total = sum(p.numel() for p in model.parameters())
 

@@ -204,7 +204,9 @@ def test_job_outlives_its_lighthouse() -> None:
 def test_ranks_that_disagree_on_the_world_size(cluster: Cluster) -> None:
     def loop(rank: Rank) -> None:
         rank.world_size = 2 if rank.rank == 0 else 3
-        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=lambda: {}, quorum_timeout=timedelta(seconds=5))
+        manager = rank.start_manager(
+            load_state_dict=lambda s: None, state_dict=dict, quorum_timeout=timedelta(seconds=5)
+        )
         manager.start_quorum()
         manager.wait_quorum()
 

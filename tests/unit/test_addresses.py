@@ -31,7 +31,7 @@ def test_setting_may_be_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOST_ENV, "no such host")
-    with pytest.raises(ValueError, match="TORCHFT_HOST='no such host' is neither.*interfaces: .*lo"):
+    with pytest.raises(ValueError, match=r"TORCHFT_HOST='no such host' is neither.*interfaces: .*lo"):
         announced_host()
 
 

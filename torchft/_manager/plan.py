@@ -78,7 +78,9 @@ def make_plan(
         participants = min(participants, min_replica_size)
         if rank is not None and rank >= min_replica_size:
             rank = None
-    heal = allow_heal and result.heal and result.recover_src_replica_rank is not None
+    sources = []
+    if allow_heal and result.heal and result.recover_src_replica_rank is not None:
+        sources = [Source(result.recover_src_replica_rank, result.recover_src_manager_address)]
     return Plan(
         quorum_id=result.quorum_id,
         replica_rank=result.replica_rank,
@@ -90,6 +92,6 @@ def make_plan(
         max_step=result.max_step,
         participating_rank=rank,
         participants=participants,
-        sources=[Source(result.recover_src_replica_rank, result.recover_src_manager_address)] if heal else [],
+        sources=sources,
         recover_dst=result.recover_dst_replica_ranks if allow_heal else [],
     )

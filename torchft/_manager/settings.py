@@ -134,9 +134,7 @@ def global_rank(replica_id: str, group_rank: int, group_world_size: int) -> int:
 def _required_env(argument: str, env: str) -> str:
     value = os.environ.get(env)
     if not value:
-        raise ValueError(
-            f"{env} is not set: start the script with torchrun, set {env}, or pass {argument} to Manager"
-        )
+        raise ValueError(f"{env} is not set: start the script with torchrun, set {env}, or pass {argument} to Manager")
     return value
 
 

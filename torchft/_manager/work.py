@@ -35,7 +35,7 @@ class _ManagedFuture(torch.futures.Future[T]):
 
     def __init__(self, managed_work: weakref.ReferenceType[_ManagedWork]) -> None:
         work = managed_work()
-        super().__init__(devices=work._devices() if work is not None else None)
+        super().__init__(devices=[*work._devices()] if work is not None else None)
         self._managed_work = managed_work  # weak: the work owns its future
 
 
@@ -56,12 +56,12 @@ class _ManagedWork(dist._Work):
         self._manager = manager
         self._work = work
         self._value = value
-        self._on_success: Optional[Callable[[], None]] = None
+        self._on_success: Optional[Callable[[], object]] = None
         self._lock = threading.Lock()
         self._succeeded: Optional[bool] = None  # None until it ended
         self._future: Optional[_ManagedFuture[object]] = None
 
-    def on_success(self, finish: Callable[[], None]) -> None:
+    def on_success(self, finish: Callable[[], object]) -> None:
         """Sets what is done once to the result of a collective that succeeded; before anybody waits."""
         self._on_success = finish
 

@@ -34,7 +34,10 @@ def healing(make_quorum: Quorum, step: int = 20, **fields: Any) -> Any:
 
 
 def peer_state(step: int = 20, user: Any = None) -> dict[str, Any]:
-    return {"user": {"default": "weights"} if user is None else user, "torchft": {"step": step, "batches_committed": 40}}
+    return {
+        "user": {"default": "weights"} if user is None else user,
+        "torchft": {"step": step, "batches_committed": 40},
+    }
 
 
 class FailingWork(dist._Work):
@@ -333,9 +336,7 @@ def test_reconfigure_with_handles(fixture: Fixture, make_quorum: Quorum) -> None
         (["group_0:uuid", "group_1:uuid"], "the lighthouse at http://lighthouse:1 does not pass them on"),
     ],
 )
-def test_native_group_needs_handles(
-    fixture: Fixture, make_quorum: Quorum, without: list[str], named: str
-) -> None:
+def test_native_group_needs_handles(fixture: Fixture, make_quorum: Quorum, without: list[str], named: str) -> None:
     class NativeLike:
         supports_reconfigure = True
 
@@ -523,7 +524,9 @@ def test_commit_hook(fixture: Fixture) -> None:
     assert seen == [(0, True, 2), (1, False, 2)]
 
 
-@pytest.mark.parametrize(("given", "env", "expected"), [(None, None, True), (None, "0", False), (True, "0", True), (False, None, False)])
+@pytest.mark.parametrize(
+    ("given", "env", "expected"), [(None, None, True), (None, "0", False), (True, "0", True), (False, None, False)]
+)
 def test_error_bus_setting(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch, given: Any, env: Any, expected: bool
 ) -> None:

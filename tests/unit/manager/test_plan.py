@@ -31,9 +31,7 @@ def result(**fields: Any) -> Any:
 
 
 def plan(quorum: Any, **settings: Any) -> Plan:
-    defaults = dict(
-        use_async_quorum=True, allow_heal=True, world_size_mode=WorldSizeMode.DYNAMIC, min_replica_size=1
-    )
+    defaults = dict(use_async_quorum=True, allow_heal=True, world_size_mode=WorldSizeMode.DYNAMIC, min_replica_size=1)
     return make_plan(quorum, **{**defaults, **settings})
 
 

@@ -26,11 +26,10 @@ class _FailingWork(Work):
         raise self._error
 
     def get_future(self) -> Future[object]:
-        def fail(fut: Future[object]) -> object:
-            fut.value()
-            raise self._error
-
-        return self._work.get_future().then(fail)
+        # Not `then`: it would turn the error into a RuntimeError.
+        failed: Future[object] = Future()
+        self._work.get_future().add_done_callback(lambda done: failed.set_exception(self._error))
+        return failed
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):

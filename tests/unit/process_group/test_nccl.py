@@ -1,0 +1,293 @@
+"""NCCL and XCCL: what can be tested without their devices, and a short run where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Callable, Iterator, Optional
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp, TCPStore, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+from torch.futures import Future
+
+from tests.unit.process_group.ranks import TIMEOUT, meeting
+from torchft import process_group
+from torchft.process_group import (
+    TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
+    TORCHFT_TRIGGER_FR_ON_ABORT,
+    ProcessGroupNCCL,
+    ProcessGroupXCCL,
+    _WorkAcceleratorTimeout,
+    trigger_nccl_fr_trace_through_pipe,
+)
+from torchft.process_group.accelerator import AcceleratorProcessGroup
+
+no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="about hosts without an accelerator")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the constructor sets for PyTorch ends with the test."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, raising=False)
+
+
+# The flight recorder
+
+
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What PyTorch makes for rank 3."""
+    path = tmp_path / "trace_3.pipe"
+    os.mkfifo(path)
+    monkeypatch.setenv(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, str(tmp_path / "trace_"))
+    return path
+
+
+@pytest.fixture
+def listener(pipe: Path) -> Iterator[int]:
+    """PyTorch's end of the pipe."""
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_the_trace_is_asked_for_through_the_pipe(listener: int) -> None:
+    assert trigger_nccl_fr_trace_through_pipe(3)
+    assert os.read(listener, 128) == b"1\n"
+
+
+def test_without_the_setting_there_is_no_trace() -> None:
+    assert not trigger_nccl_fr_trace_through_pipe(3)
+
+
+def test_without_a_listener_nobody_waits(pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not trigger_nccl_fr_trace_through_pipe(3)  # nobody reads
+    assert not trigger_nccl_fr_trace_through_pipe(4)  # nobody made one
+    assert "trace_3.pipe" in caplog.text and "trace_4.pipe" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "errored", "told"), [("true", True, True), ("1", True, True), ("0", True, False), ("true", False, False)]
+)
+def test_an_abort_asks_for_the_trace(
+    listener: int, monkeypatch: pytest.MonkeyPatch, value: str, errored: bool, told: bool
+) -> None:
+    monkeypatch.setenv(TORCHFT_TRIGGER_FR_ON_ABORT, value)
+    group = ProcessGroupNCCL()
+    group.set_rank_info("replica", 1, 2, 3)
+    group.abort(errored=errored)  # nothing to abort, nothing to tell
+    group._pg = MagicMock()
+    group.abort(errored=errored)
+    if told:
+        assert os.read(listener, 128) == b"1\n"
+    else:
+        assert os.read(listener, 128) == b""
+
+
+# The groups
+
+
+def test_they_can_be_made_without_a_device() -> None:
+    assert ProcessGroupNCCL(timedelta(seconds=90)).getBackendName() == "torchft-nccl"
+    assert ProcessGroupXCCL().getBackendName() == "torchft-xccl"
+    # An error in NCCL must not end the process, a connection must not be waited for half an hour.
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "90"
+
+
+def test_settings_of_the_user_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    ProcessGroupNCCL()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+@no_accelerator
+def test_errored_without_a_device() -> None:
+    group = ProcessGroupNCCL()
+    assert group.errored() is None
+    group._pg = MagicMock()
+    group.abort()
+    assert isinstance(group.errored(), RuntimeError)
+    with pytest.raises(RuntimeError, match="torchft-nccl was aborted"):
+        group.allreduce([torch.ones(1)], ReduceOp.SUM)
+
+
+# Deadlines
+
+
+class StillRunning(Work):
+    """An operation on a device: waited for at once, done some time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: Future[object] = Future()
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        return True
+
+    def get_future(self) -> Future[object]:
+        return self.future
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Parent(dist.ProcessGroup):
+    """Keeps the options it got."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.opts: Any = None
+        self.aborts = 0
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Work:
+        self.opts = opts
+        return StillRunning()
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+
+@pytest.fixture
+def watched() -> Iterator[MagicMock]:
+    """Every watch of a stream: the call to make, and when."""
+    with patch.object(process_group, "stream_timeout") as watch:
+        yield watch
+
+
+def accelerated(timeout: timedelta = TIMEOUT) -> tuple[AcceleratorProcessGroup, Parent]:
+    group, parent = AcceleratorProcessGroup(timeout), Parent()
+    group._pg = parent
+    return group, parent
+
+
+def test_an_operation_is_watched_from_the_wait_on(watched: MagicMock) -> None:
+    group, parent = accelerated()
+    work = group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    assert isinstance(work, _WorkAcceleratorTimeout)
+    assert not watched.called
+    assert work.wait()
+    (abort, timeout), _ = watched.call_args
+    assert timeout == TIMEOUT
+    abort()
+    assert parent.aborts == 1 and isinstance(group._aborted, RuntimeError)
+
+
+def test_the_deadline_is_the_waits_the_options_or_the_groups(watched: MagicMock) -> None:
+    group, parent = accelerated()
+    opts = AllreduceOptions()
+    opts.timeout = timedelta(seconds=7)
+    work = group.allreduce([torch.ones(1)], opts)
+    work.wait(timedelta(seconds=3))
+    work.wait()
+    work.synchronize()
+    group.allreduce([torch.ones(1)], AllreduceOptions()).wait()
+    assert [call.args[1].total_seconds() for call in watched.call_args_list] == [3, 7, 7, 30]
+    # PyTorch's own deadline would end the process; the caller's options are as they were.
+    assert parent.opts.timeout >= timedelta(days=1)
+    assert opts.timeout == timedelta(seconds=7)
+
+
+def test_a_future_is_watched_once_it_is_done_on_the_host(watched: MagicMock) -> None:
+    group, _ = accelerated()
+    fut = group.allreduce([torch.ones(1)], ReduceOp.SUM).get_future()
+    assert not watched.called
+    fut.set_result(None)
+    assert watched.call_count == 1
+
+
+def test_a_host_that_is_stuck_gets_an_abort() -> None:
+    """In the call itself, and in the wait."""
+    aborted = threading.Event()
+
+    class Stuck(Parent):
+        def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Work:
+            assert aborted.wait(30)
+            return StillRunning()
+
+        def abort(self) -> None:
+            aborted.set()
+
+    group, _ = accelerated(timedelta(milliseconds=20))
+    group._pg = Stuck()
+    group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    assert isinstance(group._aborted, RuntimeError)
+
+    aborted.clear()
+
+    class WaitsForEver(StillRunning):
+        def wait(self, timeout: Optional[timedelta] = None) -> bool:
+            return aborted.wait(30)
+
+    class Group(Parent):
+        def abort(self) -> None:
+            aborted.set()
+
+    assert _WorkAcceleratorTimeout(Group(), WaitsForEver(), timedelta(milliseconds=20)).wait()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AllgatherOptions,
+        AllreduceCoalescedOptions,
+        AllreduceOptions,
+        AllToAllOptions,
+        BarrierOptions,
+        BroadcastOptions,
+        ReduceScatterOptions,
+    ],
+)
+def test_all_options_are_copied(kind: Callable[[], Any]) -> None:
+    group, _ = accelerated()
+    given = kind()
+    for name, value in (("rootRank", 3), ("reduceOp", ReduceOp.MAX), ("asyncOp", False), ("device_ids", [1])):
+        if hasattr(given, name):
+            setattr(given, name, value)
+    copied = group._opts_hook(given)
+    assert type(copied) is type(given) and copied is not given
+    for name in dir(given):
+        if not name.startswith("_") and name != "timeout":
+            assert getattr(copied, name) == getattr(given, name)
+    assert group._opts_hook(ReduceOp.SUM) is ReduceOp.SUM
+
+
+# On a GPU
+
+
+@needs_cuda
+def test_nccl_alone_on_a_gpu(store: TCPStore) -> None:
+    group = ProcessGroupNCCL(timeout=TIMEOUT)
+    for _ in range(2):
+        group.configure(meeting(store), "replica", 0, 1, global_ranks=[0])
+        tensor = torch.ones(4, device="cuda")
+        work = group.allreduce([tensor], ReduceOp.SUM)
+        assert work.wait()
+        work.get_future().wait()
+        group.barrier().wait()
+        assert group.errored() is None
+        assert tensor.tolist() == [1, 1, 1, 1]
+    group.abort()
+    assert isinstance(group.errored(), RuntimeError)
+    group.configure(meeting(store), "replica", 0, 1)
+    group.broadcast_one(torch.ones(4, device="cuda"), 0).wait()
+    assert group.errored() is None
+    group.shutdown()

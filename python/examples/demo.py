@@ -150,14 +150,17 @@ class Progress:
 
 
 def print_table(groups: list[Group], killed_at: float) -> None:
+    *survivors, victim = groups
+    nothing = [""] * len(survivors)
     rows = [
         ("steps committed", [str(len(group.commits())) for group in groups]),
         ("steps lost", [str(len(group.losses())) for group in groups]),
         (
             "from the kill to the next commit",
-            [seconds(group.next_commit(killed_at)) for group in groups[:-1]] + ["killed"],
+            [seconds(group.next_commit(killed_at)) for group in survivors] + ["killed"],
         ),
-        ("from its restart to healed", [""] * (len(groups) - 1) + [seconds(groups[-1].time_to_heal())]),
+        ("from its restart to healed", [*nothing, seconds(victim.time_to_heal())]),
+        ("  of it until PyTorch was ready", [*nothing, seconds(victim.time_to_start())]),
         ("accuracy on held-out images", [f"{group.ends()[0].get('accuracy', 0):.2%}" for group in groups]),
     ]
     print("\n" + " " * 34 + "".join(f"{f'group {group.number}':>12}" for group in groups))

@@ -121,5 +121,12 @@ class Group:
                 return event["time"] - self.started
         return None
 
+    def time_to_start(self) -> float | None:
+        """Seconds from the last start until Python, PyTorch and the data were ready."""
+        for event in self.events:
+            if event["time"] > self.started and event["event"] == "start":
+                return event["time"] - self.started
+        return None
+
     def _events_file(self, rank: int) -> Path:
         return self._folder / f"group-{self.number}-rank-{rank}.jsonl"

@@ -90,7 +90,14 @@ class _WorkAcceleratorTimeout(Work):
 
 
 class AcceleratorProcessGroup(ProcessGroupWrapper):
-    """A group whose operations get a deadline of torchft's instead of PyTorch's."""
+    """A group whose operations get a deadline of torchft's instead of PyTorch's.
+
+    Args:
+        timeout: of every operation that is not given one, and of connecting with new peers.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
+        super().__init__(timeout)
 
     def _opts_hook(self, opts: T) -> T:
         if not hasattr(opts, "timeout"):

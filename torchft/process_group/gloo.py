@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import List, Optional
 
 import torch
@@ -15,9 +16,18 @@ from torchft.process_group.wrapper import ProcessGroupWrapper, _set_timeout
 
 
 class ProcessGroupGloo(ProcessGroupWrapper):
-    """A reconfigurable Gloo group. An abort cuts its connections, so that all who wait get an error."""
+    """A reconfigurable Gloo group. An abort cuts its connections, so that all who wait get an error.
 
-    _connections: Optional[Connections] = None
+    Args:
+        timeout: of every operation that is not given one, and of connecting with new peers.
+        pg: a group to stand in front of, instead of building one.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60), pg: Optional[BaseProcessGroup] = None) -> None:
+        super().__init__(timeout, pg)
+        # By the id of the group they belong to: one thread may abort the old group while another has
+        # already built the next.
+        self._connections: dict[int, Connections] = {}
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         pg = BaseProcessGroup(store, rank, world_size)
@@ -31,11 +41,11 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         if self._connect_timeout != self._timeout:
             # For all operations but recv, whose deadline PyTorch leaves at that of the connection.
             _set_timeout(pg, self._timeout)
-        self._connections = Connections(store, rank, world_size)
+        self._connections[id(pg)] = Connections(store, rank, world_size)
         return pg
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
-        connections, self._connections = self._connections, None
+        connections = self._connections.pop(id(pg), None)
         if connections is not None:
             connections.shutdown()
         pg.abort()

@@ -363,8 +363,11 @@ def _delegate(name: str) -> Callable[..., Work]:
     """An operation that torchft adds nothing to; its arguments are PyTorch's, options last."""
 
     def operation(self: ProcessGroupWrapper, *args: Any) -> Work:
+        opts = args[-1] if args and hasattr(args[-1], "timeout") else None
+        if opts is not None:
+            args = (*args[:-1], self._opts_hook(opts))
         with self._run_context():
-            return self._wrap_work(getattr(self.parent, name)(*args), None)
+            return self._wrap_work(getattr(self.parent, name)(*args), opts)
 
     operation.__name__ = name
     operation.__doc__ = f"PyTorch's `ProcessGroup.{name}`."

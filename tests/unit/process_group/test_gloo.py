@@ -214,8 +214,8 @@ def test_only_the_connections_of_this_group_are_cut(store: TCPStore) -> None:
 
 def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone(store: TCPStore) -> None:
     groups = pair(store)
-    connections = groups[0]._connections
-    assert connections is not None and len(connections) > 0
+    (connections,) = groups[0]._connections.values()
+    assert len(connections) > 0
     # As if the connections had been closed and their numbers used for these.
     pairs = [socket.socketpair() for _ in range(len(connections))]
     connections._connections = {
@@ -278,6 +278,7 @@ def test_reconfiguring_leaks_no_descriptors_and_no_threads(store: TCPStore) -> N
         connect(groups, store)
     assert _reaper.drain(SOON)
     assert (descriptors(), threading.active_count()) <= (before[0] + 2, before[1])
+    assert [len(group._connections) for group in groups] == [1, 1]
     for group in groups:
         group.shutdown()
 

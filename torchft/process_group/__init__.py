@@ -2,7 +2,7 @@
 
 - `base`: the interface, and how new peers are given to a group; `reconfigure`: how they find each other
 - `gloo`, `nccl`, `xccl`: groups in this process, built by `wrapper` anew for each set of peers
-- `managed`: Manager's group for user code; `error_swallowing`, `fake`, `dummy`: see there
+- `managed`: Manager's group for user code, `device_mesh`: for HSDP; `error_swallowing`, `fake`, `dummy`: see there
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.accelerator import _WorkAcceleratorTimeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.device_mesh import ft_init_device_mesh
 from torchft.process_group.dummy import ProcessGroupDummy
 from torchft.process_group.error_swallowing import (
     ErrorSwallowingProcessGroupWrapper,
@@ -65,6 +66,7 @@ __all__ = [
     "_WorkAcceleratorTimeout",
     "context_timeout",
     "create_store_client",
+    "ft_init_device_mesh",
     "is_native",
     "native_error",
     "reconfigure_with_store",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from torchft import process_group
+from torchft import device_mesh, process_group
 
 OPERATIONS = {
     "allgather": "output_tensors, input_tensor, opts",
@@ -97,6 +97,10 @@ def test_constants() -> None:
     assert process_group._FUTURE_EXCEPTION == "fut_exception"
     assert process_group.TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR == "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
     assert process_group.TORCHFT_TRIGGER_FR_ON_ABORT == "TORCHFT_TRIGGER_FR_ON_ABORT"
+
+
+def test_the_mesh_is_the_same_in_both_places() -> None:
+    assert process_group.ft_init_device_mesh is device_mesh.ft_init_device_mesh
 
 
 def test_what_others_replace_is_there() -> None:

@@ -1,0 +1,128 @@
+"""HSDP over replicas that come and go: each is a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Iterator
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.fsdp import fully_shard
+
+from torchft.device_mesh import ft_init_device_mesh
+from torchft.process_group import ManagedProcessGroup, ProcessGroupDummy, ProcessGroupGloo
+
+# See process_group/conftest.py.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+TIMEOUT = timedelta(seconds=30)
+
+
+class Manager:
+    """The part of a Manager that a mesh uses."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self._pg = pg
+
+    def num_participants(self) -> int:
+        return self._pg.size()
+
+    def allreduce(self, tensor: torch.Tensor, reduce_op: dist.ReduceOp) -> dist.Work:
+        average = reduce_op == dist.ReduceOp.AVG
+        if average:
+            tensor.div_(self._pg.size())
+        return self._pg.allreduce([tensor], dist.ReduceOp.SUM if average else reduce_op)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh(manager: Any, shape: tuple[int, ...] = (2, 1), dim: int = 0, names: tuple[str, ...] = ("replicate", "shard")):  # type: ignore[no-untyped-def]
+    return ft_init_device_mesh(
+        device_type="cpu", mesh_shape=shape, mesh_dim_names=names, replicate_dim=dim, manager=manager
+    )
+
+
+@pytest.mark.usefixtures("world")
+def test_the_replicate_dimension_is_the_managers() -> None:
+    made = mesh(Manager(ProcessGroupDummy(0, 3)))
+    assert made.mesh_dim_names == ("replicate", "shard")
+    group = made.get_group("replicate")
+    assert isinstance(group, ManagedProcessGroup)
+    assert group.size() == 3
+    assert not isinstance(made.get_group("shard"), ManagedProcessGroup)
+    assert made["replicate"].get_group() is group
+    assert made["shard"].size() == 1
+
+
+@pytest.mark.usefixtures("world")
+def test_a_mesh_of_replicas_only_and_in_any_place() -> None:
+    assert isinstance(mesh(Manager(ProcessGroupDummy(0, 2)), (2,), 0, ("dp",)).get_group("dp"), ManagedProcessGroup)
+    made = mesh(Manager(ProcessGroupDummy(0, 2)), (1, 2), 1, ("tp", "replicas"))
+    assert isinstance(made.get_group("replicas"), ManagedProcessGroup)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_mocked_manager_will_do() -> None:
+    manager = MagicMock()
+    manager._pg = ProcessGroupDummy(0, 1)
+    manager.num_participants.return_value = 4
+    assert mesh(manager).get_group("replicate").size() == 4
+
+
+@pytest.mark.usefixtures("world")
+def test_dimensions_that_do_not_fit_are_named() -> None:
+    manager = Manager(ProcessGroupDummy(0, 1))
+    with pytest.raises(ValueError, match=r"mesh_shape=\(2,\) and mesh_dim_names=\('replicate', 'shard'\)"):
+        mesh(manager, (2,))
+    for dim in (-1, 2):
+        with pytest.raises(ValueError, match=f"replicate_dim={dim} must be an index"):
+            mesh(manager, dim=dim)
+
+
+def _train(replica: int, port: int, results: Connection) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    group = ProcessGroupGloo(timeout=TIMEOUT)
+    group.configure(f"localhost:{port}/mesh", f"replica_{replica}", replica, 2)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    fully_shard(model, mesh=mesh(Manager(group)))
+    model(torch.full((1, 3), float(replica + 1))).sum().backward()
+    grads = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+    results.send([grad.tolist() for grad in grads])
+    group.shutdown()
+    dist.destroy_process_group()
+
+
+def test_fully_shard_over_two_replicas() -> None:
+    """The gradients of both are the mean of theirs: the inputs were 1 and 2."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchft.process_group"])
+    children = []
+    for replica in range(2):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_train, args=(replica, store.port, theirs), daemon=True)
+        child.start()
+        theirs.close()
+        children.append((child, ours))
+    try:
+        for _, pipe in children:
+            assert pipe.poll(60)
+            assert pipe.recv() == [[[1.5] * 3] * 2, [1.0] * 2]
+    finally:
+        for child, pipe in children:
+            child.join(10)
+            child.kill()
+            pipe.close()

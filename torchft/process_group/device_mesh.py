@@ -1,0 +1,57 @@
+"""A DeviceMesh with a dimension whose size changes from step to step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.managed import ManagedProcessGroup
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+
+def ft_init_device_mesh(
+    *,
+    device_type: str,
+    mesh_shape: tuple[int, ...],
+    mesh_dim_names: tuple[str, ...],
+    replicate_dim: int,
+    manager: Manager,
+) -> DeviceMesh:
+    """A mesh for HSDP (`fully_shard`) whose replicas come and go.
+
+    The other dimensions are those of one replica group, which is what torch.distributed has been
+    initialised for. Along `replicate_dim` the mesh has one entry, this replica group; its process group
+    is a `ManagedProcessGroup`, whose size is the number of participants and whose allreduce is the
+    manager's.
+
+    Args:
+        device_type: such as "cuda".
+        mesh_shape: the size of every dimension; that of `replicate_dim` is not used.
+        mesh_dim_names: a name for every dimension.
+        replicate_dim: the index of the dimension that the manager looks after.
+        manager: of this replica group.
+
+    Raises:
+        ValueError: the dimensions do not fit together.
+    """
+    if len(mesh_shape) != len(mesh_dim_names):
+        raise ValueError(f"mesh_shape={mesh_shape} and mesh_dim_names={mesh_dim_names} must have the same length")
+    if not 0 <= replicate_dim < len(mesh_shape):
+        raise ValueError(f"replicate_dim={replicate_dim} must be an index of mesh_shape={mesh_shape}")
+
+    replicas = ManagedProcessGroup(manager)
+    replicas.register(mesh_dim_names[replicate_dim])
+
+    shape = [1 if dim == replicate_dim else size for dim, size in enumerate(mesh_shape)]
+    fixed = init_device_mesh(device_type, tuple(shape), mesh_dim_names=mesh_dim_names)
+    groups: list[BaseProcessGroup] = [
+        replicas if dim == replicate_dim else fixed.get_group(dim) for dim in range(len(shape))
+    ]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(replicas, device_type, mesh=[dist.get_rank()], mesh_dim_names=mesh_dim_names)
+    return DeviceMesh.from_group(groups, device_type, mesh=fixed.mesh, mesh_dim_names=mesh_dim_names)

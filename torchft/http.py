@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import struct
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -100,6 +102,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
             host = ""
         # typeshed wants a class; any callable that makes a handler will do
         super().__init__((host, port), RequestHandlerClass, bind_and_activate)  # type: ignore[arg-type]
+        _servers.add(self)
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
@@ -159,6 +162,22 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
             logger.debug("connection of %s ended: %r", client_address, error)
         else:
             logger.warning("request of %s failed", client_address, exc_info=error)
+
+
+_servers: weakref.WeakSet[_IPv6HTTPServer] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # A forked child (the worker of a data loader) would hold port and connections open after its parent's death: peers
+    # would wait for an answer instead of seeing that the source is gone.
+    for server in list(_servers):
+        for sock in [server.socket, *server._connections]:
+            with suppress(OSError):
+                os.close(sock.detach())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _has_ipv6() -> bool:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -75,6 +78,47 @@ def test_close_cuts_idle_connections() -> None:
         assert idle.recv(1) == b""
     thread.join(5)
     assert not [t for t in threading.enumerate() if t.name == "torchft-http-request"]
+
+
+FORKING_SERVER = """
+import os, sys, threading, time, warnings
+from http.server import BaseHTTPRequestHandler
+from torchft.http import _IPv6HTTPServer
+
+warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
+server = _IPv6HTTPServer(("", 0), BaseHTTPRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_port, flush=True)
+while not server._connections:
+    time.sleep(0.001)
+if os.fork():
+    time.sleep(60)
+os.write(1, b"child\\n")
+os.read(0, 1)  # lives until stdin is closed
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_does_not_keep_a_dead_servers_port_and_connections() -> None:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", FORKING_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            port = int(process.stdout.readline())
+            with socket.create_connection(("localhost", port), timeout=5) as waiting:
+                assert process.stdout.readline() == "child\n"
+                process.kill()
+                process.wait(10)
+                assert waiting.recv(1) == b""
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("localhost", port), timeout=5)
+        finally:
+            process.kill()
+            process.stdin.close()
 
 
 @pytest.fixture

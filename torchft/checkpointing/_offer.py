@@ -21,8 +21,9 @@ _DIRECT_PIECE = 4 << 20
 # Bytes. Tensors up to this size are copied at once, as long as it is not more in all (5 ms).
 _SMALL_TENSOR = 1 << 20
 _SMALL_TENSORS = 16 << 20
-# Seconds from the start to the copy of the large tensors. Most heals are over by then, and it would be for nothing.
-_COPY_DELAY = 0.2
+# Seconds from the start to the copy of the large tensors. Most heals are over by then: the target takes part in the
+# step, so the source meets it there before it changes its state, and the copy would be for nothing.
+_COPY_DELAY = 1.0
 _PIECE_GRACE = 0.1  # seconds that `close` gives a reader for the piece that it is at
 _CUT_OFF_TIMEOUT = 10.0  # seconds in which a reader whose connection was cut must end
 
@@ -129,6 +130,11 @@ class Offer:
                 del self._direct[use]
                 self._cond.notify_all()
 
+    def give_up_copy(self) -> None:
+        """Ends a copy that nobody will need, after the tensor that it is at."""
+        self._give_up = True
+        self._hurry.set()
+
     def close(self, keep_copy: bool, timeout: float) -> None:
         """From its return on, nobody reads the caller's memory.
 
@@ -139,7 +145,8 @@ class Offer:
         Raises:
             TimeoutError: the memory is still in use; it must not be changed
         """
-        self._give_up |= not keep_copy
+        if not keep_copy:
+            self._give_up = True
         self._hurry.set()
         if self._copier is not None:
             self._copier.join(timeout)
@@ -155,10 +162,12 @@ class Offer:
             if not self._cond.wait_for(lambda: not self._direct, _CUT_OFF_TIMEOUT):
                 raise TimeoutError("a reader of the checkpoint did not end when its connection was cut")
 
-    def drop_copy(self) -> None:
-        """Frees the copy; for a closed offer without readers."""
+    def take_copy(self) -> List[torch.Tensor]:
+        """Takes the copy out, to be freed; for a closed offer without readers."""
+        taken = [block.mine for block in self._blocks.values() if block.mine is not None]
         for block in self._blocks.values():
             block.mine = None
+        return taken
 
 
 class _After:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
-from typing import Counter, Iterator, Optional
+from typing import Counter, Iterator, List, Optional
 
 from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
 from torchft.checkpointing._offer import Offer
@@ -44,6 +44,7 @@ class Source:
         self._receivers = 0
         self._served: Counter[str] = collections.Counter()
         self._drop_at = float("inf")
+        self._retired: List[Offer] = []  # replaced; to be freed by a thread that has the time
 
     def publish(self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool) -> None:
         """Offers a checkpoint instead of the last one.
@@ -83,6 +84,8 @@ class Source:
         if self._closed:
             offer.close(keep_copy=False, timeout=self._keep)
             return
+        if self._offer is not None:
+            self._retired.append(self._offer)
         self._offer = offer
         self._step = step
         self._served.clear()
@@ -111,17 +114,23 @@ class Source:
                 self._cond.wait_for(lambda: self._readers == 0, timeout)
             keep_copy = offer.copies and not self._all_received(offer.checkpoint)
         offer.close(keep_copy, timeout)
-        self.drop_old(time.monotonic())
 
     def drop_old(self, now: float) -> None:
-        """Frees what nobody needs any more: a copy that all receivers have, and all of a checkpoint of some age."""
+        """Frees what nobody needs any more: a copy that all receivers have, and all of a checkpoint of some age.
+
+        To be called now and then, by a thread that has the time: it takes some to give much memory back.
+        """
+        unneeded: List[object] = []  # freed without the lock
         with self._cond:
-            if self._offer is None or self._allowed:
-                return
-            if now >= self._drop_at:
-                self._offer = None
-            elif self._readers == 0 and self._all_received(self._offer.checkpoint):
-                self._offer.drop_copy()
+            unneeded += self._retired
+            self._retired.clear()
+            offer = self._offer
+            if offer is not None and not self._allowed:
+                if now >= self._drop_at:
+                    unneeded.append(offer)
+                    self._offer = None
+                elif self._readers == 0 and self._all_received(offer.checkpoint):
+                    unneeded += offer.take_copy()
 
     def _all_received(self, checkpoint: Checkpoint) -> bool:
         chunks = [self._served[str(i)] for i in range(checkpoint.num_chunks)]
@@ -174,6 +183,8 @@ class Source:
         with self._cond:
             if offer is self._offer and key != METADATA:
                 self._served[key] += 1
+                if self._all_received(offer.checkpoint):
+                    offer.give_up_copy()
 
     def close(self, timeout: float) -> None:
         """Ends every wait and forgets the checkpoint; a copy under way is given up, within `timeout` seconds."""

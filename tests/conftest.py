@@ -6,6 +6,10 @@ import os
 
 import pytest
 
+# PyTorch's TCPStore asks the name server for the name of every address that connects, also of a loopback one, and waits
+# 5 s for a lost answer. Tests that create stores by the dozen meet that even where answers are rarely lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

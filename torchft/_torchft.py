@@ -350,6 +350,10 @@ class ManagerClient(_Native):
             _micros("timeout", timeout),
         )
 
+    def shutdown(self) -> None:
+        """Closes the connection; calls that wait for an answer get an error. Does nothing the second time."""
+        self._release()
+
 
 class LighthouseServer(_Server):
     """The one server of a job that knows who is alive and who takes part in the next step. In production it

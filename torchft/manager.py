@@ -408,6 +408,10 @@ class Manager:
             self._participating_replica_rank = plan.participating_rank
             self._participating_replica_world_size = plan.divisor
             self._healing = plan.heal
+            if plan.heal:
+                # All ranks of the group vote on the step that it heals to, also one whose heal fails.
+                self._before_heal = self.state_dict()
+                self._step = plan.max_step
             if plan.quorum_id != self._quorum_id:
                 self._follow_quorum(plan)
             configured.set_result(plan)
@@ -491,7 +495,6 @@ class Manager:
                     connect=partial(ManagerClient, connect_timeout=self._connect_timeout),
                     timeout=self._timeout,
                 )
-                self._before_heal = self.state_dict()
                 self.load_state_dict(state["torchft"])
                 self._pending_state_dict = state  # the training thread loads it: the model is its own
         except Exception as e:
@@ -507,7 +510,7 @@ class Manager:
             self._user_state.load(state["user"])
         except Exception as e:
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
-            self._discard_unloaded_heal()
+            self._pending_state_dict = None
             self._report_heal_error(e)
             return False
         self._pending_state_dict = None
@@ -517,7 +520,7 @@ class Manager:
 
     def _discard_unloaded_heal(self) -> None:
         """Goes back to the step whose weights this group really has, so that it is healed again."""
-        if self._pending_state_dict is not None and self._before_heal is not None:
+        if self._before_heal is not None:
             self.load_state_dict(self._before_heal)
         self._pending_state_dict = None
         self._before_heal = None
@@ -654,6 +657,7 @@ class Manager:
         else:
             self._commit_failures += 1
             self._logger.warn(f"step {step} is lost: {self._why_lost(enough)}")
+        self._discard_unloaded_heal()
         self._run_commit_hooks(step, committed, participants)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise RuntimeError(
@@ -707,6 +711,9 @@ class Manager:
         self._checkpoint_transport.shutdown(wait=wait)
         if self._manager is not None:
             self._manager.shutdown()
+        client: Optional[ManagerClient] = getattr(self, "_client", None)  # None if the constructor failed
+        if client is not None:
+            client.shutdown()  # ends a quorum that the quorum thread waits for
         self._executor.shutdown(wait=wait)
 
 

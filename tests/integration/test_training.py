@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Callable, Iterator, Optional
@@ -35,6 +36,7 @@ class Loop:
     load: Optional[Callable[[int, torch.Tensor, dict[str, Any]], None]] = None
     history: dict[tuple[int, int], list[tuple[int, bool, int]]] = field(default_factory=dict)
     errors: dict[int, list[str]] = field(default_factory=dict)
+    begun: dict[int, list[int]] = field(default_factory=dict)  # the step that each round of the loop began at
 
     def __call__(self, rank: Rank) -> list[float]:
         life = self.lives[rank.group] = self.lives.get(rank.group, -1) + 1 if rank.rank == 0 else self.lives[rank.group]
@@ -50,6 +52,7 @@ class Loop:
         manager.register_commit_hook(lambda *decision: log.append(decision))
         rank.cluster.wait_for_healthy(self.start_with if life == 0 else 1)
         while manager.current_step() < self.steps:
+            self.begun.setdefault(rank.group, []).append(manager.current_step())
             event = self.events.get((rank.group, manager.current_step(), life))
             if event is not None:
                 event(rank)
@@ -172,7 +175,8 @@ def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> 
     assert a == b
     assert len(attempts) == 2
     assert loop.errors == {1: ["size mismatch for layer.weight"]}
-    assert loop.history[1, 0][0] == (0, False, 1)  # back at the step whose weights it has
+    assert loop.history[1, 0][0] == (3, False, 1)
+    assert loop.begun[1][:2] == [0, 0]  # after the failure it was back at the step whose weights it has
     assert [committed for _, committed, _ in loop.history[0, 0]] == [True] * STEPS
 
 
@@ -286,6 +290,22 @@ def test_native_groups() -> None:
         results(second)
         a, b = results(first, cluster.start(loop, group=1))
     assert a == b
+
+
+def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
+    """The other rank of the group never asks; shutting down does not wait for the quorum's timeout."""
+
+    def loop(rank: Rank) -> None:
+        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict)
+        if rank.rank == 1:
+            manager.start_quorum()
+            manager.shutdown()
+            with pytest.raises((RuntimeError, TimeoutError)):
+                manager.wait_quorum()
+
+    started = time.monotonic()
+    results(cluster.start(loop, group=0, world_size=2))
+    assert time.monotonic() - started < DEADLINE.total_seconds() / 2
 
 
 def test_shutdown_leaves_nothing() -> None:

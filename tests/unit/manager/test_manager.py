@@ -536,6 +536,19 @@ def test_error_bus_setting(
     assert fixture.manager(enable_error_bus=given)._enable_error_bus is expected
 
 
+def test_step_is_the_quorums_while_a_heal_is_under_way(fixture: Fixture, make_quorum: Quorum) -> None:
+    """All ranks of a group vote on one step, also a rank whose heal fails."""
+    manager = fixture.manager()
+    manager.load_state_dict({"step": 3, "batches_committed": 6})
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.side_effect = RuntimeError("source died")
+    manager.start_quorum()
+    assert manager.num_participants() == 1 and manager.current_step() == 20
+    assert not manager.should_commit()
+    assert fixture.client.should_commit.call_args.args[1] == 20
+    assert manager.current_step() == 3
+
+
 def test_shutdown_leaves_no_thread(fixture: Fixture) -> None:
     manager: Manager = fixture.manager()
     manager.start_quorum()

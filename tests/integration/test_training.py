@@ -241,7 +241,7 @@ def test_lighthouse_that_is_not_there() -> None:
 
 def test_address_without_scheme() -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(RuntimeError, match="localhost:1.*http://"):
+    with pytest.raises(RuntimeError, match=r"localhost:1.*http://"):
         Manager(
             pg=ProcessGroupGloo(),
             load_state_dict=None,

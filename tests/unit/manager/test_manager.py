@@ -109,7 +109,7 @@ def test_other_reductions_are_not_divided(fixture: Fixture, reduce_op: ReduceOp)
 def test_average_of_integers_is_refused(fixture: Fixture) -> None:
     manager = fixture.manager()
     manager.start_quorum()
-    with pytest.raises(ValueError, match="AVG needs a floating point tensor, this one is torch.int64"):
+    with pytest.raises(ValueError, match=r"AVG needs a floating point tensor, this one is torch.int64"):
         manager.allreduce(torch.tensor([1]))
 
 
@@ -357,7 +357,7 @@ def test_native_group_needs_handles(fixture: Fixture, make_quorum: Quorum, witho
 
 
 def test_group_without_reconfiguration_is_refused(fixture: Fixture) -> None:
-    with pytest.raises(ValueError, match="does not support reconfiguration.*enable_reconfigure=True"):
+    with pytest.raises(ValueError, match=r"does not support reconfiguration.*enable_reconfigure=True"):
         fixture.manager(pg=object())
 
 

@@ -121,7 +121,7 @@ def test_zero_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_get_timeout() -> None:
     assert get_timeout("5", timedelta(seconds=1)) == timedelta(seconds=5)
     assert get_timeout(None, timedelta(seconds=1)) == timedelta(seconds=1)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="five"):
         get_timeout("five", timedelta(seconds=1))
 
 

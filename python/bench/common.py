@@ -1,4 +1,4 @@
-"""What the benchmarks share: the packages under comparison, one replica group's processes, and figures with a spread."""
+"""What the benchmarks share: the packages under comparison, the processes of a job, and figures with a spread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests" / "process"))
 
-from processes import Child, Event, Job, JobFailed, free_port  # noqa: E402 (found through the line above)
+from processes import Child, Event, Job, free_port  # noqa: E402 (found through the line above)
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 START_TIMEOUT_S = 180

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from common import START_TIMEOUT_S, Job, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from processes import Job
 
 GOAL_MS = 100.0
 STATE_MB = 50
@@ -29,7 +30,8 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
             _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
             both = start_groups(job, side, 2, 1).children
             survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
-            survivor.do(START_TIMEOUT_S, do="manager", lighthouse=address, state_mb=STATE_MB)
+            survivor.do(START_TIMEOUT_S, do="state", mb=STATE_MB)
+            survivor.do(START_TIMEOUT_S, do="manager", lighthouse=address)
             jobs[side.name] = address, survivor, newcomer
 
         result: dict[str, Any] = {}
@@ -43,21 +45,19 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
                     + ", ".join(f"{name} {rows[name][-1]['stall']:.0f} ms" for name in jobs)
                 )
             result[str(compute_ms)] = {
-                name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]}
-                for name, mine in rows.items()
+                name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]} for name, mine in rows.items()
             }
     return result
 
 
 def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, compute_ms: float) -> dict[str, float]:
     child = survivor.children[0]
+    newcomer.do(COMMAND_TIMEOUT_S, do="state", mb=STATE_MB)
     heard = len(child.of("surviving")), len(child.of("survive"))
     child.send(do="survive", compute_ms=compute_ms)
     job.wait(lambda: len(child.of("surviving")) > heard[0], COMMAND_TIMEOUT_S, "the survivor trains")
     time.sleep(ALONE_S)
-    joined = newcomer.do(
-        COMMAND_TIMEOUT_S, do="join", lighthouse=address, state_mb=STATE_MB, settle=12, compute_ms=compute_ms
-    )[0]
+    joined = newcomer.do(COMMAND_TIMEOUT_S, do="join", lighthouse=address, settle=12, compute_ms=compute_ms)[0]
     newcomer.do(COMMAND_TIMEOUT_S, do="leave")
     child.send(do="stop")
     job.wait(lambda: len(child.of("survive")) > heard[1], COMMAND_TIMEOUT_S, "the survivor stops")
@@ -67,7 +67,9 @@ def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, compute
     alone = [end - begin for begin, end, *_ in steps if joined["began"] - ALONE_S / 2 < begin and end < joined["began"]]
     during = [end - begin for begin, end, *_ in steps if joined["began"] <= end <= joined["settled"]]
     lost = sum(not ok for _, end, ok, _ in steps if joined["began"] <= end <= joined["settled"])
-    if joined["healed"] < joined["began"]:
+    if not alone or not during:
+        raise RuntimeError(f"the survivor made {len(alone)} steps before and {len(during)} while the other joined")
+    if joined["healed"] < joined["made"]:
         raise RuntimeError("the newcomer trained without being healed")
     median = Spread.of(alone).median
     return {

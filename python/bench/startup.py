@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Job, JobFailed, Progress, Side, Spread, free_port, markdown_table, rotated, verdict
+from common import Progress, Side, Spread, markdown_table, rotated, verdict
+from processes import Job, JobFailed, free_port
 
 GOAL_S = 0.3
 GOAL_MB = 64.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import START_TIMEOUT_S, Job, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from processes import Job
 
 GOAL = 0.5
 PARTS = ("start_quorum", "allreduce", "should_commit")
@@ -28,9 +29,7 @@ def _measure(ours: Side, published: Side, ranks: int, rounds: int, steps: int, p
         progress(f"step, {ranks} rank(s) a group: starting {4 * ranks} processes")
         jobs: dict[str, Workers] = {}
         for side in (ours, published):
-            _, address = job.lighthouse(
-                side.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000
-            )
+            _, address = job.lighthouse(side.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
             jobs[side.name] = workers = start_groups(job, side, 2, ranks)
             workers.do(START_TIMEOUT_S, do="peers")
             workers.do(START_TIMEOUT_S, do="manager", lighthouse=address)

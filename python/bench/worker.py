@@ -43,12 +43,14 @@ class Worker:
 
     # Setting up
 
-    def do_manager(self, lighthouse: str, state_mb: int = 0) -> None:
+    def do_state(self, mb: int) -> None:
+        """Make the state that heals, in pieces of 1 MB as the parameters of a model are."""
+        torch.manual_seed(GROUP)
+        self.state = [torch.randn(250_000) for _ in range(mb)]
+
+    def do_manager(self, lighthouse: str) -> None:
         from torchft import Manager, ProcessGroupGloo
 
-        torch.manual_seed(GROUP)
-        # In pieces, as the parameters of a model are.
-        self.state = [torch.randn(250_000) for _ in range(state_mb)]
         if RANK == 0 and self.group_store is None:  # torchrun's agent hosts it for all lives of the group
             port = int(os.environ["MASTER_PORT"])
             self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
@@ -144,17 +146,18 @@ class Worker:
             steps.append(self._step(compute_ms))
         return {"steps": steps}
 
-    def do_join(self, lighthouse: str, state_mb: int, settle: int, compute_ms: float) -> dict[str, Any]:
+    def do_join(self, lighthouse: str, settle: int, compute_ms: float) -> dict[str, Any]:
         """Join a running job as a new group, heal, and run `settle` steps with it."""
-        self.do_manager(lighthouse, state_mb)
         began = time.monotonic()
-        together = []
+        self.do_manager(lighthouse)
+        made = time.monotonic()
+        together: list[float] = []
         while len(together) < settle:
             _, end, committed, participants = self._step(compute_ms)
             if committed and participants == 2:
                 together.append(end)
         # The last two are left out: the survivor's next step already waits for a group that is leaving.
-        return {"began": began, "healed": self.loaded_at, "settled": together[-3]}
+        return {"began": began, "made": made, "healed": self.loaded_at, "settled": together[-3]}
 
     def _step(self, compute_ms: float) -> tuple[float, float, bool, int]:
         begin = time.monotonic()

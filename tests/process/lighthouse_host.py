@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from events import Commands, emit
+
 from torchft.coordination import LighthouseServer
 
 parser = argparse.ArgumentParser()

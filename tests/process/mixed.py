@@ -5,6 +5,7 @@ Both start together (init_sync), train in step, and each is killed once with SIG
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port
@@ -51,14 +52,14 @@ class Group:
 def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> None:
     """Run the whole course with group i from paths[i]; raises AssertionError or JobFailed."""
     groups = [Group(job, number, path) for number, path in enumerate(paths)]
-    _, lighthouse = job.lighthouse(
-        lighthouse_path, min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000
-    )
+    _, lighthouse = job.lighthouse(lighthouse_path, min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000)
     job.wait(lambda: all(c.events for c in job.children), START_TIMEOUT_S, "all have imported torchft")
 
-    # Both are known to the lighthouse before either asks, so that the first quorum has both: init_sync.
+    # Both are known to the lighthouse before either asks, so that the first quorum has both: init_sync. Nothing tells
+    # when a published lighthouse has heard of them; they heartbeat every 0.1 s.
     for group in groups:
         group.join(lighthouse)
+    time.sleep(0.5)
     for group in groups:
         group.child.send(do="train")
     assert groups[0].child.of("ready")[0]["digest"] != groups[1].child.of("ready")[0]["digest"]

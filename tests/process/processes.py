@@ -6,6 +6,7 @@ should not.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -95,11 +96,9 @@ class Child:
     def send(self, **command: Any) -> None:
         """Send one command. A child that is already gone is noticed by the next wait."""
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
 
     def of(self, event: str) -> list[Event]:
         """Return the events of this name, oldest first."""
@@ -116,10 +115,8 @@ class Child:
         self.kill()
         self._reader.join(timeout=10)
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         self._process.stdout.close()
         self._log.close()
 
@@ -129,10 +126,8 @@ class Child:
         return "\n".join(line[:300] for line in text.splitlines()[-lines:])
 
     def _signal(self, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -184,9 +179,7 @@ class Job:
         argv = [sys.executable, *options, script, *map(str, args)]
         return self.start(name, argv, path=path, env=env)
 
-    def start(
-        self, name: str, argv: Sequence[str | Path], *, path: Path, env: dict[str, str] | None = None
-    ) -> Child:
+    def start(self, name: str, argv: Sequence[str | Path], *, path: Path, env: dict[str, str] | None = None) -> Child:
         """Start any command with the torchft below `path`."""
         full = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHFT_", "TORCHELASTIC_"))}
         # First, so that it wins over whatever is installed.

@@ -1,6 +1,6 @@
 """A user's training script as the published README teaches it: nothing in it knows which torchft it runs on.
 
-    torchrun --nproc_per_node 1 readme_script.py
+`torchrun --nproc_per_node 1 readme_script.py` is one replica group.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
+
 from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 
 logging.basicConfig(level=logging.INFO)

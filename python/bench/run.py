@@ -1,0 +1,114 @@
+"""Measure ours and the published torchft side by side: `make bench`, or parts of it:
+
+    python python/bench/run.py step startup --rounds 4 --no-write
+
+Prints a table a part, writes the tables into docs/benchmarks.md and every figure into docs/benchmarks.json. A part
+that is run again replaces its own table and leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import heal_stall
+import startup
+import step
+import throughput
+from common import REPOSITORY, Side
+from processes import ours_path
+from published import REQUIREMENTS, PublishedUnavailable, install
+
+PARTS = {"startup": startup, "step": step, "throughput": throughput, "heal_stall": heal_stall}
+ROUNDS = {"startup": 10, "step": 20, "throughput": 12, "heal_stall": 10}
+OURS = "ours"
+
+
+def main() -> int:
+    args = _parse()
+    try:
+        published = Side(REQUIREMENTS[args.published].replace("==", " "), install(args.published))
+    except PublishedUnavailable as e:
+        print(f"nothing to compare with: {e}", file=sys.stderr)
+        return 1
+    ours = Side(OURS, Path(args.ours).resolve() if args.ours else ours_path())
+
+    began = time.monotonic()
+
+    def progress(line: str) -> None:
+        print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True)
+
+    for name in args.parts or PARTS:
+        result = PARTS[name].measure(ours, published, args.rounds or ROUNDS[name], progress)
+        table = PARTS[name].tables(result, ours.name, published.name)
+        print(f"\n{name}\n\n{table}\n", flush=True)
+        if not args.no_write:
+            # After each part, so that a run that is stopped keeps what it has.
+            _write(Path(args.docs), name, table, {"published": published.name, "machine": machine(), **result})
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure ours and the published torchft side by side.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--rounds", type=int, help="rounds a part; default: " + str(ROUNDS))
+    parser.add_argument("--published", choices=sorted(REQUIREMENTS), default="nightly")
+    parser.add_argument("--ours", help="directory that holds our torchft; default: the one this Python imports")
+    parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="where benchmarks.md and .json are")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    args = parser.parse_args()
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"part {part!r}: allowed are {', '.join(PARTS)}")
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: allowed is 1 or more")
+    return args
+
+
+def _write(docs: Path, name: str, table: str, figures: dict[str, Any]) -> None:
+    """Replace one part's table between its markers, and its figures in the JSON file."""
+    page = docs / "benchmarks.md"
+    text = page.read_text()
+    begin, end = f"<!-- {name}: written by run.py -->", f"<!-- end of {name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"{page} lacks the markers {begin!r} and {end!r}")
+    where = f"{figures['machine']}; against {figures['published']}, {date.today()}."
+    before, after = text[: text.index(begin)], text[text.index(end) :]
+    page.write_text(f"{before}{begin}\n{where}\n\n{table}\n{after}")
+
+    store = docs / "benchmarks.json"
+    known = json.loads(store.read_text()) if store.exists() else {}
+    known[name] = figures
+    store.write_text(json.dumps(_rounded(known), indent=1, sort_keys=True) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits tell all there is, and keep the file readable."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def machine() -> str:
+    """Describe what the figures were taken on, without the machine's name."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = models[0] if models else model
+    return (
+        f"{os.cpu_count()} cores ({model}), {platform.system()}, Python {platform.python_version()}, "
+        f"PyTorch {version('torch')}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

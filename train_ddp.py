@@ -311,7 +311,7 @@ def load_checkpoint(folder: Path, rank: int) -> dict[str, Any] | None:
     newest = max(folder.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
     if newest is None:
         return None
-    return torch.load(newest / f"rank-{rank}.pt", weights_only=True)
+    return torch.load(newest / f"rank-{rank}.pt", map_location="cpu", weights_only=True)
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
     deadline = time.monotonic() + args.time_limit
 
     while any(group.status is None for group in groups):
-        time.sleep(0.2)
+        time.sleep(0.1)
         for group in groups:
             group.follow()
             if group.status:
@@ -110,6 +110,9 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
             progress.show(groups)
             victim.start(address, train_args)
         progress.show(groups)
+        back = victim.state == "done" or victim.time_to_heal() is not None
+        if groups[0].state == "done" and not (killed_at and back):
+            raise DemoError(f"the run was over before the kill at step {args.kill_at}: raise --steps")
         if time.monotonic() > deadline:
             raise DemoError(f"not done after {args.time_limit:g} s", *(group.log for group in groups))
     for group in groups:

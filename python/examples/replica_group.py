@@ -33,6 +33,7 @@ class Group:
         self._groups = groups
         self._process: subprocess.Popen[bytes] | None = None
         self._offset = 0
+        self._healed = False  # since the last start
 
     def start(self, lighthouse: str, train_args: list[str], torchrun_args: list[str] | None = None) -> None:
         """Starts the group, or starts it again after `kill`."""
@@ -44,6 +45,7 @@ class Group:
             "TORCHFT_LIGHTHOUSE": lighthouse,
         }
         self.state = "starting" if self._process is None else "starting again"
+        self._healed = False
         self.started = time.time()
         self._process = process_tree.start(command, self.log, env)
 
@@ -84,10 +86,8 @@ class Group:
         if event["event"] == "end":
             self.state = "done"
         elif event["event"] == "commit":
-            again = self.state in ("starting again", "healed")
-            self.state = "healed" if event["healing"] and event["step"] > 1 else "training"
-            if again and not event["healing"] and self.time_to_heal() is not None:
-                self.state = "training, healed"
+            self._healed = self._healed or (event["healing"] and event["step"] > 1)
+            self.state = "training, healed" if self._healed else "training"
 
     def commits(self) -> list[Event]:
         return [event for event in self.events if event["event"] == "commit"]

@@ -212,7 +212,7 @@ class Manager:
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
 
-        # Of the current quorum. Written by the quorum thread before _configured ends, read by others after it.
+        # Of the current quorum. Written by the quorum thread, read by others once _quorum_future is done.
         self._quorum_id = -1
         self._participating_replica_rank: Optional[int] = None
         self._participating_replica_world_size = 0
@@ -220,7 +220,6 @@ class Manager:
         self._pending_state_dict: Optional[Dict[str, Any]] = None
         self._before_heal: Optional[Dict[str, int]] = None
         self._quorum_future: Optional[concurrent.futures.Future[None]] = None
-        self._configured: concurrent.futures.Future[Plan] = concurrent.futures.Future()
 
         self._errored: Optional[ExceptionWithTraceback] = None
         # A failed heal spoils this group's step, but its peers still count on it in their collectives.
@@ -351,9 +350,8 @@ class Manager:
         self._collectives_usable = True
         self._healing = False
         self._works = []
-        self._configured = concurrent.futures.Future()
         self._quorum_future = self._executor.submit(
-            self._async_quorum, allow_heal, shrink_only, timeout or self._quorum_timeout, self._configured
+            self._async_quorum, allow_heal, shrink_only, timeout or self._quorum_timeout
         )
         if not self._use_async_quorum:
             self.wait_quorum()
@@ -371,53 +369,41 @@ class Manager:
             raise RuntimeError("start_quorum must be called before anything that needs the quorum")
         self._quorum_future.result()
 
-    def _wait_configured(self) -> None:
-        """Waits only until the process group is ready: peers need not wait for this group's heal."""
-        if self._quorum_future is None:
-            raise RuntimeError("start_quorum must be called before anything that needs the quorum")
-        self._configured.result()
-
     def _async_quorum(
         self,
         allow_heal: bool,
         shrink_only: bool,
         timeout: timedelta,
-        configured: concurrent.futures.Future[Plan],
     ) -> None:
         """Runs on the quorum thread. Every wait in it has a deadline, so whoever waits for it ends."""
-        try:
-            if self._device_index is not None:
-                torch.accelerator.set_device_index(self._device_index)
-            result = self._client._quorum(
-                group_rank=self._group_rank,
-                step=self._step,
-                checkpoint_metadata=self._checkpoint_transport.metadata(),
-                shrink_only=shrink_only,
-                timeout=timeout,
-                init_sync=self._init_sync,
-                commit_failures=self._commit_failures,
-                reconfigure_handle=self._pg.get_reconfigure_handle(),
-            )
-            plan = make_plan(
-                result,
-                use_async_quorum=self._use_async_quorum,
-                allow_heal=allow_heal,
-                world_size_mode=self._world_size_mode,
-                min_replica_size=self._min_replica_size,
-            )
-            self._participating_replica_rank = plan.participating_rank
-            self._participating_replica_world_size = plan.divisor
-            self._healing = plan.heal
-            if plan.heal:
-                # All ranks of the group vote on the step that it heals to, also one whose heal fails.
-                self._before_heal = self.state_dict()
-                self._step = plan.max_step
-            if plan.quorum_id != self._quorum_id:
-                self._follow_quorum(plan)
-            configured.set_result(plan)
-        except BaseException as e:
-            configured.set_exception(e)
-            raise
+        if self._device_index is not None:
+            torch.accelerator.set_device_index(self._device_index)
+        result = self._client._quorum(
+            group_rank=self._group_rank,
+            step=self._step,
+            checkpoint_metadata=self._checkpoint_transport.metadata(),
+            shrink_only=shrink_only,
+            timeout=timeout,
+            init_sync=self._init_sync,
+            commit_failures=self._commit_failures,
+            reconfigure_handle=self._pg.get_reconfigure_handle(),
+        )
+        plan = make_plan(
+            result,
+            use_async_quorum=self._use_async_quorum,
+            allow_heal=allow_heal,
+            world_size_mode=self._world_size_mode,
+            min_replica_size=self._min_replica_size,
+        )
+        self._participating_replica_rank = plan.participating_rank
+        self._participating_replica_world_size = plan.divisor
+        self._healing = plan.heal
+        if plan.heal:
+            # All ranks of the group vote on the step that it heals to, also one whose heal fails.
+            self._before_heal = self.state_dict()
+            self._step = plan.max_step
+        if plan.quorum_id != self._quorum_id:
+            self._follow_quorum(plan)
         if plan.recover_dst or plan.heal:
             with get_stream_context(self._recovery_stream):
                 self._recover(plan)
@@ -549,7 +535,7 @@ class Manager:
         if reduce_op == ReduceOp.AVG and not torch.is_floating_point(tensor):
             raise ValueError(f"reduce_op=AVG needs a floating point tensor, this one is {tensor.dtype}; use SUM")
         try:
-            self._wait_configured()
+            self.wait_quorum()
             if not self._collectives_usable:
                 return _DummyWork(tensor)
             if not self.is_participating():
@@ -690,12 +676,12 @@ class Manager:
 
     def participating_rank(self) -> Optional[int]:
         """This group's rank among those that take part in the step, None if it does not. Waits for the quorum."""
-        self._wait_configured()
+        self.wait_quorum()
         return self._participating_replica_rank
 
     def num_participants(self) -> int:
         """Groups that take part in the step. Waits for the quorum."""
-        self._wait_configured()
+        self.wait_quorum()
         return self._participating_replica_world_size
 
     def is_participating(self) -> bool:

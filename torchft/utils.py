@@ -34,9 +34,9 @@ def record_event() -> Union[torch.cuda.Event, torch.xpu.Event]:
         RuntimeError: there is no accelerator, so there is no stream to record on.
     """
     if torch.cuda.is_available():
-        return torch.cuda.current_stream().record_event()
+        return cast(torch.cuda.Event, torch.cuda.current_stream().record_event())
     if torch.xpu.is_available():
-        return torch.xpu.current_stream().record_event()
+        return cast(torch.xpu.Event, torch.xpu.current_stream().record_event())
     raise RuntimeError("record_event needs a CUDA or XPU device, this host has none")
 
 

@@ -10,12 +10,11 @@ here by name.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import socket
 import traceback
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, TypeVar
@@ -25,11 +24,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ReduceOp, TCPStore
 
 from torchft._manager import recovery
+from torchft._manager.executor import QuorumThread
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, WorldSizeMode, make_plan
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
-    FAILURE_BUS_ENV,
     MANAGER_ADDR_KEY,
     MANAGER_PORT_ENV,
     QUORUM_RETRIES_ENV,
@@ -37,7 +36,9 @@ from torchft._manager.settings import (
     REPLICA_ID_KEY,
     TIMEOUT_SEC_ENV,
     TORCH_FR_DUMP_TEMP_FILE_ENV,
+    check_positive,
     extract_trailing_digits,
+    failure_bus_from_env,
     get_timeout,
     global_rank,
     resolve,
@@ -48,7 +49,7 @@ from torchft._torchft import ManagerClient, ManagerServer
 from torchft.addresses import announced_host, announced_store_host
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.futures import future_timeout
-from torchft.process_group.reconfigure import ReconfigureOptions, native_error, supports_reconfigure
+from torchft.process_group.reconfigure import ReconfigureOptions, is_native, native_error, supports_reconfigure
 from torchft.utils import get_stream_context
 from torchft.work import _DummyWork
 
@@ -74,6 +75,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+# How long an aborted collective may take to end. Gloo's take some 10 ms.
+_ABORT_TIMEOUT = timedelta(seconds=1)
 
 CommitHook = Callable[[int, bool, int], None]
 
@@ -194,9 +198,7 @@ class Manager:
         self._world_size_mode = world_size_mode
         self._init_sync = init_sync
         self._max_retries = max_retries
-        self._enable_error_bus = (
-            os.environ.get(FAILURE_BUS_ENV, "1") != "0" if enable_error_bus is None else enable_error_bus
-        )
+        self._enable_error_bus = failure_bus_from_env() if enable_error_bus is None else enable_error_bus
 
         self._step = 0
         self._batches_committed = 0
@@ -219,14 +221,17 @@ class Manager:
         self._healing = False
         self._pending_state_dict: Optional[Dict[str, Any]] = None
         self._before_heal: Optional[Dict[str, int]] = None
-        self._quorum_future: Optional[concurrent.futures.Future[None]] = None
+        self._quorum_future: Optional[Future[None]] = None
 
         self._errored: Optional[ExceptionWithTraceback] = None
         # A failed heal spoils this group's step, but its peers still count on it in their collectives.
         self._collectives_usable = True
+        self._aborted = False
+        # A load that failed may have changed some of the weights: until one succeeds they are of no step.
+        self._spoiled = False
         self._works: List[_ManagedWork] = []
 
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchft_quorum")
+        self._executor = QuorumThread()
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         accelerated = torch.accelerator.is_available()
         self._device_index: Optional[int] = torch.accelerator.current_device_index() if accelerated else None
@@ -276,9 +281,8 @@ class Manager:
             store.set(REPLICA_ID_KEY, full_id)
         address = store.get(MANAGER_ADDR_KEY).decode("utf-8")
         self._replica_id = store.get(REPLICA_ID_KEY).decode("utf-8")
-        self._client = ManagerClient(
-            address, connect_timeout=settings.connect_timeout, group_world_size=self._group_world_size
-        )
+        self._client = ManagerClient(address, connect_timeout=settings.connect_timeout)
+        self._client._group_world_size = self._group_world_size  # refused if rank 0 has another one
         set_rank_info = getattr(self._pg, "set_rank_info", None)
         if set_rank_info is not None:  # a native group has no such method
             set_rank_info(
@@ -348,10 +352,11 @@ class Manager:
         self._discard_unloaded_heal()
         self._errored = None
         self._collectives_usable = True
+        self._aborted = False
         self._healing = False
         self._works = []
         self._quorum_future = self._executor.submit(
-            self._async_quorum, allow_heal, shrink_only, timeout or self._quorum_timeout
+            partial(self._async_quorum, allow_heal, shrink_only, _given("timeout", timeout, self._quorum_timeout))
         )
         if not self._use_async_quorum:
             self.wait_quorum()
@@ -398,6 +403,11 @@ class Manager:
         self._participating_replica_rank = plan.participating_rank
         self._participating_replica_world_size = plan.divisor
         self._healing = plan.heal
+        if self._spoiled and not plan.heal:
+            raise RuntimeError(
+                f"a heal of this group failed while its state was loaded, so its weights are of no step, and quorum "
+                f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
+            )
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, also one whose heal fails.
             self._before_heal = self.state_dict()
@@ -497,10 +507,12 @@ class Manager:
         except Exception as e:
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
             self._pending_state_dict = None
+            self._spoiled = True
             self._report_heal_error(e)
             return False
         self._pending_state_dict = None
         self._before_heal = None
+        self._spoiled = False
         self._logger.info(f"healed, from step {before['step'] if before else 0}")
         return True
 
@@ -537,6 +549,7 @@ class Manager:
         try:
             self.wait_quorum()
             if not self._collectives_usable:
+                self._abort_collectives()  # the peers wait for what is skipped here
                 return _DummyWork(tensor)
             if not self.is_participating():
                 tensor.zero_()
@@ -544,7 +557,7 @@ class Manager:
             work = _ManagedWork(self, self._pg.allreduce([tensor], _allreduce_options(op)), tensor)
         except Exception as e:
             self._logger.exception(f"allreduce failed: {e}")
-            self.report_error(e)
+            self._report_collective_error(e)
             return _DummyWork(tensor)
         if reduce_op == ReduceOp.AVG:
             work.on_success(partial(tensor.div_, self._participating_replica_world_size))
@@ -555,6 +568,24 @@ class Manager:
         """Marks the step as failed: later collectives of it are skipped, and it will not be committed."""
         self._collectives_usable = False
         self._keep_error(e)
+
+    def _report_collective_error(self, e: Exception) -> None:
+        """As report_error, for a collective that failed: no peer shall wait for what is left of this quorum.
+
+        Only the neighbours of a dead group see its connection break. Their abort lets the others see it too.
+        """
+        self.report_error(e)
+        self._abort_collectives()
+
+    def _abort_collectives(self) -> None:
+        """Aborts the process group, once a step. The next quorum has a new id, as this step is not committed."""
+        if self._aborted or is_native(self._pg):  # a native group's abort is for good
+            return
+        self._aborted = True
+        try:
+            self._pg.abort()
+        except Exception as e:
+            self._logger.exception(f"the process group could not be aborted: {e}")
 
     def _report_heal_error(self, e: Exception) -> None:
         self._keep_error(e)
@@ -587,7 +618,7 @@ class Manager:
                 self.report_error(e)
                 return default
 
-        return future_timeout(fut, timeout or self._timeout).then(value_or_default)
+        return future_timeout(fut, _given("timeout", timeout, self._timeout)).then(value_or_default)
 
     # Commit
 
@@ -613,10 +644,9 @@ class Manager:
                 gone.
             TimeoutError: not all ranks of the group voted in time.
         """
+        timeout = _given("timeout", timeout, self._timeout)
         self.wait_quorum()
-        for work in self._works:
-            work.wait()  # a step with a collective in flight is not a step; most have ended long ago
-        self._works = []
+        self._end_collectives()
         if self._recovery_stream is not None:
             self._recovery_stream.synchronize()
         error = _pg_error(self._pg)
@@ -630,7 +660,7 @@ class Manager:
         if not enough:
             self._logger.warn(f"{participants} groups take part, {self._min_replica_size} are needed")
         committed = self._client.should_commit(
-            self._group_rank, self._step, enough and self._errored is None, timeout=timeout or self._timeout
+            self._group_rank, self._step, enough and self._errored is None, timeout=timeout
         )
         # From here on the weights may change.
         self._checkpoint_transport.disallow_checkpoint()
@@ -651,6 +681,19 @@ class Manager:
                 f"{self._max_retries}; the last one: {self._why_lost(enough)}"
             )
         return committed
+
+    def _end_collectives(self) -> None:
+        """Waits for the collectives that nobody waited for; most have ended long ago.
+
+        After a failure those in flight are aborted, and their real end is waited for: they must not write into memory
+        that the next step uses.
+        """
+        for work in self._works:
+            work.wait()
+        if self._aborted:
+            for work in self._works:
+                work.drain(_ABORT_TIMEOUT)
+        self._works = []
 
     def _why_lost(self, enough: bool) -> str:
         if self._errored is not None:
@@ -697,9 +740,10 @@ class Manager:
         self._checkpoint_transport.shutdown(wait=wait)
         if self._manager is not None:
             self._manager.shutdown()
-        client: Optional[ManagerClient] = getattr(self, "_client", None)  # None if the constructor failed
-        if client is not None:
-            client.shutdown()  # ends a quorum that the quorum thread waits for
+        # There is none if the constructor failed, and stand-ins have no shutdown.
+        close_client = getattr(getattr(self, "_client", None), "shutdown", None)
+        if close_client is not None:
+            close_client()  # ends a quorum that the quorum thread waits for
         self._executor.shutdown(wait=wait)
 
 
@@ -707,6 +751,14 @@ def _allreduce_options(op: ReduceOp) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return options
+
+
+def _given(name: str, value: Optional[timedelta], default: timedelta) -> timedelta:
+    """The duration that a caller gave, checked, or the default."""
+    if value is None:
+        return default
+    check_positive(name, value)
+    return value
 
 
 def _pg_error(pg: dist.ProcessGroup) -> Optional[Exception]:

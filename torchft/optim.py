@@ -47,10 +47,11 @@ class OptimizerWrapper(Optimizer):
         Raises:
             AssertionError: a closure was given; it would run the model again after the groups agreed.
         """
-        assert closure is None, (
-            "closure: optimizers that call a closure are not supported, step() takes none: the groups agree on a step "
-            "before it is applied, and a closure would compute it anew"
-        )
+        if closure is not None:  # no assert statement: it must hold under python -O too
+            raise AssertionError(
+                f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: the groups "
+                "agree on a step before it is applied, and a closure would compute it anew"
+            )
         if self.manager.should_commit():
             self.optim.step()
 

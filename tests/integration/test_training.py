@@ -180,6 +180,87 @@ def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> 
     assert [committed for _, committed, _ in loop.history[0, 0]] == [True] * STEPS
 
 
+def test_survivors_of_many_need_no_join_timeout() -> None:
+    """Only the neighbours of a dead group see its connection break; their abort lets the group opposite see it too."""
+    with Cluster(min_replicas=1, heartbeat_timeout_ms=500, join_timeout_ms=60_000) as cluster:
+        loop = Loop(start_with=4)
+        committed: dict[int, float] = {}
+        crashed: list[float] = []
+
+        def crash(rank: Rank) -> None:
+            crashed.append(time.monotonic())
+            rank.crash()
+
+        loop.events[3, 4, 0] = crash
+        for group in range(3):
+            loop.events[group, 6, 0] = lambda rank: committed.setdefault(rank.group, time.monotonic())
+        ends = results(*(cluster.start(loop, group=group) for group in range(4)))
+    assert ends[0] == ends[1] == ends[2]
+    for group in range(3):
+        assert committed[group] - crashed[0] < 20  # seconds; the timeouts of the collective and of joining are longer
+        assert (5, True, 3) in loop.history[group, 0]
+
+
+def test_reported_error_does_not_hold_up_the_peers() -> None:
+    with Cluster(min_replicas=2) as cluster:
+        loop, spoiled = Loop(), threading.Event()
+
+        def spoil(rank: Rank) -> None:
+            if spoiled.is_set():
+                return
+            spoiled.set()
+            assert rank.manager is not None
+            start = rank.manager.start_quorum
+
+            def start_and_report(*args: Any, **kwargs: Any) -> None:
+                rank.manager.start_quorum = start  # type: ignore[method-assign,union-attr]
+                start(*args, **kwargs)
+                rank.manager.report_error(RuntimeError("bad batch"))  # type: ignore[union-attr]
+
+            rank.manager.start_quorum = start_and_report  # type: ignore[method-assign]
+
+        loop.events[1, 4, 0] = spoil
+        started = time.monotonic()
+        a, b = results(*(cluster.start(loop, group=group) for group in range(2)))
+        took = time.monotonic() - started
+    assert a == b and loop.errors[1] == ["bad batch"] and len(loop.errors[0]) == 1
+    assert took < DEADLINE.total_seconds() / 2
+
+
+def test_late_peer_does_not_write_into_the_next_step() -> None:
+    """Group 0 gives up on a collective and goes on with the same memory; the late group 1 must lose the step too."""
+    late, gave_up = Gate(), Gate()
+
+    def loop(rank: Rank) -> list[Any]:
+        settings = {"timeout": timedelta(seconds=1)} if rank.group == 0 else {}
+        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict, **settings)
+        rank.cluster.wait_for_healthy(2)
+        buffer = torch.zeros(4)
+        while manager.current_step() < 1:
+            manager.start_quorum()
+            manager.allreduce(buffer).wait()
+            manager.should_commit()
+        manager.start_quorum()
+        manager.wait_quorum()
+        if rank.group == 1:
+            late.wait()
+        work = manager.allreduce(buffer.fill_(rank.group + 1))
+        succeeded = work.wait()
+        committed = manager.should_commit()
+        if rank.group == 0:
+            buffer.fill_(7)  # the next step's gradient
+            late.open()
+            gave_up.wait()
+        else:
+            gave_up.open()
+        return [succeeded, committed, buffer.tolist()]
+
+    with Cluster(min_replicas=2) as cluster:
+        early_result, late_result = results(*(cluster.start(loop, group=group) for group in range(2)))
+    assert early_result == [False, False, [7.0] * 4]
+    assert late_result[:2] == [False, False]
+
+
 def test_job_outlives_its_lighthouse() -> None:
     """A lighthouse that is killed and started again costs time, not the job; quorum ids go on upwards."""
     with Cluster(min_replicas=2) as cluster:

@@ -104,9 +104,22 @@ def get_timeout(timeout_sec_env: Optional[str], default_timeout_sec: timedelta) 
 def duration_from_env(name: str, default: timedelta) -> timedelta:
     """The duration in seconds that an environment variable sets, else the default."""
     try:
-        return get_timeout(os.environ.get(name), default)
+        value = get_timeout(os.environ.get(name), default)
     except ValueError:
         raise ValueError(f"{name}={os.environ[name]!r} is no integer: it takes whole seconds") from None
+    except OverflowError:
+        raise ValueError(f"{name}={os.environ[name]!r} is too long: at most {timedelta.max.days} days") from None
+    if name in os.environ:
+        check_positive(name, value)
+    return value
+
+
+def failure_bus_from_env() -> bool:
+    """Whether TORCHFT_FAILURE_BUS leaves the failure bus on, as it is without it."""
+    value = os.environ.get(FAILURE_BUS_ENV, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{FAILURE_BUS_ENV}={value!r}: allowed are 0 (off) and 1 (on)")
+    return value == "1"
 
 
 def int_from_env(name: str, default: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from datetime import timedelta
@@ -78,7 +79,7 @@ class _ManagedWork(dist._Work):
             if self._future is not None:
                 self._future.wait()  # orders this stream behind the one that finished the value
             return self._succeeded
-        timeout = timeout or self._manager._timeout
+        timeout = self._manager._timeout if timeout is None else timeout
         try:
             with self._lock:
                 future = self._future
@@ -89,6 +90,11 @@ class _ManagedWork(dist._Work):
         except Exception as e:
             return self._end(e)
         return self._end(None)
+
+    def drain(self, timeout: timedelta) -> None:
+        """Waits until the backend is through with the collective, whatever came of it."""
+        with contextlib.suppress(Exception):  # it was reported when it failed
+            self._work.wait(timeout)
 
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
         """Orders the current accelerator stream behind the value; on a CPU this waits for it."""
@@ -137,7 +143,7 @@ class _ManagedWork(dist._Work):
                     error = e
             # Under the lock: whoever sees the outcome may rely on the Manager knowing of the error.
             if error is not None:
-                self._manager.report_error(error)
+                self._manager._report_collective_error(error)
             self._succeeded = error is None
             return self._succeeded
 

@@ -546,6 +546,70 @@ def test_step_is_the_quorums_also_when_the_heal_fails(fixture: Fixture, make_quo
     assert manager.current_step() == 3
 
 
+def test_error_bus_setting_that_is_neither(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_FAILURE_BUS", "yes")
+    with pytest.raises(ValueError, match=r"TORCHFT_FAILURE_BUS='yes': allowed are 0 \(off\) and 1 \(on\)"):
+        fixture.manager()
+
+
+def test_timeouts_of_calls_are_checked(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    for call in (manager.start_quorum, manager.should_commit):
+        with pytest.raises(ValueError, match="timeout=0s: must be longer than 0s"):
+            call(timeout=timedelta(0))
+
+
+def test_failed_collective_aborts_the_group_once(fixture: Fixture) -> None:
+    fixture.pg = FailingGroup(0, 1)
+    fixture.pg.abort = MagicMock()  # type: ignore[method-assign]
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert not manager.allreduce(torch.ones(1)).wait()
+    manager.allreduce(torch.ones(1)).wait()
+    assert not manager.should_commit()
+    fixture.pg.abort.assert_called_once_with()
+
+
+def test_reported_error_aborts_when_something_is_skipped(fixture: Fixture) -> None:
+    fixture.pg.abort = MagicMock()  # type: ignore[method-assign]
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.allreduce(torch.ones(1)).wait()
+    manager.report_error(RuntimeError("bad gradient"))
+    fixture.pg.abort.assert_not_called()  # the peers have all they wait for so far
+    manager.allreduce(torch.ones(1)).wait()
+    fixture.pg.abort.assert_called_once_with()
+
+
+def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum) -> None:
+    """Some of the weights are the peer's then: nothing is committed until a heal succeeds."""
+    fails = [True, False]
+
+    def load_optimizer(_: Any) -> None:
+        if fails.pop(0):
+            raise ValueError("size mismatch")
+
+    manager = fixture.manager()
+    manager.register_state_dict_fn("optimizer", load_optimizer, dict)
+    manager.load_state_dict({"step": 7, "batches_committed": 7})
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state(user={"default": "weights", "optimizer": {}})
+    manager.start_quorum()
+    assert not manager.should_commit() and manager.current_step() == 7
+
+    fixture.client._quorum.return_value = make_quorum(max_step=7)  # the source is gone, and this group the first
+    manager.start_quorum()
+    with pytest.raises(RuntimeError, match=r"weights are of no step.*no group to heal from"):
+        manager.should_commit()
+
+    fixture.client._quorum.return_value = healing(make_quorum)
+    manager.start_quorum()
+    assert manager.should_commit() and manager.current_step() == 21
+    fixture.client._quorum.return_value = make_quorum(max_step=21)
+    manager.start_quorum()
+    assert manager.should_commit()
+
+
 def test_shutdown_leaves_no_thread(fixture: Fixture) -> None:
     manager: Manager = fixture.manager()
     manager.start_quorum()

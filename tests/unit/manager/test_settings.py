@@ -114,7 +114,10 @@ def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
 
 def test_zero_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "0")
-    with pytest.raises(ValueError, match="timeout=0s"):
+    with pytest.raises(ValueError, match="TORCHFT_TIMEOUT_SEC=0s: must be longer than 0s"):
+        make()
+    monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "9" * 20)
+    with pytest.raises(ValueError, match=r"TORCHFT_TIMEOUT_SEC='9+' is too long"):
         make()
 
 

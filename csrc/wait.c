@@ -4,6 +4,7 @@
  * view, so no signal can come between them and leave an operation behind. The GIL is given away here and not in
  * Go: a daemon thread that wants it back while the interpreter exits ends there and then, and unwinding it
  * must not meet a Go frame. */
+#include "event.h"
 #include "torchft.h"
 
 #include <stdlib.h>
@@ -13,7 +14,7 @@
 
 /* go/native/exports.go */
 enum { TFT_PENDING, TFT_NONE, TFT_INT, TFT_BOOL, TFT_TEXT, TFT_ERROR };
-extern int tft_op_take(int64_t op, int64_t slice_ms, int64_t *number, char **text, int64_t *length);
+extern int tft_op_take(int64_t op, tft_event *event, int64_t *number, char **text, int64_t *length);
 extern void tft_op_cancel(int64_t op);
 
 static PyObject *result(int state, int64_t number, char *text, int64_t length) {
@@ -36,13 +37,16 @@ static PyObject *result(int state, int64_t number, char *text, int64_t length) {
   return value;
 }
 
-static PyObject *wait_for(int64_t op) {
+/* Takes the result; while there is none, waits for the event, which the operation's end sets, and looks for signals. */
+static PyObject *take(int64_t op, tft_event *event) {
   int64_t number = 0, length = 0;
   char *text = NULL;
   for (;;) {
     int state;
     Py_BEGIN_ALLOW_THREADS
-    state = tft_op_take(op, SLICE_MS, &number, &text, &length);
+    state = tft_op_take(op, event, &number, &text, &length);
+    if (state == TFT_PENDING && tft_event_wait(event, SLICE_MS))
+      state = tft_op_take(op, event, &number, &text, &length);
     Py_END_ALLOW_THREADS
     if (state != TFT_PENDING)
       return result(state, number, text, length);
@@ -51,6 +55,14 @@ static PyObject *wait_for(int64_t op) {
       return NULL;
     }
   }
+}
+
+static PyObject *wait_for(int64_t op) {
+  tft_event event;
+  tft_event_init(&event);
+  PyObject *value = take(op, &event); /* from here on the operation does not know the event any more */
+  tft_event_destroy(&event);
+  return value;
 }
 
 /* Calls start(*arguments), which returns an operation's number, and waits for its result. */

@@ -544,7 +544,7 @@ class Manager:
         Raises:
             ValueError: AVG of a tensor that is not floating point.
         """
-        if reduce_op == ReduceOp.AVG and not torch.is_floating_point(tensor):
+        if reduce_op == ReduceOp.AVG and not tensor.dtype.is_floating_point:
             raise ValueError(f"reduce_op=AVG needs a floating point tensor, this one is {tensor.dtype}; use SUM")
         try:
             self.wait_quorum()

@@ -4,12 +4,11 @@ package main
 
 /*
 #include <stdint.h>
+#include "event.h"
 */
 import "C"
 
 import (
-	"time"
-
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
@@ -23,11 +22,13 @@ const (
 	stateError
 )
 
-// tft_op_take waits up to slice_ms for an operation and hands its result over. Text is for the caller to free.
+// tft_op_take hands over the result of an operation that has ended. While it runs on, the state is pending, and
+// event is set when it ends; event must live until then, or until the operation is cancelled. Text is for
+// the caller to free.
 //
 //export tft_op_take
-func tft_op_take(op, sliceMs C.int64_t, number *C.int64_t, text **C.char, length *C.int64_t) (state C.int) {
-	value, done, err := ops.Take(int64(op), time.Duration(sliceMs)*time.Millisecond)
+func tft_op_take(op C.int64_t, event *C.tft_event, number *C.int64_t, text **C.char, length *C.int64_t) (state C.int) {
+	value, done, err := ops.Take(int64(op), func() { C.tft_event_set(event) })
 	if !done {
 		return statePending
 	}

@@ -110,8 +110,17 @@ def test_digits_are_real_images_with_every_fifth_held_out() -> None:
     ],
 )
 def test_groups_leave_together(step: int, participants: int, ends: bool, why: str) -> None:
-    manager = SimpleNamespace(current_step=lambda: step, num_participants=lambda: participants)
+    manager = SimpleNamespace(
+        current_step=lambda: step, num_participants=lambda: participants, is_participating=lambda: True
+    )
     assert train_ddp.at_the_end(cast(Manager, manager), steps=100, overtime=10, groups=2) is ends, why
+
+
+@pytest.mark.parametrize("step", [100, 110])
+def test_a_group_that_heals_does_not_leave(step: int) -> None:
+    """It has the step of the others already, but not yet their weights."""
+    manager = SimpleNamespace(current_step=lambda: step, num_participants=lambda: 2, is_participating=lambda: False)
+    assert not train_ddp.at_the_end(cast(Manager, manager), steps=100, overtime=10, groups=2)
 
 
 @pytest.mark.parametrize("value", [None, "", "one", "-1", "1.5"])

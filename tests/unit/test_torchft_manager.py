@@ -88,6 +88,7 @@ def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
         commit_failures=0,
         replica_ids=[],
         reconfigure_handles=[],
+        replicas_without_handles=[],
     )
     result = QuorumResult()
     assert vars(result) == defaults

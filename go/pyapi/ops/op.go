@@ -4,16 +4,20 @@ import (
 	"context"
 	"errors"
 	"io"
+	"sync"
 	"time"
 )
 
-// An op is one call in progress: Python starts it, waits in slices so that it can look for signals in
+// An op is one call in progress: Python starts it, waits outside of Go so that it can look for signals in
 // between, and takes the result or cancels.
 type op struct {
-	done   chan struct{}
 	cancel context.CancelFunc
-	value  any
+	done   chan struct{}
+	value  any // valid once done is closed, as err is
 	err    error
+
+	mu     sync.Mutex
+	notify func() // called once, under mu, when the operation ends
 }
 
 // Start runs work on its own goroutine and returns the handle of the operation. A result that nobody
@@ -24,7 +28,7 @@ func Start(timeout time.Duration, work func(context.Context) (any, error)) int64
 	handle := Put(o)
 	go func() {
 		defer cancel()
-		defer close(o.done)
+		defer o.end()
 		defer Guard(&o.err)
 		value, err := work(ctx)
 		if err != nil {
@@ -35,45 +39,51 @@ func Start(timeout time.Duration, work func(context.Context) (any, error)) int64
 	return handle
 }
 
-func (o *op) wait(slice time.Duration) bool {
+func (o *op) end() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	close(o.done)
+	if o.notify != nil {
+		o.notify()
+	}
+}
+
+// watch reports whether the operation has ended; if not, notify will be called when it does, unless another
+// notify takes its place before.
+func (o *op) watch(notify func()) (ended bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
 	select {
 	case <-o.done:
 		return true
 	default:
-	}
-	if slice <= 0 {
-		return false
-	}
-	timer := time.NewTimer(slice)
-	defer timer.Stop()
-	select {
-	case <-o.done:
-		return true
-	case <-timer.C:
+		o.notify = notify
 		return false
 	}
 }
 
-// Take waits up to slice and, once the operation has ended, forgets the handle and returns its result.
-// done is false while it runs on. An error has a class.
-func Take(handle int64, slice time.Duration) (value any, done bool, err error) {
+// Take forgets the handle of an operation that has ended and returns its result; an error has a class. While
+// the operation runs on, done is false, and notify will be called when it ends. Take never waits: a thread
+// of Python's that waits inside of Go costs two more switches between threads.
+func Take(handle int64, notify func()) (value any, done bool, err error) {
 	o, err := Get[*op](handle)
 	if err != nil {
 		return nil, true, As(Runtime, errors.New("no such operation"))
 	}
-	if !o.wait(slice) {
+	if !o.watch(notify) {
 		return nil, false, nil
 	}
 	Remove(handle)
 	return o.value, true, o.err
 }
 
-// Cancel gives an operation up. It does not wait for it to end.
+// Cancel gives an operation up: notify is not called any more. It does not wait for the operation to end.
 func Cancel(handle int64) {
 	o, ok := Remove(handle).(*op)
 	if !ok {
 		return
 	}
+	o.watch(nil)
 	o.cancel()
 	go func() {
 		<-o.done // work was told to stop, and ends within its timeout at the latest

@@ -25,17 +25,23 @@ func TestAnOperationIsTakenOnce(t *testing.T) {
 			time.Sleep(time.Second)
 			return "done", nil
 		})
-		_, done, err := ops.Take(op, 999*time.Millisecond)
+		first, second := 0, 0
+		_, done, err := ops.Take(op, func() { first++ })
 		require.NoError(t, err)
 		require.False(t, done)
+		_, done, _ = ops.Take(op, func() { second++ })
+		require.False(t, done)
 
-		value, done, err := ops.Take(op, 2*time.Millisecond)
+		time.Sleep(time.Second)
+		synctest.Wait()
+		require.Equal(t, []int{0, 1}, []int{first, second}, "the last notify is called, once")
+		value, done, err := ops.Take(op, nil)
 		require.NoError(t, err)
 		require.True(t, done)
 		require.Equal(t, "done", value)
 		require.Equal(t, before, ops.Count())
 
-		_, done, err = ops.Take(op, time.Hour)
+		_, done, err = ops.Take(op, nil)
 		require.True(t, done)
 		require.EqualError(t, err, "R:no such operation")
 	})
@@ -47,7 +53,9 @@ func TestAnOperationEndsAtItsTimeout(t *testing.T) {
 			<-ctx.Done()
 			return nil, ops.As(ops.Timeout, ctx.Err())
 		})
-		_, done, err := ops.Take(op, time.Minute)
+		time.Sleep(time.Second)
+		synctest.Wait()
+		_, done, err := ops.Take(op, nil)
 		require.True(t, done)
 		require.EqualError(t, err, "T:context deadline exceeded")
 	})
@@ -62,6 +70,8 @@ func TestCancelClosesWhatNobodyTakes(t *testing.T) {
 			<-ctx.Done()
 			return made, nil
 		})
+		_, done, _ := ops.Take(op, func() { t.Error("nobody waits any more") })
+		require.False(t, done)
 		ops.Cancel(op)
 		ops.Cancel(op)
 		require.Equal(t, before, ops.Count())
@@ -83,7 +93,8 @@ func TestCancelOfAFailedConstructorClosesNothing(t *testing.T) {
 func TestAPanicIsAnErrorOfTheOperation(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		op := ops.Start(time.Hour, func(context.Context) (any, error) { panic("oops") })
-		_, done, err := ops.Take(op, time.Minute)
+		synctest.Wait()
+		_, done, err := ops.Take(op, nil)
 		require.True(t, done)
 		require.ErrorContains(t, err, "oops")
 		require.True(t, strings.HasPrefix(err.Error(), string(ops.Runtime)), err)

@@ -132,8 +132,7 @@ def read_object(file: io.BufferedIOBase, what: str, size: Optional[int] = None) 
     """
     allow_checkpoint_types()
     try:
-        entries = _EntriesUnpickler(file).load()
-        _check_entries(entries)
+        entries = _EntriesUnpickler(file).entries()
     except (OSError, CheckpointError):
         raise
     except Exception as error:
@@ -173,23 +172,28 @@ def _make_object(records: _Records, what: str) -> Any:
 class _EntriesUnpickler(pickle.Unpickler):
     """Reads the list of records: PyTorch's own takes 0.1 ms for each, and there may be thousands."""
 
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        super().__init__(file)
+        # A forged pickle can set attributes of the class itself: it gets one that nobody else has.
+        self._record = type("_Record", (), {})
+
     def find_class(self, module: str, name: str) -> type:
         if (module, name) != (_Entry.__module__, _Entry.__qualname__):
             raise pickle.UnpicklingError(f"unexpected {module}.{name}")
-        return _Entry
+        return self._record
+
+    def entries(self) -> List[_Entry]:
+        loaded = self.load()
+        if not isinstance(loaded, list) or not all(type(record) is self._record for record in loaded):
+            raise ValueError("no list of records")
+        return [_entry(vars(record)) for record in loaded]
 
 
-def _check_entries(entries: object) -> None:
-    good = isinstance(entries, list) and all(
-        isinstance(e, _Entry)
-        and isinstance(getattr(e, "key", None), str)
-        and isinstance(getattr(e, "length", None), int)
-        and isinstance(getattr(e, "is_storage", None), bool)
-        and e.length >= 0
-        for e in entries
-    )
-    if not good:
+def _entry(fields: Dict[str, Any]) -> _Entry:
+    key, is_storage, length = fields.get("key"), fields.get("is_storage"), fields.get("length")
+    if not (isinstance(key, str) and isinstance(is_storage, bool) and isinstance(length, int) and length >= 0):
         raise ValueError("no list of (name, kind, length)")
+    return _Entry(key, is_storage, length)
 
 
 def _allocate(nbytes: int, what: str) -> torch.Tensor:

@@ -96,6 +96,24 @@ def test_a_forged_spec_cannot_change_the_leaf_that_all_share() -> None:
     assert read(written([pytree.treespec_leaf()]))[0] is not pytree.treespec_leaf()
 
 
+@pytest.mark.parametrize("name", ["__init__", "__new__", "__getattribute__", "length", "__del__"])
+def test_a_forged_list_of_records_cannot_change_the_class_that_all_share(name: str) -> None:
+    def pickled(value: object) -> bytes:
+        return pickle.dumps(value, protocol=2)[2:-1]
+
+    before = dict(vars(_Entry))
+    # BUILD with (None, {...}) sets attributes on what is below it, here the class itself
+    forged = b"\x80\x02ctorch.distributed._serialization\n_Entry\n" + pickled((None, {name: 5})) + b"b."
+    try:
+        with pytest.raises(CheckpointError, match="a stream"):
+            read(forged)
+        assert dict(vars(_Entry)) == before
+    finally:
+        if dict(vars(_Entry)) != before:  # else nothing that comes after could say anything
+            setattr(_Entry, name, before[name]) if name in before else delattr(_Entry, name)
+    assert_same(read(written(training_state())), training_state())
+
+
 def test_values_keep_their_types() -> None:
     got = read(written(plain_values()))
     assert_same(got, plain_values())

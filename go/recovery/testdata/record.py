@@ -46,7 +46,11 @@ def record(rng: random.Random, pool: ThreadPoolExecutor, with_handles: bool) -> 
     ]
 
     lighthouse = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=len(names), join_timeout_ms=10000, quorum_tick_ms=20, heartbeat_timeout_ms=20000
+        bind="127.0.0.1:0",
+        min_replicas=len(names),
+        join_timeout_ms=10000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=20000,
     )
     servers = {
         name: ManagerServer(

@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -18,6 +19,8 @@ type Server struct {
 	split *splitter    // nil without a handler
 	tasks sync.WaitGroup
 	stop  sync.Once
+	// stopping is set before anything is closed: what the listeners then say is no error.
+	stopping atomic.Bool
 }
 
 // NewGRPC makes a gRPC server with our limits. Register services on it, then Serve it.
@@ -47,7 +50,7 @@ func Serve(lis net.Listener, g *grpc.Server, handler http.Handler, log *slog.Log
 		Go(&s.tasks, log, "accept", func() { s.split.run(&s.tasks, log) })
 	}
 	Go(&s.tasks, log, "grpc", func() {
-		if err := g.Serve(grpcLis); err != nil {
+		if err := g.Serve(grpcLis); err != nil && !s.stopping.Load() {
 			log.Error("torchft: the server stopped listening", "error", err)
 		}
 	})
@@ -58,6 +61,7 @@ func Serve(lis net.Listener, g *grpc.Server, handler http.Handler, log *slog.Log
 // when no goroutine is left. End the waiters before, else they are cut off after a second.
 func (s *Server) Stop() {
 	s.stop.Do(func() {
+		s.stopping.Store(true)
 		cut := time.AfterFunc(stopGrace, s.grpc.Stop)
 		defer cut.Stop()
 		if s.split != nil {

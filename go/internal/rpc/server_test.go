@@ -3,6 +3,7 @@ package rpc_test
 import (
 	"context"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"testing"
@@ -107,6 +108,33 @@ func TestASilentConnectionIsHungUpAndHoldsUpNobody(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Stop may come before, while or after the goroutines of Serve begin; none of that is an error.
+func TestAnImmediateStopLogsNothing(t *testing.T) {
+	for name, handler := range map[string]http.Handler{"grpc": nil, "grpc and http": http.NotFoundHandler()} {
+		t.Run(name, func(t *testing.T) {
+			for range 300 {
+				lis, err := net.Listen("tcp", "127.0.0.1:0")
+				require.NoError(t, err)
+				var log fttest.Log
+				logger := slog.New(slog.NewTextHandler(&log, nil))
+				rpc.Serve(lis, rpc.NewGRPC(logger), handler, logger).Stop()
+				require.Empty(t, log.String())
+			}
+		})
+	}
+}
+
+func TestAListenerThatBreaksIsLogged(t *testing.T) {
+	lis, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, lis.Close())
+	var log fttest.Log
+	logger := slog.New(slog.NewTextHandler(&log, nil))
+	s := rpc.Serve(lis, rpc.NewGRPC(logger), nil, logger)
+	defer s.Stop()
+	require.Eventually(t, func() bool { return log.Count("the server stopped listening") == 1 }, 10*time.Second, time.Millisecond)
 }
 
 func TestStopEndsConnectionsThatSaidNothing(t *testing.T) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return environment
 
 
+def read_events(folder: Path, group: int) -> list[dict[str, Any]]:
+    lines = (folder / "events" / f"group-{group}-rank-0.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.mark.timeout(240)
 def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "300", "--kill-at", "60", "--logs", str(tmp_path)]
@@ -46,11 +53,19 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
         assert any(line.startswith("group 1 [") and state in line for line in lines), done.stdout
 
     rows = {line[:34].strip(): line[34:].split() for line in lines}
-    committed = [int(cell) for cell in rows["steps committed"]]
-    assert committed[0] > committed[1] > 60
+    survivor, victim = (read_events(tmp_path, group) for group in (0, 1))
+    commits = [event["step"] for event in survivor if event["event"] == "commit"]
+    assert commits == list(range(commits[0], commits[0] + len(commits)))  # not one step twice, and none left out
+    assert commits[-1] >= 300
+    assert rows["steps committed"] == [str(sum(e["event"] == "commit" for e in es)) for es in (survivor, victim)]
+    assert rows["steps lost"] == [str(sum(e["event"] == "lost" for e in es)) for es in (survivor, victim)]
     assert int(rows["steps lost"][0]) <= 2
-    next_commit, unit, victim = rows["from the kill to the next commit"]
-    assert 0 < float(next_commit) < 20 and unit == "s" and victim == "killed"
+    again = [event["event"] for event in victim].index("start", 1)
+    assert victim[again - 1]["step"] >= 60  # where it was killed
+    back = next(event for event in victim[again:] if event["event"] == "commit")
+    assert back["healing"] and back["step"] > 60
+    next_commit, unit, killed = rows["from the kill to the next commit"]
+    assert 0 < float(next_commit) < 20 and unit == "s" and killed == "killed"
     heal, unit = rows["from its restart to healed"]
     assert 0 < float(heal) < 120 and unit == "s"
     assert all(90 < float(cell.rstrip("%")) <= 100 for cell in rows["accuracy on held-out images"])

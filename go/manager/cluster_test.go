@@ -196,7 +196,9 @@ func TestShutdownAnswersEveryWaiter(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		g := c.StartGroup("a", 2)
-		asked, voted := g.Quorum(0, 1, time.Minute), g.Vote(1, 0, true, time.Minute)
+		asked := g.Quorum(0, 1, time.Minute)
+		synctest.Wait()
+		voted := g.Vote(0, 0, true, time.Minute) // of the rank that asks: a sibling's would end at once
 		synctest.Wait()
 		start := time.Now()
 		g.Server.Shutdown()
@@ -323,6 +325,35 @@ func TestAttemptsOfAVoteDoNotMix(t *testing.T) {
 			assert.False(t, got.Value)
 		}
 	})
+}
+
+func TestRanksDoNotWaitForEachOther(t *testing.T) {
+	for _, first := range []string{"for a vote", "for a quorum"} {
+		t.Run(first, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := fttest.NewCluster(t, 1)
+				g := c.StartGroup("a", 2)
+				round(t, 1, g)
+				var vote, asked <-chan error
+				if first == "for a vote" {
+					vote = waiting(g, 0, "for a vote")
+					synctest.Wait()
+					asked = waiting(g, 1, "for a quorum")
+				} else {
+					asked = waiting(g, 1, "for a quorum")
+					synctest.Wait()
+					vote = waiting(g, 0, "for a vote")
+				}
+				start := time.Now()
+				err := <-vote
+				assert.Equal(t, codes.Aborted, status.Code(err), "%v", err)
+				assert.ErrorContains(t, err, "rank 1 asked for the next quorum, and will not vote on step 1")
+				require.NoError(t, <-waiting(g, 0, "for a quorum"))
+				require.NoError(t, <-asked)
+				assert.Less(t, time.Since(start), atOnce)
+			})
+		})
+	}
 }
 
 func TestAWrongWorldSizeFailsTheGroup(t *testing.T) {

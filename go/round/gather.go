@@ -29,6 +29,9 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 
 	g := &m.gathering
 	var actions []Action
+	if m.ballot.count > 0 {
+		actions = m.endBallot(wentOn(e.GroupRank, m.ballot.step))
+	}
 	if older := g.asked[e.GroupRank]; older != nil {
 		superseded := Failure{KindAborted, fmt.Sprintf("a newer request of rank %d replaced this one", e.GroupRank)}
 		if g.round != 0 && !sameRequest(*older, e) {
@@ -148,7 +151,8 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		results[r] = result
 	}
 
-	// Whoever asked for this quorum does not vote on the attempt before it any more.
+	// Whoever asked for this quorum does not vote on the attempt before it any more. A vote is still open here
+	// only if the rank that cast it had asked before.
 	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
 	for r, a := range g.asked {
 		g.asked[r] = nil

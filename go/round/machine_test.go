@@ -50,13 +50,13 @@ func TestGroupValidate(t *testing.T) {
 
 func TestDescribeAsJSON(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", WorldSize: 3})
-	m.Step(Voted{Waiter: 1, GroupRank: 2, Step: 4}, epoch)
-	m.Step(QuorumAsked{Waiter: 2, GroupRank: 0}, epoch)
+	m.Step(QuorumAsked{Waiter: 1, GroupRank: 0}, epoch)
+	m.Step(Voted{Waiter: 2, GroupRank: 0, Step: 4}, epoch)
 	text, err := json.Marshal(m.Describe())
 	require.NoError(t, err)
 	require.JSONEq(t, `{
 		"replica_id": "g", "world_size": 3, "known_quorum_id": 0, "round": 0, "asking": false,
-		"quorum": {"waiting": [0], "missing": [1, 2]}, "vote": {"waiting": [2], "missing": [0, 1]}, "vote_step": 4,
+		"quorum": {"waiting": [0], "missing": [1, 2]}, "vote": {"waiting": [0], "missing": [1, 2]}, "vote_step": 4,
 		"absent": {}, "closed": false
 	}`, string(text))
 }

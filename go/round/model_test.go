@@ -113,6 +113,7 @@ func (m *model) asked(e QuorumAsked) {
 	}
 	m.metadata[e.GroupRank] = e.CheckpointMetadata
 	delete(m.absent, e.GroupRank)
+	m.failVotes(KindAborted)
 
 	var older []QuorumAsked
 	m.asks, older = split(m.asks, func(a QuorumAsked) bool { return a.GroupRank != e.GroupRank })
@@ -130,9 +131,7 @@ func (m *model) asked(e QuorumAsked) {
 	}
 	m.asks = append(m.asks, e)
 
-	if rank := m.firstAbsent(func(r int64) bool {
-		return slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return a.GroupRank == r })
-	}); rank >= 0 {
+	if rank := m.firstAbsent(m.hasAsked); rank >= 0 {
 		m.failAsks(m.absent[rank])
 		return
 	}
@@ -149,6 +148,14 @@ func (m *model) smallestStep() int64 {
 		steps = append(steps, a.Step)
 	}
 	return slices.Min(steps)
+}
+
+func (m *model) hasAsked(rank int64) bool {
+	return slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return a.GroupRank == rank })
+}
+
+func (m *model) hasVoted(rank int64) bool {
+	return slices.ContainsFunc(m.votes, func(v modelVote) bool { return v.GroupRank == rank })
 }
 
 func (m *model) firstAbsent(present func(rank int64) bool) int64 {
@@ -210,10 +217,12 @@ func (m *model) voted(e Voted) {
 		m.fail(o.Waiter, KindAborted)
 	}
 	m.votes = append(m.votes, v)
-	if rank := m.firstAbsent(func(r int64) bool {
-		return slices.ContainsFunc(m.votes, func(o modelVote) bool { return o.GroupRank == r })
-	}); rank >= 0 {
+	if rank := m.firstAbsent(m.hasVoted); rank >= 0 {
 		m.failVotes(m.absent[rank])
+		return
+	}
+	if !m.hasAsked(e.GroupRank) && slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return !m.hasVoted(a.GroupRank) }) {
+		m.failVotes(KindAborted)
 		return
 	}
 	if int64(len(m.votes)) == m.size {
@@ -351,6 +360,11 @@ func (h *history) step(e Event) {
 			require.NotContains(h.t, status.Absent, rank, "ranks wait for one that is gone")
 		}
 		require.True(h.t, len(a.Missing) > 0 || len(a.Waiting) == 0 || status.Asking, "all are there, and wait")
+	}
+	// A voter that has an open request of its own has given that up, or it would not vote.
+	waitsToo := slices.ContainsFunc(status.Vote.Waiting, func(r int64) bool { return slices.Contains(status.Quorum.Waiting, r) })
+	for _, rank := range status.Vote.Missing {
+		require.False(h.t, !waitsToo && slices.Contains(status.Quorum.Waiting, rank), "ranks wait for each other")
 	}
 	require.Equal(h.t, h.asked != 0, status.Asking)
 }

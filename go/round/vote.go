@@ -1,12 +1,15 @@
 package round
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // ballot is the votes on one attempt of a step, from the first rank that votes until all are answered.
 //
 // The step alone does not name an attempt: after a failed commit the same step is tried again. Between two
-// attempts all ranks get a new quorum, and that ends the ballot (quorumKnown), so a vote that is left over
-// from the first try never counts in the second.
+// attempts all ranks ask for a new quorum, and the first that does ends the ballot (wentOn), so a vote that is
+// left over from the first try never counts in the second.
 type ballot struct {
 	step  int64
 	votes []*Voted // by rank
@@ -43,7 +46,10 @@ func (m *Machine) voted(e Voted) []Action {
 
 	if b.count < len(b.votes) {
 		if f := m.hopeless(b.has); f != nil {
-			actions = append(actions, m.endBallot(*f)...)
+			return append(actions, m.endBallot(*f)...)
+		}
+		if r := m.wentOnBefore(e.GroupRank); r >= 0 {
+			return append(actions, m.endBallot(wentOn(int64(r), b.step))...)
 		}
 		return actions
 	}
@@ -58,6 +64,28 @@ func (m *Machine) voted(e Voted) []Action {
 	}
 	b.count = 0
 	return actions
+}
+
+// wentOn is why a ballot ends that a rank will not vote in: a rank votes before it asks for the next quorum, so
+// one that asks has given up on its vote, or never casts it. It waits for the quorum with the rank that waits
+// for its vote, and without this both would wait for each other until a deadline.
+//
+// Nothing is open if all is well: the ballot is complete before the first rank hears of the decision.
+func wentOn(rank, step int64) Failure {
+	return Failure{KindAborted, fmt.Sprintf(
+		"rank %d asked for the next quorum, and will not vote on step %d", rank, step)}
+}
+
+// wentOnBefore finds a rank that asked for the next quorum before its sibling voted, -1 if there is none.
+//
+// A voter whose own request for that quorum is still here has given it up, and the news of that is on its way
+// (it may overtake on another goroutine). It will end the wait of all for that quorum.
+func (m *Machine) wentOnBefore(voter int64) int {
+	g := &m.gathering
+	if g.asked[voter] != nil {
+		return -1
+	}
+	return slices.IndexFunc(g.asked, func(a *QuorumAsked) bool { return a != nil && !m.ballot.has(int(a.GroupRank)) })
 }
 
 func (m *Machine) voteGaveUp(e GaveUp) []Action {

@@ -6,14 +6,24 @@ import "time"
 // somebody waits for somebody else for a moment; that is no news.
 const logAfter = 5 * time.Second
 
-// patience remembers since when requests wait, and the reason that the machine last gave.
+// patience remembers since when requests wait, and why.
 type patience struct {
 	since  time.Time
-	reason string // empty after a quorum
+	reason string // as it was at that time; empty after a quorum
+	at     time.Time
 }
 
-func (p *patience) waits(reason string, now time.Time) { *p = patience{now, reason} }
+func (p *patience) waits(reason string, now time.Time) { *p = patience{now, reason, now} }
 func (p *patience) served()                            { *p = patience{} }
+
+// reason is why there is no quorum, at most a tick old. It costs as much as there are groups, and all of them
+// may give up at the same moment: one asks for all. The caller holds mu.
+func (s *Server) reason(now time.Time) string {
+	if p := &s.patient; p.reason == "" || now.Sub(p.at) >= s.cfg.QuorumTick {
+		p.reason, p.at = s.machine.Describe(now).Reason, now
+	}
+	return s.patient.reason
+}
 
 // over reports, once, that the wait has been long enough to log.
 func (p *patience) over(now time.Time) bool {

@@ -128,8 +128,7 @@ func (s *Server) ask(m quorum.Member, knownID int64) (quorum.WaiterID, <-chan an
 	return id, answered, s.step(quorum.Asked{Waiter: id, Member: m, KnownQuorumID: knownID})
 }
 
-// giveUp ends a wait and returns the last reason why there was no quorum. It does not ask the machine for a
-// fresh one, which costs as much as there are groups: all of them may give up at the same moment.
+// giveUp ends a wait and returns why there is no quorum.
 func (s *Server) giveUp(id quorum.WaiterID) (reason string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -137,7 +136,8 @@ func (s *Server) giveUp(id quorum.WaiterID) (reason string, err error) {
 	if s.closed {
 		return "", errShutdown
 	}
-	return s.patient.reason, s.step(quorum.GaveUp{Waiter: id})
+	reason = s.reason(time.Now()) // while it still counts as one that waits
+	return reason, s.step(quorum.GaveUp{Waiter: id})
 }
 
 func (s *Server) feed(event quorum.Event) error {

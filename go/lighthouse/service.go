@@ -3,6 +3,7 @@ package lighthouse
 import (
 	"context"
 	"slices"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -18,6 +19,9 @@ type service struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 	server *Server
 }
+
+// answerMargin is the most that a wait ends before its caller's deadline, for the answer to arrive in time.
+const answerMargin = 50 * time.Millisecond
 
 // serviceDesc is the generated one, but Quorum answers with bytes that are encoded already.
 func serviceDesc() *grpc.ServiceDesc {
@@ -48,6 +52,11 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 	}
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
+	if deadline, ok := ctx.Deadline(); ok {
+		// A client that stops listening at that moment would not hear why there is no quorum.
+		ctx, cancel = context.WithDeadline(ctx, rpc.Sooner(deadline, answerMargin))
+		defer cancel()
+	}
 	d, err := s.server.quorum(ctx, rpc.MemberFromProto(req.GetRequester()), req.GetKnownQuorumId())
 	if err != nil {
 		return nil, err

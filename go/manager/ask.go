@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -13,9 +14,13 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
+// tellMargin is the most that a request to the lighthouse ends before the ranks' deadline.
+const tellMargin = 100 * time.Millisecond
+
 // ask starts the one request of a round. The caller holds mu.
 func (s *Server) ask(a round.AskLighthouse) {
-	ctx, cancel := context.WithDeadline(s.ctx, a.Deadline)
+	// Before the ranks' own deadlines, so that they still hear why.
+	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, tellMargin))
 	s.asking[a.Round] = cancel
 	rpc.Go(&s.tasks, s.log, "quorum round", func() {
 		q, err := s.askUntilAnswered(ctx, a)
@@ -39,15 +44,26 @@ func (s *Server) ask(a round.AskLighthouse) {
 func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q *quorum.Quorum, err error) {
 	defer rpc.Recovered(s.log, "the quorum round", &err)
 	start := time.Now()
-	// A little before the ranks' own deadlines, so that they still hear why.
-	last := a.Deadline.Add(-min(100*time.Millisecond, a.Deadline.Sub(start)/10))
+	last, _ := ctx.Deadline()
+	unreached := func(err error) error {
+		return rpc.ToStatus(round.Failure{Kind: round.KindTimeout, Reason: s.unreachable(start, err)})
+	}
 	refused := int64(0)
+	var before error // why the attempt before did not reach it
 	for failed := 1; ; failed++ {
 		q, err := s.membership.Quorum(ctx, a.Member, a.KnownQuorumID)
-		if err == nil || ctx.Err() != nil {
+		if err != nil && ctx.Err() != nil && before != nil {
+			return nil, unreached(before) // "deadline exceeded" says less
+		}
+		// The lighthouse says shortly before the time is up why there is no quorum.
+		if err == nil || ctx.Err() != nil || status.Code(err) == codes.DeadlineExceeded {
 			return q, err
 		}
 		away := rpc.IsUnavailable(err)
+		before = nil
+		if away {
+			before = err
+		}
 		if !away {
 			if refused++; refused > s.cfg.QuorumRetries {
 				return nil, err
@@ -56,11 +72,11 @@ func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q
 		s.setTrouble(away, start, err, failed)
 		wait := rpc.RetryBackoff.Wait(failed, rand.Float64())
 		if away && time.Now().Add(wait).After(last) {
-			return nil, rpc.ToStatus(round.Failure{Kind: round.KindTimeout, Reason: s.unreachable(start, err)})
+			return nil, unreached(err)
 		}
 		select {
 		case <-ctx.Done():
-			return nil, status.FromContextError(ctx.Err()).Err()
+			return nil, err
 		case <-time.After(wait):
 		}
 	}

@@ -59,8 +59,12 @@ func IsTimeout(err error) bool {
 // IsUnavailable reports whether the peer was not reached, is shutting down, or went away during the call.
 func IsUnavailable(err error) bool { return status.Code(err) == codes.Unavailable }
 
-// Message is the text of an error for people, without gRPC's "rpc error: code = …".
+// Message is the text of an error for people, without gRPC's "rpc error: code = …", and without the code that
+// CallError adds: whoever hands the message on adds its own.
 func Message(err error) string {
+	if call, ok := err.(*CallError); ok {
+		return call.message()
+	}
 	if s, ok := status.FromError(err); ok {
 		return s.Message()
 	}
@@ -75,7 +79,11 @@ type CallError struct {
 }
 
 func (e *CallError) Error() string {
-	return fmt.Sprintf("%s call to %s failed: %s (%s)", e.Call, e.Peer, Message(e.Err), status.Code(e.Err))
+	return fmt.Sprintf("%s (%s)", e.message(), status.Code(e.Err))
+}
+
+func (e *CallError) message() string {
+	return fmt.Sprintf("%s call to %s failed: %s", e.Call, e.Peer, Message(e.Err))
 }
 
 func (e *CallError) Unwrap() error { return e.Err }

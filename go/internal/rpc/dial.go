@@ -75,3 +75,9 @@ func WithDefaultDeadline(ctx context.Context) (context.Context, context.CancelFu
 	}
 	return context.WithTimeout(ctx, MaxWait)
 }
+
+// Sooner is a little before a caller's deadline, at most by the given time and by a twentieth of what is left:
+// an answer at the deadline itself is not heard any more.
+func Sooner(deadline time.Time, most time.Duration) time.Time {
+	return deadline.Add(-max(0, min(most, time.Until(deadline)/20)))
+}

@@ -241,3 +241,14 @@ func TestTokens(t *testing.T) {
 		assert.NotEmpty(t, tc.want.String())
 	}
 }
+
+func TestNestedCallsSayTheirCodeOnce(t *testing.T) {
+	inner := rpc.Wrap("quorum", "lighthouse at http://l:1", status.Error(codes.DeadlineExceeded, "no quorum in time"))
+	assert.EqualError(t, inner, "quorum call to lighthouse at http://l:1 failed: no quorum in time (DeadlineExceeded)")
+	outer := rpc.Wrap("quorum", "manager at http://m:1", rpc.ToStatus(rpc.FromError(inner)))
+	text := "quorum call to manager at http://m:1 failed: quorum call to lighthouse at http://l:1 failed: no quorum in time (DeadlineExceeded)"
+	assert.EqualError(t, outer, text)
+	assert.Equal(t, codes.DeadlineExceeded, status.Code(outer))
+	assert.True(t, rpc.IsTimeout(outer))
+	assert.EqualError(t, rpc.Wrap("a", "b", rpc.Wrap("c", "d", errors.New("e"))), "a call to b failed: c call to d failed: e (Unknown)")
+}

@@ -51,7 +51,10 @@ def _load(log_level: str = "warn") -> Any:
         try:
             library = importlib.import_module("torchft._torchft_go")
         except ImportError as e:
-            raise ImportError(f"torchft's native library does not load; build it with `pip install .`: {e}") from e
+            raise ImportError(
+                "torchft's native library does not load; build it with `pip install .`, or with `pip install -e .` to run "
+                f"from a checkout: {e}"
+            ) from e
         level = os.environ.get(LOG_LEVEL_ENV)
         try:
             library.pyapi_SetLogLevel(level or log_level)

@@ -36,22 +36,22 @@ class _ManagerLogger:
         self._logger.exception("%s %s", self.prefix(), msg)
 
     def quorum_event(self) -> None:
-        self._event(_quorums, logging.INFO)
+        self._event(_quorums, logging.INFO, f"quorum {self._manager._quorum_id}")
 
     def commit_event(self, committed: bool) -> None:
-        self._event(_commits, logging.INFO, commit_result=committed)
+        self._event(_commits, logging.INFO, "committed" if committed else "not committed", commit_result=committed)
 
     def error_event(self, error: Optional[Exception]) -> None:
-        self._event(_errors, logging.ERROR, error=str(error))
+        self._event(_errors, logging.ERROR, str(error), error=str(error))
 
-    def _event(self, logger: logging.Logger, level: int, **fields: Any) -> None:
+    def _event(self, logger: logging.Logger, level: int, msg: str, **fields: Any) -> None:
         # These records are for exporters: without a handler of their own they would reach Python's handler of last
         # resort and print empty lines.
         if not logger.isEnabledFor(level) or not logger.hasHandlers():
             return
         logger.log(
             level,
-            logger.name.removeprefix("torchft_"),
+            msg,
             extra={
                 "job_id": os.environ.get("JOB_ID", "unknown"),
                 "replica_id": self._replica_id,

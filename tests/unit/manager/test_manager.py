@@ -506,6 +506,30 @@ def test_state_dict_functions_may_come_later(fixture: Fixture, make_quorum: Quor
     assert fixture.loaded == [1] and extra == [2]
 
 
+# Records for exporters
+
+
+def test_records_of_quorums_commits_and_errors(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JOB_ID", "job")
+    caplog.set_level("INFO")
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.wait_quorum()
+    manager.report_error(RuntimeError("bad gradient"))
+    assert not manager.should_commit()
+    records = {r.name: r for r in caplog.records if r.name in ("torchft_quorums", "torchft_commits", "torchft_errors")}
+    for record in records.values():
+        fields = vars(record)
+        assert {key: fields[key] for key in ("job_id", "replica_id", "rank", "quorum_id", "step")} == dict(
+            job_id="job", replica_id="group_1:uuid", rank=1, quorum_id=1, step=0
+        )
+    assert records["torchft_quorums"].getMessage() == "quorum 1"
+    assert vars(records["torchft_commits"])["commit_result"] is False
+    assert vars(records["torchft_errors"])["error"] == records["torchft_errors"].getMessage() == "bad gradient"
+
+
 # Seams
 
 

@@ -52,8 +52,8 @@ def _load(log_level: str = "warn") -> Any:
             library = importlib.import_module("torchft._torchft_go")
         except ImportError as e:
             raise ImportError(
-                "torchft's native library does not load; build it with `pip install .`, or with `pip install -e .` to run "
-                f"from a checkout: {e}"
+                "torchft's native library does not load; build it with `pip install .`, or with `pip install -e .` to "
+                f"run from a checkout: {e}"
             ) from e
         level = os.environ.get(LOG_LEVEL_ENV)
         try:

@@ -48,6 +48,7 @@ def _measure(ours: Side, published: Side, ranks: int, rounds: int, steps: int, p
                 mine = samples[side.name]
                 for part in ("step", *PARTS):
                     mine.setdefault(part, []).append(Spread.of(t for a in answers for t in a[part]).median)
+                mine.setdefault("cpu", []).append(sum(answer["cpu"] for answer in answers) / len(answers))
                 mine.setdefault("plain", []).append(Spread.of(t for a in plain for t in a["step"]).median)
             progress(
                 f"step, {ranks} rank(s) a group, round {number + 1}/{rounds}: "
@@ -77,9 +78,18 @@ def tables(result: dict[str, Any], ours: str, published: str) -> str:
                     name,
                     ms["step"].text(),
                     *[ms[part].text() for part in PARTS],
+                    ms["cpu"].text(),
                     ms["plain"].text(),
                     f"{ratio.text()} (goal <= {GOAL}: {verdict(ratio.median <= GOAL)})" if name == ours else "",
                 ]
             )
-    head = ["ranks a group", "package", "step, ms", *[f"{p}, ms" for p in PARTS], "plain allreduce, ms", "ratio"]
+    head = [
+        "ranks a group",
+        "package",
+        "step, ms",
+        *[f"{p}, ms" for p in PARTS],
+        "CPU of a rank, ms",
+        "plain allreduce, ms",
+        "ratio",
+    ]
     return markdown_table(head, rows)

@@ -85,6 +85,7 @@ class Worker:
         """Run `count` steps of a torchft job that computes nothing."""
         parts: dict[str, list[float]] = {"step": [], "start_quorum": [], "allreduce": [], "should_commit": []}
         failed = 0
+        cpu = time.process_time()
         for _ in range(count):
             t0 = time.perf_counter()
             self.manager.start_quorum()
@@ -95,7 +96,8 @@ class Worker:
             t3 = time.perf_counter()
             for name, seconds in zip(parts, (t3 - t0, t1 - t0, t2 - t1, t3 - t2)):
                 parts[name].append(1000 * seconds)
-        return {**parts, "failed": failed, "participants": self.manager.num_participants()}
+        cpu = 1000 * (time.process_time() - cpu) / count  # of all threads
+        return {**parts, "cpu": cpu, "failed": failed, "participants": self.manager.num_participants()}
 
     def do_plain_steps(self, count: int) -> dict[str, Any]:
         """Run `count` allreduces of plain PyTorch."""

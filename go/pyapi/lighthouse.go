@@ -62,6 +62,5 @@ func parseCommand(arguments string) (lighthouse.Config, error) {
 }
 
 func startLighthouse(cfg lighthouse.Config) int64 {
-	useProcs(lighthouseProcs)
 	return ops.Start(bindTimeout, func(context.Context) (any, error) { return lighthouse.New(cfg) })
 }

@@ -19,19 +19,10 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// In a training process the core only waits on sockets, next to threads that compute: with one processor its
-// scheduler never spins in search of work, which showed as 5 % of a step with four ranks a group on two cores.
-// A lighthouse serves the whole job, and gets some more. GOMAXPROCS in the environment wins.
-const (
-	trainingProcs   = 1
-	lighthouseProcs = 4
-)
-
-func useProcs(most int) {
-	if os.Getenv("GOMAXPROCS") == "" {
-		runtime.GOMAXPROCS(min(most, runtime.NumCPU()))
-	}
-}
+// maxProcs bounds Go's threads in a training process: the core waits on sockets and computes next to
+// nothing, and hosts with many cores would get a thread for each. (One would be too few: an operation then starts only
+// when the thread that asked for it has let go, which doubled the time of a commit vote.)
+const maxProcs = 4
 
 // bindTimeout bounds the start of a server that waits for nobody; only the lookup of a host name can take long.
 const bindTimeout = time.Minute
@@ -44,7 +35,10 @@ var logLevel slog.LevelVar
 func init() {
 	logLevel.Set(slog.LevelWarn)
 	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: &logLevel})))
-	useProcs(trainingProcs)
+
+	if os.Getenv("GOMAXPROCS") == "" {
+		runtime.GOMAXPROCS(min(maxProcs, runtime.GOMAXPROCS(0)))
+	}
 }
 
 func micros(us int64) time.Duration { return time.Duration(us) * time.Microsecond }

@@ -114,6 +114,8 @@ class Source:
                 self._cond.wait_for(lambda: self._readers == 0, timeout)
             keep_copy = offer.copies and not self._all_received(offer.checkpoint)
         offer.close(keep_copy, timeout)
+        with self._cond:
+            self._cond.notify_all()  # readers that came meanwhile wait for the copy, which is complete now
 
     def drop_old(self, now: float) -> None:
         """Frees what nobody needs any more: a copy that all receivers have, and all of a checkpoint of some age.

@@ -1,0 +1,45 @@
+"""What readers see while a source takes its memory back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from torchft.checkpointing._checkpoint import Checkpoint
+from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._source import Source
+
+
+def test_reader_that_comes_while_the_copy_is_made_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is woken when the copy is complete, and does not wait until its own timeout."""
+    closing, go_on = threading.Event(), threading.Event()
+    close = Offer.close
+
+    def slow_close(self: Offer, keep_copy: bool, timeout: float) -> None:
+        closing.set()
+        assert go_on.wait(30)
+        close(self, keep_copy, timeout)
+
+    monkeypatch.setattr(Offer, "close", slow_close)
+    source = Source(keep=60)
+    source.publish(1, Checkpoint({"w": torch.zeros(1_000_000)}, 0), receivers=1, copy=True)
+    taking_back = threading.Thread(target=source.disallow, args=(30,))
+    taking_back.start()
+    assert closing.wait(30)
+
+    read = threading.Event()
+
+    def reader() -> None:
+        with source.reading(1, 60):
+            read.set()
+
+    late = threading.Thread(target=reader)
+    late.start()
+    assert not read.wait(0.2)  # it waits for the copy
+    go_on.set()
+    assert read.wait(20)
+    for thread in (taking_back, late):
+        thread.join(30)
+    source.close(5)

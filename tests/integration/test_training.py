@@ -188,6 +188,10 @@ def test_survivors_of_many_need_no_join_timeout() -> None:
         crashed: list[float] = []
 
         def crash(rank: Rank) -> None:
+            assert rank.manager is not None
+            rank.manager.start_quorum()  # the others enter the collective of this step and wait for this group
+            rank.manager.wait_quorum()
+            time.sleep(0.2)
             crashed.append(time.monotonic())
             rank.crash()
 

@@ -495,7 +495,7 @@ class Manager:
                 self._pending_state_dict = state  # the training thread loads it: the model is its own
         except Exception as e:
             self._logger.exception(f"healing failed: {e}")
-            self._report_heal_error(e)
+            self._keep_error(e)  # the peers still count on this group in their collectives
 
     def _apply_pending_state_dict(self) -> bool:
         """Loads what a heal fetched. False if there is nothing, or the user's function failed."""
@@ -508,7 +508,7 @@ class Manager:
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
             self._pending_state_dict = None
             self._spoiled = True
-            self._report_heal_error(e)
+            self._keep_error(e)  # the peers still count on this group in their collectives
             return False
         self._pending_state_dict = None
         self._before_heal = None
@@ -586,9 +586,6 @@ class Manager:
             self._pg.abort()
         except Exception as e:
             self._logger.exception(f"the process group could not be aborted: {e}")
-
-    def _report_heal_error(self, e: Exception) -> None:
-        self._keep_error(e)
 
     def _keep_error(self, e: Exception) -> None:
         if self._errored is None:  # what came first is the cause

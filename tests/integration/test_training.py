@@ -305,40 +305,32 @@ def test_ranks_that_disagree_on_the_world_size(cluster: Cluster) -> None:
     assert isinstance(futures[0].exception(timeout=60), (RuntimeError, TimeoutError))
 
 
+def manager_of(lighthouse_addr: str) -> Manager:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse_addr,
+        connect_timeout=timedelta(seconds=1),
+    )
+
+
 def test_lighthouse_that_is_not_there() -> None:
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(RuntimeError, match=rf"http://localhost:{port}.*1s"):
-        Manager(
-            pg=ProcessGroupGloo(),
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=1,
-            rank=0,
-            world_size=1,
-            store_addr="localhost",
-            store_port=store.port,
-            lighthouse_addr=f"http://localhost:{port}",
-            connect_timeout=timedelta(seconds=1),
-        )
+        manager_of(f"http://localhost:{port}")
 
 
 def test_address_without_scheme() -> None:
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(RuntimeError, match=r"localhost:1.*http://"):
-        Manager(
-            pg=ProcessGroupGloo(),
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=1,
-            rank=0,
-            world_size=1,
-            store_addr="localhost",
-            store_port=store.port,
-            lighthouse_addr="localhost:1",
-            connect_timeout=timedelta(seconds=1),
-        )
+        manager_of("localhost:1")
 
 
 NATIVE = hasattr(dist.ProcessGroup, "reconfigure")

@@ -31,6 +31,7 @@ func ParseArgs(args []string) (Config, error) {
 	join := flags.Int64("join_timeout_ms", def.JoinTimeout.Milliseconds(), "how long to wait for replica groups that are alive and have not asked yet")
 	tick := flags.Int64("quorum_tick_ms", def.QuorumTick.Milliseconds(), "how often to decide again without a request")
 	heartbeat := flags.Int64("heartbeat_timeout_ms", def.HeartbeatTimeout.Milliseconds(), "age of a heartbeat from which a replica group counts as dead")
+	grace := flags.Int64("suspect_grace_ms", def.SuspectGrace.Milliseconds(), "how long a replica group whose connection broke may take to come back before it counts as dead")
 	token := flags.String("kill_token", "", "secret that allows kill; without one kill is disabled (environment: "+rpc.KillTokenEnv+")")
 
 	usage := func() string {
@@ -57,7 +58,7 @@ func ParseArgs(args []string) (Config, error) {
 		name string
 		ms   int64
 		to   *time.Duration
-	}{{"join_timeout_ms", *join, &cfg.JoinTimeout}, {"quorum_tick_ms", *tick, &cfg.QuorumTick}, {"heartbeat_timeout_ms", *heartbeat, &cfg.HeartbeatTimeout}} {
+	}{{"join_timeout_ms", *join, &cfg.JoinTimeout}, {"quorum_tick_ms", *tick, &cfg.QuorumTick}, {"heartbeat_timeout_ms", *heartbeat, &cfg.HeartbeatTimeout}, {"suspect_grace_ms", *grace, &cfg.SuspectGrace}} {
 		d, err := Milliseconds(setting.name, setting.ms)
 		if err != nil {
 			return Config{}, err

@@ -20,7 +20,7 @@ func TestParseArgs(t *testing.T) {
 	assert.Equal(t, "[::]:29510", cfg.Bind)
 	assert.Equal(t, []time.Duration{time.Minute, 100 * time.Millisecond, 5 * time.Second}, []time.Duration{cfg.JoinTimeout, cfg.QuorumTick, cfg.HeartbeatTimeout})
 
-	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--kill_token", "x"})
+	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--kill_token", "x"})
 	require.NoError(t, err)
 	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond, QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond, KillToken: "x"}, cfg)
 }
@@ -29,7 +29,7 @@ func TestHelpIsUsage(t *testing.T) {
 	_, err := lighthouse.ParseArgs([]string{"--help"})
 	var help *lighthouse.Help
 	require.ErrorAs(t, err, &help)
-	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--kill_token"} {
+	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--kill_token"} {
 		assert.Contains(t, help.Usage, flag)
 	}
 }
@@ -46,6 +46,7 @@ func TestBadArgsAreNamed(t *testing.T) {
 		{[]string{"--min_replicas", "1", "--join_timeout_ms", "0"}, "join_timeout_ms is 0: it must be more than 0"},
 		{[]string{"--min_replicas", "1", "--quorum_tick_ms", "-5"}, "quorum_tick_ms is -5: it must be more than 0"},
 		{[]string{"--min_replicas", "1", "--heartbeat_timeout_ms", "0"}, "heartbeat_timeout_ms is 0: it must be more than 0"},
+		{[]string{"--min_replicas", "1", "--suspect_grace_ms", "-1"}, "suspect_grace_ms is -1: it must be at least 0"},
 		{[]string{"--min_replicas", "1", "--join_timeout_ms", "9223372036854775807"}, "join_timeout_ms is 9223372036854775807: it must be at most"},
 		{[]string{"--min_replicas", "1", "--bind", "29510"}, `bind is "29510": it must be host:port`},
 		{[]string{"--min_replicas", "1", "--bind", "[::]:70000"}, `bind is "[::]:70000": it must be host:port`},

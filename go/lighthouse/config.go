@@ -27,6 +27,8 @@ type Config struct {
 	QuorumTick time.Duration
 	// HeartbeatTimeout is the age of a heartbeat from which a replica counts as dead.
 	HeartbeatTimeout time.Duration
+	// SuspectGrace is how long a replica whose connection broke may take to come back before it counts as dead.
+	SuspectGrace time.Duration
 	// KillToken allows kill to those who send it; empty disables kill.
 	KillToken string
 	// Logger is slog.Default() if nil.
@@ -44,11 +46,13 @@ func DefaultConfig() Config {
 		QuorumTick:  100 * time.Millisecond,
 		// Fifty heartbeats of 100 ms: a group is not given up for a pause of its garbage collector.
 		HeartbeatTimeout: 5 * time.Second,
+		// A connection is made anew within some 50 ms; a process that was killed never is.
+		SuspectGrace: 200 * time.Millisecond,
 	}
 }
 
 func (c Config) policy() quorum.Policy {
-	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout, HeartbeatTimeout: c.HeartbeatTimeout}
+	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout, HeartbeatTimeout: c.HeartbeatTimeout, SuspectGrace: c.SuspectGrace}
 }
 
 // Validate names the setting that cannot be used, its value, and what is allowed.

@@ -2,13 +2,14 @@ package lighthouse
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
@@ -27,7 +28,10 @@ type Server struct {
 	mu      sync.Mutex
 	machine *quorum.Machine
 	waiters rpc.Waiters[quorum.WaiterID, answer]
+	streams streams
+	news    news
 	patient patience
+	wake    *time.Timer // runs when the grace of a suspect is over
 	closed  bool
 }
 
@@ -35,21 +39,6 @@ type Server struct {
 type answer struct {
 	delivered *delivery
 	err       error
-}
-
-// delivery is one quorum, encoded once for all who waited for it, by the first who needs it.
-type delivery struct {
-	quorum *quorum.Quorum
-	once   sync.Once
-	bytes  rpc.Encoded
-	err    error
-}
-
-func (d *delivery) encoded() (rpc.Encoded, error) {
-	d.once.Do(func() {
-		d.bytes, d.err = proto.Marshal(&torchftpb.LighthouseQuorumResponse{Quorum: rpc.QuorumToProto(d.quorum)})
-	})
-	return d.bytes, d.err
 }
 
 // New starts a lighthouse. It is bound and serving on return; end it with Shutdown.
@@ -69,8 +58,13 @@ func New(cfg Config) (*Server, error) {
 		stop:    make(chan struct{}),
 		machine: quorum.NewMachine(cfg.policy(), time.Now()),
 	}
+	s.wake = time.AfterFunc(time.Hour, func() { _ = s.feed(quorum.Woken{}) })
+	s.wake.Stop()
+	s.news.timer = time.AfterFunc(time.Hour, s.tellLater)
+	s.news.timer.Stop()
 	g := rpc.NewGRPC(s.log)
 	g.RegisterService(serviceDesc(), service{server: s})
+	torchftpb.RegisterMemberServiceServer(g, memberService{server: s})
 	s.rpc = rpc.Serve(lis, g, s.handler(), s.log)
 	rpc.Go(&s.tasks, s.log, "quorum tick", s.tick)
 	return s, nil
@@ -84,7 +78,10 @@ func (s *Server) Shutdown() {
 	s.mu.Lock()
 	first := !s.closed
 	s.closed = true
+	s.wake.Stop()
+	s.news.timer.Stop()
 	s.waiters.AnswerAll(answer{err: errShutdown})
+	s.streams.close()
 	s.mu.Unlock()
 	if first {
 		close(s.stop)
@@ -96,8 +93,8 @@ func (s *Server) Shutdown() {
 var errShutdown = status.Error(codes.Unavailable, "the lighthouse is shutting down")
 
 // quorum waits until m is in a quorum.
-func (s *Server) quorum(ctx context.Context, m quorum.Member, knownID int64) (*delivery, error) {
-	id, answered, err := s.ask(m, knownID)
+func (s *Server) quorum(ctx context.Context, asked quorum.Asked) (*delivery, error) {
+	id, answered, err := s.ask(asked)
 	if err != nil {
 		return nil, err
 	}
@@ -118,14 +115,15 @@ func (s *Server) quorum(ctx context.Context, m quorum.Member, knownID int64) (*d
 	}
 }
 
-func (s *Server) ask(m quorum.Member, knownID int64) (quorum.WaiterID, <-chan answer, error) {
+func (s *Server) ask(asked quorum.Asked) (quorum.WaiterID, <-chan answer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
 		return 0, nil, errShutdown
 	}
 	id, answered := s.waiters.Add()
-	return id, answered, s.step(quorum.Asked{Waiter: id, Member: m, KnownQuorumID: knownID})
+	asked.Waiter = id
+	return id, answered, s.step(asked)
 }
 
 // giveUp ends a wait and returns why there is no quorum.
@@ -162,23 +160,38 @@ func (s *Server) step(event quorum.Event) (err error) {
 		}
 	}()
 	defer rpc.Recovered(s.log, "the lighthouse", &err)
-	for _, action := range s.machine.Step(event, now) {
+	actions := s.machine.Step(event, now)
+	s.announce(actions, now) // before the quorum without those who failed
+	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			s.patient.served()
-			d := &delivery{quorum: a.Quorum}
+			d := newDelivery(a.Quorum, a.Before)
 			for _, id := range a.Waiters {
 				s.waiters.Answer(id, answer{delivered: d})
 			}
+		case quorum.Refuse:
+			s.waiters.Answer(a.Waiter, answer{err: status.Error(codes.Aborted, a.Reason)})
 		case quorum.Changed:
 			s.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
-				"joined", a.Joined, "left", a.Left, "reason", a.Reason)
+				"joined", some(a.Joined), "left", some(a.Left), "reason", a.Reason)
+		case quorum.Wake:
+			s.wake.Reset(time.Until(a.At))
 		case quorum.Waiting:
 			s.patient.waits(a.Reason, now)
 		}
 	}
 	sound = true
 	return nil
+}
+
+// some are the first names of a list: with thousands, nobody reads more.
+func some(names []string) []string {
+	const most = 8
+	if more := len(names) - most; more > 0 {
+		return append(slices.Clone(names[:most]), fmt.Sprintf("and %d more", more))
+	}
+	return names
 }
 
 func (s *Server) tick() {

@@ -86,6 +86,26 @@ func TestUnknownFieldsOfAMemberAreHandedOn(t *testing.T) {
 	})
 }
 
+func TestARequestThatWasHeldUpIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "lighthouse", fttest.LighthouseAddr, time.Second)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		ask := func(number uint64) error {
+			_, err := torchftpb.NewLighthouseServiceClient(conn).Quorum(t.Context(),
+				&torchftpb.LighthouseQuorumRequest{Requester: &torchftpb.QuorumMember{ReplicaId: "a"}, RequestNumber: number})
+			return err
+		}
+		require.NoError(t, ask(2))
+		err = ask(1)
+		assert.Equal(t, codes.Aborted, status.Code(err))
+		assert.ErrorContains(t, err, "a newer request of a came before this one")
+		require.NoError(t, ask(3))
+		require.NoError(t, ask(0), "a published member does not number its requests")
+	})
+}
+
 func TestShutdownEndsEveryWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 3)

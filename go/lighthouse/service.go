@@ -57,11 +57,15 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 		ctx, cancel = context.WithDeadline(ctx, rpc.Sooner(deadline, answerMargin))
 		defer cancel()
 	}
-	d, err := s.server.quorum(ctx, rpc.MemberFromProto(req.GetRequester()), req.GetKnownQuorumId())
+	d, err := s.server.quorum(ctx, quorum.Asked{
+		Member:        rpc.MemberFromProto(req.GetRequester()),
+		KnownQuorumID: req.GetKnownQuorumId(),
+		Number:        req.GetRequestNumber(),
+	})
 	if err != nil {
 		return nil, err
 	}
-	return d.encoded()
+	return d.answer()
 }
 
 func (s service) Heartbeat(_ context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {

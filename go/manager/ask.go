@@ -99,31 +99,33 @@ func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
 	}
 }
 
-// heartbeat tells the lighthouse at every interval that this group is alive. What goes wrong is logged once,
+// attend tells the lighthouse that this group is alive, for as long as the server lives. What goes wrong is logged once,
 // and once when it is over.
-func (s *Server) heartbeat() {
-	// Long enough for a busy lighthouse; the next heartbeat waits for this one.
-	timeout := max(10*s.cfg.HeartbeatInterval, time.Second)
-	ticker := time.NewTicker(s.cfg.HeartbeatInterval)
-	defer ticker.Stop()
-	failing := false
-	for {
-		ctx, cancel := context.WithTimeout(s.ctx, timeout)
-		err := s.membership.Heartbeat(ctx, s.cfg.ReplicaID)
-		cancel()
-		switch {
-		case s.ctx.Err() != nil:
-			return
-		case err != nil && !failing:
-			s.log.Warn("torchft: heartbeats do not reach the lighthouse", "error", err)
-		case err == nil && failing:
+func (s *Server) attend() {
+	failed := 0
+	reached := func() {
+		if failed > 0 {
 			s.log.Info("torchft: heartbeats reach the lighthouse again")
 		}
-		failing = err != nil
+		failed = 0
+	}
+	for {
+		err := s.attendUntilFailure(reached)
+		if s.ctx.Err() != nil {
+			return
+		}
+		if failed++; failed == 1 {
+			s.log.Warn("torchft: heartbeats do not reach the lighthouse", "error", err)
+		}
 		select {
 		case <-s.ctx.Done():
 			return
-		case <-ticker.C:
+		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
 		}
 	}
+}
+
+func (s *Server) attendUntilFailure(reached func()) (err error) {
+	defer rpc.Recovered(s.log, "heartbeats", &err)
+	return s.membership.Attend(s.ctx, s.cfg.HeartbeatInterval, reached)
 }

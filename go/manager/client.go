@@ -19,6 +19,7 @@ type QuorumArgs struct {
 	ShrinkOnly         bool
 	InitSync           bool
 	CommitFailures     int64
+	CommittedQuorumID  int64  // in which this rank's weights were made; -1: in none since it began, 0: it does not say
 	Handle             string // reconfigure handle of this rank's process group, if it has one
 	GroupWorldSize     int64  // as this rank believes; 0 does not say
 }
@@ -35,6 +36,8 @@ type calls interface {
 	Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error)
 	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
+	// Failures has a value for each failure of a member that the server learns of; nil if it tells of none.
+	Failures() <-chan Failure
 	Close() error
 }
 
@@ -73,7 +76,7 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 	if err != nil {
 		return nil, err
 	}
-	return &Client{peer: peer, calls: &remote{conn: conn, stub: torchftpb.NewManagerServiceClient(conn)}}, nil
+	return &Client{peer: peer, calls: newSession(conn)}, nil
 }
 
 // Quorum waits until every rank of the group has asked and the lighthouse has answered.
@@ -94,7 +97,7 @@ func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return commit, rpc.Wrap("should_commit", c.peer, err)
 }
 
-// remote speaks to a server over the network.
+// remote speaks to a server over the network, a call at a time.
 type remote struct {
 	conn *grpc.ClientConn
 	stub torchftpb.ManagerServiceClient
@@ -103,16 +106,7 @@ type remote struct {
 func (r *remote) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	resp, err := r.stub.Quorum(ctx, &torchftpb.ManagerQuorumRequest{
-		GroupRank:          args.GroupRank,
-		Step:               args.Step,
-		CheckpointMetadata: args.CheckpointMetadata,
-		ShrinkOnly:         args.ShrinkOnly,
-		InitSync:           args.InitSync,
-		CommitFailures:     args.CommitFailures,
-		ReconfigureHandle:  args.Handle,
-		GroupWorldSize:     args.GroupWorldSize,
-	})
+	resp, err := r.stub.Quorum(ctx, quorumToProto(args))
 	if err != nil {
 		return recovery.Result{}, err
 	}
@@ -132,5 +126,7 @@ func (r *remote) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	resp, err := r.stub.ShouldCommit(ctx, &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote})
 	return resp.GetShouldCommit(), err
 }
+
+func (r *remote) Failures() <-chan Failure { return nil }
 
 func (r *remote) Close() error { return r.conn.Close() }

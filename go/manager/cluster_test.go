@@ -101,6 +101,28 @@ func TestHealingComesOverTheWire(t *testing.T) {
 	})
 }
 
+// Both committed the step before, each in a quorum of its own: their weights differ, and only that tells.
+func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		ask := func(g *fttest.Group, committed int64) <-chan fttest.Answer[recovery.Result] {
+			return g.QuorumWith(manager.QuorumArgs{Step: 7, CommittedQuorumID: committed}, time.Minute)
+		}
+		got := answers{ask(a, 1000), ask(b, 1001)}.results(t)
+		require.True(t, got[0].Heal)
+		assert.Equal(t, b.Server.Address(), got[0].Sources[0].ManagerAddress)
+		assert.EqualValues(t, 1001, got[0].CommittedQuorumID)
+		assert.False(t, got[1].Heal)
+		assert.Equal(t, []int64{0}, got[1].RecoverDstReplicaRank)
+
+		for _, r := range (answers{ask(a, 1000), ask(b, 0)}).results(t) {
+			assert.False(t, r.Heal, "a published group does not say: steps decide")
+			assert.Zero(t, r.CommittedQuorumID)
+		}
+	})
+}
+
 func TestADeadRankFailsItsSiblingsAtOnce(t *testing.T) {
 	for _, waits := range []string{"for a quorum", "for a vote"} {
 		t.Run(waits, func(t *testing.T) {

@@ -24,7 +24,8 @@ type ServerConfig struct {
 	StoreAddr string
 	// WorldSize is how many ranks the group has.
 	WorldSize int64
-	// HeartbeatInterval is how often the lighthouse hears that this group is alive.
+	// HeartbeatInterval is how often the lighthouse hears that this group is alive. One that keeps a stream with the
+	// group says itself how often it wants to hear.
 	HeartbeatInterval time.Duration
 	// ConnectTimeout bounds the first connection to the lighthouse.
 	ConnectTimeout time.Duration

@@ -5,6 +5,20 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
+func quorumToProto(args QuorumArgs) *torchftpb.ManagerQuorumRequest {
+	return &torchftpb.ManagerQuorumRequest{
+		GroupRank:          args.GroupRank,
+		Step:               args.Step,
+		CheckpointMetadata: args.CheckpointMetadata,
+		ShrinkOnly:         args.ShrinkOnly,
+		InitSync:           args.InitSync,
+		CommitFailures:     args.CommitFailures,
+		CommittedQuorumId:  args.CommittedQuorumID,
+		ReconfigureHandle:  args.Handle,
+		GroupWorldSize:     args.GroupWorldSize,
+	}
+}
+
 // resultToProto is the wire form of a result. The wire has room for one source: the first.
 func resultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 	p := &torchftpb.ManagerQuorumResponse{
@@ -18,6 +32,7 @@ func resultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 		ReplicaWorldSize:       r.ReplicaWorldSize,
 		Heal:                   r.Heal,
 		CommitFailures:         r.CommitFailures,
+		CommittedQuorumId:      r.CommittedQuorumID,
 		ReplicaIds:             r.ReplicaIDs,
 		ReconfigureHandles:     r.Handles,
 		ReplicasWithoutHandles: r.WithoutHandles,
@@ -42,6 +57,7 @@ func resultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 		MaxWorldSize:          p.GetMaxWorldSize(),
 		Heal:                  p.GetHeal(),
 		CommitFailures:        p.GetCommitFailures(),
+		CommittedQuorumID:     p.GetCommittedQuorumId(),
 		ReplicaIDs:            p.GetReplicaIds(),
 		Handles:               p.GetReconfigureHandles(),
 		WithoutHandles:        p.GetReplicasWithoutHandles(),

@@ -15,9 +15,15 @@ type direct struct {
 	server *Server
 	conn   *connection
 	closed atomic.Bool
+	heard  <-chan Failure
+	deaf   func()
 }
 
-func (s *Server) direct() *direct { return &direct{server: s, conn: &connection{}} }
+func (s *Server) direct() *direct {
+	d := &direct{server: s, conn: &connection{}}
+	d.heard, d.deaf = s.failures.listen()
+	return d
+}
 
 func (d *direct) err() error {
 	if d.closed.Load() {
@@ -47,9 +53,12 @@ func (d *direct) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return d.server.shouldCommit(ctx, d.conn, groupRank, step, vote)
 }
 
+func (d *direct) Failures() <-chan Failure { return d.heard }
+
 // Close ends the calls that wait, as the end of a connection does.
 func (d *direct) Close() error {
 	if !d.closed.Swap(true) {
+		d.deaf()
 		d.server.connectionEnded(d.conn)
 	}
 	return nil

@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -17,20 +18,23 @@ import (
 type Membership interface {
 	// Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
 	Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error)
-	// Heartbeat says that the replica is alive.
-	Heartbeat(ctx context.Context, replicaID string) error
+	// Attend says that the replica of the membership is alive, again and again, until that fails or ctx ends. It calls
+	// reached whenever it was heard. interval is how often to say it to a lighthouse that does not know how itself.
+	Attend(ctx context.Context, interval time.Duration, reached func()) error
 	// Close ends the connection, and every call with it.
 	Close() error
 }
 
-// LighthouseClient is a connection to a lighthouse, ours or a published one. It comes back by itself when it broke.
+// LighthouseClient makes calls to a lighthouse, ours or a published one. Its connection comes back by itself when it broke.
 type LighthouseClient struct {
 	peer string
 	conn *grpc.ClientConn
 	stub torchftpb.LighthouseServiceClient
-}
 
-var _ Membership = (*LighthouseClient)(nil)
+	// number is of the latest request. It begins at the clock, so that another client of the same replica_id that
+	// comes later is not taken for an old one.
+	number atomic.Uint64
+}
 
 // DialLighthouse connects to the lighthouse at addr, trying again until connectTimeout is over.
 func DialLighthouse(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*LighthouseClient, error) {
@@ -38,17 +42,24 @@ func DialLighthouse(ctx context.Context, addr string, connectTimeout time.Durati
 	if err != nil {
 		return nil, err
 	}
-	return &LighthouseClient{
+	c := &LighthouseClient{
 		peer: "lighthouse at " + addr,
 		conn: conn,
 		stub: torchftpb.NewLighthouseServiceClient(conn),
-	}, nil
+	}
+	c.number.Store(uint64(time.Now().UnixNano()))
+	return c, nil
 }
 
+// Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
 func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	resp, err := c.stub.Quorum(ctx, &torchftpb.LighthouseQuorumRequest{Requester: rpc.MemberToProto(m), KnownQuorumId: knownQuorumID})
+	resp, err := c.stub.Quorum(ctx, &torchftpb.LighthouseQuorumRequest{
+		Requester:     rpc.MemberToProto(m),
+		KnownQuorumId: knownQuorumID,
+		RequestNumber: c.number.Add(1),
+	})
 	if err != nil {
 		return nil, rpc.Wrap("quorum", c.peer, err)
 	}
@@ -58,6 +69,7 @@ func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuo
 	return rpc.QuorumFromProto(resp.GetQuorum()), nil
 }
 
+// Heartbeat says that a replica is alive.
 func (c *LighthouseClient) Heartbeat(ctx context.Context, replicaID string) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
@@ -65,4 +77,5 @@ func (c *LighthouseClient) Heartbeat(ctx context.Context, replicaID string) erro
 	return rpc.Wrap("heartbeat", c.peer, err)
 }
 
+// Close ends the connection, and every call with it.
 func (c *LighthouseClient) Close() error { return c.conn.Close() }

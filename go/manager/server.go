@@ -27,6 +27,7 @@ type Server struct {
 	ctx        context.Context // ends with Shutdown
 	cancel     context.CancelFunc
 	tasks      sync.WaitGroup
+	failures   failures
 
 	mu       sync.Mutex
 	machine  *round.Machine
@@ -58,7 +59,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		if err != nil {
 			return nil, err
 		}
-		membership = client
+		membership = newMember(client, cfg.ReplicaID)
 	}
 	lis, err := cfg.Network.Listen(cfg.Bind)
 	if err != nil {
@@ -76,8 +77,12 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	g := rpc.NewGRPC(s.log, grpc.StatsHandler(connectionTracker{s}))
 	torchftpb.RegisterManagerServiceServer(g, service{server: s})
+	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
 	s.rpc = rpc.Serve(lis, g, nil, s.log)
-	rpc.Go(&s.tasks, s.log, "heartbeat", s.heartbeat)
+	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
+	if source, ok := membership.(FailureSource); ok {
+		rpc.Go(&s.tasks, s.log, "failures", func() { s.hearFailures(source) })
+	}
 	local.add(s)
 	return s, nil
 }
@@ -133,6 +138,7 @@ func (s *Server) quorum(ctx context.Context, conn *connection, args QuorumArgs) 
 			ShrinkOnly:         args.ShrinkOnly,
 			InitSync:           args.InitSync,
 			CommitFailures:     args.CommitFailures,
+			CommittedQuorumID:  args.CommittedQuorumID,
 			Handle:             args.Handle,
 			GroupWorldSize:     args.GroupWorldSize,
 			Deadline:           deadline,

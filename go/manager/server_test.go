@@ -34,8 +34,12 @@ func (f *fake) Quorum(ctx context.Context, _ quorum.Member, _ int64) (*quorum.Qu
 	f.asked.Add(1)
 	return f.quorum(ctx)
 }
-func (f *fake) Heartbeat(context.Context, string) error { return nil }
-func (f *fake) Close() error                            { f.closed.Store(true); return nil }
+func (f *fake) Attend(ctx context.Context, _ time.Duration, reached func()) error {
+	reached()
+	<-ctx.Done()
+	return ctx.Err()
+}
+func (f *fake) Close() error { f.closed.Store(true); return nil }
 
 func TestALighthouseErrorReachesEveryRankAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -206,7 +210,16 @@ func TestTheLighthouseMayComeLater(t *testing.T) {
 // In one process, over real sockets: what the clients of group rank 0 do in production.
 func TestTheShortcutInOneProcess(t *testing.T) {
 	house := startLighthouse(t, 1)
-	server, err := manager.NewServer(t.Context(), realConfig(house.Address(), "a", 2))
+	failing := &tellTale{failures: make(chan manager.Failure)}
+	lighthouse, err := manager.DialLighthouse(t.Context(), house.Address(), 10*time.Second)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, lighthouse.Close()) }()
+	failing.quorum = func(ctx context.Context) (*quorum.Quorum, error) {
+		return lighthouse.Quorum(ctx, quorum.Member{ReplicaID: "a", WorldSize: 2}, 0)
+	}
+	cfg := realConfig(house.Address(), "a", 2)
+	cfg.Membership = failing
+	server, err := manager.NewServer(t.Context(), cfg)
 	require.NoError(t, err)
 	defer server.Shutdown()
 	near, err := manager.Dial(t.Context(), server.Address(), time.Second)
@@ -225,6 +238,11 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, []string{"a"}, r.ReplicaIDs)
 	require.NoError(t, (<-sibling).Err)
+
+	failed := manager.Failure{QuorumID: r.QuorumID, ReplicaID: "b", Reason: "gone"}
+	failing.failures <- failed
+	assert.Equal(t, failed, <-near.Failures())
+	assert.Equal(t, failed, <-far.Failures())
 
 	_, err = near.Quorum(context.Background(), manager.QuorumArgs{GroupRank: 0})
 	assert.Equal(t, codes.InvalidArgument, status.Code(err), "the same rule as over the network")

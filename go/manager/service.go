@@ -26,6 +26,7 @@ func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest
 		ShrinkOnly:         req.GetShrinkOnly(),
 		InitSync:           req.GetInitSync(),
 		CommitFailures:     req.GetCommitFailures(),
+		CommittedQuorumID:  req.GetCommittedQuorumId(),
 		Handle:             req.GetReconfigureHandle(),
 		GroupWorldSize:     req.GetGroupWorldSize(),
 	})

@@ -42,6 +42,11 @@ type MemberStatus struct {
 	ShrinkOnly     bool   `json:"shrink_only"`
 }
 
+// Size is how much is remembered: the replicas that are alive, wait or are in the latest quorum, and the requests.
+func (m *Machine) Size() (replicas, waiters int) {
+	return len(m.roster.replicas), len(m.roster.waiters)
+}
+
 // Describe tells the state at a time. It changes nothing, and it counts anew what Step counts as it goes.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {

@@ -26,8 +26,13 @@ type Machine struct {
 	// start: the next lighthouse of this job begins above all that this one can give out.
 	highest int64
 
+	// broken is who of the latest quorum was told to have failed. The others have ended what they shared with it: if it is
+	// back, they must connect anew all the same.
+	broken string
+
 	lastTick time.Time
-	told     cause // of the last Waiting since the latest quorum
+	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
+	told     cause     // of the last Waiting since the latest quorum
 }
 
 // maxKnownID is what a member may claim to know. Above it a claim is nonsense and would soon overflow.
@@ -37,7 +42,7 @@ const maxKnownID = math.MaxInt64 / 2
 func NewMachine(policy Policy, start time.Time) *Machine {
 	return &Machine{
 		policy:   policy,
-		roster:   newRoster(policy.HeartbeatTimeout),
+		roster:   newRoster(policy),
 		now:      start,
 		highest:  max(0, start.UnixMilli()),
 		lastTick: start,
@@ -50,31 +55,70 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		now = m.now
 	}
 	m.now = now
-	m.roster.expire(now)
+	dead := m.roster.expire(now)
+	var refused []Action
+	decide := len(dead) > 0 // who died may be whom the others waited for
+	lastTick, tick := m.lastTick, false
 
 	switch e := event.(type) {
 	case Asked:
 		if e.KnownQuorumID <= maxKnownID {
 			m.highest = max(m.highest, e.KnownQuorumID)
 		}
-		m.roster.ask(e.Waiter, e.Member, now)
-		if d := compute(m.policy, m.roster.tally(now)); d.ready() {
-			return m.deliver(d)
+		if m.roster.newest(e.Member.ReplicaID, e.Number) {
+			m.roster.ask(e.Waiter, e.Member, e.Number, now)
+			decide = true
+		} else {
+			refused = []Action{Refuse{e.Waiter, "a newer request of " + e.Member.ReplicaID + " came before this one"}}
 		}
 	case GaveUp:
 		m.roster.giveUp(e.Waiter, now)
 	case Beat:
 		m.roster.beat(e.ReplicaID, now)
+	case Lost:
+		m.roster.lost(e.ReplicaID, now)
+		dead = append(dead, m.roster.expire(now)...) // there may be no grace
+		decide = len(dead) > 0
+	case Woken: // for those whose grace is over
 	case Tick:
-		since := m.lastTick
+		decide, tick = true, true
 		m.lastTick = now
-		d := compute(m.policy, m.roster.tally(now))
-		if d.ready() {
-			return m.deliver(d)
-		}
-		return m.waiting(d, since)
 	}
-	return nil
+
+	actions := append(refused, m.failures(dead)...)
+	if decide {
+		switch d := compute(m.policy, m.roster.tally(now)); {
+		case d.ready():
+			actions = append(actions, m.deliver(d)...)
+		case tick:
+			actions = append(actions, m.waiting(d, lastTick)...)
+		}
+	}
+	return append(actions, m.wake()...)
+}
+
+// failures tells of those who died and are in the latest quorum.
+func (m *Machine) failures(dead []death) (actions []Action) {
+	for _, d := range dead {
+		if d.replica.previous {
+			m.broken = d.replica.id
+			actions = append(actions, Failed{QuorumID: m.latest.ID, ReplicaID: d.replica.id, Reason: d.reason})
+		}
+	}
+	return actions
+}
+
+// wake asks for an event at the end of the first suspect's grace.
+func (m *Machine) wake() []Action {
+	due := m.roster.due()
+	if due.Equal(m.wakeAt) {
+		return nil
+	}
+	m.wakeAt = due
+	if due.IsZero() {
+		return nil
+	}
+	return []Action{Wake{At: due}}
 }
 
 // deliver makes the quorum that was decided and answers everybody in it.
@@ -93,14 +137,15 @@ func (m *Machine) deliver(d decision) []Action {
 	// A member may know of a later quorum than ours (it came from another lighthouse): going on with
 	// our number would lead it back to an old one, and to the old one's keys in the store.
 	switch {
-	case m.latest == nil || changed || failing != "" || m.highest > m.latest.ID:
+	case m.latest == nil || changed || failing != "" || m.highest > m.latest.ID || m.broken != "":
 		m.highest++
 		q.ID = m.highest
 	default:
 		q.ID = m.latest.ID
 	}
 
-	answer := Deliver{Quorum: q, Waiters: make([]WaiterID, 0, len(in))}
+	q.Revision = revisionAfter(m.latest, q.Members)
+	answer := Deliver{Quorum: q, Before: m.latest, Waiters: make([]WaiterID, 0, len(in))}
 	for _, r := range in {
 		answer.Waiters = m.roster.answer(answer.Waiters, r, m.now)
 	}
@@ -113,12 +158,14 @@ func (m *Machine) deliver(d decision) []Action {
 		switch {
 		case failing != "":
 			reason += fmt.Sprintf("; %s reports commit failures", failing)
+		case m.broken != "":
+			reason += fmt.Sprintf("; %s was told to have failed", m.broken)
 		case !changed:
 			reason += "; a member knows a later quorum than the latest of this lighthouse"
 		}
 		actions = append(actions, m.change(q, in, changed, reason))
 	}
-	m.latest = q
+	m.latest, m.broken = q, ""
 	return actions
 }
 

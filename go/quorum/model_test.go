@@ -15,6 +15,9 @@ import (
 type model struct {
 	policy  Policy
 	beats   map[string]time.Time
+	lost    map[string]time.Time // when the stream of a suspect broke
+	died    []string             // in the step
+	broken  bool                 // somebody of the latest quorum died since
 	waiting []Asked              // in the order of asking
 	joined  map[string]time.Time // since when a candidate is one
 	latest  *Quorum
@@ -23,16 +26,18 @@ type model struct {
 }
 
 func newModel(p Policy, start time.Time) *model {
-	return &model{policy: p, beats: map[string]time.Time{}, joined: map[string]time.Time{}, highest: start.UnixMilli()}
+	return &model{policy: p, beats: map[string]time.Time{}, lost: map[string]time.Time{}, joined: map[string]time.Time{}, highest: start.UnixMilli()}
 }
 
 // step returns the quorum that the event leads to, if any, and who is answered.
 func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
+	m.died = nil
 	m.look(now)
 	switch e := e.(type) {
 	case Asked:
 		m.waiting = append(m.waiting, e)
 		m.beats[e.Member.ReplicaID] = now
+		delete(m.lost, e.Member.ReplicaID)
 		if e.KnownQuorumID <= maxKnownID {
 			m.highest = max(m.highest, e.KnownQuorumID)
 		}
@@ -40,18 +45,41 @@ func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
 		m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Waiter == e.Waiter })
 	case Beat:
 		m.beats[e.ReplicaID] = now
+		delete(m.lost, e.ReplicaID)
+	case Lost:
+		_, suspect := m.lost[e.ReplicaID]
+		if m.healthy(e.ReplicaID, now) && !suspect {
+			m.lost[e.ReplicaID] = now
+		}
 	}
 	m.look(now)
 	switch e.(type) {
 	case Asked, Tick:
 		return m.evaluate(now)
 	}
+	if len(m.died) > 0 {
+		return m.evaluate(now)
+	}
 	return nil, nil
+}
+
+// failed are the members of a quorum that died in the step.
+func (m *model) failed(latest *Quorum) (ids []string) {
+	if latest == nil {
+		return nil
+	}
+	for _, member := range latest.Members {
+		if slices.Contains(m.died, member.ReplicaID) {
+			ids = append(ids, member.ReplicaID)
+		}
+	}
+	return ids
 }
 
 func (m *model) healthy(id string, now time.Time) bool {
 	beat, ok := m.beats[id]
-	return ok && now.Sub(beat) < m.policy.HeartbeatTimeout
+	lost, suspect := m.lost[id]
+	return ok && now.Sub(beat) < m.policy.HeartbeatTimeout && !(suspect && now.Sub(lost) >= m.policy.SuspectGrace)
 }
 
 // look notes who became a candidate, and who is none any more.
@@ -59,6 +87,9 @@ func (m *model) look(now time.Time) {
 	for id := range m.beats {
 		if !m.healthy(id, now) {
 			delete(m.beats, id)
+			delete(m.lost, id)
+			m.died = append(m.died, id)
+			m.broken = m.broken || len(m.failed(m.latest)) > 0
 		}
 	}
 	candidates := m.candidates(now)
@@ -136,14 +167,14 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		same = same && previous[member.ReplicaID]
 		failures = failures || member.CommitFailures > 0
 	}
-	q := &Quorum{Members: in, Created: now}
-	if same && !failures && m.highest <= m.latest.ID {
+	q := &Quorum{Members: in, Created: now, Revision: RevisionOf(in)}
+	if same && !failures && !m.broken && m.highest <= m.latest.ID {
 		q.ID = m.latest.ID
 	} else {
 		m.highest++
 		q.ID = m.highest
 	}
-	m.latest, m.shrunk = q, len(in) < len(candidates)
+	m.latest, m.shrunk, m.broken = q, len(in) < len(candidates), false
 
 	var answered []WaiterID
 	var left []Asked
@@ -173,6 +204,7 @@ type history struct {
 	open    map[WaiterID]string // who waits, by replica_id
 	sets    map[int64]string    // of members, by quorum_id
 	lastID  int64
+	wakeAt  time.Time
 	quorums int
 }
 
@@ -182,6 +214,7 @@ func newHistory(t *testing.T, seed uint64) *history {
 		MinReplicas:      1 + rng.IntN(3),
 		JoinTimeout:      time.Duration(1+rng.IntN(2000)) * time.Millisecond,
 		HeartbeatTimeout: time.Duration(100+rng.IntN(5000)) * time.Millisecond,
+		SuspectGrace:     time.Duration(rng.IntN(3)*rng.IntN(500)) * time.Millisecond,
 	}
 	return &history{
 		t: t, rng: rng, policy: policy, now: epoch,
@@ -197,8 +230,12 @@ func (h *history) event(replicas int) Event {
 		return h.ask(id)
 	case p < 60:
 		return GaveUp{Waiter: h.waiter - WaiterID(h.rng.IntN(8))} // most are open, some were answered, some never were
-	case p < 85:
+	case p < 80:
 		return Beat{ReplicaID: id}
+	case p < 88:
+		return Lost{ReplicaID: id}
+	case p < 90:
+		return Woken{}
 	default:
 		return Tick{}
 	}
@@ -232,11 +269,13 @@ func (h *history) step(e Event) {
 	case GaveUp:
 		delete(h.open, e.Waiter)
 	}
+	before := h.model.latest
 	want, wantAnswered := h.model.step(e, h.now)
 	actions := h.machine.Step(e, h.now)
 
 	var got *Quorum
 	var answered []WaiterID
+	var failed []string
 	for _, action := range actions {
 		switch a := action.(type) {
 		case Deliver:
@@ -245,8 +284,21 @@ func (h *history) step(e Event) {
 		case Changed:
 			require.Same(h.t, got, a.Quorum)
 			require.NotEqual(h.t, h.lastID, a.Quorum.ID)
+		case Failed:
+			require.Equal(h.t, h.lastID, a.QuorumID)
+			failed = append(failed, a.ReplicaID)
+		case Wake:
+			h.wakeAt = a.At
 		}
 	}
+	require.ElementsMatch(h.t, h.model.failed(before), failed)
+	var due time.Time // the end of the first suspect's grace
+	for _, lost := range h.model.lost {
+		if end := lost.Add(h.policy.SuspectGrace); due.IsZero() || end.Before(due) {
+			due = end
+		}
+	}
+	require.True(h.t, due.IsZero() || due.Equal(h.wakeAt), "it asked to be woken at %s, %s is due", h.wakeAt, due)
 	require.Equal(h.t, want, got)
 	require.ElementsMatch(h.t, wantAnswered, answered)
 	if got != nil {

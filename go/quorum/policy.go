@@ -11,6 +11,7 @@ type Policy struct {
 	MinReplicas      int           // groups a quorum needs at least
 	JoinTimeout      time.Duration // how long a possible quorum waits for healthy groups that have not asked
 	HeartbeatTimeout time.Duration // a group whose last heartbeat is as old as this counts as dead
+	SuspectGrace     time.Duration // how long a group whose connection broke may take to come back
 }
 
 // Validate names every setting that is out of range, its value, and what is allowed.
@@ -24,6 +25,9 @@ func (p Policy) Validate() error {
 	}
 	if p.HeartbeatTimeout <= 0 {
 		errs = append(errs, fmt.Errorf("heartbeat_timeout_ms is %s: it must be more than 0", milliseconds(p.HeartbeatTimeout)))
+	}
+	if p.SuspectGrace < 0 {
+		errs = append(errs, fmt.Errorf("suspect_grace_ms is %s: it must be at least 0", milliseconds(p.SuspectGrace)))
 	}
 	return errors.Join(errs...)
 }

@@ -2,6 +2,7 @@ package quorum
 
 import (
 	"container/list"
+	"fmt"
 	"slices"
 	"time"
 )
@@ -13,7 +14,11 @@ type replica struct {
 	lastBeat time.Time
 	pulse    *list.Element // its place in roster.pulses; nil once its heartbeat is too old
 
+	lostAt  time.Time     // when its last stream broke
+	suspect *list.Element // its place in roster.suspects; nil unless it is one
+
 	requests []request // that wait, the newest last; several when a retry overtook what it replaces
+	number   uint64    // of the newest request
 
 	joined time.Time     // since when it is a candidate
 	place  *list.Element // its place in roster.queue; nil while it is no candidate
@@ -37,19 +42,23 @@ func (r *replica) member() *Member { return &r.requests[len(r.requests)-1].membe
 // without ever being counted again.
 type roster struct {
 	timeout  time.Duration // of heartbeats
+	grace    time.Duration // of suspects
 	replicas map[string]*replica
 	waiters  map[WaiterID]*replica
 	pulses   *list.List // of *replica that are alive, the oldest heartbeat first
+	suspects *list.List // of *replica that are alive and whose stream broke, the longest ago first
 	queue    *list.List // of *replica that are candidates, the first to join first
 	counts   tally      // all but waited
 }
 
-func newRoster(heartbeatTimeout time.Duration) *roster {
+func newRoster(p Policy) *roster {
 	return &roster{
-		timeout:  heartbeatTimeout,
+		timeout:  p.HeartbeatTimeout,
+		grace:    p.SuspectGrace,
 		replicas: map[string]*replica{},
 		waiters:  map[WaiterID]*replica{},
 		pulses:   list.New(),
+		suspects: list.New(),
 		queue:    list.New(),
 	}
 }
@@ -63,18 +72,65 @@ func (s *roster) tally(now time.Time) tally {
 	return t
 }
 
-// expire takes the heartbeats out that are too old. Each is looked at once, not once an event.
-func (s *roster) expire(now time.Time) {
+// death is the end of a replica.
+type death struct {
+	replica *replica
+	reason  string
+}
+
+// expire takes out those whose heartbeat is too old, and the suspects whose grace is over. Each is looked at once, not
+// once an event.
+func (s *roster) expire(now time.Time) (dead []death) {
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
 		r := e.Value.(*replica)
 		if now.Sub(r.lastBeat) < s.timeout {
-			return
+			break
 		}
-		s.update(r, now, func() {
-			s.pulses.Remove(r.pulse)
-			r.pulse = nil
-		})
+		s.die(r, now)
+		dead = append(dead, death{r, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
 	}
+	for e := s.suspects.Front(); e != nil; e = s.suspects.Front() {
+		r := e.Value.(*replica)
+		if now.Sub(r.lostAt) < s.grace {
+			break
+		}
+		s.die(r, now)
+		dead = append(dead, death{r, fmt.Sprintf("its connection broke, and it did not come back within %s ms", milliseconds(s.grace))})
+	}
+	return dead
+}
+
+func (s *roster) die(r *replica, now time.Time) {
+	s.trust(r)
+	s.update(r, now, func() {
+		s.pulses.Remove(r.pulse)
+		r.pulse = nil
+	})
+}
+
+// lost makes a replica a suspect.
+func (s *roster) lost(id string, now time.Time) {
+	if r := s.replicas[id]; r != nil && r.alive() && r.suspect == nil {
+		r.lostAt = now
+		r.suspect = s.suspects.PushBack(r)
+	}
+}
+
+// trust ends a suspicion, if there is one.
+func (s *roster) trust(r *replica) {
+	if r.suspect != nil {
+		s.suspects.Remove(r.suspect)
+		r.suspect = nil
+	}
+}
+
+// due is when the first suspect's grace is over, zero if there is none.
+func (s *roster) due() time.Time {
+	e := s.suspects.Front()
+	if e == nil {
+		return time.Time{}
+	}
+	return e.Value.(*replica).lostAt.Add(s.grace)
 }
 
 // beat notes a sign of life.
@@ -85,6 +141,7 @@ func (s *roster) beat(id string, now time.Time) *replica {
 		s.replicas[id] = r
 	}
 	r.lastBeat = now
+	s.trust(r)
 	if r.alive() {
 		s.pulses.MoveToBack(r.pulse)
 		return r
@@ -94,10 +151,17 @@ func (s *roster) beat(id string, now time.Time) *replica {
 }
 
 // ask lets a waiter wait for its member. Waiters of one replica_id share one membership.
-func (s *roster) ask(w WaiterID, m Member, now time.Time) {
+func (s *roster) ask(w WaiterID, m Member, number uint64, now time.Time) {
 	r := s.beat(m.ReplicaID, now)
+	r.number = max(r.number, number)
 	s.waiters[w] = r
 	s.update(r, now, func() { r.requests = append(r.requests, request{w, m}) })
+}
+
+// newest reports whether a request of this number is newer than all before it. Without a number it is.
+func (s *roster) newest(id string, number uint64) bool {
+	r := s.replicas[id]
+	return number == 0 || r == nil || number > r.number
 }
 
 // giveUp forgets a waiter. Without any, its member is no candidate any more.

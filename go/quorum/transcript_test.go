@@ -1,6 +1,7 @@
 package quorum
 
 import (
+	"cmp"
 	"flag"
 	"fmt"
 	"os"
@@ -19,10 +20,12 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 // A transcript is commands, each followed by what the machine did, indented. Lines that begin with # are for
 // the reader. After a change of behaviour: go test ./quorum -update, and read the difference.
 //
-//	policy min=2 join=1s heartbeat=5s   a new machine, at time 0; its first quorum is 1001
-//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005]
+//	policy min=2 join=1s heartbeat=5s [grace=200ms]   a new machine, at time 0; its first quorum is 1001
+//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3]
 //	gave-up 1        the waiter is gone
 //	beat a b         heartbeats
+//	lost a           its last stream broke
+//	woken            what a wake asked for
 //	tick             the timer
 //	wait 100ms       time passes
 //	describe
@@ -78,6 +81,7 @@ func (r *transcript) run(words []string) []string {
 			MinReplicas:      int(number(r.t, option(args, "min"))),
 			JoinTimeout:      duration(r.t, option(args, "join")),
 			HeartbeatTimeout: duration(r.t, option(args, "heartbeat")),
+			SuspectGrace:     duration(r.t, cmp.Or(option(args, "grace"), "0s")),
 		}, r.now)
 		return nil
 	case "ask":
@@ -89,6 +93,7 @@ func (r *transcript) run(words []string) []string {
 		return r.step(Asked{
 			Waiter:        waiter,
 			KnownQuorumID: number(r.t, option(args, "known")),
+			Number:        uint64(number(r.t, option(args, "number"))),
 			Member: Member{
 				ReplicaID:      args[0],
 				Step:           number(r.t, option(args, "step")),
@@ -104,6 +109,10 @@ func (r *transcript) run(words []string) []string {
 			answers = append(answers, r.step(Beat{ReplicaID: id})...)
 		}
 		return answers
+	case "lost":
+		return r.step(Lost{ReplicaID: args[0]})
+	case "woken":
+		return r.step(Woken{})
 	case "tick":
 		return r.step(Tick{})
 	case "wait":
@@ -128,6 +137,12 @@ func (r *transcript) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("quorum %d:%s, to waiters %v", a.Quorum.ID, members, a.Waiters))
 		case Changed:
 			answers = append(answers, fmt.Sprintf("changed to %d: joined %v, left %v: %s", a.Quorum.ID, a.Joined, a.Left, a.Reason))
+		case Refuse:
+			answers = append(answers, fmt.Sprintf("waiter %d is refused: %s", a.Waiter, a.Reason))
+		case Failed:
+			answers = append(answers, fmt.Sprintf("%s of quorum %d failed: %s", a.ReplicaID, a.QuorumID, a.Reason))
+		case Wake:
+			answers = append(answers, fmt.Sprintf("wake in %s", a.At.Sub(r.now)))
 		case Waiting:
 			answers = append(answers, "waiting: "+a.Reason)
 		}

@@ -16,15 +16,19 @@ type Member struct {
 	ShrinkOnly     bool
 	Data           string // the user's JSON, handed on as it is
 	CommitFailures int64
-	Handles        []string // reconfigure handles, one per group rank; empty for peers of 0.2.0
-	Unknown        []byte   // wire fields this version does not know, handed on as they are
+	// CommittedQuorumID is the quorum in which the weights of Step were made; -1 if that was in none since the
+	// group began, 0 if it does not say, as peers of published versions.
+	CommittedQuorumID int64
+	Handles           []string // reconfigure handles, one per group rank; empty for peers of 0.2.0
+	Unknown           []byte   // wire fields this version does not know, handed on as they are
 }
 
 // Quorum is the set of groups that train a step together. It is immutable once delivered.
 type Quorum struct {
-	ID      int64
-	Members []Member // ordered by ReplicaID
-	Created time.Time
+	ID       int64
+	Members  []Member // ordered by ReplicaID
+	Created  time.Time
+	Revision Revision // of Members; 0 where nobody asked for it, as in an answer to a call
 }
 
 // WaiterID names one waiting request; the shell chooses it and never uses it twice.
@@ -41,11 +45,19 @@ type (
 		// KnownQuorumID is the last quorum the member was in, 0 if none or unknown. A restarted
 		// lighthouse continues above it, so that ids never repeat in the life of a job.
 		KnownQuorumID int64
+		// Number grows with each request of the member, retries included; 0 if it does not say. A request that comes
+		// after a newer one was held up on the way. What it says does not hold any more, and nobody waits for it.
+		Number uint64
 	}
 	// GaveUp: a waiter's deadline passed, or its connection broke. It is no candidate any more.
 	GaveUp struct{ Waiter WaiterID }
 	// Beat: a heartbeat.
 	Beat struct{ ReplicaID string }
+	// Lost: the last stream of a member broke: its process ended, or the network was cut. Those of its requests that
+	// waited gave up before. It is a suspect from then on, and dead unless there is a sign of life within the grace.
+	Lost struct{ ReplicaID string }
+	// Woken: the time of the latest Wake has come.
+	Woken struct{}
 	// Tick: quorum_tick_ms passed.
 	Tick struct{}
 )
@@ -53,6 +65,8 @@ type (
 func (Asked) isEvent()  {}
 func (GaveUp) isEvent() {}
 func (Beat) isEvent()   {}
+func (Lost) isEvent()   {}
+func (Woken) isEvent()  {}
 func (Tick) isEvent()   {}
 
 // Action is something the shell must do.
@@ -63,6 +77,12 @@ type (
 	Deliver struct {
 		Waiters []WaiterID
 		Quorum  *Quorum
+		Before  *Quorum // the one that was delivered before, nil if none: many members hold its list
+	}
+	// Refuse answers a waiter whose request is older than one that came before it.
+	Refuse struct {
+		Waiter WaiterID
+		Reason string
 	}
 	// Changed reports that the set of members or the quorum_id changed, for the log and the dashboard.
 	Changed struct {
@@ -71,10 +91,21 @@ type (
 		Left   []string
 		Reason string
 	}
+	// Failed reports that a member of the latest quorum is dead. Nobody needs to wait for it any more.
+	Failed struct {
+		QuorumID  int64
+		ReplicaID string
+		Reason    string
+	}
+	// Wake asks for Woken at a time, in place of an earlier Wake.
+	Wake struct{ At time.Time }
 	// Waiting reports why there is no quorum, once for each new reason, for the log.
 	Waiting struct{ Reason string }
 )
 
 func (Deliver) isAction() {}
+func (Refuse) isAction()  {}
 func (Changed) isAction() {}
+func (Failed) isAction()  {}
+func (Wake) isAction()    {}
 func (Waiting) isAction() {}

@@ -38,9 +38,10 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 		r.CommitFailures = max(r.CommitFailures, m.CommitFailures)
 	}
 
+	r.CommittedQuorumID = newest(members, r.MaxStep)
 	upToDate := make([]int, 0, len(members))
 	for i, m := range members {
-		if m.Step != r.MaxStep {
+		if m.Step != r.MaxStep || r.CommittedQuorumID != 0 && m.CommittedQuorumID != r.CommittedQuorumID {
 			continue
 		}
 		if i == self {
@@ -57,6 +58,25 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 
 	assign(&r, members, upToDate, primary, groupRank, initSync && r.MaxStep == 0)
 	return r, nil
+}
+
+// newest is the latest quorum in which the weights of a step were made. Two groups can reach one step in different
+// quorums, apart from each other, and then hold different weights: those of the older quorum are behind.
+//
+// It is 0, and steps alone decide, if anybody in the quorum does not say: such a peer decides by steps, and all must
+// come to the same.
+func newest(members []quorum.Member, step int64) int64 {
+	latest := int64(-1)
+	for i := range members {
+		m := &members[i]
+		if m.CommittedQuorumID == 0 {
+			return 0
+		}
+		if m.Step == step {
+			latest = max(latest, m.CommittedQuorumID)
+		}
+	}
+	return latest
 }
 
 // assign spreads the groups that must heal over those that can serve them. Who heals is the same for all

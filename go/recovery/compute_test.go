@@ -82,6 +82,53 @@ func TestComputeOfOneRank(t *testing.T) {
 	}
 }
 
+// Groups that reached one step in different quorums hold different weights.
+func TestEqualStepsOfDifferentQuorums(t *testing.T) {
+	for _, c := range []struct {
+		name      string
+		steps     []int64
+		committed []int64
+		initSync  bool
+
+		upToDate []int64
+		want     int64
+	}{
+		{name: "made in one quorum", steps: []int64{5, 5}, committed: []int64{9, 9}, upToDate: []int64{0, 1}, want: 9},
+		{name: "made in two, the newer counts", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 8}, upToDate: []int64{1}, want: 9},
+		{name: "the step comes first", steps: []int64{6, 5}, committed: []int64{8, 9}, upToDate: []int64{0}, want: 8},
+		{name: "from a checkpoint, of no quorum", steps: []int64{5, 5}, committed: []int64{-1, 9}, upToDate: []int64{1}, want: 9},
+		{name: "all from a checkpoint", steps: []int64{5, 5}, committed: []int64{-1, -1}, upToDate: []int64{0, 1}, want: -1},
+		{name: "the start of a job", steps: []int64{0, 0}, committed: []int64{-1, -1}, initSync: true, upToDate: []int64{0, 1}, want: -1},
+		{name: "somebody does not say", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 0}, upToDate: []int64{0, 1, 2}},
+		{name: "somebody who is behind does not say", steps: []int64{5, 5, 3}, committed: []int64{8, 9, 0}, upToDate: []int64{0, 1}},
+		{name: "nobody says", steps: []int64{5, 5}, committed: []int64{0, 0}, upToDate: []int64{0, 1}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			q := at(c.steps...)
+			for i := range q.Members {
+				q.Members[i].CommittedQuorumID = c.committed[i]
+			}
+			var upToDate []int64
+			for i, m := range q.Members {
+				r, err := Compute(m.ReplicaID, 0, q, c.initSync)
+				require.NoError(t, err)
+				require.Equal(t, c.want, r.CommittedQuorumID)
+				if r.MaxReplicaRank != nil {
+					require.Equal(t, int64(len(upToDate)), *r.MaxReplicaRank)
+					upToDate = append(upToDate, int64(i))
+				} else {
+					require.True(t, r.Heal)
+				}
+				if !c.initSync {
+					require.Equal(t, r.MaxReplicaRank == nil, r.Heal)
+				}
+				require.Equal(t, int64(len(c.upToDate)), r.MaxWorldSize)
+			}
+			require.Equal(t, c.upToDate, upToDate)
+		})
+	}
+}
+
 func TestCommitFailuresAreTheLargest(t *testing.T) {
 	q := at(1, 1, 1)
 	q.Members[1].CommitFailures = 3
@@ -146,6 +193,12 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			steps[i] = rng.Int64N(3)
 		}
 		q, groupRank, initSync := at(steps...), rng.Int64N(5), rng.IntN(2) == 0
+		least := rng.Int64N(2) // 0: some do not say
+		committed := make([]int64, len(steps))
+		for i := range committed {
+			committed[i] = least + rng.Int64N(3)
+			q.Members[i].CommittedQuorumID = committed[i]
+		}
 		rng.Shuffle(len(q.Members), func(i, j int) { q.Members[i], q.Members[j] = q.Members[j], q.Members[i] })
 
 		plans := make([]Result, len(steps))
@@ -159,10 +212,11 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			require.Equal(t, int64(i), p.ReplicaRank)
 			require.Equal(t, plans[0].StoreAddress, p.StoreAddress, "all meet at one store")
 			require.Equal(t, plans[0].MaxWorldSize, p.MaxWorldSize)
-			require.Equal(t, steps[i] == p.MaxStep, p.MaxReplicaRank != nil)
+			latest := p.CommittedQuorumID == 0 || p.CommittedQuorumID == committed[i]
+			require.Equal(t, steps[i] == p.MaxStep && latest, p.MaxReplicaRank != nil)
 			require.Equal(t, p.Heal, len(p.Sources) > 0)
 			require.False(t, p.Heal && len(p.RecoverDstReplicaRank) > 0, "who heals does not serve")
-			if steps[i] < p.MaxStep {
+			if p.MaxReplicaRank == nil {
 				require.True(t, p.Heal, "who is behind heals")
 			}
 			if p.Heal {

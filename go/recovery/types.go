@@ -23,7 +23,10 @@ type Result struct {
 	MaxWorldSize          int64  // members at MaxStep
 	Heal                  bool
 	CommitFailures        int64 // the largest any member reports
-	ReplicaIDs            []string
-	Handles               []string // of this group rank, one per member in order; empty unless all sent them
-	WithoutHandles        []string // replica_ids of the members that sent none
+	// CommittedQuorumID is in which quorum the state of the members that are up to date was made: after a heal
+	// it is that of this group. -1: in none, 0: somebody in the quorum does not say.
+	CommittedQuorumID int64
+	ReplicaIDs        []string
+	Handles           []string // of this group rank, one per member in order; empty unless all sent them
+	WithoutHandles    []string // replica_ids of the members that sent none
 }

@@ -2,6 +2,7 @@ package round
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
@@ -12,7 +13,7 @@ type gathering struct {
 	asked []*QuorumAsked // by rank
 	count int
 	round uint64 // of the request to the lighthouse, 0 while ranks are missing
-	steps bool   // the ranks agree on the step
+	agree bool   // the ranks agree on the step, and on the quorum in which its weights were made
 }
 
 func (g *gathering) has(rank int) bool { return g.asked[rank] != nil }
@@ -83,12 +84,13 @@ func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
 // askLighthouse asks once for the whole group.
 //
 // A group is as far as its slowest rank: ranks differ after one of them failed to heal or did not hear that
-// its step was committed, and with the smallest step the group heals as a whole.
+// its step was committed, and with the smallest step the group heals as a whole. Such weights are of no quorum, so
+// that it does so too where the others are at that step.
 func (m *Machine) askLighthouse() Action {
 	g := &m.gathering
 	m.round++
 	g.round = m.round
-	g.steps = true
+	g.agree = true
 
 	first := g.asked[0]
 	ask := AskLighthouse{
@@ -96,17 +98,19 @@ func (m *Machine) askLighthouse() Action {
 		KnownQuorumID: m.knownQuorumID,
 		Deadline:      first.Deadline,
 		Member: quorum.Member{
-			ReplicaID:    m.group.ReplicaID,
-			Address:      m.group.Address,
-			StoreAddress: m.group.StoreAddress,
-			WorldSize:    uint64(m.group.WorldSize),
-			Step:         first.Step,
+			ReplicaID:         m.group.ReplicaID,
+			Address:           m.group.Address,
+			StoreAddress:      m.group.StoreAddress,
+			WorldSize:         uint64(m.group.WorldSize),
+			Step:              first.Step,
+			CommittedQuorumID: first.CommittedQuorumID,
 		},
 	}
+	silent := slices.ContainsFunc(g.asked, func(a *QuorumAsked) bool { return a.CommittedQuorumID == 0 })
 	handles := make([]string, 0, len(g.asked))
 	for _, a := range g.asked {
 		member := &ask.Member
-		g.steps = g.steps && a.Step == first.Step
+		g.agree = g.agree && a.Step == first.Step && (silent || a.CommittedQuorumID == first.CommittedQuorumID)
 		member.Step = min(member.Step, a.Step)
 		member.ShrinkOnly = member.ShrinkOnly || a.ShrinkOnly
 		member.CommitFailures = max(member.CommitFailures, a.CommitFailures)
@@ -116,6 +120,12 @@ func (m *Machine) askLighthouse() Action {
 		if a.Handle != "" {
 			handles = append(handles, a.Handle)
 		}
+	}
+	switch {
+	case silent:
+		ask.Member.CommittedQuorumID = 0
+	case !g.agree:
+		ask.Member.CommittedQuorumID = -1
 	}
 	if len(handles) == len(g.asked) { // in rank order, and useless to the others unless complete
 		ask.Member.Handles = handles
@@ -143,10 +153,10 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		if err != nil {
 			return m.endGathering(Failure{KindInternal, err.Error()})
 		}
-		if !g.steps && !result.Heal {
+		if !g.agree && !result.Heal {
 			return m.endGathering(Failure{KindAborted, fmt.Sprintf(
-				"the ranks of replica group %s disagree on the step (%s), and no other group is ahead to heal from",
-				m.group.ReplicaID, m.steps())})
+				"the ranks of replica group %s disagree on %s, and no other group is ahead to heal from",
+				m.group.ReplicaID, m.disagreement())})
 		}
 		results[r] = result
 	}
@@ -162,12 +172,16 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	return actions
 }
 
-// steps lists the first ranks that differ.
-func (m *Machine) steps() string {
+// disagreement tells of the first ranks that differ.
+func (m *Machine) disagreement() string {
 	first := m.gathering.asked[0]
 	for _, a := range m.gathering.asked {
 		if a.Step != first.Step {
-			return fmt.Sprintf("rank 0 is at %d, rank %d at %d", first.Step, a.GroupRank, a.Step)
+			return fmt.Sprintf("the step (rank 0 is at %d, rank %d at %d)", first.Step, a.GroupRank, a.Step)
+		}
+		if a.CommittedQuorumID != first.CommittedQuorumID {
+			return fmt.Sprintf("the quorum of the last commit (rank 0 says %d, rank %d says %d)",
+				first.CommittedQuorumID, a.GroupRank, a.CommittedQuorumID)
 		}
 	}
 	return ""

@@ -178,7 +178,10 @@ func (m *model) quorumKnown(e QuorumKnown) {
 		return
 	}
 	m.known = max(m.known, e.Quorum.ID)
-	differ := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return a.Step != m.asks[0].Step })
+	silent := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return a.CommittedQuorumID == 0 })
+	differ := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool {
+		return a.Step != m.asks[0].Step || !silent && a.CommittedQuorumID != m.asks[0].CommittedQuorumID
+	})
 	behind := e.Quorum.Members[1].Step > e.Quorum.Members[0].Step
 	if differ && !behind {
 		m.failAsks(KindAborted)
@@ -297,6 +300,9 @@ func (h *history) event() Event {
 		}
 		if h.rng.IntN(12) == 0 {
 			e.Step = h.rng.Int64N(5)
+		}
+		if h.rng.IntN(12) > 0 { // else it does not say
+			e.CommittedQuorumID = 1 + h.rng.Int64N(20)/19
 		}
 		if h.rng.IntN(40) == 0 {
 			e.GroupWorldSize = size + h.rng.Int64N(2)

@@ -22,8 +22,8 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 // the reader. After a change of behaviour: go test ./round -update, and read the difference.
 //
 //	group ranks=2            a new machine, of replica group g
-//	ask 0 [waiter=1] [step=3] [metadata=m] [handle=h] [shrink] [init] [failures=1] [world=2] [within=5s]
-//	quorum 1 id=7 g:3 x:5    the lighthouse answers round 1: groups and their steps
+//	ask 0 [waiter=1] [step=3] [metadata=m] [handle=h] [shrink] [init] [failures=1] [committed=7] [world=2] [within=5s]
+//	quorum 1 id=7 g:3 x:5:6  the lighthouse answers round 1: groups, their steps, and the quorums of their last commits
 //	failed 1 unavailable     or fails
 //	vote 0 yes [waiter=1] [step=3]
 //	metadata 0               someone asks where rank 0 serves its checkpoint
@@ -89,6 +89,7 @@ func (r *transcript) run(words []string) []string {
 			ShrinkOnly:         slices.Contains(args, "shrink"),
 			InitSync:           slices.Contains(args, "init"),
 			CommitFailures:     r.number(option(args, "failures")),
+			CommittedQuorumID:  r.number(option(args, "committed")),
 			Handle:             option(args, "handle"),
 			GroupWorldSize:     r.number(option(args, "world")),
 			Deadline:           epoch.Add(r.duration(option(args, "within"))),
@@ -96,9 +97,11 @@ func (r *transcript) run(words []string) []string {
 	case "quorum":
 		q := &quorum.Quorum{ID: r.number(option(args, "id"))}
 		for _, a := range args[2:] {
-			id, step, _ := strings.Cut(a, ":")
+			id, at, _ := strings.Cut(a, ":")
+			step, committed, _ := strings.Cut(at, ":")
 			q.Members = append(q.Members, quorum.Member{
 				ReplicaID: id, Step: r.number(step), Address: "http://" + id, StoreAddress: "store " + id,
+				CommittedQuorumID: r.number(committed),
 			})
 		}
 		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Quorum: q})
@@ -142,6 +145,9 @@ func describeAction(action Action) string {
 		}
 		if m.CommitFailures != 0 {
 			line += fmt.Sprintf(", %d commit failures", m.CommitFailures)
+		}
+		if m.CommittedQuorumID != 0 {
+			line += fmt.Sprintf(", committed in %d", m.CommittedQuorumID)
 		}
 		if m.Handles != nil {
 			line += fmt.Sprintf(", handles %v", m.Handles)

@@ -35,6 +35,7 @@ type (
 		ShrinkOnly         bool
 		InitSync           bool
 		CommitFailures     int64
+		CommittedQuorumID  int64 // in which the rank's weights were made; -1: none, 0: it does not say
 		Handle             string
 		GroupWorldSize     int64     // as the rank believes; 0 if the peer did not say
 		Deadline           time.Time // of this rank's wait

@@ -42,8 +42,11 @@ type QuorumMember struct {
 	Data               string                 `protobuf:"bytes,7,opt,name=data,proto3" json:"data,omitempty"` // JSON of the user's
 	CommitFailures     int64                  `protobuf:"varint,8,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	ReconfigureHandles []string               `protobuf:"bytes,9,rep,name=reconfigure_handles,json=reconfigureHandles,proto3" json:"reconfigure_handles,omitempty"` // one per group rank, in order
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// The quorum in which the weights of this step were made; -1: in none since the group began, 0: it does not say.
+	// Where all members say it, those that reached the largest step in an older quorum count as behind.
+	CommittedQuorumId int64 `protobuf:"varint,100,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *QuorumMember) Reset() {
@@ -139,6 +142,13 @@ func (x *QuorumMember) GetReconfigureHandles() []string {
 	return nil
 }
 
+func (x *QuorumMember) GetCommittedQuorumId() int64 {
+	if x != nil {
+		return x.CommittedQuorumId
+	}
+	return 0
+}
+
 type Quorum struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
@@ -204,6 +214,9 @@ type LighthouseQuorumRequest struct {
 	Requester *QuorumMember          `protobuf:"bytes,1,opt,name=requester,proto3" json:"requester,omitempty"`
 	// The last quorum this member was part of: a lighthouse that was restarted goes on above it.
 	KnownQuorumId int64 `protobuf:"varint,100,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"`
+	// Grows with each request of the member, retries included; 0: not numbered. One that was held up on the way, and
+	// overtaken by a newer one, is answered with ABORTED: its step does not hold any more.
+	RequestNumber uint64 `protobuf:"varint,101,opt,name=request_number,json=requestNumber,proto3" json:"request_number,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -248,6 +261,13 @@ func (x *LighthouseQuorumRequest) GetRequester() *QuorumMember {
 func (x *LighthouseQuorumRequest) GetKnownQuorumId() int64 {
 	if x != nil {
 		return x.KnownQuorumId
+	}
+	return 0
+}
+
+func (x *LighthouseQuorumRequest) GetRequestNumber() uint64 {
+	if x != nil {
+		return x.RequestNumber
 	}
 	return 0
 }
@@ -387,8 +407,11 @@ type ManagerQuorumRequest struct {
 	ReconfigureHandle  string                 `protobuf:"bytes,7,opt,name=reconfigure_handle,json=reconfigureHandle,proto3" json:"reconfigure_handle,omitempty"`
 	// How many ranks this rank believes its group has; the manager server refuses one that differs from its own.
 	GroupWorldSize int64 `protobuf:"varint,100,opt,name=group_world_size,json=groupWorldSize,proto3" json:"group_world_size,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The quorum in which this rank's weights were made: of its last commit, or what the answer said when it healed.
+	// -1: in none since it began, 0: it does not say.
+	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *ManagerQuorumRequest) Reset() {
@@ -477,6 +500,13 @@ func (x *ManagerQuorumRequest) GetGroupWorldSize() int64 {
 	return 0
 }
 
+func (x *ManagerQuorumRequest) GetCommittedQuorumId() int64 {
+	if x != nil {
+		return x.CommittedQuorumId
+	}
+	return 0
+}
+
 // What one rank has to do about a quorum.
 type ManagerQuorumResponse struct {
 	state                    protoimpl.MessageState `protogen:"open.v1"`
@@ -496,8 +526,10 @@ type ManagerQuorumResponse struct {
 	ReconfigureHandles       []string               `protobuf:"bytes,14,rep,name=reconfigure_handles,json=reconfigureHandles,proto3" json:"reconfigure_handles,omitempty"` // of this group rank, one per participant in quorum order
 	// Participants that sent no handle for this group rank; while there are any, reconfigure_handles is empty.
 	ReplicasWithoutHandles []string `protobuf:"bytes,100,rep,name=replicas_without_handles,json=replicasWithoutHandles,proto3" json:"replicas_without_handles,omitempty"`
-	unknownFields          protoimpl.UnknownFields
-	sizeCache              protoimpl.SizeCache
+	// In which quorum the weights of max_step were made: a rank that heals has these. -1: in none, 0: not all say it.
+	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *ManagerQuorumResponse) Reset() {
@@ -633,6 +665,13 @@ func (x *ManagerQuorumResponse) GetReplicasWithoutHandles() []string {
 		return x.ReplicasWithoutHandles
 	}
 	return nil
+}
+
+func (x *ManagerQuorumResponse) GetCommittedQuorumId() int64 {
+	if x != nil {
+		return x.CommittedQuorumId
+	}
+	return 0
 }
 
 type CheckpointMetadataRequest struct {
@@ -907,11 +946,1054 @@ func (*KillResponse) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{13}
 }
 
+type RankRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Call      uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`                            // chosen by the rank, never twice in a session
+	TimeoutUs int64                  `protobuf:"varint,2,opt,name=timeout_us,json=timeoutUs,proto3" json:"timeout_us,omitempty"` // from now, above 0
+	// Types that are valid to be assigned to Request:
+	//
+	//	*RankRequest_Quorum
+	//	*RankRequest_ShouldCommit
+	//	*RankRequest_GiveUp
+	Request       isRankRequest_Request `protobuf_oneof:"request"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RankRequest) Reset() {
+	*x = RankRequest{}
+	mi := &file_torchft_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RankRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RankRequest) ProtoMessage() {}
+
+func (x *RankRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RankRequest.ProtoReflect.Descriptor instead.
+func (*RankRequest) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *RankRequest) GetCall() uint64 {
+	if x != nil {
+		return x.Call
+	}
+	return 0
+}
+
+func (x *RankRequest) GetTimeoutUs() int64 {
+	if x != nil {
+		return x.TimeoutUs
+	}
+	return 0
+}
+
+func (x *RankRequest) GetRequest() isRankRequest_Request {
+	if x != nil {
+		return x.Request
+	}
+	return nil
+}
+
+func (x *RankRequest) GetQuorum() *ManagerQuorumRequest {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Quorum); ok {
+			return x.Quorum
+		}
+	}
+	return nil
+}
+
+func (x *RankRequest) GetShouldCommit() *ShouldCommitRequest {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_ShouldCommit); ok {
+			return x.ShouldCommit
+		}
+	}
+	return nil
+}
+
+func (x *RankRequest) GetGiveUp() bool {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_GiveUp); ok {
+			return x.GiveUp
+		}
+	}
+	return false
+}
+
+type isRankRequest_Request interface {
+	isRankRequest_Request()
+}
+
+type RankRequest_Quorum struct {
+	Quorum *ManagerQuorumRequest `protobuf:"bytes,3,opt,name=quorum,proto3,oneof"`
+}
+
+type RankRequest_ShouldCommit struct {
+	ShouldCommit *ShouldCommitRequest `protobuf:"bytes,4,opt,name=should_commit,json=shouldCommit,proto3,oneof"`
+}
+
+type RankRequest_GiveUp struct {
+	GiveUp bool `protobuf:"varint,5,opt,name=give_up,json=giveUp,proto3,oneof"` // the rank waits for this call no longer; there is no answer
+}
+
+func (*RankRequest_Quorum) isRankRequest_Request() {}
+
+func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
+
+func (*RankRequest_GiveUp) isRankRequest_Request() {}
+
+type RankResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Call  uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`
+	// Types that are valid to be assigned to Response:
+	//
+	//	*RankResponse_Quorum
+	//	*RankResponse_ShouldCommit
+	//	*RankResponse_Failure
+	//	*RankResponse_MemberFailed
+	Response      isRankResponse_Response `protobuf_oneof:"response"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RankResponse) Reset() {
+	*x = RankResponse{}
+	mi := &file_torchft_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RankResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RankResponse) ProtoMessage() {}
+
+func (x *RankResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RankResponse.ProtoReflect.Descriptor instead.
+func (*RankResponse) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *RankResponse) GetCall() uint64 {
+	if x != nil {
+		return x.Call
+	}
+	return 0
+}
+
+func (x *RankResponse) GetResponse() isRankResponse_Response {
+	if x != nil {
+		return x.Response
+	}
+	return nil
+}
+
+func (x *RankResponse) GetQuorum() *ManagerQuorumResponse {
+	if x != nil {
+		if x, ok := x.Response.(*RankResponse_Quorum); ok {
+			return x.Quorum
+		}
+	}
+	return nil
+}
+
+func (x *RankResponse) GetShouldCommit() *ShouldCommitResponse {
+	if x != nil {
+		if x, ok := x.Response.(*RankResponse_ShouldCommit); ok {
+			return x.ShouldCommit
+		}
+	}
+	return nil
+}
+
+func (x *RankResponse) GetFailure() *CallFailure {
+	if x != nil {
+		if x, ok := x.Response.(*RankResponse_Failure); ok {
+			return x.Failure
+		}
+	}
+	return nil
+}
+
+func (x *RankResponse) GetMemberFailed() *MemberFailed {
+	if x != nil {
+		if x, ok := x.Response.(*RankResponse_MemberFailed); ok {
+			return x.MemberFailed
+		}
+	}
+	return nil
+}
+
+type isRankResponse_Response interface {
+	isRankResponse_Response()
+}
+
+type RankResponse_Quorum struct {
+	Quorum *ManagerQuorumResponse `protobuf:"bytes,2,opt,name=quorum,proto3,oneof"`
+}
+
+type RankResponse_ShouldCommit struct {
+	ShouldCommit *ShouldCommitResponse `protobuf:"bytes,3,opt,name=should_commit,json=shouldCommit,proto3,oneof"`
+}
+
+type RankResponse_Failure struct {
+	Failure *CallFailure `protobuf:"bytes,4,opt,name=failure,proto3,oneof"`
+}
+
+type RankResponse_MemberFailed struct {
+	MemberFailed *MemberFailed `protobuf:"bytes,5,opt,name=member_failed,json=memberFailed,proto3,oneof"` // belongs to no call
+}
+
+func (*RankResponse_Quorum) isRankResponse_Response() {}
+
+func (*RankResponse_ShouldCommit) isRankResponse_Response() {}
+
+func (*RankResponse_Failure) isRankResponse_Response() {}
+
+func (*RankResponse_MemberFailed) isRankResponse_Response() {}
+
+// A member of a quorum is dead, or its connection says so; whoever is in a collective of that quorum need not wait for it.
+type MemberFailed struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	ReplicaId     string                 `protobuf:"bytes,2,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
+	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MemberFailed) Reset() {
+	*x = MemberFailed{}
+	mi := &file_torchft_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemberFailed) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemberFailed) ProtoMessage() {}
+
+func (x *MemberFailed) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemberFailed.ProtoReflect.Descriptor instead.
+func (*MemberFailed) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *MemberFailed) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *MemberFailed) GetReplicaId() string {
+	if x != nil {
+		return x.ReplicaId
+	}
+	return ""
+}
+
+func (x *MemberFailed) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+// A status, as a unary call would have ended with.
+type CallFailure struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Code          uint32                 `protobuf:"varint,1,opt,name=code,proto3" json:"code,omitempty"`
+	Message       string                 `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CallFailure) Reset() {
+	*x = CallFailure{}
+	mi := &file_torchft_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CallFailure) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CallFailure) ProtoMessage() {}
+
+func (x *CallFailure) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
+func (*CallFailure) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *CallFailure) GetCode() uint32 {
+	if x != nil {
+		return x.Code
+	}
+	return 0
+}
+
+func (x *CallFailure) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+// What a member says. The first message of a stream is a greeting, and there is no other.
+type MemberMessage struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Message:
+	//
+	//	*MemberMessage_Greeting
+	//	*MemberMessage_Ask
+	//	*MemberMessage_GiveUp
+	//	*MemberMessage_Alive
+	Message       isMemberMessage_Message `protobuf_oneof:"message"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MemberMessage) Reset() {
+	*x = MemberMessage{}
+	mi := &file_torchft_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemberMessage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemberMessage) ProtoMessage() {}
+
+func (x *MemberMessage) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
+func (*MemberMessage) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *MemberMessage) GetMessage() isMemberMessage_Message {
+	if x != nil {
+		return x.Message
+	}
+	return nil
+}
+
+func (x *MemberMessage) GetGreeting() *Greeting {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Greeting); ok {
+			return x.Greeting
+		}
+	}
+	return nil
+}
+
+func (x *MemberMessage) GetAsk() *Ask {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Ask); ok {
+			return x.Ask
+		}
+	}
+	return nil
+}
+
+func (x *MemberMessage) GetGiveUp() uint64 {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_GiveUp); ok {
+			return x.GiveUp
+		}
+	}
+	return 0
+}
+
+func (x *MemberMessage) GetAlive() bool {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Alive); ok {
+			return x.Alive
+		}
+	}
+	return false
+}
+
+type isMemberMessage_Message interface {
+	isMemberMessage_Message()
+}
+
+type MemberMessage_Greeting struct {
+	Greeting *Greeting `protobuf:"bytes,1,opt,name=greeting,proto3,oneof"`
+}
+
+type MemberMessage_Ask struct {
+	Ask *Ask `protobuf:"bytes,2,opt,name=ask,proto3,oneof"`
+}
+
+type MemberMessage_GiveUp struct {
+	GiveUp uint64 `protobuf:"varint,3,opt,name=give_up,json=giveUp,proto3,oneof"` // the number of an ask for which the member waits no longer; there is no answer
+}
+
+type MemberMessage_Alive struct {
+	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"` // nothing else was said for a while
+}
+
+func (*MemberMessage_Greeting) isMemberMessage_Message() {}
+
+func (*MemberMessage_Ask) isMemberMessage_Message() {}
+
+func (*MemberMessage_GiveUp) isMemberMessage_Message() {}
+
+func (*MemberMessage_Alive) isMemberMessage_Message() {}
+
+type Greeting struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
+	// Of the list of members that it holds, 0 if none. From here on the lighthouse knows what it holds by what it sent.
+	Revision      uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Greeting) Reset() {
+	*x = Greeting{}
+	mi := &file_torchft_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Greeting) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Greeting) ProtoMessage() {}
+
+func (x *Greeting) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
+func (*Greeting) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *Greeting) GetReplicaId() string {
+	if x != nil {
+		return x.ReplicaId
+	}
+	return ""
+}
+
+func (x *Greeting) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+// The member waits for a quorum with it, and for no other ask of this stream.
+type Ask struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Number        uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"`                        // as LighthouseQuorumRequest.request_number
+	TimeoutUs     int64                  `protobuf:"varint,2,opt,name=timeout_us,json=timeoutUs,proto3" json:"timeout_us,omitempty"` // from now, above 0
+	KnownQuorumId int64                  `protobuf:"varint,3,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"`
+	// What the member says of itself, absent if that is what it said last on this stream. The fields below hold in place of
+	// those in there.
+	Member            *QuorumMember `protobuf:"bytes,4,opt,name=member,proto3" json:"member,omitempty"`
+	Step              int64         `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
+	CommittedQuorumId int64         `protobuf:"varint,6,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	CommitFailures    int64         `protobuf:"varint,7,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *Ask) Reset() {
+	*x = Ask{}
+	mi := &file_torchft_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Ask) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Ask) ProtoMessage() {}
+
+func (x *Ask) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Ask.ProtoReflect.Descriptor instead.
+func (*Ask) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *Ask) GetNumber() uint64 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
+func (x *Ask) GetTimeoutUs() int64 {
+	if x != nil {
+		return x.TimeoutUs
+	}
+	return 0
+}
+
+func (x *Ask) GetKnownQuorumId() int64 {
+	if x != nil {
+		return x.KnownQuorumId
+	}
+	return 0
+}
+
+func (x *Ask) GetMember() *QuorumMember {
+	if x != nil {
+		return x.Member
+	}
+	return nil
+}
+
+func (x *Ask) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *Ask) GetCommittedQuorumId() int64 {
+	if x != nil {
+		return x.CommittedQuorumId
+	}
+	return 0
+}
+
+func (x *Ask) GetCommitFailures() int64 {
+	if x != nil {
+		return x.CommitFailures
+	}
+	return 0
+}
+
+type LighthouseMessage struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Number uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"` // of the ask that this answers, 0 if it answers none
+	// Types that are valid to be assigned to Message:
+	//
+	//	*LighthouseMessage_Welcome
+	//	*LighthouseMessage_ListChange
+	//	*LighthouseMessage_Quorum
+	//	*LighthouseMessage_Failure
+	//	*LighthouseMessage_Closing
+	//	*LighthouseMessage_MemberFailed
+	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LighthouseMessage) Reset() {
+	*x = LighthouseMessage{}
+	mi := &file_torchft_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LighthouseMessage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LighthouseMessage) ProtoMessage() {}
+
+func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
+func (*LighthouseMessage) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *LighthouseMessage) GetNumber() uint64 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
+func (x *LighthouseMessage) GetMessage() isLighthouseMessage_Message {
+	if x != nil {
+		return x.Message
+	}
+	return nil
+}
+
+func (x *LighthouseMessage) GetWelcome() *Welcome {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Welcome); ok {
+			return x.Welcome
+		}
+	}
+	return nil
+}
+
+func (x *LighthouseMessage) GetListChange() *ListChange {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_ListChange); ok {
+			return x.ListChange
+		}
+	}
+	return nil
+}
+
+func (x *LighthouseMessage) GetQuorum() *QuorumStates {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Quorum); ok {
+			return x.Quorum
+		}
+	}
+	return nil
+}
+
+func (x *LighthouseMessage) GetFailure() *CallFailure {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Failure); ok {
+			return x.Failure
+		}
+	}
+	return nil
+}
+
+func (x *LighthouseMessage) GetClosing() bool {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Closing); ok {
+			return x.Closing
+		}
+	}
+	return false
+}
+
+func (x *LighthouseMessage) GetMemberFailed() *MemberFailed {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_MemberFailed); ok {
+			return x.MemberFailed
+		}
+	}
+	return nil
+}
+
+type isLighthouseMessage_Message interface {
+	isLighthouseMessage_Message()
+}
+
+type LighthouseMessage_Welcome struct {
+	Welcome *Welcome `protobuf:"bytes,2,opt,name=welcome,proto3,oneof"` // the answer to the greeting
+}
+
+type LighthouseMessage_ListChange struct {
+	ListChange *ListChange `protobuf:"bytes,3,opt,name=list_change,json=listChange,proto3,oneof"`
+}
+
+type LighthouseMessage_Quorum struct {
+	Quorum *QuorumStates `protobuf:"bytes,4,opt,name=quorum,proto3,oneof"`
+}
+
+type LighthouseMessage_Failure struct {
+	Failure *CallFailure `protobuf:"bytes,5,opt,name=failure,proto3,oneof"`
+}
+
+type LighthouseMessage_Closing struct {
+	Closing bool `protobuf:"varint,6,opt,name=closing,proto3,oneof"` // the lighthouse shuts down; the member ends the stream
+}
+
+type LighthouseMessage_MemberFailed struct {
+	MemberFailed *MemberFailed `protobuf:"bytes,7,opt,name=member_failed,json=memberFailed,proto3,oneof"`
+}
+
+func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_ListChange) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_Quorum) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_Failure) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_Closing) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_MemberFailed) isLighthouseMessage_Message() {}
+
+type Welcome struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the member is never silent for longer
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *Welcome) Reset() {
+	*x = Welcome{}
+	mi := &file_torchft_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Welcome) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Welcome) ProtoMessage() {}
+
+func (x *Welcome) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
+func (*Welcome) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *Welcome) GetAliveIntervalUs() int64 {
+	if x != nil {
+		return x.AliveIntervalUs
+	}
+	return 0
+}
+
+// A part of what changed in the list of members since the one that the member holds. The quorum that follows has the list
+// with all parts before it applied in one.
+type ListChange struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Whole bool                   `protobuf:"varint,1,opt,name=whole,proto3" json:"whole,omitempty"`      // the list held does not matter
+	Left  []uint32               `protobuf:"varint,2,rep,packed,name=left,proto3" json:"left,omitempty"` // places in the list held, ascending
+	Set   []*QuorumMember        `protobuf:"bytes,3,rep,name=set,proto3" json:"set,omitempty"`           // members that joined, or say something new, ordered by replica_id
+	// Instead of all of that: a ListChange that has it, encoded and compressed (DEFLATE). Members are much alike.
+	Packed        []byte `protobuf:"bytes,4,opt,name=packed,proto3" json:"packed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListChange) Reset() {
+	*x = ListChange{}
+	mi := &file_torchft_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListChange) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListChange) ProtoMessage() {}
+
+func (x *ListChange) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
+func (*ListChange) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *ListChange) GetWhole() bool {
+	if x != nil {
+		return x.Whole
+	}
+	return false
+}
+
+func (x *ListChange) GetLeft() []uint32 {
+	if x != nil {
+		return x.Left
+	}
+	return nil
+}
+
+func (x *ListChange) GetSet() []*QuorumMember {
+	if x != nil {
+		return x.Set
+	}
+	return nil
+}
+
+func (x *ListChange) GetPacked() []byte {
+	if x != nil {
+		return x.Packed
+	}
+	return nil
+}
+
+// A quorum of the members in the list. All are in one state but for some.
+type QuorumStates struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId          int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	Created           *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=created,proto3" json:"created,omitempty"`
+	Revision          uint64                 `protobuf:"fixed64,3,opt,name=revision,proto3" json:"revision,omitempty"` // of the list, a digest: a member that holds another one breaks the stream, and gets the whole
+	Step              int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`
+	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
+	Others            []*PlacedState         `protobuf:"bytes,7,rep,name=others,proto3" json:"others,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *QuorumStates) Reset() {
+	*x = QuorumStates{}
+	mi := &file_torchft_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *QuorumStates) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*QuorumStates) ProtoMessage() {}
+
+func (x *QuorumStates) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
+func (*QuorumStates) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *QuorumStates) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *QuorumStates) GetCreated() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Created
+	}
+	return nil
+}
+
+func (x *QuorumStates) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *QuorumStates) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *QuorumStates) GetCommittedQuorumId() int64 {
+	if x != nil {
+		return x.CommittedQuorumId
+	}
+	return 0
+}
+
+func (x *QuorumStates) GetCommitFailures() int64 {
+	if x != nil {
+		return x.CommitFailures
+	}
+	return 0
+}
+
+func (x *QuorumStates) GetOthers() []*PlacedState {
+	if x != nil {
+		return x.Others
+	}
+	return nil
+}
+
+type PlacedState struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Place             uint32                 `protobuf:"varint,1,opt,name=place,proto3" json:"place,omitempty"` // in the list
+	Step              int64                  `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
+	CommittedQuorumId int64                  `protobuf:"varint,3,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	CommitFailures    int64                  `protobuf:"varint,4,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *PlacedState) Reset() {
+	*x = PlacedState{}
+	mi := &file_torchft_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlacedState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlacedState) ProtoMessage() {}
+
+func (x *PlacedState) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
+func (*PlacedState) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *PlacedState) GetPlace() uint32 {
+	if x != nil {
+		return x.Place
+	}
+	return 0
+}
+
+func (x *PlacedState) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *PlacedState) GetCommittedQuorumId() int64 {
+	if x != nil {
+		return x.CommittedQuorumId
+	}
+	return 0
+}
+
+func (x *PlacedState) GetCommitFailures() int64 {
+	if x != nil {
+		return x.CommitFailures
+	}
+	return 0
+}
+
 var File_torchft_proto protoreflect.FileDescriptor
 
 const file_torchft_proto_rawDesc = "" +
 	"\n" +
-	"\rtorchft.proto\x12\atorchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xae\x02\n" +
+	"\rtorchft.proto\x12\atorchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xde\x02\n" +
 	"\fQuorumMember\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
@@ -924,20 +2006,22 @@ const file_torchft_proto_rawDesc = "" +
 	"shrinkOnly\x12\x12\n" +
 	"\x04data\x18\a \x01(\tR\x04data\x12'\n" +
 	"\x0fcommit_failures\x18\b \x01(\x03R\x0ecommitFailures\x12/\n" +
-	"\x13reconfigure_handles\x18\t \x03(\tR\x12reconfigureHandles\"\x96\x01\n" +
+	"\x13reconfigure_handles\x18\t \x03(\tR\x12reconfigureHandles\x12.\n" +
+	"\x13committed_quorum_id\x18d \x01(\x03R\x11committedQuorumId\"\x96\x01\n" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
 	"\fparticipants\x18\x02 \x03(\v2\x15.torchft.QuorumMemberR\fparticipants\x124\n" +
-	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"v\n" +
+	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"\x9d\x01\n" +
 	"\x17LighthouseQuorumRequest\x123\n" +
 	"\trequester\x18\x01 \x01(\v2\x15.torchft.QuorumMemberR\trequester\x12&\n" +
-	"\x0fknown_quorum_id\x18d \x01(\x03R\rknownQuorumId\"C\n" +
+	"\x0fknown_quorum_id\x18d \x01(\x03R\rknownQuorumId\x12%\n" +
+	"\x0erequest_number\x18e \x01(\x04R\rrequestNumber\"C\n" +
 	"\x18LighthouseQuorumResponse\x12'\n" +
 	"\x06quorum\x18\x01 \x01(\v2\x0f.torchft.QuorumR\x06quorum\";\n" +
 	"\x1aLighthouseHeartbeatRequest\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\"\x1d\n" +
-	"\x1bLighthouseHeartbeatResponse\"\xba\x02\n" +
+	"\x1bLighthouseHeartbeatResponse\"\xea\x02\n" +
 	"\x14ManagerQuorumRequest\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
@@ -948,7 +2032,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\tinit_sync\x18\x05 \x01(\bR\binitSync\x12'\n" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12-\n" +
 	"\x12reconfigure_handle\x18\a \x01(\tR\x11reconfigureHandle\x12(\n" +
-	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\"\xcd\x05\n" +
+	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\x12.\n" +
+	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\"\xfd\x05\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +
@@ -966,7 +2051,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\vreplica_ids\x18\r \x03(\tR\n" +
 	"replicaIds\x12/\n" +
 	"\x13reconfigure_handles\x18\x0e \x03(\tR\x12reconfigureHandles\x128\n" +
-	"\x18replicas_without_handles\x18d \x03(\tR\x16replicasWithoutHandlesB\x1b\n" +
+	"\x18replicas_without_handles\x18d \x03(\tR\x16replicasWithoutHandles\x12.\n" +
+	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumIdB\x1b\n" +
 	"\x19_recover_src_replica_rankB\x13\n" +
 	"\x11_max_replica_rank\"/\n" +
 	"\x19CheckpointMetadataRequest\x12\x12\n" +
@@ -982,7 +2068,81 @@ const file_torchft_proto_rawDesc = "" +
 	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
-	"\fKillResponse2\xba\x01\n" +
+	"\fKillResponse\"\xe4\x01\n" +
+	"\vRankRequest\x12\x12\n" +
+	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
+	"\n" +
+	"timeout_us\x18\x02 \x01(\x03R\ttimeoutUs\x127\n" +
+	"\x06quorum\x18\x03 \x01(\v2\x1d.torchft.ManagerQuorumRequestH\x00R\x06quorum\x12C\n" +
+	"\rshould_commit\x18\x04 \x01(\v2\x1c.torchft.ShouldCommitRequestH\x00R\fshouldCommit\x12\x19\n" +
+	"\agive_up\x18\x05 \x01(\bH\x00R\x06giveUpB\t\n" +
+	"\arequest\"\x9e\x02\n" +
+	"\fRankResponse\x12\x12\n" +
+	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
+	"\x06quorum\x18\x02 \x01(\v2\x1e.torchft.ManagerQuorumResponseH\x00R\x06quorum\x12D\n" +
+	"\rshould_commit\x18\x03 \x01(\v2\x1d.torchft.ShouldCommitResponseH\x00R\fshouldCommit\x120\n" +
+	"\afailure\x18\x04 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12<\n" +
+	"\rmember_failed\x18\x05 \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailedB\n" +
+	"\n" +
+	"\bresponse\"b\n" +
+	"\fMemberFailed\x12\x1b\n" +
+	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
+	"\n" +
+	"replica_id\x18\x02 \x01(\tR\treplicaId\x12\x16\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
+	"\vCallFailure\x12\x12\n" +
+	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xa0\x01\n" +
+	"\rMemberMessage\x12/\n" +
+	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
+	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x19\n" +
+	"\agive_up\x18\x03 \x01(\x04H\x00R\x06giveUp\x12\x16\n" +
+	"\x05alive\x18\x04 \x01(\bH\x00R\x05aliveB\t\n" +
+	"\amessage\"E\n" +
+	"\bGreeting\x12\x1d\n" +
+	"\n" +
+	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x1a\n" +
+	"\brevision\x18\x02 \x01(\x06R\brevision\"\x80\x02\n" +
+	"\x03Ask\x12\x16\n" +
+	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
+	"\n" +
+	"timeout_us\x18\x02 \x01(\x03R\ttimeoutUs\x12&\n" +
+	"\x0fknown_quorum_id\x18\x03 \x01(\x03R\rknownQuorumId\x12-\n" +
+	"\x06member\x18\x04 \x01(\v2\x15.torchft.QuorumMemberR\x06member\x12\x12\n" +
+	"\x04step\x18\x05 \x01(\x03R\x04step\x12.\n" +
+	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
+	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\"\xd9\x02\n" +
+	"\x11LighthouseMessage\x12\x16\n" +
+	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
+	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x126\n" +
+	"\vlist_change\x18\x03 \x01(\v2\x13.torchft.ListChangeH\x00R\n" +
+	"listChange\x12/\n" +
+	"\x06quorum\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06quorum\x120\n" +
+	"\afailure\x18\x05 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12\x1a\n" +
+	"\aclosing\x18\x06 \x01(\bH\x00R\aclosing\x12<\n" +
+	"\rmember_failed\x18\a \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailedB\t\n" +
+	"\amessage\"5\n" +
+	"\aWelcome\x12*\n" +
+	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\"w\n" +
+	"\n" +
+	"ListChange\x12\x14\n" +
+	"\x05whole\x18\x01 \x01(\bR\x05whole\x12\x12\n" +
+	"\x04left\x18\x02 \x03(\rR\x04left\x12'\n" +
+	"\x03set\x18\x03 \x03(\v2\x15.torchft.QuorumMemberR\x03set\x12\x16\n" +
+	"\x06packed\x18\x04 \x01(\fR\x06packed\"\x98\x02\n" +
+	"\fQuorumStates\x12\x1b\n" +
+	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x124\n" +
+	"\acreated\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x1a\n" +
+	"\brevision\x18\x03 \x01(\x06R\brevision\x12\x12\n" +
+	"\x04step\x18\x04 \x01(\x03R\x04step\x12.\n" +
+	"\x13committed_quorum_id\x18\x05 \x01(\x03R\x11committedQuorumId\x12'\n" +
+	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12,\n" +
+	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\"\x90\x01\n" +
+	"\vPlacedState\x12\x14\n" +
+	"\x05place\x18\x01 \x01(\rR\x05place\x12\x12\n" +
+	"\x04step\x18\x02 \x01(\x03R\x04step\x12.\n" +
+	"\x13committed_quorum_id\x18\x03 \x01(\x03R\x11committedQuorumId\x12'\n" +
+	"\x0fcommit_failures\x18\x04 \x01(\x03R\x0ecommitFailures2\xba\x01\n" +
 	"\x11LighthouseService\x12M\n" +
 	"\x06Quorum\x12 .torchft.LighthouseQuorumRequest\x1a!.torchft.LighthouseQuorumResponse\x12V\n" +
 	"\tHeartbeat\x12#.torchft.LighthouseHeartbeatRequest\x1a$.torchft.LighthouseHeartbeatResponse2\xba\x02\n" +
@@ -990,7 +2150,11 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06Quorum\x12\x1d.torchft.ManagerQuorumRequest\x1a\x1e.torchft.ManagerQuorumResponse\x12]\n" +
 	"\x12CheckpointMetadata\x12\".torchft.CheckpointMetadataRequest\x1a#.torchft.CheckpointMetadataResponse\x12K\n" +
 	"\fShouldCommit\x12\x1c.torchft.ShouldCommitRequest\x1a\x1d.torchft.ShouldCommitResponse\x123\n" +
-	"\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponseB)Z'github.com/torchft/torchft/go/torchftpbb\x06proto3"
+	"\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponse2I\n" +
+	"\vRankService\x12:\n" +
+	"\aSession\x12\x14.torchft.RankRequest\x1a\x15.torchft.RankResponse(\x010\x012Q\n" +
+	"\rMemberService\x12@\n" +
+	"\x06Attend\x12\x16.torchft.MemberMessage\x1a\x1a.torchft.LighthouseMessage(\x010\x01B)Z'github.com/torchft/torchft/go/torchftpbb\x06proto3"
 
 var (
 	file_torchft_proto_rawDescOnce sync.Once
@@ -1004,7 +2168,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -1020,30 +2184,63 @@ var file_torchft_proto_goTypes = []any{
 	(*ShouldCommitResponse)(nil),        // 11: torchft.ShouldCommitResponse
 	(*KillRequest)(nil),                 // 12: torchft.KillRequest
 	(*KillResponse)(nil),                // 13: torchft.KillResponse
-	(*timestamppb.Timestamp)(nil),       // 14: google.protobuf.Timestamp
+	(*RankRequest)(nil),                 // 14: torchft.RankRequest
+	(*RankResponse)(nil),                // 15: torchft.RankResponse
+	(*MemberFailed)(nil),                // 16: torchft.MemberFailed
+	(*CallFailure)(nil),                 // 17: torchft.CallFailure
+	(*MemberMessage)(nil),               // 18: torchft.MemberMessage
+	(*Greeting)(nil),                    // 19: torchft.Greeting
+	(*Ask)(nil),                         // 20: torchft.Ask
+	(*LighthouseMessage)(nil),           // 21: torchft.LighthouseMessage
+	(*Welcome)(nil),                     // 22: torchft.Welcome
+	(*ListChange)(nil),                  // 23: torchft.ListChange
+	(*QuorumStates)(nil),                // 24: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 25: torchft.PlacedState
+	(*timestamppb.Timestamp)(nil),       // 26: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	14, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	26, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	1,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
-	2,  // 4: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 5: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 6: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 7: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 8: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 9: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	3,  // 10: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 11: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 12: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 13: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 14: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 15: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	10, // [10:16] is the sub-list for method output_type
-	4,  // [4:10] is the sub-list for method input_type
-	4,  // [4:4] is the sub-list for extension type_name
-	4,  // [4:4] is the sub-list for extension extendee
-	0,  // [0:4] is the sub-list for field type_name
+	6,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
+	10, // 5: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
+	7,  // 6: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	11, // 7: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	17, // 8: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	16, // 9: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	19, // 10: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	20, // 11: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	0,  // 12: torchft.Ask.member:type_name -> torchft.QuorumMember
+	22, // 13: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	23, // 14: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	24, // 15: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	17, // 16: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	16, // 17: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	0,  // 18: torchft.ListChange.set:type_name -> torchft.QuorumMember
+	26, // 19: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	25, // 20: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	2,  // 21: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 22: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 23: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 24: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 25: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 26: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	14, // 27: torchft.RankService.Session:input_type -> torchft.RankRequest
+	18, // 28: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	3,  // 29: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 30: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 31: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 32: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 33: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 34: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	15, // 35: torchft.RankService.Session:output_type -> torchft.RankResponse
+	21, // 36: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	29, // [29:37] is the sub-list for method output_type
+	21, // [21:29] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -1052,15 +2249,40 @@ func file_torchft_proto_init() {
 		return
 	}
 	file_torchft_proto_msgTypes[7].OneofWrappers = []any{}
+	file_torchft_proto_msgTypes[14].OneofWrappers = []any{
+		(*RankRequest_Quorum)(nil),
+		(*RankRequest_ShouldCommit)(nil),
+		(*RankRequest_GiveUp)(nil),
+	}
+	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
+		(*RankResponse_Quorum)(nil),
+		(*RankResponse_ShouldCommit)(nil),
+		(*RankResponse_Failure)(nil),
+		(*RankResponse_MemberFailed)(nil),
+	}
+	file_torchft_proto_msgTypes[18].OneofWrappers = []any{
+		(*MemberMessage_Greeting)(nil),
+		(*MemberMessage_Ask)(nil),
+		(*MemberMessage_GiveUp)(nil),
+		(*MemberMessage_Alive)(nil),
+	}
+	file_torchft_proto_msgTypes[21].OneofWrappers = []any{
+		(*LighthouseMessage_Welcome)(nil),
+		(*LighthouseMessage_ListChange)(nil),
+		(*LighthouseMessage_Quorum)(nil),
+		(*LighthouseMessage_Failure)(nil),
+		(*LighthouseMessage_Closing)(nil),
+		(*LighthouseMessage_MemberFailed)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   14,
+			NumMessages:   26,
 			NumExtensions: 0,
-			NumServices:   2,
+			NumServices:   4,
 		},
 		GoTypes:           file_torchft_proto_goTypes,
 		DependencyIndexes: file_torchft_proto_depIdxs,

@@ -389,3 +389,207 @@ var ManagerService_ServiceDesc = grpc.ServiceDesc{
 	Streams:  []grpc.StreamDesc{},
 	Metadata: "torchft.proto",
 }
+
+const (
+	RankService_Session_FullMethodName = "/torchft.RankService/Session"
+)
+
+// RankServiceClient is the client API for RankService service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// What torchft adds to the published services. A stock server answers UNIMPLEMENTED, and our clients do without.
+type RankServiceClient interface {
+	// One stream for each rank, in place of a call for each quorum and each vote.
+	Session(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RankRequest, RankResponse], error)
+}
+
+type rankServiceClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewRankServiceClient(cc grpc.ClientConnInterface) RankServiceClient {
+	return &rankServiceClient{cc}
+}
+
+func (c *rankServiceClient) Session(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RankRequest, RankResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &RankService_ServiceDesc.Streams[0], RankService_Session_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[RankRequest, RankResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type RankService_SessionClient = grpc.BidiStreamingClient[RankRequest, RankResponse]
+
+// RankServiceServer is the server API for RankService service.
+// All implementations must embed UnimplementedRankServiceServer
+// for forward compatibility.
+//
+// What torchft adds to the published services. A stock server answers UNIMPLEMENTED, and our clients do without.
+type RankServiceServer interface {
+	// One stream for each rank, in place of a call for each quorum and each vote.
+	Session(grpc.BidiStreamingServer[RankRequest, RankResponse]) error
+	mustEmbedUnimplementedRankServiceServer()
+}
+
+// UnimplementedRankServiceServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedRankServiceServer struct{}
+
+func (UnimplementedRankServiceServer) Session(grpc.BidiStreamingServer[RankRequest, RankResponse]) error {
+	return status.Error(codes.Unimplemented, "method Session not implemented")
+}
+func (UnimplementedRankServiceServer) mustEmbedUnimplementedRankServiceServer() {}
+func (UnimplementedRankServiceServer) testEmbeddedByValue()                     {}
+
+// UnsafeRankServiceServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to RankServiceServer will
+// result in compilation errors.
+type UnsafeRankServiceServer interface {
+	mustEmbedUnimplementedRankServiceServer()
+}
+
+func RegisterRankServiceServer(s grpc.ServiceRegistrar, srv RankServiceServer) {
+	// If the following call panics, it indicates UnimplementedRankServiceServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&RankService_ServiceDesc, srv)
+}
+
+func _RankService_Session_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(RankServiceServer).Session(&grpc.GenericServerStream[RankRequest, RankResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type RankService_SessionServer = grpc.BidiStreamingServer[RankRequest, RankResponse]
+
+// RankService_ServiceDesc is the grpc.ServiceDesc for RankService service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var RankService_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "torchft.RankService",
+	HandlerType: (*RankServiceServer)(nil),
+	Methods:     []grpc.MethodDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Session",
+			Handler:       _RankService_Session_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+	},
+	Metadata: "torchft.proto",
+}
+
+const (
+	MemberService_Attend_FullMethodName = "/torchft.MemberService/Attend"
+)
+
+// MemberServiceClient is the client API for MemberService service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// A manager at its lighthouse: one stream in place of a call for each quorum and each heartbeat, which carries only what
+// changed. While the stream is open and not silent, the member is alive.
+type MemberServiceClient interface {
+	Attend(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[MemberMessage, LighthouseMessage], error)
+}
+
+type memberServiceClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewMemberServiceClient(cc grpc.ClientConnInterface) MemberServiceClient {
+	return &memberServiceClient{cc}
+}
+
+func (c *memberServiceClient) Attend(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[MemberMessage, LighthouseMessage], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &MemberService_ServiceDesc.Streams[0], MemberService_Attend_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[MemberMessage, LighthouseMessage]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type MemberService_AttendClient = grpc.BidiStreamingClient[MemberMessage, LighthouseMessage]
+
+// MemberServiceServer is the server API for MemberService service.
+// All implementations must embed UnimplementedMemberServiceServer
+// for forward compatibility.
+//
+// A manager at its lighthouse: one stream in place of a call for each quorum and each heartbeat, which carries only what
+// changed. While the stream is open and not silent, the member is alive.
+type MemberServiceServer interface {
+	Attend(grpc.BidiStreamingServer[MemberMessage, LighthouseMessage]) error
+	mustEmbedUnimplementedMemberServiceServer()
+}
+
+// UnimplementedMemberServiceServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedMemberServiceServer struct{}
+
+func (UnimplementedMemberServiceServer) Attend(grpc.BidiStreamingServer[MemberMessage, LighthouseMessage]) error {
+	return status.Error(codes.Unimplemented, "method Attend not implemented")
+}
+func (UnimplementedMemberServiceServer) mustEmbedUnimplementedMemberServiceServer() {}
+func (UnimplementedMemberServiceServer) testEmbeddedByValue()                       {}
+
+// UnsafeMemberServiceServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to MemberServiceServer will
+// result in compilation errors.
+type UnsafeMemberServiceServer interface {
+	mustEmbedUnimplementedMemberServiceServer()
+}
+
+func RegisterMemberServiceServer(s grpc.ServiceRegistrar, srv MemberServiceServer) {
+	// If the following call panics, it indicates UnimplementedMemberServiceServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&MemberService_ServiceDesc, srv)
+}
+
+func _MemberService_Attend_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(MemberServiceServer).Attend(&grpc.GenericServerStream[MemberMessage, LighthouseMessage]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type MemberService_AttendServer = grpc.BidiStreamingServer[MemberMessage, LighthouseMessage]
+
+// MemberService_ServiceDesc is the grpc.ServiceDesc for MemberService service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var MemberService_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "torchft.MemberService",
+	HandlerType: (*MemberServiceServer)(nil),
+	Methods:     []grpc.MethodDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Attend",
+			Handler:       _MemberService_Attend_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+	},
+	Metadata: "torchft.proto",
+}

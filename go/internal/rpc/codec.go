@@ -4,20 +4,32 @@ import (
 	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/encoding/proto"
 	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/encoding/protowire"
 )
 
 // Encoded is a message that is encoded already. A quorum is encoded once and answers every waiter with the
 // same bytes: encoding it for each of n waiters would be O(n²) work and memory in each step.
 type Encoded []byte
 
-// codec is gRPC's protobuf codec that also sends Encoded as it is.
+// Numbered is a message that is encoded already but for its first field, a number.
+type Numbered struct {
+	Number  uint64
+	Message Encoded
+}
+
+// codec is gRPC's protobuf codec that also sends Encoded and Numbered as they are.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() encoding.CodecV2 { return codec{encoding.GetCodecV2(proto.Name)} }
 
 func (c codec) Marshal(v any) (mem.BufferSlice, error) {
-	if encoded, ok := v.(Encoded); ok {
-		return mem.BufferSlice{mem.SliceBuffer(encoded)}, nil
+	switch v := v.(type) {
+	case Encoded:
+		return mem.BufferSlice{mem.SliceBuffer(v)}, nil
+	case Numbered:
+		// Two protobuf messages, one after the other, are both in one.
+		number := protowire.AppendVarint(protowire.AppendTag(nil, 1, protowire.VarintType), v.Number)
+		return mem.BufferSlice{mem.SliceBuffer(number), mem.SliceBuffer(v.Message)}, nil
 	}
 	return c.CodecV2.Marshal(v)
 }

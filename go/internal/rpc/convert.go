@@ -10,16 +10,17 @@ import (
 // MemberFromProto keeps the fields this version does not know, as bytes.
 func MemberFromProto(m *torchftpb.QuorumMember) quorum.Member {
 	return quorum.Member{
-		ReplicaID:      m.GetReplicaId(),
-		Address:        m.GetAddress(),
-		StoreAddress:   m.GetStoreAddress(),
-		Step:           m.GetStep(),
-		WorldSize:      m.GetWorldSize(),
-		ShrinkOnly:     m.GetShrinkOnly(),
-		Data:           m.GetData(),
-		CommitFailures: m.GetCommitFailures(),
-		Handles:        m.GetReconfigureHandles(),
-		Unknown:        m.ProtoReflect().GetUnknown(),
+		ReplicaID:         m.GetReplicaId(),
+		Address:           m.GetAddress(),
+		StoreAddress:      m.GetStoreAddress(),
+		Step:              m.GetStep(),
+		WorldSize:         m.GetWorldSize(),
+		ShrinkOnly:        m.GetShrinkOnly(),
+		Data:              m.GetData(),
+		CommitFailures:    m.GetCommitFailures(),
+		CommittedQuorumID: m.GetCommittedQuorumId(),
+		Handles:           m.GetReconfigureHandles(),
+		Unknown:           m.ProtoReflect().GetUnknown(),
 	}
 }
 
@@ -34,6 +35,7 @@ func MemberToProto(m quorum.Member) *torchftpb.QuorumMember {
 		ShrinkOnly:         m.ShrinkOnly,
 		Data:               m.Data,
 		CommitFailures:     m.CommitFailures,
+		CommittedQuorumId:  m.CommittedQuorumID,
 		ReconfigureHandles: m.Handles,
 	}
 	if len(m.Unknown) > 0 {

@@ -45,6 +45,13 @@ func recoverUnary(log *slog.Logger) grpc.UnaryServerInterceptor {
 	}
 }
 
+func recoverStream(log *slog.Logger) grpc.StreamServerInterceptor {
+	return func(srv any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
+		defer Recovered(log, info.FullMethod, &err)
+		return handler(srv, stream)
+	}
+}
+
 func recoverHTTP(log *slog.Logger, h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		var err error

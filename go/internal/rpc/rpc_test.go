@@ -137,7 +137,7 @@ func TestWaiters(t *testing.T) {
 func TestConversionKeepsEverything(t *testing.T) {
 	member := quorum.Member{
 		ReplicaID: "r", Address: "a", StoreAddress: "s", Step: 1, WorldSize: 2, ShrinkOnly: true, Data: "{}",
-		CommitFailures: 3, Handles: []string{"h"}, Unknown: []byte{0xa2, 0x06, 0x00},
+		CommitFailures: 3, CommittedQuorumID: 4, Handles: []string{"h"}, Unknown: []byte{0xc2, 0x0c, 0x00},
 	}
 	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}}, Created: time.Unix(7, 8).UTC()}
 	raw, err := proto.Marshal(rpc.QuorumToProto(want))

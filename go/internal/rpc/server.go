@@ -25,7 +25,7 @@ type Server struct {
 
 // NewGRPC makes a gRPC server with our limits. Register services on it, then Serve it.
 func NewGRPC(log *slog.Logger, options ...grpc.ServerOption) *grpc.Server {
-	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()), grpc.ChainUnaryInterceptor(recoverUnary(log)))
+	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()), grpc.ChainUnaryInterceptor(recoverUnary(log)), grpc.ChainStreamInterceptor(recoverStream(log)))
 	return grpc.NewServer(append(all, options...)...)
 }
 

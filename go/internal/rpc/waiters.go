@@ -4,25 +4,30 @@ package rpc
 // for concurrent use: the server's own lock guards it.
 type Waiters[ID ~uint64, A any] struct {
 	next ID
-	open map[ID]chan A
+	open map[ID]func(A)
 }
 
 // Add makes a waiter. Its channel gets at most one answer and never blocks the one who answers.
 func (w *Waiters[ID, A]) Add() (ID, <-chan A) {
+	answer := make(chan A, 1)
+	return w.AddFunc(func(a A) { answer <- a }), answer
+}
+
+// AddFunc makes a waiter whose answer, at most one, goes to a function that must not wait.
+func (w *Waiters[ID, A]) AddFunc(answer func(A)) ID {
 	if w.open == nil {
-		w.open = map[ID]chan A{}
+		w.open = map[ID]func(A){}
 	}
 	w.next++
-	answer := make(chan A, 1)
 	w.open[w.next] = answer
-	return w.next, answer
+	return w.next
 }
 
 // Answer ends a waiter. One that is unknown gave up in the meantime.
 func (w *Waiters[ID, A]) Answer(id ID, answer A) {
 	if waiter, ok := w.open[id]; ok {
 		delete(w.open, id)
-		waiter <- answer
+		waiter(answer)
 	}
 }
 

@@ -1,0 +1,94 @@
+// Command bench puts load on a lighthouse: replica groups, each with a connection of its own, that ask for one quorum
+// after the other as fast as they come. It prints a line of JSON for each number of groups.
+//
+//	go run ./bench -lighthouse http://localhost:29510 -kind stock -groups 100,300,1000 -pid PID
+//
+// Groups of kind stock speak as the published manager does, those of kind ours as the one of this repository. The
+// lighthouse must wait for all groups: its min_replicas is their number.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+)
+
+func main() {
+	if err := run(os.Args[1:]); err != nil {
+		_, _ = fmt.Fprintf(os.Stderr, "bench: %s\n", err)
+		os.Exit(1)
+	}
+}
+
+// settings are those of the command line.
+type settings struct {
+	lighthouse string
+	kind       string
+	groups     int
+	rounds     int
+	limit      time.Duration
+	idle       time.Duration
+	pid        int
+}
+
+func parse(args []string) (s settings, err error) {
+	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
+	flags.StringVar(&s.lighthouse, "lighthouse", "", "http://host:port of the lighthouse")
+	flags.StringVar(&s.kind, "kind", "ours", "how the groups speak: "+strings.Join(kindNames(), ", "))
+	flags.IntVar(&s.groups, "groups", 100, "how many there are")
+	flags.IntVar(&s.rounds, "rounds", 20, "how many rounds to measure, after one that is not")
+	flags.DurationVar(&s.limit, "limit", time.Minute, "after this time no further round begins")
+	flags.DurationVar(&s.idle, "idle", 0, "how long to measure what it costs to know that the groups are alive; 0: not at all")
+	flags.IntVar(&s.pid, "pid", 0, "process of the lighthouse, to measure its time and memory; 0: not at all")
+	if err := flags.Parse(args); err != nil {
+		return s, err
+	}
+	switch {
+	case s.lighthouse == "":
+		return s, errors.New("-lighthouse is missing: give http://host:port")
+	case kinds[s.kind] == nil:
+		return s, fmt.Errorf("-kind is %q: it must be one of %s", s.kind, strings.Join(kindNames(), ", "))
+	case s.groups < 1:
+		return s, fmt.Errorf("-groups is %d: it must be at least 1", s.groups)
+	case s.rounds < 1:
+		return s, fmt.Errorf("-rounds is %d: it must be at least 1", s.rounds)
+	}
+	return s, nil
+}
+
+// result is one line of output.
+type result struct {
+	Kind       string  `json:"kind"`
+	Groups     int     `json:"groups"`
+	Rounds     int     `json:"rounds"`
+	ConnectMS  float64 `json:"connect_ms"` // until all groups are connected
+	FirstMS    float64 `json:"first_ms"`   // the first round: everybody learns who everybody is
+	RoundMS    float64 `json:"round_ms"`   // median, from the first request to the last answer
+	FastestMS  float64 `json:"fastest_ms"`
+	SlowestMS  float64 `json:"slowest_ms"`
+	FirstBytes float64 `json:"first_bytes"` // sent by the lighthouse in the first round
+	RoundBytes float64 `json:"round_bytes"` // and in one of the others
+	// Of the lighthouse's process.
+	RoundCPUMS  float64 `json:"round_cpu_ms,omitempty"`
+	PeakMB      float64 `json:"peak_mb,omitempty"`   // largest resident memory so far
+	MemoryMB    float64 `json:"memory_mb,omitempty"` // resident memory after the rounds
+	IdleCPU     float64 `json:"idle_cpu,omitempty"`  // cores, while groups are only alive
+	IdleSeconds float64 `json:"idle_s,omitempty"`
+}
+
+func run(args []string) error {
+	s, err := parse(args)
+	if err != nil {
+		return err
+	}
+	r, err := measure(context.Background(), s)
+	if err != nil {
+		return err
+	}
+	return json.NewEncoder(os.Stdout).Encode(r)
+}

@@ -1,0 +1,72 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/encoding"
+	"google.golang.org/grpc/encoding/proto"
+	"google.golang.org/grpc/mem"
+)
+
+// raw is a message as bytes. Decoding a thousand members for each of a thousand groups would cost more than the
+// lighthouse does, and real groups have a processor each.
+type raw struct {
+	bytes []byte
+	drop  bool // of what comes, only the size is of interest
+	size  int
+}
+
+// rawCodec is gRPC's protobuf codec that takes and gives raw messages too.
+type rawCodec struct{ encoding.CodecV2 }
+
+func (c rawCodec) Marshal(v any) (mem.BufferSlice, error) {
+	if r, ok := v.(*raw); ok {
+		return mem.BufferSlice{mem.SliceBuffer(r.bytes)}, nil
+	}
+	return c.CodecV2.Marshal(v)
+}
+
+func (c rawCodec) Unmarshal(data mem.BufferSlice, v any) error {
+	r, ok := v.(*raw)
+	if !ok {
+		return c.CodecV2.Unmarshal(data, v)
+	}
+	r.size, r.bytes = data.Len(), nil
+	if r.drop {
+		return nil
+	}
+	r.bytes = data.MaterializeToBuffer(mem.NopBufferPool{}).ReadOnlyData()
+	return nil
+}
+
+// dial connects, with a connection of its own.
+func dial(ctx context.Context, lighthouse string, more ...grpc.DialOption) (*grpc.ClientConn, error) {
+	const window = 4 << 20
+	options := append([]grpc.DialOption{
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(rawCodec{encoding.GetCodecV2(proto.Name)}), grpc.MaxCallRecvMsgSize(256<<20)),
+		grpc.WithStaticStreamWindowSize(window), grpc.WithStaticConnWindowSize(window),
+		grpc.WithIdleTimeout(0),
+	}, more...)
+	conn, err := grpc.NewClient("passthrough:///"+strings.TrimPrefix(lighthouse, "http://"), options...)
+	if err != nil {
+		return nil, err
+	}
+	conn.Connect()
+	for state := conn.GetState(); state != connectivity.Ready; state = conn.GetState() {
+		if !conn.WaitForStateChange(ctx, state) {
+			_ = conn.Close()
+			return nil, errors.New("could not connect to " + lighthouse)
+		}
+	}
+	return conn, nil
+}
+
+// heartbeatInterval is that of published managers.
+const heartbeatInterval = 100 * time.Millisecond

@@ -1,0 +1,145 @@
+package rpc
+
+import (
+	"bytes"
+	"compress/flate"
+	"fmt"
+	"io"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// partSize is about how large a part of a change is, in bytes, before it is compressed to a fifth or so. A list travels in
+// parts, so that no message of a large job's is large, and a peer that reads slowly holds back its sender and not the
+// sender's memory. Much smaller ones cost more wakeups than they spare.
+const partSize = 512 << 10
+
+// ChangeToProto is the wire form of a change: no part if it is empty.
+func ChangeToProto(c quorum.Change) (parts []*torchftpb.ListChange) {
+	if c.Empty() {
+		return nil
+	}
+	part := &torchftpb.ListChange{Whole: c.Whole, Left: make([]uint32, len(c.Left))}
+	for i, place := range c.Left {
+		part.Left[i] = uint32(place)
+	}
+	parts = append(parts, part)
+	size := 4 * len(part.GetLeft())
+	for _, m := range c.Set {
+		member := MemberToProto(m)
+		length := proto.Size(member)
+		if size+length > partSize && size > 0 {
+			part, size = &torchftpb.ListChange{}, 0
+			parts = append(parts, part)
+		}
+		part.Set = append(part.Set, member)
+		size += length
+	}
+	return parts
+}
+
+// packFrom is the size in bytes from which a part is worth compressing.
+const packFrom = 1 << 10
+
+// Pack compresses a part if that is worth it.
+func Pack(part *torchftpb.ListChange) (*torchftpb.ListChange, error) {
+	plain, err := proto.Marshal(part)
+	if err != nil || len(plain) < packFrom {
+		return part, err
+	}
+	var packed bytes.Buffer
+	w, err := flate.NewWriter(&packed, flate.BestSpeed)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := w.Write(plain); err != nil {
+		return nil, err
+	}
+	if err := w.Close(); err != nil {
+		return nil, err
+	}
+	return &torchftpb.ListChange{Packed: packed.Bytes()}, nil
+}
+
+// unpack is the inverse of Pack.
+func unpack(part *torchftpb.ListChange) (*torchftpb.ListChange, error) {
+	if len(part.GetPacked()) == 0 {
+		return part, nil
+	}
+	r := flate.NewReader(bytes.NewReader(part.GetPacked()))
+	plain, err := io.ReadAll(io.LimitReader(r, MaxMessage+1))
+	if err != nil {
+		return nil, fmt.Errorf("a part of the list of members: %w", err)
+	}
+	if len(plain) > MaxMessage {
+		return nil, fmt.Errorf("a part of the list of members has more than %d bytes", MaxMessage)
+	}
+	part = &torchftpb.ListChange{}
+	if err := proto.Unmarshal(plain, part); err != nil {
+		return nil, fmt.Errorf("a part of the list of members: %w", err)
+	}
+	return part, nil
+}
+
+// AddPart puts the parts of a change together again, one after the other.
+func AddPart(c *quorum.Change, part *torchftpb.ListChange) error {
+	part, err := unpack(part)
+	if err != nil {
+		return err
+	}
+	if part.GetWhole() {
+		*c = quorum.Change{Whole: true}
+	}
+	for _, place := range part.GetLeft() {
+		c.Left = append(c.Left, int(place))
+	}
+	for _, m := range part.GetSet() {
+		c.Set = append(c.Set, MemberFromProto(m))
+	}
+	return nil
+}
+
+// StatesToProto is the wire form of a quorum whose list the other side holds.
+func StatesToProto(q *quorum.Quorum) *torchftpb.QuorumStates {
+	states := quorum.StatesOf(q.Members)
+	p := &torchftpb.QuorumStates{
+		QuorumId:          q.ID,
+		Created:           timestamppb.New(q.Created),
+		Revision:          uint64(q.Revision),
+		Step:              states.Common.Step,
+		CommittedQuorumId: states.Common.CommittedQuorumID,
+		CommitFailures:    states.Common.CommitFailures,
+	}
+	for _, other := range states.Others {
+		p.Others = append(p.Others, &torchftpb.PlacedState{
+			Place:             uint32(other.Place),
+			Step:              other.State.Step,
+			CommittedQuorumId: other.State.CommittedQuorumID,
+			CommitFailures:    other.State.CommitFailures,
+		})
+	}
+	return p
+}
+
+// QuorumFromStates is the inverse of StatesToProto, with the list that this side holds.
+func QuorumFromStates(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Quorum, error) {
+	states := quorum.States{Common: quorum.State{
+		Step: p.GetStep(), CommittedQuorumID: p.GetCommittedQuorumId(), CommitFailures: p.GetCommitFailures(),
+	}}
+	for _, other := range p.GetOthers() {
+		states.Others = append(states.Others, quorum.PlacedState{Place: int(other.GetPlace()), State: quorum.State{
+			Step: other.GetStep(), CommittedQuorumID: other.GetCommittedQuorumId(), CommitFailures: other.GetCommitFailures(),
+		}})
+	}
+	members, err := states.Apply(list)
+	if err != nil {
+		return nil, err
+	}
+	return &quorum.Quorum{
+		ID: p.GetQuorumId(), Members: members, Created: p.GetCreated().AsTime(), Revision: quorum.Revision(p.GetRevision()),
+	}, nil
+}

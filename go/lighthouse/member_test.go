@@ -1,0 +1,311 @@
+package lighthouse_test
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// wire is a member's stream as it is on the wire.
+type wire struct {
+	t      *testing.T
+	id     string
+	stream torchftpb.MemberService_AttendClient
+	hangUp context.CancelFunc
+	number uint64
+}
+
+// attend opens a stream and greets. It holds the list of a revision.
+func attend(t *testing.T, c *fttest.Cluster, id string, held uint64) *wire {
+	t.Helper()
+	w := open(t, c, id)
+	w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
+		Greeting: &torchftpb.Greeting{ReplicaId: id, Revision: held},
+	}})
+	require.EqualValues(t, 1_666_666, w.receive().GetWelcome().GetAliveIntervalUs(), "a third of the heartbeat timeout")
+	return w
+}
+
+func open(t *testing.T, c *fttest.Cluster, id string) *wire {
+	t.Helper()
+	conn, err := rpc.Dial(t.Context(), c.Net.Host(id), "lighthouse", fttest.LighthouseAddr, time.Second)
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(context.Background())
+	stream, err := torchftpb.NewMemberServiceClient(conn).Attend(ctx)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		cancel()
+		require.NoError(t, conn.Close())
+	})
+	return &wire{t: t, id: id, stream: stream, hangUp: cancel}
+}
+
+func (w *wire) send(m *torchftpb.MemberMessage) { require.NoError(w.t, w.stream.Send(m)) }
+
+func (w *wire) receive() *torchftpb.LighthouseMessage {
+	w.t.Helper()
+	m, err := w.stream.Recv()
+	require.NoError(w.t, err)
+	return m
+}
+
+// ask asks for a step, and says who asks only the first time.
+func (w *wire) ask(step int64, timeout time.Duration) {
+	ask := &torchftpb.Ask{Number: w.number + 1, TimeoutUs: timeout.Microseconds(), Step: step}
+	if w.number == 0 {
+		ask.Member = &torchftpb.QuorumMember{ReplicaId: w.id, Address: "http://" + w.id}
+	}
+	w.number++
+	w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
+	synctest.Wait()
+}
+
+// answered takes the answer to the last ask: what of the list it was sent, and the quorum.
+func (w *wire) answered() (*quorum.Change, *torchftpb.QuorumStates) {
+	w.t.Helper()
+	var change *quorum.Change
+	for {
+		m := w.receive()
+		if part := m.GetListChange(); part != nil {
+			if change == nil {
+				change = &quorum.Change{}
+			}
+			require.NoError(w.t, rpc.AddPart(change, part))
+			continue
+		}
+		require.NotNil(w.t, m.GetQuorum(), "%v", m)
+		require.Equal(w.t, w.number, m.GetNumber())
+		return change, m.GetQuorum()
+	}
+}
+
+func (w *wire) failed() (codes.Code, string) {
+	w.t.Helper()
+	m := w.receive()
+	require.Equal(w.t, w.number, m.GetNumber())
+	require.NotNil(w.t, m.GetFailure(), "%v", m)
+	return codes.Code(m.GetFailure().GetCode()), m.GetFailure().GetMessage()
+}
+
+func TestOnlyWhatChangedIsSent(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := attend(t, c, "a", 0), attend(t, c, "b", 0)
+		a.ask(1, time.Minute)
+		b.ask(1, time.Minute)
+		for _, w := range []*wire{a, b} {
+			list, states := w.answered()
+			require.NotNil(t, list)
+			assert.True(t, list.Whole)
+			require.Len(t, list.Set, 2)
+			assert.Equal(t, "http://a", list.Set[0].Address)
+			assert.EqualValues(t, quorum.RevisionOf(list.Set), states.GetRevision())
+			assert.EqualValues(t, 1, states.GetStep())
+		}
+		a.ask(2, time.Minute)
+		b.ask(2, time.Minute)
+		for _, w := range []*wire{a, b} {
+			list, states := w.answered()
+			assert.Nil(t, list, "everybody is who they were")
+			assert.EqualValues(t, 2, states.GetStep())
+			assert.Empty(t, states.GetOthers())
+		}
+
+		n := attend(t, c, "n", 0)
+		n.ask(0, time.Minute)
+		a.ask(3, time.Minute)
+		b.ask(3, time.Minute)
+		for _, w := range []*wire{a, b, n} {
+			list, states := w.answered()
+			require.NotNil(t, list)
+			assert.Equal(t, w == n, list.Whole)
+			assert.Len(t, list.Set, map[bool]int{true: 3, false: 1}[w == n])
+			assert.EqualValues(t, 3, states.GetStep())
+			require.Len(t, states.GetOthers(), 1)
+			assert.EqualValues(t, 2, states.GetOthers()[0].GetPlace())
+		}
+
+		n.hangUp()
+		time.Sleep(6 * time.Second)
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+		a.ask(4, time.Minute)
+		b.ask(4, time.Minute)
+		for _, w := range []*wire{a, b} {
+			list := leftOf(t, w)
+			assert.Equal(t, []int{2}, list.Left)
+			assert.Empty(t, list.Set)
+		}
+	})
+}
+
+// leftOf takes the answer of a round in which somebody left, past the news of it.
+func leftOf(t *testing.T, w *wire) quorum.Change {
+	t.Helper()
+	var change quorum.Change
+	for {
+		m := w.receive()
+		if m.GetListChange() != nil {
+			require.NoError(t, rpc.AddPart(&change, m.GetListChange()))
+		}
+		if m.GetQuorum() != nil {
+			return change
+		}
+	}
+}
+
+func TestAListOutlivesItsLighthouse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := attend(t, c, "a", 0)
+		a.ask(1, time.Minute)
+		_, states := a.answered()
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		c.StartLighthouse(1)
+
+		again := attend(t, c, "a", states.GetRevision())
+		again.ask(2, time.Minute)
+		list, after := again.answered()
+		assert.Nil(t, list)
+		assert.Equal(t, states.GetRevision(), after.GetRevision())
+
+		other := attend(t, c, "b", 4711)
+		other.ask(2, time.Minute)
+		again.ask(3, time.Minute)
+		list, _ = other.answered()
+		assert.True(t, list.Whole, "nobody knows that revision")
+	})
+}
+
+func TestAStreamsAskHasADeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a := attend(t, c, "a", 0)
+		for step := range int64(3) { // the timer is used again
+			start := time.Now()
+			a.ask(step, time.Second)
+			code, text := a.failed()
+			assert.Equal(t, codes.DeadlineExceeded, code)
+			assert.Contains(t, text, "no quorum in time: 1 replica asked, min_replicas is 2")
+			assert.Less(t, time.Since(start), time.Second)
+			assert.Greater(t, time.Since(start), 900*time.Millisecond)
+			assert.Zero(t, c.Lighthouse.Status().Waiters)
+		}
+		b := attend(t, c, "b", 0)
+		a.ask(3, time.Minute)
+		b.ask(3, time.Minute)
+		a.answered()
+		b.answered()
+		time.Sleep(2 * time.Minute) // the deadline of an ask that was answered
+		a.ask(4, 10*time.Second)
+		synctest.Wait()
+		assert.Equal(t, 1, c.Lighthouse.Status().Waiters)
+	})
+}
+
+func TestAMemberGivesUp(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a := attend(t, c, "a", 0)
+		a.ask(1, time.Minute)
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_GiveUp{GiveUp: 17}})
+		synctest.Wait()
+		assert.Equal(t, 1, c.Lighthouse.Status().Waiters, "of another ask")
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_GiveUp{GiveUp: a.number}})
+		synctest.Wait()
+		assert.Zero(t, c.Lighthouse.Status().Waiters)
+
+		a.ask(1, time.Minute)
+		a.ask(2, time.Minute) // in place of that
+		assert.Equal(t, 1, c.Lighthouse.Status().Waiters)
+		a.hangUp()
+		synctest.Wait()
+		assert.Zero(t, c.Lighthouse.Status().Waiters, "its stream broke")
+	})
+}
+
+func TestAShutdownIsToldOnEveryStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		waits, idle := attend(t, c, "a", 0), attend(t, c, "b", 0)
+		waits.ask(1, time.Minute)
+		start := time.Now()
+		done := fttest.Start(func() (any, error) {
+			c.Lighthouse.Shutdown()
+			return nil, nil
+		})
+		code, text := waits.failed()
+		assert.Equal(t, codes.Unavailable, code)
+		assert.Contains(t, text, "shutting down")
+		for _, w := range []*wire{waits, idle} {
+			assert.True(t, w.receive().GetClosing())
+			w.hangUp()
+		}
+		<-done
+		assert.Less(t, time.Since(start), time.Second, "nobody had to be cut off")
+	})
+}
+
+func TestSilenceOnAStreamIsDeath(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := attend(t, c, "a", 0)
+		for range 5 {
+			time.Sleep(4 * time.Second)
+			a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+			synctest.Wait()
+			assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
+		}
+		time.Sleep(6 * time.Second)
+		assert.Zero(t, c.Lighthouse.Status().Healthy)
+	})
+}
+
+func TestWhatAStreamRefuses(t *testing.T) {
+	greeting := func(id string) *torchftpb.MemberMessage {
+		return &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: id}}}
+	}
+	ask := func(a *torchftpb.Ask) *torchftpb.MemberMessage {
+		return &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: a}}
+	}
+	for name, test := range map[string]struct {
+		messages []*torchftpb.MemberMessage
+		want     string
+	}{
+		"no greeting":    {[]*torchftpb.MemberMessage{ask(&torchftpb.Ask{})}, "no greeting"},
+		"no name":        {[]*torchftpb.MemberMessage{greeting("")}, "replica_id"},
+		"two greetings":  {[]*torchftpb.MemberMessage{greeting("a"), greeting("a")}, "one greeting"},
+		"nobody asks":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1})}, "does not say who asks"},
+		"no deadline":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{Member: &torchftpb.QuorumMember{ReplicaId: "a"}})}, "timeout_us is 0"},
+		"another's name": {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1, Member: &torchftpb.QuorumMember{ReplicaId: "b"}})}, `replica_id is "b"`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := open(t, fttest.NewCluster(t, 1), "a")
+				for _, m := range test.messages {
+					w.send(m)
+				}
+				for {
+					_, err := w.stream.Recv()
+					if err == nil {
+						continue // the welcome
+					}
+					assert.Equal(t, codes.InvalidArgument, status.Code(err))
+					assert.ErrorContains(t, err, test.want)
+					return
+				}
+			})
+		})
+	}
+}

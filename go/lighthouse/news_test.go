@@ -1,0 +1,53 @@
+package lighthouse_test
+
+import (
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// Each of thousands telling each of thousands would stop the lighthouse for minutes.
+func TestAStormOfFailuresIsToldInFew(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const dead = 100
+		c := fttest.NewCluster(t, dead+1)
+		survivor := attend(t, c, "survivor", 0)
+		all := []*wire{survivor}
+		for i := range dead {
+			all = append(all, attend(t, c, fmt.Sprintf("dead-%03d", i), 0))
+		}
+		for _, w := range all {
+			w.ask(1, time.Minute)
+		}
+		for _, w := range all {
+			w.answered()
+		}
+		for _, w := range all[1:] {
+			w.hangUp()
+		}
+		time.Sleep(time.Second)
+		synctest.Wait()
+		lines := c.Log.Count("a member failed")
+		assert.Positive(t, lines)
+		assert.LessOrEqual(t, lines, 2, "%s", c.Log)
+
+		survivor.ask(2, time.Second)
+		told := 0
+		for {
+			m := survivor.receive()
+			if m.GetFailure() != nil {
+				break
+			}
+			assert.IsType(t, &torchftpb.LighthouseMessage_MemberFailed{}, m.GetMessage())
+			told++
+		}
+		assert.Positive(t, told)
+		assert.LessOrEqual(t, told, 64)
+	})
+}

@@ -1,0 +1,220 @@
+package manager_test
+
+import (
+	"context"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// stockLighthouse serves what a published one does, a call for each quorum and heartbeat, to groups of one.
+type stockLighthouse struct {
+	torchftpb.UnimplementedLighthouseServiceServer
+	quorums, beats atomic.Int64
+}
+
+func (s *stockLighthouse) Quorum(_ context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+	return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{
+		QuorumId: s.quorums.Add(1), Participants: []*torchftpb.QuorumMember{req.GetRequester()},
+	}}, nil
+}
+
+func (s *stockLighthouse) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+	s.beats.Add(1)
+	return &torchftpb.LighthouseHeartbeatResponse{}, nil
+}
+
+// serve starts a lighthouse of services in place of the cluster's.
+func serve(t *testing.T, c *fttest.Cluster, register func(*grpc.Server)) (stop func()) {
+	t.Helper()
+	c.Net.Host("lighthouse").Kill()
+	c.Lighthouse.Shutdown()
+	lis, err := c.Net.Host("lighthouse").Listen("lighthouse:29510")
+	require.NoError(t, err)
+	g := grpc.NewServer()
+	register(g)
+	go func() { _ = g.Serve(lis) }()
+	return g.Stop
+}
+
+func TestALighthouseThatKnowsNoStreams(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		stock := &stockLighthouse{}
+		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, stock) })
+		g := c.StartGroup("a", 2)
+		for step := range int64(3) {
+			assert.Equal(t, step+1, round(t, step, g)[0].QuorumID)
+		}
+		time.Sleep(10 * time.Second)
+		assert.InDelta(t, 100, stock.beats.Load(), 3, "one each heartbeat_interval")
+
+		// The lighthouse is replaced by one of ours, under the running job.
+		stop()
+		c.StartLighthouse(1)
+		for step := int64(3); step < 6; step++ {
+			round(t, step, g)
+			time.Sleep(2 * time.Second)
+		}
+		assert.EqualValues(t, 3, stock.quorums.Load())
+		assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
+	})
+}
+
+func TestAStreamIsMadeAnewAfterItsConnectionBroke(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		for step := range int64(5) {
+			for i, r := range round(t, step, a, b) {
+				assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
+				assert.EqualValues(t, i, r.ReplicaRank)
+				assert.Equal(t, step, r.MaxStep)
+			}
+			a.Host(-1).Cut()
+			b.Host(-1).Cut()
+			time.Sleep(3 * time.Second) // the ranks too connect again
+			assert.Equal(t, 2, c.Lighthouse.Status().Healthy)
+		}
+	})
+}
+
+func TestAConnectionThatBreaksInMidRound(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 1, a, b)
+		asked := a.Quorum(0, 2, time.Minute)
+		synctest.Wait()
+		c.Net.Host("lighthouse").Cut()
+		synctest.Wait()
+		other := b.Quorum(0, 2, time.Minute)
+		got := <-asked
+		require.NoError(t, got.Err)
+		assert.Equal(t, []string{"a", "b"}, got.Value.ReplicaIDs)
+		assert.Less(t, got.Took, 3*time.Second)
+		require.NoError(t, (<-other).Err)
+	})
+}
+
+// forgetful is a lighthouse that sends a wrong list, or a wrong revision of it, at first.
+type forgetful struct {
+	torchftpb.UnimplementedMemberServiceServer
+	streams, asks atomic.Int64
+	held          []uint64 // what each greeting said
+	wrong         *torchftpb.LighthouseMessage
+}
+
+func (f *forgetful) Attend(wire torchftpb.MemberService_AttendServer) error {
+	for {
+		m, err := wire.Recv()
+		if err != nil {
+			return err
+		}
+		if g := m.GetGreeting(); g != nil {
+			f.streams.Add(1)
+			f.held = append(f.held, g.GetRevision())
+			_ = wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{AliveIntervalUs: 1e6}}})
+		}
+		ask := m.GetAsk()
+		if ask == nil {
+			continue
+		}
+		members := []quorum.Member{{ReplicaID: "a"}}
+		states := &torchftpb.QuorumStates{QuorumId: 9, Revision: uint64(quorum.RevisionOf(members)), Step: ask.GetStep()}
+		part := &torchftpb.ListChange{Whole: true, Set: []*torchftpb.QuorumMember{{ReplicaId: "a"}}}
+		if f.asks.Add(1) == 1 {
+			_ = wire.Send(f.wrong)
+			part = &torchftpb.ListChange{Left: []uint32{3}}
+		}
+		_ = wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ListChange{ListChange: part}})
+		_ = wire.Send(&torchftpb.LighthouseMessage{Number: ask.GetNumber(), Message: &torchftpb.LighthouseMessage_Quorum{Quorum: states}})
+	}
+}
+
+func TestAListThatDoesNotMatchIsAskedForAnew(t *testing.T) {
+	for name, wrong := range map[string]*torchftpb.LighthouseMessage{
+		"a change of another list": {},
+		"not compressed as it says": {Message: &torchftpb.LighthouseMessage_ListChange{
+			ListChange: &torchftpb.ListChange{Packed: []byte("\xff\xff nonsense")},
+		}},
+		"cut short": {Message: &torchftpb.LighthouseMessage_ListChange{ListChange: cutShort(t)}},
+		"another revision": {Number: 1, Message: &torchftpb.LighthouseMessage_Quorum{
+			Quorum: &torchftpb.QuorumStates{QuorumId: 8, Revision: 12345},
+		}},
+		"a state of nobody": {Number: 1, Message: &torchftpb.LighthouseMessage_Quorum{
+			Quorum: &torchftpb.QuorumStates{Others: []*torchftpb.PlacedState{{Place: 1 << 30}}},
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := fttest.NewCluster(t, 1)
+				f := &forgetful{wrong: wrong}
+				defer serve(t, c, func(g *grpc.Server) { torchftpb.RegisterMemberServiceServer(g, f) })()
+				g := c.StartGroup("a", 1)
+				got := <-g.Quorum(0, 5, time.Minute)
+				require.NoError(t, got.Err)
+				assert.EqualValues(t, 9, got.Value.QuorumID)
+				assert.EqualValues(t, 5, got.Value.MaxStep)
+				assert.EqualValues(t, 2, f.streams.Load())
+				assert.Equal(t, []uint64{0, 0}, f.held, "nothing is held after that")
+				g.Server.Shutdown()
+			})
+		})
+	}
+}
+
+func cutShort(t *testing.T) *torchftpb.ListChange {
+	t.Helper()
+	part := &torchftpb.ListChange{Set: []*torchftpb.QuorumMember{{ReplicaId: "a", Data: string(make([]byte, 4096))}}}
+	packed, err := rpc.Pack(part)
+	require.NoError(t, err)
+	require.NotEmpty(t, packed.GetPacked())
+	packed.Packed = packed.Packed[:len(packed.Packed)/2]
+	return packed
+}
+
+// A lighthouse that is restarted hears from every group at once, not only from those that ask.
+func TestGroupsAreBackSoonAfterARestart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		var groups []*fttest.Group
+		for _, name := range []string{"a", "b", "c", "d"} {
+			groups = append(groups, c.StartGroup(name, 1))
+		}
+		before := round(t, 1, groups...)
+		time.Sleep(10 * time.Second) // a long step
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		time.Sleep(30 * time.Second)
+		c.StartLighthouse(1)
+		time.Sleep(2 * time.Second)
+		assert.Equal(t, 4, c.Lighthouse.Status().Healthy)
+		after := round(t, 2, groups...)
+		assert.Greater(t, after[0].QuorumID, before[0].QuorumID)
+		assert.Len(t, after[0].ReplicaIDs, 4)
+	})
+}
+
+func TestAGroupSpeaksSeldom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 1)
+		round(t, 1, g)
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		status := c.Lighthouse.Status()
+		require.Equal(t, 1, status.Healthy)
+		assert.Less(t, status.Members[0].HeartbeatAgeMS, int64(1667))
+	})
+}

@@ -1,0 +1,210 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// session speaks to a server over one stream, which costs a fraction of a call for each quorum and vote. A server
+// that does not know sessions gets the calls.
+type session struct {
+	remote
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	stub   torchftpb.RankServiceClient
+	unary  atomic.Bool // the server knows no sessions
+	heard  failures
+	failed <-chan Failure
+
+	opening chan struct{} // a lock for stream; waiting for it ends with a call's deadline
+	stream  *clientStream // nil before the first call
+}
+
+func newSession(conn *grpc.ClientConn) *session {
+	s := &session{
+		remote:  remote{conn: conn, stub: torchftpb.NewManagerServiceClient(conn)},
+		stub:    torchftpb.NewRankServiceClient(conn),
+		opening: make(chan struct{}, 1),
+	}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	s.failed, _ = s.heard.listen()
+	return s
+}
+
+// errUnary is what a call gets that has to be made without a session.
+var errUnary = errors.New("the server knows no sessions")
+
+func (s *session) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
+	req := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: quorumToProto(args)}}
+	resp, err := s.call(ctx, req)
+	if errors.Is(err, errUnary) {
+		return s.remote.Quorum(ctx, args)
+	}
+	if err != nil {
+		return recovery.Result{}, err
+	}
+	return resultFromProto(resp.GetQuorum()), nil
+}
+
+func (s *session) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
+	req := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
+		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote},
+	}}
+	resp, err := s.call(ctx, req)
+	if errors.Is(err, errUnary) {
+		return s.remote.ShouldCommit(ctx, groupRank, step, vote)
+	}
+	return resp.GetShouldCommit().GetShouldCommit(), err
+}
+
+func (s *session) Failures() <-chan Failure { return s.failed }
+
+func (s *session) Close() error {
+	s.cancel()
+	return s.remote.Close()
+}
+
+func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchftpb.RankResponse, error) {
+	if s.unary.Load() {
+		return nil, errUnary
+	}
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	stream, err := s.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := stream.call(ctx, req)
+	if status.Code(err) == codes.Unimplemented {
+		s.unary.Store(true)
+		return nil, errUnary
+	}
+	return resp, err
+}
+
+// connect returns the stream, a new one if the last one broke. To open one waits for as long as connecting takes.
+func (s *session) connect(ctx context.Context) (*clientStream, error) {
+	select {
+	case s.opening <- struct{}{}:
+		defer func() { <-s.opening }()
+	case <-ctx.Done():
+		return nil, status.FromContextError(ctx.Err()).Err()
+	}
+	if s.stream != nil && !s.stream.broken() {
+		return s.stream, nil
+	}
+	streamCtx, cancel := context.WithCancel(s.ctx)
+	inTime := context.AfterFunc(ctx, cancel) // the stream outlives the call that opens it
+	wire, err := s.stub.Session(streamCtx)
+	if !inTime() {
+		cancel()
+		return nil, status.FromContextError(ctx.Err()).Err()
+	}
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	s.stream = &clientStream{
+		wire:    wire,
+		failed:  s.heard.tell,
+		waiting: map[uint64]chan *torchftpb.RankResponse{},
+		ended:   make(chan struct{}),
+	}
+	go s.stream.receive(cancel)
+	return s.stream, nil
+}
+
+// clientStream is one session while its connection lasts.
+type clientStream struct {
+	wire   grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
+	failed func(Failure)
+	ended  chan struct{} // closed when the stream has broken
+	err    error         // why, valid once ended is closed
+
+	sending sync.Mutex
+
+	mu      sync.Mutex
+	last    uint64
+	waiting map[uint64]chan *torchftpb.RankResponse
+}
+
+func (s *clientStream) broken() bool {
+	select {
+	case <-s.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// receive hands out answers until the stream breaks.
+func (s *clientStream) receive(cancel context.CancelFunc) {
+	defer cancel()
+	for {
+		resp, err := s.wire.Recv()
+		if err != nil {
+			s.err = err
+			close(s.ended)
+			return
+		}
+		if f := resp.GetMemberFailed(); f != nil {
+			s.failed(Failure{QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+			continue
+		}
+		s.mu.Lock()
+		waiter := s.waiting[resp.GetCall()]
+		delete(s.waiting, resp.GetCall())
+		s.mu.Unlock()
+		if waiter != nil { // else it gave up in the meantime
+			waiter <- resp
+		}
+	}
+}
+
+func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*torchftpb.RankResponse, error) {
+	deadline, _ := ctx.Deadline()
+	req.TimeoutUs = max(1, time.Until(deadline).Microseconds())
+	answered := make(chan *torchftpb.RankResponse, 1)
+	s.mu.Lock()
+	s.last++
+	req.Call = s.last
+	s.waiting[req.GetCall()] = answered
+	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		delete(s.waiting, req.GetCall())
+	}()
+
+	s.send(req)
+	select {
+	case resp := <-answered:
+		if failure := resp.GetFailure(); failure != nil {
+			return nil, status.Error(codes.Code(failure.GetCode()), failure.GetMessage())
+		}
+		return resp, nil
+	case <-s.ended:
+		return nil, s.err
+	case <-ctx.Done():
+		s.send(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}})
+		return nil, status.FromContextError(ctx.Err()).Err()
+	}
+}
+
+// send leaves errors to receive, which gets the reason.
+func (s *clientStream) send(req *torchftpb.RankRequest) {
+	s.sending.Lock()
+	defer s.sending.Unlock()
+	_ = s.wire.Send(req)
+}

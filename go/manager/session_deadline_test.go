@@ -1,0 +1,63 @@
+package manager_test
+
+import (
+	"context"
+	"net"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/manager"
+)
+
+// unanswered is a network in which, once silent, nobody answers to an attempt to connect.
+type unanswered struct {
+	rpc.Network
+	silent atomic.Bool
+}
+
+func (u *unanswered) Dial(ctx context.Context, address string) (net.Conn, error) {
+	if u.silent.Load() {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	return u.Network.Dial(ctx, address)
+}
+
+// The host of the manager server is gone, and with it whoever would refuse a connection.
+func TestACallThatCannotConnectEndsAtItsDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 2)
+		host := g.Host(1)
+		network := &unanswered{Network: host}
+		client, err := manager.Dial(t.Context(), g.Server.Address(), time.Second, manager.WithNetwork(network))
+		require.NoError(t, err)
+		defer func() { require.NoError(t, client.Close()) }()
+
+		network.silent.Store(true)
+		host.Cut()
+		synctest.Wait()
+		began := time.Now()
+		call := func(timeout time.Duration) <-chan fttest.Answer[bool] {
+			return fttest.Start(func() (bool, error) {
+				ctx, cancel := context.WithTimeout(t.Context(), timeout)
+				defer cancel()
+				return client.ShouldCommit(ctx, 1, 0, true)
+			})
+		}
+		patient, hasty := call(2*time.Second), call(time.Second)
+		assert.Equal(t, codes.DeadlineExceeded, status.Code((<-hasty).Err))
+		assert.Equal(t, time.Second, time.Since(began))
+		assert.Equal(t, codes.DeadlineExceeded, status.Code((<-patient).Err))
+		assert.Equal(t, 2*time.Second, time.Since(began))
+	})
+}

@@ -1,0 +1,144 @@
+package manager
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// sessions serves torchft.RankService.
+type sessions struct {
+	torchftpb.UnimplementedRankServiceServer
+	service service
+}
+
+// Session serves one rank's stream until either side ends it. A server that shuts down sends the last answers before.
+func (s sessions) Session(wire grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
+	server := s.service.server
+	ctx, cancel := context.WithCancel(wire.Context())
+	defer cancel()
+	o := &openSession{wire: wire, service: s.service, giveUp: map[uint64]context.CancelFunc{}}
+	heard, deaf := server.failures.listen()
+	defer deaf()
+	received := make(chan error, 1)
+	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive(ctx) })
+	for {
+		select {
+		case f := <-heard:
+			o.send(&torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberFailed{
+				MemberFailed: &torchftpb.MemberFailed{QuorumId: f.QuorumID, ReplicaId: f.ReplicaID, Reason: f.Reason},
+			}})
+		case err := <-received:
+			cancel()
+			o.finish()
+			return err
+		case <-server.ctx.Done():
+			o.finish()
+			return status.Error(codes.Unavailable, "the manager server of "+server.cfg.ReplicaID+" is shutting down")
+		}
+	}
+}
+
+// openSession is one rank's stream and its calls in progress.
+type openSession struct {
+	wire    grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
+	service service
+	calls   sync.WaitGroup
+
+	sending sync.Mutex
+
+	mu       sync.Mutex
+	finished bool
+	giveUp   map[uint64]context.CancelFunc
+}
+
+func (o *openSession) receive(ctx context.Context) error {
+	for {
+		req, err := o.wire.Recv()
+		if err != nil {
+			return err
+		}
+		if req.GetGiveUp() {
+			o.mu.Lock()
+			if cancel := o.giveUp[req.GetCall()]; cancel != nil {
+				cancel()
+			}
+			o.mu.Unlock()
+			continue
+		}
+		if !o.start(ctx, req) {
+			return nil
+		}
+	}
+}
+
+// start serves a call on a goroutine of its own; false: the session takes no more.
+func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(req.GetTimeoutUs())*time.Microsecond)
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.finished {
+		cancel()
+		return false
+	}
+	o.giveUp[req.GetCall()] = cancel
+	rpc.Go(&o.calls, o.service.server.log, "call of a session", func() {
+		defer cancel()
+		resp := o.answer(ctx, req)
+		o.mu.Lock()
+		delete(o.giveUp, req.GetCall())
+		o.mu.Unlock()
+		o.send(resp)
+	})
+	return true
+}
+
+func (o *openSession) send(resp *torchftpb.RankResponse) {
+	o.sending.Lock()
+	defer o.sending.Unlock()
+	_ = o.wire.Send(resp) // fails only if the stream has broken: receive returns then
+}
+
+// finish waits for the calls in progress, whose contexts or waiters have ended.
+func (o *openSession) finish() {
+	o.mu.Lock()
+	o.finished = true
+	o.mu.Unlock()
+	o.calls.Wait()
+}
+
+func (o *openSession) answer(ctx context.Context, req *torchftpb.RankRequest) *torchftpb.RankResponse {
+	resp := &torchftpb.RankResponse{Call: req.GetCall()}
+	err := o.serve(ctx, req, resp)
+	if err != nil {
+		s := status.Convert(err)
+		resp.Response = &torchftpb.RankResponse_Failure{Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()}}
+	}
+	return resp
+}
+
+func (o *openSession) serve(ctx context.Context, req *torchftpb.RankRequest, resp *torchftpb.RankResponse) (err error) {
+	defer rpc.Recovered(o.service.server.log, "a call of a session", &err)
+	if req.GetTimeoutUs() <= 0 {
+		return status.Errorf(codes.InvalidArgument, "timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())
+	}
+	switch r := req.GetRequest().(type) {
+	case *torchftpb.RankRequest_Quorum:
+		quorum, err := o.service.Quorum(ctx, r.Quorum)
+		resp.Response = &torchftpb.RankResponse_Quorum{Quorum: quorum}
+		return err
+	case *torchftpb.RankRequest_ShouldCommit:
+		commit, err := o.service.ShouldCommit(ctx, r.ShouldCommit)
+		resp.Response = &torchftpb.RankResponse_ShouldCommit{ShouldCommit: commit}
+		return err
+	default:
+		return status.Error(codes.Unimplemented, "this request of a session is not known here")
+	}
+}

@@ -1,0 +1,181 @@
+package manager_test
+
+import (
+	"context"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// stockManager serves what a published manager server does: quorums and votes, a call for each.
+type stockManager struct {
+	torchftpb.UnimplementedManagerServiceServer
+	quorums, votes atomic.Int64
+}
+
+func (s *stockManager) Quorum(context.Context, *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
+	return &torchftpb.ManagerQuorumResponse{QuorumId: s.quorums.Add(1)}, nil
+}
+
+func (s *stockManager) ShouldCommit(_ context.Context, req *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error) {
+	s.votes.Add(1)
+	return &torchftpb.ShouldCommitResponse{ShouldCommit: req.GetShouldCommit()}, nil
+}
+
+func TestAServerThatKnowsNoSessions(t *testing.T) {
+	for _, first := range []string{"quorum", "vote"} {
+		t.Run(first, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				net := fttest.NewNetwork()
+				lis, err := net.Host("stock").Listen(":1")
+				require.NoError(t, err)
+				stock := &stockManager{}
+				g := grpc.NewServer()
+				torchftpb.RegisterManagerServiceServer(g, stock)
+				go func() { _ = g.Serve(lis) }()
+				defer g.Stop()
+				client, err := manager.Dial(t.Context(), "http://stock:1", time.Second, manager.WithNetwork(net.Host("rank")))
+				require.NoError(t, err)
+				defer func() { require.NoError(t, client.Close()) }()
+
+				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				defer cancel()
+				for round := range int64(2) {
+					if first == "quorum" || round > 0 {
+						r, err := client.Quorum(ctx, manager.QuorumArgs{})
+						require.NoError(t, err)
+						assert.Equal(t, stock.quorums.Load(), r.QuorumID)
+					}
+					commit, err := client.ShouldCommit(ctx, 0, round, round == 0)
+					require.NoError(t, err)
+					assert.Equal(t, round == 0, commit)
+				}
+				assert.EqualValues(t, 2, stock.votes.Load())
+			})
+		})
+	}
+}
+
+func TestASessionIsMadeAnewAfterItsConnectionBroke(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 1)
+		for step := range int64(3) {
+			require.NoError(t, (<-g.Quorum(0, step, time.Minute)).Err)
+			g.Host(0).Cut()
+			synctest.Wait()
+			time.Sleep(time.Second) // gRPC connects again
+			require.NoError(t, (<-g.Vote(0, step, true, time.Minute)).Err)
+		}
+	})
+}
+
+func TestACallInProgressEndsWithItsConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 2)
+		vote := g.Vote(1, 0, true, time.Minute)
+		synctest.Wait()
+		g.Host(-1).Kill()
+		got := <-vote
+		assert.Equal(t, codes.Unavailable, status.Code(got.Err))
+		assert.Less(t, got.Took, atOnce)
+	})
+}
+
+func TestARankThatGivesUpIsNoVoter(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 2)
+		ctx, cancel := context.WithCancel(t.Context())
+		vote := fttest.Start(func() (bool, error) { return g.Ranks[0].ShouldCommit(ctx, 0, 5, true) })
+		synctest.Wait()
+		require.Len(t, g.Server.Status().Vote.Waiting, 1)
+		cancel()
+		assert.True(t, rpc.IsTimeout((<-vote).Err))
+		synctest.Wait()
+		assert.Empty(t, g.Server.Status().Vote.Waiting, "the server was told, long before the call's own deadline")
+	})
+}
+
+func TestWhatASessionDoesNotUnderstand(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 1)
+		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		stream, err := torchftpb.NewRankServiceClient(conn).Session(t.Context())
+		require.NoError(t, err)
+
+		fails := func(call uint64, code codes.Code) {
+			t.Helper()
+			resp, err := stream.Recv()
+			require.NoError(t, err)
+			assert.Equal(t, call, resp.GetCall())
+			assert.Equal(t, uint32(code), resp.GetFailure().GetCode(), resp.GetFailure().GetMessage())
+		}
+		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 1, TimeoutUs: 1e6}))
+		fails(1, codes.Unimplemented)
+		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 2, Request: &torchftpb.RankRequest_ShouldCommit{}}))
+		fails(2, codes.InvalidArgument) // no time was given
+		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 99, Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}}))
+		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 3, TimeoutUs: 1e6, Request: &torchftpb.RankRequest_ShouldCommit{
+			ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 7},
+		}}))
+		fails(3, codes.InvalidArgument)
+		require.NoError(t, stream.CloseSend())
+		_, err = stream.Recv()
+		require.Error(t, err)
+	})
+}
+
+// tellTale is a membership that learns of failures.
+type tellTale struct {
+	fake
+	failures chan manager.Failure
+}
+
+func (t *tellTale) Failures() <-chan manager.Failure { return t.failures }
+
+func TestFailuresReachEveryRank(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		source := &tellTale{failures: make(chan manager.Failure)}
+		source.quorum = func(context.Context) (*quorum.Quorum, error) {
+			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "a"}}}, nil
+		}
+		g := c.StartGroup("a", 2, func(cfg *manager.ServerConfig) { cfg.Membership = source })
+		round(t, 0, g) // opens the sessions
+
+		failed := manager.Failure{QuorumID: 7, ReplicaID: "b", Reason: "its connection broke"}
+		source.failures <- failed
+		for _, client := range g.Ranks {
+			assert.Equal(t, failed, <-client.Failures())
+		}
+		g.Host(0).Cut()
+		synctest.Wait()
+		time.Sleep(time.Second)
+		back := answers{g.Quorum(0, 1, time.Minute)} // in a session anew
+		synctest.Wait()
+		append(back, g.Quorum(1, 1, time.Minute)).results(t)
+		source.failures <- failed
+		for _, client := range g.Ranks {
+			assert.Equal(t, failed, <-client.Failures())
+		}
+		close(source.failures)
+	})
+}

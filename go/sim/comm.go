@@ -1,0 +1,136 @@
+package sim
+
+import "github.com/torchft/torchft/go/quorum"
+
+// commKey names a process group: one for each quorum_id and group rank.
+type commKey struct {
+	quorumID int64
+	plane    int
+}
+
+// comm is a process group: the ranks of one group rank in all groups of a quorum. A collective ends when all
+// have reached it; who misses it lets the others wait until a timeout, a broken connection or an abort.
+type comm struct {
+	key     commKey
+	members []place
+	ready   int // members that have arrived at the collective that is open
+	joined  int // members that are in it
+	aborted bool
+	total   uint64 // of the contributions so far
+	head    *rank  // a contributor, to compare the others with
+	commits [4]commit
+	recent  int
+}
+
+// place is a member's. r is nil before it joined and after it left.
+type place struct {
+	id     string
+	r      *rank
+	number uint64 // of the rank's call that waits in the collective, 0 if none does
+	closed bool
+}
+
+// commit is what the first rank that committed a step here holds.
+type commit struct {
+	step   int64
+	digest uint64
+	by     string
+}
+
+func (r *rank) joinComm(q *quorum.Quorum) {
+	w := r.g.w
+	key := commKey{q.ID, r.index}
+	c := w.comms[key]
+	if c == nil {
+		c = &comm{key: key, members: make([]place, 0, len(q.Members))}
+		for i := range q.Members {
+			c.members = append(c.members, place{id: q.Members[i].ReplicaID})
+		}
+		w.comms[key] = c
+	}
+	for i := range c.members {
+		if p := &c.members[i]; p.id == r.g.id && p.r == nil && !p.closed {
+			p.r, r.comm, r.member = r, c, i
+			c.joined++
+			return
+		}
+	}
+	w.broken(ruleOneSet, "%s is not among those that already met in quorum %d", r.g.id, q.ID)
+	r.comm, r.member = c, -1
+	c.aborted = true
+}
+
+// leaveComm breaks its connections: peers in a collective see that, unless the host vanished silently.
+func (r *rank) leaveComm(silent bool) {
+	c, w := r.comm, r.g.w
+	if c == nil || r.member < 0 {
+		return
+	}
+	if !silent {
+		c.abort(r)
+	}
+	p := &c.members[r.member]
+	if p.number != 0 {
+		c.ready--
+	}
+	p.r, p.number, p.closed = nil, 0, true
+	r.comm = nil
+	if c.joined--; c.joined == 0 {
+		delete(w.comms, c.key)
+	}
+}
+
+func (c *comm) arrive(r *rank) {
+	w := r.g.w
+	if c.aborted || r.errored && r.heal == nil {
+		c.abort(r)
+		w.after(w.Delay, event{kind: rankReduced, g: r.g, rank: int16(r.index), id: r.number})
+		return
+	}
+	c.members[r.member].number = r.number
+	c.ready++
+	if r.participates() {
+		w.check.contributes(c, r)
+		c.total += mix(mix(r.digest, uint64(r.step)), uint64(r.g.slot))
+		if c.head == nil {
+			c.head = r
+		}
+	}
+	if c.ready == len(c.members) {
+		c.complete(w)
+	}
+}
+
+// complete ends the collective for each member after a time of its own. While a link is cut nothing moves.
+func (c *comm) complete(w *world) {
+	for i := range c.members {
+		for j := 0; w.cuts > 0 && j < i; j++ {
+			if !w.connected(c.members[i].r.g.slot, c.members[j].r.g.slot) {
+				return
+			}
+		}
+	}
+	for i := range c.members {
+		p := &c.members[i]
+		p.r.sum = c.total
+		w.after(w.delay(p.r.g.slot), event{kind: rankReduced, ok: true, g: p.r.g, rank: int16(p.r.index), id: p.number})
+		p.number = 0
+	}
+	c.ready, c.total, c.head = 0, 0, nil
+}
+
+// abort ends the group for all: who waits in it sees its connections break, if they are there to break.
+func (c *comm) abort(by *rank) {
+	if c == nil || c.aborted {
+		return
+	}
+	c.aborted = true
+	w := by.g.w
+	for i := range c.members {
+		p := &c.members[i]
+		if p.r == nil || p.r == by || p.number == 0 || !w.connected(by.g.slot, p.r.g.slot) {
+			continue
+		}
+		w.after(w.delay(p.r.g.slot), event{kind: rankReduced, g: p.r.g, rank: int16(p.r.index), id: p.number})
+	}
+}

@@ -1,0 +1,330 @@
+package sim
+
+import (
+	"fmt"
+	"math/bits"
+	"math/rand/v2"
+	"strings"
+	"time"
+)
+
+// Slots is a set of slots, a bit each.
+type Slots uint64
+
+func (s Slots) has(i int) bool { return s>>i&1 == 1 }
+
+func (s Slots) String() string {
+	var names []string
+	for i := range 64 {
+		if s.has(i) {
+			names = append(names, fmt.Sprintf("g%02d", i))
+		}
+	}
+	return strings.Join(names, " ")
+}
+
+// FaultKind is what goes wrong.
+type FaultKind int
+
+const (
+	Crash            FaultKind = iota // processes of groups die; their hosts close the connections
+	Vanish                            // hosts of groups are gone, and nobody is told
+	RankDies                          // rank N of groups; its group follows
+	Leave                             // groups shut down in order
+	KillLighthouse                    // and start it again, with an empty memory
+	VanishLighthouse                  // as its host does
+	Partition                         // groups are cut from the lighthouse, and from all other groups
+	CutLighthouse                     // groups are cut from the lighthouse only
+	CutUp                             // what groups send does not reach the lighthouse; their connections follow
+	CutDown                           // what the lighthouse sends does not reach groups; their connections follow
+	CutPeers                          // groups are cut from the other groups, not from the lighthouse
+	CutPeersOneWay                    // what groups send does not reach the other groups
+	Pause                             // groups stand still: SIGSTOP, a snapshot of a virtual machine
+	PauseLighthouse                   //
+	Slow                              // groups compute and answer slowly
+	ClockJump                         // clocks of groups move ahead
+	ClockLighthouse                   // the lighthouse's clock moves ahead, N < 0: back
+	Noise                             // messages are lost and doubled
+	Flaky                             // the next collective of groups fails at its end, when peers may have finished
+	LoseVote                          // the last rank of groups does not hear its next decision
+	DropRank                          // the connection of the last rank of groups to its manager server breaks
+	ShrinkOnly                        // groups ask shrink_only for N steps
+
+	faultKinds
+)
+
+var faultWords = [faultKinds]string{
+	"crash", "vanish", "a rank dies", "leave", "the lighthouse is killed", "the host of the lighthouse vanishes",
+	"partition", "cut from the lighthouse", "cut towards the lighthouse", "cut from the lighthouse, one way",
+	"cut from peers", "cut towards peers", "pause", "the lighthouse pauses", "slow", "clock jumps",
+	"the lighthouse's clock jumps", "noise", "the next collective fails", "the decision is lost",
+	"a connection of a rank breaks", "shrink_only",
+}
+
+// Fault is one thing that goes wrong: After the quorum number Round, on Slots, and for how long.
+type Fault struct {
+	Round int
+	After time.Duration
+	Kind  FaultKind
+	Slots Slots
+	For   time.Duration
+	N     int64
+}
+
+func (f Fault) String() string {
+	s := fmt.Sprintf("after quorum %d + %s: %s", f.Round, f.After.Round(time.Millisecond), faultWords[f.Kind])
+	if f.Slots != 0 {
+		s += " (" + f.Slots.String() + ")"
+	}
+	if f.For > 0 {
+		s += fmt.Sprintf(" for %s", f.For.Round(time.Millisecond))
+	}
+	if f.N != 0 {
+		s += fmt.Sprintf(" [%d]", f.N)
+	}
+	return s
+}
+
+// drawFaults makes a schedule with a fault in so many rounds. Some come alone, some in bursts.
+func drawFaults(r *rand.Rand, s Setup, every int) []Fault {
+	var faults []Fault
+	for n := s.Rounds / every; n > 0; {
+		burst := 1
+		if r.IntN(3) == 0 {
+			burst = min(n, 2+r.IntN(4))
+		}
+		// As far apart as if each had come alone.
+		done := len(faults)
+		last := 0
+		if done > 0 {
+			last = faults[done-1].Round
+		}
+		round := last + 1 + r.IntN(2*every*burst-1)
+		for range burst {
+			f := drawFault(r, s)
+			f.Round = min(round, s.Rounds)
+			faults = append(faults, f)
+		}
+		n -= burst
+	}
+	return faults
+}
+
+func drawFault(r *rand.Rand, s Setup) Fault {
+	f := Fault{
+		Kind:  FaultKind(r.IntN(int(faultKinds))),
+		After: time.Duration(r.Int64N(int64(4 * s.Compute))),
+		For:   time.Duration(r.Int64N(int64(s.Timeout))),
+		Slots: 1 << r.IntN(s.Slots),
+	}
+	switch r.IntN(8) {
+	case 0: // many at once
+		f.Slots = Slots(r.Uint64()) & (1<<s.Slots - 1)
+	case 1:
+		f.Slots |= 1 << r.IntN(s.Slots)
+	}
+	if r.IntN(6) == 0 {
+		f.For += s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout
+	}
+	switch f.Kind {
+	case KillLighthouse, VanishLighthouse, PauseLighthouse, Noise:
+		f.Slots = 0
+	case RankDies:
+		f.N = r.Int64N(int64(s.Ranks))
+	case ClockLighthouse:
+		f.Slots, f.N = 0, int64(100+r.IntN(2000))
+		if r.IntN(3) == 0 {
+			f.N = -int64(r.IntN(200))
+		}
+	case ClockJump:
+		f.N = int64(100 + r.IntN(2000))
+	case ShrinkOnly:
+		f.N = int64(1 + r.IntN(5))
+	}
+	switch f.Kind {
+	case ClockJump, ClockLighthouse, Flaky, LoseVote, DropRank, ShrinkOnly:
+		f.For = 0
+	}
+	return f
+}
+
+func (w *world) beginFault(f *Fault) {
+	w.result.FaultsHit++
+	w.changed = w.now
+	if w.trace != nil {
+		what := *f
+		what.Round, what.After = w.result.Rounds, 0
+		w.say("FAULT %s", what)
+	}
+	switch f.Kind {
+	case KillLighthouse, VanishLighthouse:
+		w.lh.crash(f.Kind == VanishLighthouse, f.For)
+	case PauseLighthouse:
+		w.lh.pausedUntil = max(w.lh.pausedUntil, w.now+f.For)
+	case ClockLighthouse:
+		w.lh.jump(time.Duration(f.N) * time.Millisecond)
+	case Noise:
+		w.noise++
+	default:
+		for i := range w.slots {
+			if f.Slots.has(i) {
+				w.strike(f, i)
+			}
+		}
+	}
+	if f.rough() {
+		w.rough++
+	}
+	if f.For > 0 {
+		w.after(f.For, event{kind: faultEnd, id: w.faultNumber(f)})
+	}
+}
+
+// rough faults make no promises while they last.
+func (f *Fault) rough() bool {
+	return f.For > 0 && (f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise)
+}
+
+func (w *world) faultNumber(f *Fault) uint64 {
+	for i := w.next - 1; i >= 0; i-- {
+		if &w.Faults[i] == f {
+			return uint64(i)
+		}
+	}
+	panic("sim: a fault that is not in the schedule")
+}
+
+// strike lets a fault begin in one slot.
+func (w *world) strike(f *Fault, i int) {
+	s := &w.slots[i]
+	g := s.g
+	switch f.Kind {
+	case Partition:
+		w.cut(f, i, 1)
+		s.cutUp++
+		s.cutDown++
+	case CutLighthouse, CutUp, CutDown:
+		s.cutUp += toInt(f.Kind != CutDown)
+		s.cutDown += toInt(f.Kind != CutUp)
+		s.oneWay = w.now
+	case CutPeers, CutPeersOneWay:
+		w.cut(f, i, 1)
+	case Slow:
+		s.slow++
+	}
+	if g == nil {
+		return
+	}
+	switch f.Kind {
+	case Crash, Vanish:
+		g.crash(f.Kind == Vanish, "killed")
+		w.after(f.For, event{kind: slotStart, id: uint64(i)})
+	case Leave:
+		g.leave()
+		w.after(f.For, event{kind: slotStart, id: uint64(i)})
+	case RankDies:
+		r := &g.ranks[min(int(f.N), len(g.ranks)-1)]
+		if r.index == 0 {
+			w.restart(g, "rank 0 died", f.For)
+			return
+		}
+		r.number++
+		r.phase, r.deadline = dead, 0
+		r.leaveComm(false)
+		w.after(w.delay(i), event{kind: rankGone, g: g, rank: int16(r.index)})
+	case Pause:
+		g.pausedUntil = max(g.pausedUntil, w.now+f.For)
+	case ClockJump:
+		g.jump(time.Duration(f.N) * time.Millisecond)
+	case Flaky:
+		for r := range g.ranks {
+			g.ranks[r].flaky = true
+		}
+	case LoseVote:
+		g.ranks[len(g.ranks)-1].loseVote = true
+	case DropRank:
+		g.ranks[len(g.ranks)-1].dropsConns = len(g.ranks) > 1
+	case ShrinkOnly:
+		g.shrink = int(f.N)
+	}
+}
+
+func (w *world) endFault(f *Fault) {
+	w.changed = w.now
+	if f.Kind == Noise {
+		w.noise--
+	}
+	if f.rough() {
+		w.rough--
+	}
+	for i := range w.slots {
+		if !f.Slots.has(i) {
+			continue
+		}
+		s := &w.slots[i]
+		switch f.Kind {
+		case Partition:
+			w.cut(f, i, -1)
+			s.cutUp--
+			s.cutDown--
+		case CutLighthouse, CutUp, CutDown:
+			s.cutUp -= toInt(f.Kind != CutDown)
+			s.cutDown -= toInt(f.Kind != CutUp)
+		case CutPeers, CutPeersOneWay:
+			w.cut(f, i, -1)
+		case Slow:
+			s.slow--
+		case RankDies:
+			if g := s.g; g != nil && g.ranks[min(int(f.N), len(g.ranks)-1)].phase == dead {
+				w.restart(g, "a rank of it died", 0)
+			}
+		}
+	}
+	switch f.Kind {
+	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise:
+		if w.trace != nil {
+			w.say("over: %s (%s)", faultWords[f.Kind], f.Slots)
+		}
+	}
+}
+
+// cut counts the cuts of the links between slot i, one of the fault's, and the slots that are not.
+func (w *world) cut(f *Fault, i, by int) {
+	for j := range w.slots {
+		if f.Slots.has(j) {
+			continue
+		}
+		w.links[i][j] += by
+		if f.Kind != CutPeersOneWay {
+			w.links[j][i] += by
+		}
+	}
+	w.cuts += by * bits.OnesCount64(uint64(f.Slots))
+}
+
+// jump moves a group's clock ahead: what it waits for is over sooner.
+func (g *group) jump(by time.Duration) {
+	w := g.w
+	for i := range g.ranks {
+		r := &g.ranks[i]
+		if r.deadline > 0 {
+			r.deadline = max(w.now, r.deadline-by)
+			r.arm()
+		}
+	}
+	if g.asking.active {
+		g.asking.deadline = max(w.now, g.asking.deadline-by)
+		g.armAsk()
+	}
+}
+
+func toInt(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+func (k FaultKind) ofLighthouse() bool {
+	return k == KillLighthouse || k == VanishLighthouse || k == PauseLighthouse || k == ClockLighthouse || k == Noise
+}

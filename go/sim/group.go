@@ -1,0 +1,381 @@
+package sim
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
+)
+
+// tellMargin is the most that a request to the lighthouse ends before the ranks' deadline, as in package manager.
+const tellMargin = 100 * time.Millisecond
+
+// group is one life of a replica group: the shell around its machine, as package manager in production, and the
+// ranks. After its death another group begins in its slot, under another replica_id.
+type group struct {
+	w           *world
+	slot        int
+	id          string
+	address     string
+	machine     groupMachine
+	dead        bool
+	pausedUntil time.Duration
+	ranks       []rank
+
+	lastWaiter  round.WaiterID
+	calls       []call // of ranks, that the machine has not answered
+	asking      asking
+	quorum      *quorum.Quorum // the latest that the machine was told
+	attempt     uint64         // the round of that quorum
+	askTimer    time.Duration  // when the next askDeadline comes, 0 if none is on its way
+	hasMetadata bool           // the last MetadataAsked was answered with metadata
+	shrink      int            // steps for which it asks shrink_only
+
+	began      time.Duration
+	lastCommit time.Duration
+
+	seen // what the checker knows of it
+}
+
+type callKind uint8
+
+const (
+	quorumCall callKind = iota
+	voteCall
+	metadataCall // of another group's rank
+)
+
+// call is one that a rank makes to its manager server.
+type call struct {
+	waiter round.WaiterID
+	kind   callKind
+	rank   int16
+	number uint64 // the rank's
+}
+
+// asking is the request to the lighthouse, with its attempts.
+type asking struct {
+	active   bool
+	round    uint64
+	req      uint64 // of the attempt that is on its way
+	request  *request
+	deadline time.Duration
+	failed   int
+}
+
+func (w *world) startGroup(i int) {
+	s := &w.slots[i]
+	if s.g != nil {
+		return
+	}
+	s.lives++
+	g := &group{w: w, slot: i, id: fmt.Sprintf("g%02d:%d", i, s.lives), began: w.now, lastCommit: w.now}
+	g.address = "http://" + g.id
+	description := round.Group{ReplicaID: g.id, Address: g.address, StoreAddress: g.id, WorldSize: int64(w.Ranks)}
+	machine := round.NewMachine(description)
+	g.machine = machine
+	if w.mistake.group != nil {
+		g.machine = w.mistake.group(description, machine)
+	}
+	g.ranks = make([]rank, w.Ranks)
+	s.g = g
+	w.byID[g.id] = g
+	w.say("%s starts", g.id)
+	w.after(w.upTo(w.HeartbeatInterval), event{kind: beatDue, g: g})
+	for r := range g.ranks {
+		g.ranks[r].init(g, r)
+		w.after(w.upTo(w.Compute), event{kind: rankStart, g: g, rank: int16(r)})
+	}
+}
+
+// crash ends the group. A process that dies breaks its connections, a host that vanishes does not.
+func (g *group) crash(silent bool, why string) {
+	w := g.w
+	if g.dead {
+		return
+	}
+	g.dead = true
+	delete(w.byID, g.id)
+	w.slots[g.slot].g = nil
+	w.say("%s dies: %s", g.id, why)
+	if g.asking.active && w.lh.up {
+		notice := w.delay(g.slot)
+		if silent || w.up(g.slot) {
+			notice = 2 * w.Keepalive
+		}
+		w.after(notice, event{kind: lhGaveUp, g: g, id: g.asking.req, life: w.lh.life})
+	}
+	for r := range g.ranks {
+		g.ranks[r].leaveComm(silent)
+	}
+}
+
+// leave is an orderly end: the manager server answers everybody who waits.
+func (g *group) leave() {
+	g.step(round.Closed{Reason: "the manager server of " + g.id + " is shutting down"})
+	if len(g.calls) > 0 {
+		g.w.broken(ruleWaiters, "%s shut down and did not answer %s", g.id, g.describeCalls())
+	}
+	g.crash(false, "it leaves")
+}
+
+func (g *group) handle(e *event) {
+	w := g.w
+	switch e.kind {
+	case beatDue:
+		if w.lh.up && !w.up(g.slot) && !w.lost() {
+			w.after(w.delay(g.slot), event{kind: lhBeat, g: g, life: w.lh.life})
+		}
+		w.after(w.HeartbeatInterval, event{kind: beatDue, g: g})
+	case answered:
+		if a := &g.asking; a.active && a.req == e.id {
+			a.active = false
+			g.quorum, g.attempt = e.x.(*quorum.Quorum), a.round
+			w.check.learned(g, g.quorum)
+			g.step(round.QuorumKnown{Round: a.round, Quorum: g.quorum})
+		}
+	case refused:
+		g.refused(e.id)
+	case retryDue:
+		if a := &g.asking; a.active && a.round == e.id {
+			g.send()
+		}
+	case askDeadline:
+		g.askTimer = 0
+		switch a := &g.asking; {
+		case !a.active:
+		case a.deadline > w.now:
+			g.armAsk()
+		default:
+			g.cancel()
+			g.step(round.QuorumKnown{Round: a.round, Failure: &round.Failure{Kind: round.KindTimeout, Reason: "the lighthouse has no quorum in time"}})
+		}
+	case managerAsk:
+		g.managerAsk(&g.ranks[e.rank], e.id)
+	case managerVote:
+		g.managerVote(&g.ranks[e.rank], e.id)
+	case rankGone:
+		g.step(round.RankGone{GroupRank: int64(e.rank)})
+		if len(g.calls) > 0 {
+			w.broken(ruleWaiters, "rank %d of %s is gone, and %s waits on", e.rank, g.id, g.describeCalls())
+		}
+	case healAsk:
+		g.serveHeal(e.x.(*heal))
+	default:
+		g.ranks[e.rank].handle(e)
+	}
+}
+
+// call lets the machine know of a rank's call.
+func (g *group) call(r *rank, kind callKind, number uint64) round.WaiterID {
+	g.lastWaiter++
+	g.calls = append(g.calls, call{g.lastWaiter, kind, int16(r.index), number})
+	return g.lastWaiter
+}
+
+func (g *group) managerAsk(r *rank, number uint64) {
+	if r.number != number {
+		return // its deadline passed on the way
+	}
+	w := g.w
+	remaining := r.deadline - w.now
+	id := g.call(r, quorumCall, number)
+	g.step(round.QuorumAsked{
+		Waiter:             id,
+		GroupRank:          int64(r.index),
+		Step:               r.step,
+		CheckpointMetadata: "state",
+		ShrinkOnly:         g.shrink > 0,
+		InitSync:           w.InitSync,
+		CommitFailures:     r.failures,
+		CommittedQuorumID:  r.says(),
+		Handle:             "h",
+		GroupWorldSize:     int64(len(g.ranks)),
+		Deadline:           epoch.Add(w.now + remaining),
+	})
+}
+
+func (g *group) managerVote(r *rank, number uint64) {
+	if r.number != number {
+		return
+	}
+	id := g.call(r, voteCall, number)
+	r.cast = vote{yes: r.votesYes, step: r.step, attempt: r.attempt}
+	g.step(round.Voted{Waiter: id, GroupRank: int64(r.index), Step: r.step, ShouldCommit: r.votesYes})
+}
+
+// giveUp ends a rank's call at its deadline, or when its connection broke.
+func (g *group) giveUp(r *rank, number uint64, timeout bool) {
+	for _, c := range g.calls {
+		if c.rank != int16(r.index) || c.number != number {
+			continue
+		}
+		g.step(round.GaveUp{Waiter: c.waiter, Timeout: timeout})
+		if i := g.find(c.waiter); i >= 0 {
+			g.w.broken(ruleWaiters, "the deadline of %s has passed, and it has no answer", g.describeCalls())
+		}
+		return
+	}
+}
+
+func (g *group) find(id round.WaiterID) int {
+	return slices.IndexFunc(g.calls, func(c call) bool { return c.waiter == id })
+}
+
+func (g *group) step(input round.Event) {
+	w := g.w
+	for _, action := range g.machine.Step(input, epoch.Add(w.now)) {
+		switch a := action.(type) {
+		case round.AskLighthouse:
+			g.ask(a)
+		case round.CancelLighthouse:
+			if g.asking.active && g.asking.round == a.Round {
+				g.cancel()
+			}
+		case round.AnswerQuorum:
+			if c, ok := g.answered(a.Waiter); ok {
+				r := &g.ranks[c.rank]
+				w.check.answered(r, &a.Result)
+				g.tell(r, event{kind: rankQuorum, id: c.number, x: &news{a.Result, g.quorum, g.attempt}})
+			}
+		case round.AnswerVote:
+			if c, ok := g.answered(a.Waiter); ok {
+				r := &g.ranks[c.rank]
+				w.check.decided(r, a.ShouldCommit)
+				if r.loseVote {
+					r.loseVote = false
+					w.say("%s rank %d does not hear the decision", g.id, r.index)
+					continue
+				}
+				g.tell(r, event{kind: rankVoted, id: c.number, ok: a.ShouldCommit})
+			}
+		case round.AnswerMetadata:
+			_, g.hasMetadata = g.answered(a.Waiter)
+		case round.Fail:
+			if c, ok := g.answered(a.Waiter); ok && c.kind != metadataCall {
+				if w.trace != nil {
+					w.say("%s rank %d: %s", g.id, c.rank, a.Failure.Reason)
+				}
+				g.tell(&g.ranks[c.rank], event{kind: rankFailed, id: c.number})
+			}
+		}
+	}
+}
+
+// news is what a rank is told about its quorum.
+type news struct {
+	recovery.Result
+	quorum  *quorum.Quorum
+	attempt uint64
+}
+
+// tell sends an answer to a rank. Rank 0 lives in the same process.
+func (g *group) tell(r *rank, e event) {
+	d := time.Duration(0)
+	if r.index > 0 {
+		d = g.w.delay(g.slot) / 4
+	}
+	e.g, e.rank = g, int16(r.index)
+	g.w.after(d, e)
+}
+
+// answered notes that the machine answered a call: exactly once.
+func (g *group) answered(id round.WaiterID) (call, bool) {
+	i := g.find(id)
+	if i < 0 {
+		g.w.broken(ruleWaiters, "%s answers a call (%d) that does not wait", g.id, id)
+		return call{}, false
+	}
+	c := g.calls[i]
+	g.calls = slices.Delete(g.calls, i, i+1)
+	return c, true
+}
+
+func (g *group) describeCalls() string {
+	text := ""
+	for _, c := range g.calls {
+		what := "quorum"
+		if c.kind == voteCall {
+			what = "vote"
+		}
+		text += fmt.Sprintf("[%s call of rank %d]", what, c.rank)
+	}
+	return text
+}
+
+// ask starts the request of a round.
+func (g *group) ask(a round.AskLighthouse) {
+	w := g.w
+	if g.asking.active {
+		w.broken(ruleWaiters, "%s asks the lighthouse for round %d while it asks for round %d", g.id, a.Round, g.asking.round)
+	}
+	deadline := a.Deadline.Sub(epoch)
+	deadline -= min(tellMargin, (deadline-w.now)/10)
+	g.asking = asking{active: true, round: a.Round, deadline: deadline,
+		request: &request{member: a.Member, known: a.KnownQuorumID, deadline: deadline}}
+	g.armAsk()
+	g.send()
+}
+
+// armAsk sees to it that askDeadline comes at the deadline, or before: one timer for all rounds, since few of
+// them last that long.
+func (g *group) armAsk() {
+	if at := g.asking.deadline; g.askTimer == 0 || at < g.askTimer {
+		g.askTimer = at
+		g.w.push(event{at: at, kind: askDeadline, g: g})
+	}
+}
+
+// send makes one attempt.
+func (g *group) send() {
+	w := g.w
+	w.req++
+	a := &g.asking
+	a.req = w.req
+	d := w.delay(g.slot)
+	switch {
+	case !w.lh.up && !w.up(g.slot) && !w.down(g.slot):
+		w.after(d, event{kind: refused, g: g, id: a.req})
+	case !w.lh.up || w.up(g.slot) || w.lost():
+		w.after(w.Keepalive, event{kind: refused, g: g, id: a.req})
+	default:
+		w.after(d, event{kind: lhAsk, g: g, id: a.req, x: a.request, life: w.lh.life})
+		if w.doubled() {
+			w.after(w.delay(g.slot), event{kind: lhAsk, g: g, id: a.req, x: a.request, life: w.lh.life})
+		}
+	}
+}
+
+// refused: the attempt failed. Another follows, as long as there is time.
+func (g *group) refused(req uint64) {
+	a := &g.asking
+	if !a.active || a.req != req {
+		return
+	}
+	w := g.w
+	if w.lh.up { // it notices, too, that the connection broke, sooner or later
+		w.after(w.upTo(w.Keepalive), event{kind: lhGaveUp, g: g, id: req, life: w.lh.life})
+	}
+	a.failed++
+	wait := 20 * time.Millisecond << min(a.failed-1, 6)
+	wait = min(wait, time.Second)
+	wait -= w.upTo(wait / 4)
+	if w.now+wait > a.deadline {
+		a.active = false
+		g.step(round.QuorumKnown{Round: a.round, Failure: &round.Failure{Kind: round.KindTimeout, Reason: "the lighthouse could not be reached"}})
+		return
+	}
+	w.after(wait, event{kind: retryDue, g: g, id: a.round})
+}
+
+// cancel ends the request. The lighthouse may not hear of it.
+func (g *group) cancel() {
+	w := g.w
+	g.asking.active = false
+	if w.lh.up && !w.up(g.slot) && !w.lost() {
+		w.after(w.delay(g.slot), event{kind: lhGaveUp, g: g, id: g.asking.req, life: w.lh.life})
+	}
+}

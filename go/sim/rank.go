@@ -1,0 +1,375 @@
+package sim
+
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
+)
+
+// phase is what a rank does.
+type phase uint8
+
+const (
+	idle     phase = iota
+	waiting_       // waits for the quorum, and computes
+	working        // has its quorum: heals, computes
+	reducing       // waits in the collective
+	voting         // waits for the decision
+	dead           // it died, and its group not yet
+)
+
+// rank is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): what it says, what
+// it waits for, and a digest in the place of its weights. Its loop is: quorum, heal, collective, vote.
+type rank struct {
+	g     *group
+	index int
+
+	step      int64
+	digest    uint64 // of the weights
+	committed int64  // quorum_id in which the weights were made: of its own last commit, or its source's; -1: none
+	failures  int64  // commits in a row that failed
+	errors    int    // calls in a row that failed
+
+	phase    phase
+	number   uint64        // of the latest call; an answer to an older one comes too late
+	deadline time.Duration // of what it waits for, 0 for nothing
+	timer    time.Duration // when the next rankDue comes, 0 if none is on its way
+	computed time.Duration // when this step's gradients are there
+
+	// Of this attempt at a step.
+	attempt  uint64
+	plan     recovery.Result
+	heal     *heal
+	errored  bool
+	sum      uint64
+	votesYes bool
+	cast     vote // the last that reached the manager server
+
+	comm     *comm
+	member   int   // its place in comm
+	quorumID int64 // comm is of this quorum; 0: none yet
+
+	loseVote   bool // fault: the next decision does not reach it
+	flaky      bool // fault: its next collective fails at the end
+	dropsConns bool // fault: its connection to the manager server breaks
+}
+
+type vote struct {
+	yes     bool
+	step    int64
+	attempt uint64
+}
+
+// heal is one group's rank that fetches the state of another's.
+type heal struct {
+	r        *rank
+	number   uint64
+	source   *group
+	quorumID int64
+	deadline time.Duration
+	before   struct{ step, committed int64 }
+	digest   uint64 // that arrived
+	arrived  bool
+}
+
+func (r *rank) init(g *group, index int) {
+	r.g, r.index, r.committed = g, index, -1
+	r.digest = mix(1, uint64(index))
+	if g.w.InitSync {
+		r.digest = mixString(r.digest, g.id)
+	}
+}
+
+func (r *rank) handle(e *event) {
+	switch e.kind {
+	case rankStart:
+		r.startQuorum()
+	case rankQuorum:
+		if r.number == e.id && r.phase == waiting_ {
+			r.follow(e.x.(*news))
+		}
+	case rankArrive:
+		if r.number == e.id && r.phase == working {
+			r.arrive()
+		}
+	case rankReduced:
+		if r.number == e.id && r.phase == reducing {
+			r.reduced(e.ok)
+		}
+	case rankVoted:
+		if r.number == e.id && r.phase == voting {
+			r.decided(e.ok)
+		}
+	case rankFailed:
+		if r.number == e.id {
+			r.failed()
+		}
+	case healAnswer:
+		if h := e.x.(*heal); h == r.heal && h.number == r.number && r.phase == working {
+			r.healed(e.ok)
+		}
+	case rankDue:
+		r.due()
+	}
+}
+
+// wait gives what begins now until a deadline. There is one timer a rank: few deadlines are ever reached.
+func (r *rank) wait(p phase, d time.Duration) {
+	w := r.g.w
+	r.phase, r.deadline = p, w.now+d
+	r.arm()
+}
+
+func (r *rank) arm() {
+	if r.timer == 0 || r.deadline < r.timer {
+		r.timer = r.deadline
+		r.g.w.push(event{at: r.deadline, kind: rankDue, g: r.g, rank: int16(r.index)})
+	}
+}
+
+func (r *rank) due() {
+	w := r.g.w
+	if r.timer > w.now {
+		return // an earlier one was made meanwhile
+	}
+	r.timer = 0
+	if r.deadline == 0 {
+		return
+	}
+	if r.deadline > w.now {
+		r.arm()
+		return
+	}
+	switch r.phase {
+	case waiting_, voting:
+		number := r.number
+		r.g.giveUp(r, number, true)
+		if r.number == number {
+			w.say("%s rank %d: its call timed out", r.g.id, r.index)
+			r.failed()
+		}
+	case working: // only while it heals
+		r.healed(false)
+	case reducing:
+		w.say("%s rank %d: its collective timed out", r.g.id, r.index)
+		r.reduced(false)
+	}
+}
+
+func (r *rank) startQuorum() {
+	w := r.g.w
+	if r.phase != idle {
+		return
+	}
+	r.number++
+	if r.index == 0 && r.g.shrink > 0 {
+		r.g.shrink-- // counted in calls: a group that is in no quorum shuts itself out for as long as it asks this
+	}
+	r.errored, r.sum, r.heal = false, 0, nil
+	compute := w.Compute/2 + w.upTo(w.Compute)
+	if w.slots[r.g.slot].slow > 0 {
+		compute *= 8
+	}
+	r.computed = w.now + compute
+	r.wait(waiting_, w.QuorumTimeout)
+	r.toManager(managerAsk)
+}
+
+// says is what it tells of the quorum of its last commit.
+func (r *rank) says() int64 {
+	if r.g.w.Published.has(r.g.slot) {
+		return 0
+	}
+	return r.committed
+}
+
+// toManager sends a call. Rank 0 makes it directly.
+func (r *rank) toManager(k kind) {
+	if r.index == 0 {
+		if k == managerAsk {
+			r.g.managerAsk(r, r.number)
+		} else {
+			r.g.managerVote(r, r.number)
+		}
+		return
+	}
+	w := r.g.w
+	if r.dropsConns {
+		r.dropsConns = false
+		w.say("the connection of %s rank %d breaks", r.g.id, r.index)
+		w.after(w.delay(r.g.slot), event{kind: rankGone, g: r.g, rank: int16(r.index)})
+		w.after(w.delay(r.g.slot), event{kind: rankFailed, g: r.g, rank: int16(r.index), id: r.number})
+		return
+	}
+	w.after(w.delay(r.g.slot)/4, event{kind: k, g: r.g, rank: int16(r.index), id: r.number})
+}
+
+// follow does what the quorum asks for: Manager._async_quorum.
+func (r *rank) follow(n *news) {
+	g, w := r.g, r.g.w
+	r.plan, r.attempt = n.Result, n.attempt
+	r.phase, r.deadline = working, 0
+	if n.QuorumID != r.quorumID {
+		r.leaveComm(false)
+		r.quorumID = n.QuorumID
+		r.joinComm(n.quorum)
+	}
+	if !n.Heal {
+		w.push(event{at: max(r.computed, w.now+w.Delay), kind: rankArrive, g: g, rank: int16(r.index), id: r.number})
+		return
+	}
+	h := &heal{r: r, number: r.number, quorumID: n.QuorumID, deadline: w.now + w.Timeout}
+	h.before.step, h.before.committed = r.step, r.committed
+	h.source = w.byID[n.ReplicaIDs[n.Sources[0].ReplicaRank]]
+	r.heal = h
+	r.step = n.MaxStep
+	r.deadline = h.deadline
+	r.arm()
+	w.askHeal(h)
+}
+
+// askHeal asks the source, or notices that it is not there.
+func (w *world) askHeal(h *heal) {
+	i := h.r.g.slot
+	switch {
+	case h.source == nil || h.source.dead:
+		w.refuseHeal(h)
+	case !w.connected(i, h.source.slot):
+		// Nothing comes back, until the deadline.
+	default:
+		w.after(w.delay(i), event{kind: healAsk, g: h.source, rank: int16(h.r.index), x: h})
+	}
+}
+
+func (w *world) refuseHeal(h *heal) {
+	w.after(w.delay(h.r.g.slot), event{kind: healAnswer, g: h.r.g, rank: int16(h.r.index), x: h})
+}
+
+// serveHeal is the source's side: the state of the step that the quorum began with, before this step's change.
+func (g *group) serveHeal(h *heal) {
+	w := g.w
+	g.lastWaiter++
+	g.calls = append(g.calls, call{g.lastWaiter, metadataCall, -1, 0})
+	g.hasMetadata = false
+	g.step(round.MetadataAsked{Waiter: g.lastWaiter, GroupRank: int64(h.r.index)})
+	s := &g.ranks[h.r.index]
+	serves := g.hasMetadata && s.quorumID == h.quorumID && s.plan.QuorumID == h.quorumID && s.heal == nil &&
+		(s.phase == working || s.phase == reducing) && s.step == s.plan.MaxStep
+	if !w.connected(g.slot, h.r.g.slot) {
+		return
+	}
+	if !serves {
+		// The request waits there until the state may be read, or until its deadline.
+		if w.now+5*time.Millisecond < h.deadline && !h.r.g.dead && h.r.heal == h {
+			w.after(5*time.Millisecond, event{kind: healAsk, g: g, rank: int16(h.r.index), x: h})
+		}
+		return
+	}
+	h.digest = s.digest
+	w.after(w.delay(g.slot), event{kind: healAnswer, ok: true, g: h.r.g, rank: int16(h.r.index), x: h})
+}
+
+// healed ends a heal. One that failed costs this group the step; its peers still count on it in the collective.
+func (r *rank) healed(ok bool) {
+	w := r.g.w
+	r.deadline = 0
+	r.heal.arrived = ok
+	if !ok {
+		w.say("%s rank %d: its heal failed", r.g.id, r.index)
+		r.heal.number = 0
+		r.errored = true
+	}
+	w.push(event{at: max(r.computed, w.now+w.Delay), kind: rankArrive, g: r.g, rank: int16(r.index), id: r.number})
+}
+
+// participates reports whether its gradients count.
+func (r *rank) participates() bool { return r.heal == nil && r.plan.MaxReplicaRank != nil }
+
+func (r *rank) arrive() {
+	r.wait(reducing, r.g.w.Timeout)
+	r.comm.arrive(r)
+}
+
+// reduced ends the collective, and votes.
+func (r *rank) reduced(ok bool) {
+	w := r.g.w
+	if r.flaky {
+		r.flaky, ok = false, false
+		w.say("%s rank %d: its collective fails at the end", r.g.id, r.index)
+	}
+	if !ok {
+		r.errored = true
+		r.comm.abort(r)
+	}
+	if h := r.heal; h != nil && h.arrived {
+		if !w.mistake.keepState {
+			r.digest = h.digest
+		}
+		r.committed = r.plan.CommittedQuorumID
+		w.result.Heals++
+		if w.trace != nil {
+			w.say("%s rank %d has healed to step %d from %s", r.g.id, r.index, r.step, h.source.id)
+		}
+		h.before.step, h.before.committed = r.step, r.committed
+	}
+	r.number++
+	r.votesYes = !r.errored && r.plan.MaxWorldSize >= int64(w.Policy.MinReplicas)
+	r.wait(voting, w.Timeout)
+	r.toManager(managerVote)
+}
+
+func (r *rank) decided(commit bool) {
+	g, w := r.g, r.g.w
+	if commit {
+		r.digest = mix(mix(r.digest, r.sum), uint64(r.plan.MaxWorldSize))
+		w.check.committed(r)
+		if w.trace != nil {
+			w.say("%s rank %d commits step %d", g.id, r.index, r.step)
+		}
+		r.step++
+		r.committed = r.plan.QuorumID
+		r.failures, r.errors = 0, 0
+		g.lastCommit = w.now
+		w.result.Commits++
+	} else {
+		w.say("%s rank %d loses step %d", g.id, r.index, r.step)
+		r.failures++
+		r.undoHeal()
+	}
+	r.phase, r.deadline = idle, 0
+	r.startQuorum()
+}
+
+// undoHeal goes back to the step whose weights it has, when a heal did not arrive.
+func (r *rank) undoHeal() {
+	if h := r.heal; h != nil {
+		r.step, r.committed = h.before.step, h.before.committed
+		r.heal = nil
+	}
+}
+
+// failed ends a call that got an error: Python raises. Some training loops catch that and go on, a few times in a row;
+// in others the process dies, and its group with it.
+func (r *rank) failed() {
+	g, w := r.g, r.g.w
+	wasVoting := r.phase == voting
+	r.undoHeal()
+	r.number++
+	r.phase, r.deadline = idle, 0
+	r.errors++
+	if wasVoting && w.chance(0.3) || w.chance(0.1) || r.errors > 3 {
+		w.restart(g, "an error reached its training loop", w.upTo(w.QuorumTimeout))
+		return
+	}
+	w.after(w.Delay+w.upTo(w.Compute), event{kind: rankStart, g: g, rank: int16(r.index)})
+}
+
+// restart ends a group and lets another begin in its place.
+func (w *world) restart(g *group, why string, down time.Duration) {
+	if g.dead {
+		return
+	}
+	g.crash(false, why)
+	w.after(down, event{kind: slotStart, id: uint64(g.slot)})
+}

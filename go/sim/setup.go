@@ -1,0 +1,120 @@
+package sim
+
+import (
+	"math/rand/v2"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/round"
+)
+
+// Setup is all that a run depends on: the same setup gives the same history, to the byte.
+type Setup struct {
+	Seed   uint64
+	Rounds int // quorums until the faults end, all is repaired, and the run with it
+	Slots  int // places for groups; a group may die and another begin in its place, under a new replica_id
+	Ranks  int // of each group
+
+	Policy            quorum.Policy
+	QuorumTick        time.Duration
+	HeartbeatInterval time.Duration
+	QuorumTimeout     time.Duration // of a rank's quorum call
+	Timeout           time.Duration // of heals, collectives and votes
+	Keepalive         time.Duration // until a client notices that its request was lost
+	Compute           time.Duration // a step without its waits, on average
+	InitSync          bool          // groups begin with weights of their own, and take over one group's at step 0
+
+	Delay     time.Duration // of a message, on average
+	Loss      float64       // how many messages do not arrive
+	Duplicate float64       // how many arrive twice
+	Straggle  float64       // how many take twenty times as long, and are overtaken
+
+	Faults []Fault // in the order of Round
+
+	// Published are the slots whose groups say nothing that the published package does not say: not in which quorum
+	// they committed, and no numbers of requests.
+	Published Slots
+
+	mistake mistake
+}
+
+// machine of the lighthouse and of a group, as the simulation knows them.
+type (
+	lighthouseMachine interface {
+		Step(quorum.Event, time.Time) []quorum.Action
+		Size() (replicas, waiters int)
+	}
+	groupMachine interface {
+		Step(round.Event, time.Time) []round.Action
+	}
+)
+
+// mistake is a hook for tests: it puts something between the simulation and the machines, or makes the model of
+// the ranks do something wrong. The zero value makes none.
+type mistake struct {
+	name       string
+	lighthouse func(*quorum.Machine) lighthouseMachine
+	group      func(round.Group, *round.Machine) groupMachine
+	policy     func(quorum.Policy) quorum.Policy
+	start      func(time.Time) time.Time // of a lighthouse's clock when it begins
+	keepState  bool                      // a group that heals goes to the step and keeps its weights
+	anySize    bool                      // what the lighthouse remembers is not looked at
+}
+
+// Draw makes the setup of a seed: a cluster, its settings, its network, and a fault for every fiftieth round. With
+// slots 0 the seed decides on the size, too, from 2 groups to 16, and on whether there are many more faults.
+func Draw(seed uint64, slots, rounds int) Setup {
+	r := rand.New(rand.NewPCG(seed, 1))
+	every := 38 // rounds for a fault; the rounds at the end, in which all is repaired, have none
+	if size := r.IntN(24); slots == 0 {
+		slots = 16
+		if size < 18 {
+			slots = 2 + size%6
+		}
+		if r.IntN(4) == 0 {
+			every = 6
+		}
+	}
+	between := func(least, most time.Duration) time.Duration {
+		return least + time.Duration(r.Int64N(int64(most-least)+1))
+	}
+	s := Setup{
+		Seed:   seed,
+		Rounds: rounds,
+		Slots:  slots,
+		Ranks:  1,
+		Policy: quorum.Policy{
+			MinReplicas:      1 + r.IntN(slots/2+1),
+			JoinTimeout:      between(50*time.Millisecond, 400*time.Millisecond),
+			HeartbeatTimeout: between(300*time.Millisecond, 800*time.Millisecond),
+		},
+		QuorumTick:        between(20*time.Millisecond, 100*time.Millisecond),
+		HeartbeatInterval: 100 * time.Millisecond,
+		QuorumTimeout:     between(1200*time.Millisecond, 2500*time.Millisecond),
+		Timeout:           between(500*time.Millisecond, 1200*time.Millisecond),
+		Keepalive:         between(100*time.Millisecond, 400*time.Millisecond),
+		Compute:           between(10*time.Millisecond, 50*time.Millisecond),
+		InitSync:          r.IntN(2) == 0,
+		Delay:             between(200*time.Microsecond, 2*time.Millisecond),
+	}
+	if r.IntN(4) == 0 {
+		s.Ranks = 2
+	}
+	if r.IntN(5) == 0 {
+		s.Compute *= 6 // some meet at equal steps after they were apart, because steps take longer than outages
+	}
+	// A lighthouse that does not wait for a step lets a job fall apart: docs/correctness.md, "What is not promised".
+	s.Policy.JoinTimeout = max(s.Policy.JoinTimeout, 2*s.Compute)
+	if r.IntN(2) == 0 {
+		s.Loss, s.Duplicate, s.Straggle = 2e-4, 1e-3, 2e-3
+	}
+	s.Faults = drawFaults(r, s, every)
+	return s
+}
+
+// bound is how long after the last fault every group that lives must have committed a step. A rank may hold a
+// request of before for QuorumTimeout, and then be one of two that wait for each other's Timeout; the fallout of
+// that costs each such wait once more.
+func (s Setup) bound() time.Duration {
+	return s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute) + time.Second
+}

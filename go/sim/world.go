@@ -1,0 +1,276 @@
+// Package sim runs the machines of the lighthouse and of the manager servers, and a model of the ranks, on one
+// thread with a clock and a network of its own. A run depends on its Setup and on nothing else: no goroutine, no
+// select, no order of a map, no clock. So a failure is a seed, and the seed replays it to the byte.
+//
+// After every event the rules of docs/correctness.md are checked.
+package sim
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// epoch is when every run begins. Quorum ids begin at the milliseconds of the clock: 1001 is the first.
+var epoch = time.UnixMilli(1000).UTC()
+
+// Result is what a run came to.
+type Result struct {
+	Broken    *Violation // the first rule that did not hold, nil if all did
+	Hash      uint64     // of every event and what came of it
+	Rounds    int        // quorums
+	Events    uint64
+	Commits   uint64 // of ranks
+	Heals     uint64 // of ranks
+	LastID    int64
+	Elapsed   time.Duration // on the clock of the simulation
+	FaultsHit int
+}
+
+// Violation is a rule that did not hold.
+type Violation struct {
+	Rule   string
+	Detail string
+	At     time.Duration
+	Round  int
+}
+
+func (v *Violation) Error() string {
+	return fmt.Sprintf("%s: %s (round %d, %s)", v.Rule, v.Detail, v.Round, v.At)
+}
+
+// world is everything there is in one run.
+type world struct {
+	Setup
+	rng   *rand.Rand
+	now   time.Duration
+	event event // that happens now
+	queue queue
+	trace Tracer
+
+	lh      lighthouse
+	slots   []slot
+	links   [][]int // links[i][j]: cuts that keep what group i sends from group j
+	cuts    int     // cuts between groups that last
+	comms   map[commKey]*comm
+	byID    map[string]*group // of groups that live
+	noise   int               // bursts of loss that last
+	req     uint64            // of the last request to the lighthouse
+	next    int               // of the faults
+	rough   int               // faults that last and under which nothing is promised
+	changed time.Duration     // when something last changed for better or worse
+	calm    time.Duration     // when the last fault is over
+	ending  bool
+	end     time.Duration
+
+	check  checker
+	result Result
+}
+
+// slot is a place where a group runs: a host, with its connections.
+type slot struct {
+	g       *group        // nil while there is none
+	lives   int           // groups that began here
+	cutUp   int           // cuts that last, towards the lighthouse
+	cutDown int           // and from it
+	oneWay  time.Duration // when the last cut of one direction began
+	slow    int           // faults that slow it down
+}
+
+// Run plays one history. Lines about it go to the tracer, if there is one.
+func Run(s Setup, trace Tracer) Result {
+	w := &world{
+		Setup: s,
+		rng:   rand.New(rand.NewPCG(s.Seed, 2)),
+		trace: trace,
+		slots: make([]slot, s.Slots),
+		links: make([][]int, s.Slots),
+		comms: map[commKey]*comm{},
+		byID:  map[string]*group{},
+	}
+	w.lh.w, w.check.w = w, w
+	for i := range w.links {
+		w.links[i] = make([]int, s.Slots)
+	}
+	w.push(event{kind: lhStart})
+	for i := range w.slots {
+		w.push(event{at: w.upTo(100 * time.Millisecond), kind: slotStart, id: uint64(i)})
+	}
+	for w.result.Broken == nil && !w.over() {
+		w.step()
+	}
+	w.result.Elapsed = w.now
+	return w.result
+}
+
+// push makes something happen, at the earliest now.
+func (w *world) push(e event) {
+	e.at = max(e.at, w.now)
+	w.queue.push(&e)
+}
+
+func (w *world) after(d time.Duration, e event) {
+	e.at = w.now + d
+	w.push(e)
+}
+
+// upTo is a random duration below d.
+func (w *world) upTo(d time.Duration) time.Duration {
+	return time.Duration(w.rng.Uint64N(uint64(d)))
+}
+
+func (w *world) chance(p float64) bool { return p > 0 && w.rng.Float64() < p }
+
+// step lets the next event happen and checks the rules.
+func (w *world) step() {
+	e := &w.event
+	w.queue.pop(e)
+	w.now = e.at
+	switch {
+	case e.kind < lastOfLighthouse:
+		if e.life != w.lh.life || !w.lh.up {
+			return
+		}
+		if w.lh.pausedUntil > w.now {
+			e.at = w.lh.pausedUntil
+			w.push(*e)
+			return
+		}
+	case e.kind < lastOfGroup:
+		if e.g.dead {
+			if e.kind == healAsk {
+				w.refuseHeal(e.x.(*heal))
+			}
+			return
+		}
+		if e.g.pausedUntil > w.now {
+			e.at = e.g.pausedUntil
+			w.push(*e)
+			return
+		}
+	}
+	w.result.Events++
+	w.hash(uint64(e.at), uint64(e.kind)<<32|uint64(uint16(e.rank)), e.id)
+	switch {
+	case e.kind < lastOfLighthouse:
+		w.lh.handle(e)
+	case e.kind < lastOfGroup:
+		e.g.handle(e)
+	case e.kind == lhStart:
+		w.lh.start()
+	case e.kind == slotStart:
+		w.startGroup(int(e.id))
+	case e.kind == faultBegin:
+		w.beginFault(&w.Faults[e.id])
+	case e.kind == faultEnd:
+		w.endFault(&w.Faults[e.id])
+	}
+}
+
+// served counts a quorum: the schedule of the faults goes by them.
+func (w *world) served(q *quorum.Quorum) {
+	w.result.Rounds++
+	w.result.LastID = q.ID
+	for w.next < len(w.Faults) && w.Faults[w.next].Round <= w.result.Rounds {
+		w.after(w.Faults[w.next].After, event{kind: faultBegin, id: uint64(w.next)})
+		w.disturbedUntil(w.now + w.Faults[w.next].After + w.Faults[w.next].For)
+		w.next++
+	}
+}
+
+func (w *world) disturbedUntil(t time.Duration) { w.calm = max(w.calm, t) }
+
+// over reports that the run has had its rounds, and then its time to repair everything.
+func (w *world) over() bool {
+	if w.result.Rounds < w.Rounds {
+		return false
+	}
+	if !w.ending {
+		w.ending = true
+		w.Loss, w.Duplicate, w.Straggle = 0, 0, 0
+		w.disturbedUntil(w.now)
+		w.end = w.calm + w.bound() + w.QuorumTick
+	}
+	w.end = max(w.end, w.calm+w.bound()+w.QuorumTick)
+	return w.now >= w.end
+}
+
+func (w *world) broken(rule, format string, args ...any) {
+	if w.result.Broken == nil {
+		w.result.Broken = &Violation{Rule: rule, Detail: fmt.Sprintf(format, args...), At: w.now, Round: w.result.Rounds}
+		w.say("BROKEN: %s: %s", rule, w.result.Broken.Detail)
+	}
+}
+
+// delay is how long a message of a slot takes.
+func (w *world) delay(i int) time.Duration {
+	d := w.Delay/2 + w.upTo(w.Delay)
+	if w.chance(w.Straggle) {
+		d *= 20
+	}
+	if w.slots[i].slow > 0 {
+		d *= 15
+	}
+	return d
+}
+
+func (w *world) lost() bool {
+	return w.chance(w.Loss) || w.noise > 0 && w.chance(0.05)
+}
+
+func (w *world) doubled() bool {
+	return w.chance(w.Duplicate) || w.noise > 0 && w.chance(0.05)
+}
+
+// up and down report whether messages between a slot and the lighthouse are lost. Where only one direction is cut
+// the other follows, when the connection is given up.
+func (w *world) up(i int) bool { return w.slots[i].cutUp > 0 || w.slots[i].cutDown > 0 && w.givenUp(i) }
+func (w *world) down(i int) bool {
+	return w.slots[i].cutDown > 0 || w.slots[i].cutUp > 0 && w.givenUp(i)
+}
+
+func (w *world) givenUp(i int) bool { return w.now >= w.slots[i].oneWay+w.Keepalive }
+
+// reached reports that a group lives in a slot and nothing keeps it from the lighthouse.
+func (w *world) reached(i int) bool {
+	s := &w.slots[i]
+	return s.g != nil && s.cutUp == 0 && s.cutDown == 0
+}
+
+// connected reports whether what one slot sends arrives at another, and comes back.
+func (w *world) connected(i, j int) bool { return w.links[i][j] == 0 && w.links[j][i] == 0 }
+
+// Tracer takes the lines of a history, nil to have none.
+type Tracer func(at time.Duration, line string)
+
+func (w *world) say(format string, args ...any) {
+	if w.trace != nil {
+		w.trace(w.now, fmt.Sprintf(format, args...))
+	}
+}
+
+func (w *world) hash(values ...uint64) {
+	h := w.result.Hash
+	for _, v := range values {
+		h = mix(h, v)
+	}
+	w.result.Hash = h
+}
+
+// mix makes one number of two, so that no two different pairs are likely to give the same.
+func mix(a, b uint64) uint64 {
+	a ^= b + 0x9e3779b97f4a7c15 + a<<6 + a>>2
+	a *= 0xbf58476d1ce4e5b9
+	a ^= a >> 29
+	a *= 0x94d049bb133111eb
+	return a ^ a>>32
+}
+
+func mixString(h uint64, s string) uint64 {
+	for i := 0; i < len(s); i++ {
+		h = (h ^ uint64(s[i])) * 0x100000001b3
+	}
+	return mix(h, uint64(len(s)))
+}

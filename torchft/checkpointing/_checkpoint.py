@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterator, Optional
+import json
+import threading
+from typing import Dict, Optional, Sequence
 
 import torch
 import torch.utils._pytree as pytree
 
-from torchft.checkpointing._stream import Pickled, pickle_object
+from torchft.checkpointing._encoding import Encoded, decode
+from torchft.checkpointing._handshake import pack_structure
+from torchft.checkpointing._stream import Pickled, pickle_object, storage_bytes
 
 FULL = "full"
 METADATA = "metadata"
 
 
 class Checkpoint:
-    """A state dict whose structure and plain values are pickled; its tensors are still the caller's.
+    """A state dict whose structure and plain values are encoded; its tensors are still the caller's.
+
+    The streams that published peers ask for are made when the first of them does: for thousands of tensors that takes
+    some tenths of a second, which the training thread should not wait for.
 
     Args:
         state_dict: the state
         num_chunks: how many chunks the peers ask for; 0: the whole in one
+
+    Raises:
+        CheckpointError: it refers to itself, or holds something that cannot be pickled
     """
 
     def __init__(self, state_dict: object, num_chunks: int) -> None:
         self.num_chunks = num_chunks
-        self._streams: Dict[str, Pickled] = {FULL: pickle_object(state_dict)}
-        if num_chunks > 0:
-            leaves, spec = pytree.tree_flatten(state_dict)
-            self._streams[METADATA] = pickle_object(spec)
-            for i in range(num_chunks):
-                self._streams[str(i)] = pickle_object(leaves[i::num_chunks])
-        self.nbytes = sum(storage.nbytes() for storage in self.storages())
+        self.encoded = Encoded(state_dict)
+        self.nbytes = sum(storage.nbytes() for storage in self.encoded.storages)
+        self._lock = threading.Lock()
+        self._streams: Optional[Dict[str, Pickled]] = None
 
     def stream(self, key: str) -> Optional[Pickled]:
         """What a request for this part is answered with; None: there is no such part."""
-        return self._streams.get(key)
+        with self._lock:
+            if self._streams is None:
+                self._streams = self._stock_streams()
+            return self._streams.get(key)
 
-    def storages(self) -> Iterator[torch.UntypedStorage]:
-        """Each storage of the state once, in the order in which they are sent."""
-        seen = set()
-        for stream in self._streams.values():
-            for storage in stream.storages:
-                if storage._cdata not in seen:
-                    seen.add(storage._cdata)
-                    yield storage
+    def _stock_streams(self) -> Dict[str, Pickled]:
+        flats = [storage_bytes(storage) for storage in self.encoded.storages]
+        state = decode(json.loads(self.encoded.structure), flats, "the state to send", trusted=True)
+        streams = {FULL: pickle_object(state)}
+        if self.num_chunks > 0:
+            leaves, spec = pytree.tree_flatten(state)
+            streams[METADATA] = pickle_object(spec)
+            for i in range(self.num_chunks):
+                streams[str(i)] = pickle_object(leaves[i :: self.num_chunks])
+        return streams
+
+    def structure_frame(self) -> bytes:
+        """What a target of the native data plane needs to know besides its ticket."""
+        return pack_structure([storage.nbytes() for storage in self.encoded.storages], self.encoded.structure)
+
+    def storages(self) -> Sequence[torch.UntypedStorage]:
+        """Each storage of the state once."""
+        return self.encoded.storages

@@ -1,51 +1,110 @@
-"""Fetches one stream of a checkpoint over HTTP, by a deadline."""
+"""The target's side of HTTP: asks a source for a checkpoint, by a deadline."""
 
 from __future__ import annotations
 
 import http.client
 import io
+import logging
 import socket
 import time
 from contextlib import contextmanager
-from typing import Any, Iterator, Tuple
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
 
+from torchft.checkpointing._handshake import PROTOCOL, Garbled
+from torchft.checkpointing._metadata import read
 from torchft.checkpointing._stream import read_object
 from torchft.checkpointing.transport import CheckpointError
 from torchft.http import _DeadlineSocket
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 _BUFFER = 64 << 10  # bytes
+_NEXT_HOST_AFTER = 3.0  # seconds that an address may take to answer if there is another one
 _ERROR_BODY = 2000  # bytes of an error's body that are worth reading
 
 
-def fetch(metadata: str, step: int, key: str, deadline: float) -> Any:
-    """Gets `{metadata}{step}/{key}` and reads the object in it.
+class Refused(CheckpointError):
+    """The source answered that it will not: asking it again is of no use."""
+
+
+@dataclass
+class Answer:
+    """What a source answered; `control` is the open connection if it agreed to the native data plane."""
+
+    body: Optional[io.BufferedReader] = None
+    length: Optional[int] = None
+    control: Optional[io.BufferedIOBase] = None
+    sock: Optional[_DeadlineSocket] = None
+    host: str = ""  # the address that answered
+
+
+@contextmanager
+def ask(
+    metadata: str,
+    step: int,
+    key: str,
+    deadline: float,
+    token: str = "",
+    upgrade: bool = False,
+    connected: Callable[[_DeadlineSocket], None] = lambda sock: None,
+) -> Iterator[Answer]:
+    """Gets `{metadata}{step}/{key}`.
 
     Args:
-        metadata: the source's `http://{host}:{port}/checkpoint/`
+        metadata: the source's, see `_metadata`
         step: the step asked for
         key: `full`, `metadata` or the number of a chunk
         deadline: when to give up, by time.monotonic()
+        token: what the source wants to see, if anything
+        upgrade: offer the native data plane
+        connected: is given the socket, so that another thread can abort it
 
     Raises:
         ValueError: `metadata` is no such address
         CheckpointError: the source cannot be reached, refuses, or sends something that cannot be read
         TimeoutError: the deadline has passed
     """
-    host, port, path = _split(metadata)
-    what = f"checkpoint of step {step} ({key}) from {metadata}"
+    hosts, port, path = read(metadata)
+    what = describe(metadata, step, key)
+    headers = {"Connection": "Upgrade", "Upgrade": PROTOCOL} if upgrade else {"Connection": "close"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     start = time.monotonic()
     try:
-        with _connection(host, port, deadline) as connection:
-            connection.request("GET", f"{path}{step}/{key}", headers={"Connection": "close"})
+        with _connection(hosts, port, deadline, connected) as (connection, sock):
+            connection.request("GET", f"{path}{step}/{key}", headers=headers)
             with connection.getresponse() as response:
-                if response.status != http.client.OK:
-                    raise CheckpointError(f"{what}: refused with {response.status}: {_reason(response)}")
-                return read_object(io.BufferedReader(_Body(response), _BUFFER), what, response.length)
+                yield _answer(response, sock, upgrade, what)
     except TimeoutError as error:
         raise TimeoutError(f"{what}: not complete after {time.monotonic() - start:.1f} s") from error
     except (OSError, http.client.HTTPException) as error:
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: bool, what: str) -> Answer:
+    offered = response.getheader("Upgrade") == PROTOCOL
+    if response.status == http.client.SWITCHING_PROTOCOLS and upgrade and offered:
+        return Answer(control=response.fp, sock=sock, host=str(sock.getpeername()[0]))
+    if response.status == http.client.SWITCHING_PROTOCOLS:
+        raise Garbled(f"{what}: the connection ended during the handshake")
+    if response.status != http.client.OK:
+        raise Refused(f"{what}: refused with {response.status}: {_reason(response)}")
+    if upgrade and offered:
+        # it would have agreed, had it read what was sent
+        raise Garbled(f"{what}: the request was garbled on its way")
+    return Answer(body=io.BufferedReader(_Body(response), _BUFFER), length=response.length)
+
+
+def fetch(metadata: str, step: int, key: str, deadline: float, token: str = "") -> Any:
+    """Gets one stream of the stock format, and reads the object in it. See `ask`."""
+    with ask(metadata, step, key, deadline, token) as answer:
+        assert answer.body is not None
+        return read_object(answer.body, describe(metadata, step, key), answer.length)
+
+
+def describe(metadata: str, step: int, key: str) -> str:
+    return f"checkpoint of step {step} ({key}) from {metadata}"
 
 
 class _Body(io.RawIOBase):
@@ -61,28 +120,35 @@ class _Body(io.RawIOBase):
         return self._response.readinto(buffer)
 
 
-def _split(metadata: str) -> Tuple[str, int, str]:
-    try:
-        parts = urlsplit(metadata)
-        if parts.scheme == "http" and parts.hostname is not None and parts.port is not None:
-            return parts.hostname, parts.port, parts.path
-    except ValueError:
-        pass
-    raise ValueError(f"checkpoint metadata is {metadata!r}: allowed is http://host:port/checkpoint/")
-
-
 @contextmanager
-def _connection(host: str, port: int, deadline: float) -> Iterator[http.client.HTTPConnection]:
+def _connection(
+    hosts: Sequence[str], port: int, deadline: float, connected: Callable[[_DeadlineSocket], None]
+) -> Iterator[Tuple[http.client.HTTPConnection, _DeadlineSocket]]:
     # not urllib: a proxy from the environment has no business between two replica groups
-    connection = http.client.HTTPConnection(host, port)
-    sock = socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic()))
-    connection.sock = limited = _DeadlineSocket.wrap(sock)
+    limited = _DeadlineSocket.wrap(_connect(hosts, port, deadline))
     limited.deadline = deadline
+    connection = http.client.HTTPConnection(hosts[0], port)
+    connection.sock = limited
+    connected(limited)
     try:
-        yield connection
+        yield connection, limited
     finally:
         connection.close()
         limited.close()
+
+
+def _connect(hosts: Sequence[str], port: int, deadline: float) -> socket.socket:
+    """A connection to the first of the hosts that answers."""
+    for i, host in enumerate(hosts):
+        left = max(0.001, deadline - time.monotonic())
+        last = i + 1 == len(hosts)
+        try:
+            return socket.create_connection((host, port), timeout=left if last else min(left, _NEXT_HOST_AFTER))
+        except OSError as error:
+            if last:
+                raise
+            logger.debug("%s port %d does not answer (%s): trying %s", host, port, error, hosts[i + 1])
+    raise ValueError("no host")
 
 
 def _reason(response: http.client.HTTPResponse) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from contextlib import contextmanager, nullcontext
 from typing import Any, Callable, ContextManager, Dict, Generator, Iterator, List, Optional
@@ -10,6 +11,7 @@ from typing import Any, Callable, ContextManager, Dict, Generator, Iterator, Lis
 import torch
 
 from torchft.checkpointing._checkpoint import Checkpoint
+from torchft.checkpointing._lending import Lease, Server
 from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Offer:
     def __init__(self, checkpoint: Checkpoint, copy: bool) -> None:
         self.checkpoint = checkpoint
         self.copies = copy
+        self.session = secrets.token_hex(8)  # the same bytes, for a target that comes again
         after: Dict[torch.device, _After] = {}
         self._blocks: Dict[int, _Block] = {}
         for storage in checkpoint.storages():
@@ -52,6 +55,8 @@ class Offer:
 
         self._cond = threading.Condition()
         self._closed = False
+        self._lease: Optional[Lease] = None
+        self._regions = {storage._cdata: i for i, storage in enumerate(checkpoint.encoded.storages)}
         self._direct: Dict[object, Callable[[], None]] = {}  # pieces being sent, each with what cuts its reader off
         self._hurry = threading.Event()
         self._give_up = False
@@ -89,9 +94,30 @@ class Offer:
                 if self._give_up:
                     return
                 block.copy()
+                with self._cond:
+                    self._lend_copy(block)
         except Exception as error:
             # not the training's problem: readers are cut off when the offer is closed
             logger.warning("the state to send could not be copied: %s", error)
+
+    def lease(self, server: Server) -> Optional[Lease]:
+        """What the native core may serve; None if it cannot, because some of it is not on the CPU."""
+        with self._cond:
+            if self._lease is None:
+                storages = self.checkpoint.encoded.storages
+                if any(storage.device.type != "cpu" for storage in storages):
+                    return None
+                self._lease = server.lease([(s.data_ptr(), s.nbytes()) for s in storages], self.checkpoint)
+                for block in self._blocks.values():
+                    self._lend_copy(block)
+                if self._closed:
+                    self._lease.revoke(0)
+            return self._lease
+
+    def _lend_copy(self, block: _Block) -> None:
+        region = self._regions.get(block.cdata)
+        if self._lease is not None and region is not None and block.mine is not None and block.nbytes:
+            self._lease.copied(region, block.mine.data_ptr(), block.mine)
 
     def read(self, stream: Pickled, cut_off: Callable[[], None]) -> Generator[memoryview, None, None]:
         """The bytes of a stream; each piece is valid until the next is asked for.
@@ -105,6 +131,8 @@ class Offer:
         """
         yield memoryview(stream.prefix)
         for storage in stream.storages:
+            if storage.nbytes() == 0:
+                continue
             block = self._blocks[storage._cdata]
             start = 0
             while start < block.nbytes:
@@ -154,6 +182,10 @@ class Offer:
                 raise TimeoutError(f"the state to send was not copied within {timeout:g} s")
         with self._cond:
             self._closed = True
+            lease = self._lease
+        if lease is not None:
+            lease.revoke(_PIECE_GRACE)
+        with self._cond:
             if self._cond.wait_for(lambda: not self._direct, _PIECE_GRACE):
                 return
             logger.warning("%d slow reader(s) of the checkpoint cut off", len(self._direct))
@@ -164,6 +196,9 @@ class Offer:
 
     def take_copy(self) -> List[torch.Tensor]:
         """Takes the copy out, to be freed; for a closed offer without readers."""
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
         taken = [block.mine for block in self._blocks.values() if block.mine is not None]
         for block in self._blocks.values():
             block.mine = None
@@ -191,6 +226,7 @@ class _Block:
 
     def __init__(self, storage: torch.UntypedStorage, after: _After) -> None:
         self.nbytes = storage.nbytes()
+        self.cdata = storage._cdata
         self.mine: Optional[torch.Tensor] = None
         self._source = storage_bytes(storage)
         self._after = after

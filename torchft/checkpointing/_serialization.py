@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import os
 import pickle
 from typing import Any, Callable, List, Tuple, Union
 
@@ -19,7 +20,9 @@ from torch.distributed._serialization import _Entry, _streaming_load, _streaming
 
 from torchft.checkpointing.transport import CheckpointError
 
-__all__ = ["_Entry", "_streaming_load", "_streaming_save", "allow_checkpoint_types", "explain"]
+__all__ = ["_Entry", "_streaming_load", "_streaming_save", "allow_checkpoint_types", "explain", "pickle_allowed"]
+
+ALLOW_PICKLE_ENV = "TORCHFT_ALLOW_PICKLE"
 
 _Global = Union[Callable[..., Any], Tuple[Callable[..., Any], str]]
 
@@ -73,6 +76,18 @@ def allow_checkpoint_types() -> None:
 _ALLOWED: List[_Global] = [_Entry, *_structure_types(), *_numpy_types(), datetime.timedelta]
 
 
+def pickle_allowed() -> bool:
+    """Whether the user takes any pickle from the network: whoever can answer for a source can then run code here.
+
+    Raises:
+        ValueError: TORCHFT_ALLOW_PICKLE is neither 0 nor 1
+    """
+    setting = os.environ.get(ALLOW_PICKLE_ENV, "0").strip()
+    if setting not in ("0", "1"):
+        raise ValueError(f"{ALLOW_PICKLE_ENV}={setting!r} is not allowed; allowed: 0 and 1")
+    return setting == "1"
+
+
 def explain(error: Exception, what: str) -> CheckpointError:
     """The restricted unpickler's refusal, in words that say what to do about it."""
     text = str(error).split("\n")[0]
@@ -81,6 +96,7 @@ def explain(error: Exception, what: str) -> CheckpointError:
         return CheckpointError(
             f"{what} contains {name}, which is not loaded from the network unless it is allowed: call "
             f"torch.serialization.add_safe_globals([{name}]) at the start of the program, on every replica group, if "
-            f"loading such an object is safe, or keep it out of the state dict"
+            f"loading such an object is safe, or keep it out of the state dict; {ALLOW_PICKLE_ENV}=1 allows every "
+            "type, to whoever can pose as a source too"
         )
     return CheckpointError(f"{what} cannot be read: {type(error).__name__}: {text}")

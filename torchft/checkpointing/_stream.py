@@ -14,13 +14,13 @@ import io
 import pickle
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import torch._weights_only_unpickler as restricted
 from torch.serialization import _load, location_tag
 
-from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain
+from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain, pickle_allowed
 from torchft.checkpointing.transport import CheckpointError
 
 _PROTOCOL = 2  # the only one that the restricted unpickler reads
@@ -119,13 +119,21 @@ class _Records:
         return "torchft"
 
 
-def read_object(file: io.BufferedIOBase, what: str, size: Optional[int] = None) -> Any:
+def read_object(
+    file: io.BufferedIOBase,
+    what: str,
+    size: Optional[int] = None,
+    storages: Optional[List[torch.Tensor]] = None,
+    trusted: bool = False,
+) -> Any:
     """Reads one stream to its end and makes the object.
 
     Args:
         file: where the stream comes from; its buffer serves the many small reads, large ones pass it by
         what: names the stream in errors
         size: length of the stream in bytes, if it is known
+        storages: the memory of its storages, in their order, where that does not follow in the stream
+        trusted: whether this process wrote the stream itself, so that it may hold any type
 
     Raises:
         CheckpointError: it is cut short or malformed, or holds a type that is not allowed
@@ -143,8 +151,11 @@ def read_object(file: io.BufferedIOBase, what: str, size: Optional[int] = None) 
         # before memory is allocated for it
         raise CheckpointError(f"{what} announces {announced} bytes in its records, and has {size} in all")
     records = _Records()
+    given = None if storages is None else iter(storages)
     for entry in entries:
-        if entry.is_storage:
+        if entry.is_storage and given is not None:
+            records.storages[entry.key] = _given(given, entry, what)
+        elif entry.is_storage:
             flat = _allocate(entry.length, what)
             _fill(file, tensor_memory(flat), entry, what)
             records.storages[entry.key] = flat
@@ -154,15 +165,22 @@ def read_object(file: io.BufferedIOBase, what: str, size: Optional[int] = None) 
             records.data[entry.key] = bytes(data)
     if file.read(1):
         raise CheckpointError(f"{what} goes on after its last record")
-    return _make_object(records, what)
+    return _make_object(records, what, trusted or pickle_allowed())
 
 
-def _make_object(records: _Records, what: str) -> Any:
+def _given(storages: Iterator[torch.Tensor], entry: _Entry, what: str) -> torch.Tensor:
+    flat = next(storages, None)
+    if flat is None or flat.numel() != entry.length:
+        raise CheckpointError(f"{what} lacks the {entry.length} bytes of record {entry.key}")
+    return flat
+
+
+def _make_object(records: _Records, what: str, any_type: bool) -> Any:
     structure = records.data.get("data.pkl", b"")
     if b"torch.distributed.tensor" in structure:
         import torch.distributed.tensor  # noqa: F401  its import allows the parts of a DTensor
     try:
-        return _load(records, None, restricted, encoding="utf-8")
+        return _load(records, None, pickle if any_type else restricted, encoding="utf-8")
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
 import time
@@ -10,16 +11,22 @@ from contextlib import closing
 from datetime import timedelta
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import Any, List, Optional, Tuple, TypeVar
+from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 
 import torch.utils._pytree as pytree
 
-from torchft.addresses import announced_host, host_port
+from torchft.addresses import announced_host
+from torchft.checkpointing import _lending
 from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
-from torchft.checkpointing._http_client import fetch
+from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
+from torchft.checkpointing._http_client import Answer, ask, describe, fetch
 from torchft.checkpointing._memory import available_memory
+from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._receive import receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
+from torchft.checkpointing._stream import read_object
+from torchft.checkpointing._token import checkpoint_token
 from torchft.checkpointing.transport import CheckpointError, CheckpointTransport
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 
@@ -27,7 +34,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PREFIX = "/checkpoint/"
 _MAX_STREAMS = 16  # chunks that are fetched at once
 _REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
 
@@ -40,30 +46,58 @@ class HTTPTransport(CheckpointTransport[T]):
     into half of the free memory; otherwise `disallow_checkpoint` waits for the readers, at most `timeout`, and then
     cuts them off.
 
-    What arrives is read by PyTorch's restricted unpickler: types other than tensors, plain values and containers need
-    `torch.serialization.add_safe_globals`.
+    Between two of these the native core moves the tensors' memory, in blocks with checksums and on several connections
+    at once; a transfer that loses its connections goes on where it was. With a peer that runs the published torchft,
+    and for state on a GPU, PyTorch's streaming format over HTTP does.
+
+    What arrives is tensors, plain values and containers; other types are read by PyTorch's restricted unpickler, and
+    need `torch.serialization.add_safe_globals`. Where TORCHFT_TOKEN_FILE names a file, its content is a token that
+    whoever fetches a checkpoint must show.
 
     Args:
         timeout: limit for each wait at the source: of a request for a checkpoint, of `disallow_checkpoint` for readers,
             of a peer that takes no data. Also how long a copy is kept for stragglers after `disallow_checkpoint`.
-        num_chunks: 0 moves the state in one stream, n in n streams at once. The same number in every replica group.
+        num_chunks: for peers that run the published torchft: 0 moves the state in one stream, n in n streams at once.
+            The same number in every replica group.
         snapshot: True always copies, False never; None decides by the free memory
+        state_dict: gives the target's own state. Its tensors are received in place; those that it has not are
+            allocated. A state whose tensors differ in name, shape or dtype is refused. A transfer that fails leaves
+            tensors half old and half new: they are good again after the next one.
+        checksum: whether what this transport receives carries checksums
+        bandwidth_limit: bytes a second that the targets get from here together; 0: no limit
+        hosts: the addresses of this host to announce, the best first; a target takes the first that answers, a
+            published one the first. Default: the one of `torchft.addresses.announced_host`
 
     Raises:
-        ValueError: a timeout that is not positive, a negative number of chunks
+        ValueError: a timeout that is not positive, a negative number of chunks or bandwidth
     """
 
-    def __init__(self, timeout: timedelta, num_chunks: int, snapshot: Optional[bool] = None) -> None:
+    def __init__(
+        self,
+        timeout: timedelta,
+        num_chunks: int,
+        snapshot: Optional[bool] = None,
+        *,
+        state_dict: Optional[Callable[[], object]] = None,
+        checksum: bool = True,
+        bandwidth_limit: int = 0,
+        hosts: Optional[Sequence[str]] = None,
+    ) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout is {timeout}: it must be positive")
         if num_chunks < 0:
             raise ValueError(f"num_chunks is {num_chunks}: allowed are 0 (one stream) and more")
+        if bandwidth_limit < 0:
+            raise ValueError(f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit")
         self._timeout = timeout.total_seconds()
+        self._state_dict = state_dict
+        self._checksum = checksum
         self._num_chunks = num_chunks
         self._snapshot = snapshot
         self._source = Source(keep=self._timeout)
-        self._server = _CheckpointServer(self._source, self._timeout)
-        self._address = f"http://{host_port(announced_host(), self._server.server_port)}{_PREFIX}"
+        self._native = _lending.ServerSlot(self._timeout, bandwidth_limit)
+        self._server = _CheckpointServer(self._source, self._native, self._timeout)
+        self._address = announce(list(hosts or [announced_host()]), self._server.server_port)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), daemon=True, name="torchft-checkpoint-server"
         )
@@ -106,19 +140,47 @@ class HTTPTransport(CheckpointTransport[T]):
     def disallow_checkpoint(self) -> None:
         self._source.disallow(self._timeout)
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        deadline = time.monotonic() + timeout.total_seconds()
-        if self._num_chunks == 0:
-            return fetch(metadata, step, FULL, deadline)
-        return self._recv_chunks(metadata, step, deadline)
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta, helpers: Sequence[str] = ()
+    ) -> T:
+        """See `CheckpointTransport.recv_checkpoint`.
 
-    def _recv_chunks(self, metadata: str, step: int, deadline: float) -> T:
+        Args:
+            helpers: metadata of further groups that offer this step. What they have byte for byte as the source has it
+                may come from them.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        token = checkpoint_token()
+        key = FULL if self._num_chunks == 0 else METADATA
+
+        def stock(answer: Answer) -> T:
+            assert answer.body is not None
+            got = read_object(answer.body, describe(metadata, step, key), answer.length)
+            return got if key == FULL else self._recv_chunks(got, metadata, step, deadline, token)
+
+        go = _lending.native()
+        if go is None:
+            with ask(metadata, step, key, deadline, token) as answer:
+                return stock(answer)
+        return receive(
+            go,
+            metadata,
+            step,
+            key,
+            deadline,
+            token=token,
+            checked=self._checksum,
+            own=self._state_dict,
+            stock=stock,
+            helpers=helpers,
+        )
+
+    def _recv_chunks(self, spec: object, metadata: str, step: int, deadline: float, token: str) -> T:
         n = self._num_chunks
+        if not isinstance(spec, pytree.TreeSpec):
+            raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")
         with ThreadPoolExecutor(min(n, _MAX_STREAMS), thread_name_prefix="torchft-fetch") as pool:
-            spec = fetch(metadata, step, METADATA, deadline)
-            if not isinstance(spec, pytree.TreeSpec):
-                raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")
-            futures = [pool.submit(fetch, metadata, step, str(i), deadline) for i in range(n)]
+            futures = [pool.submit(fetch, metadata, step, str(i), deadline, token) for i in range(n)]
             chunks = [future.result() for future in futures]
         total = spec.num_leaves
         for i, chunk in enumerate(chunks):
@@ -139,6 +201,7 @@ class HTTPTransport(CheckpointTransport[T]):
             self._down = True
         limit = self._timeout if wait else 0.0
         self._source.close(limit)
+        self._native.close()
         self._server.shutdown()
         self._server.close_timeout = limit
         self._server.server_close()
@@ -147,9 +210,10 @@ class HTTPTransport(CheckpointTransport[T]):
 
 
 class _CheckpointServer(_IPv6HTTPServer):
-    def __init__(self, source: Source, wait_timeout: float) -> None:
+    def __init__(self, source: Source, native: _lending.ServerSlot, wait_timeout: float) -> None:
         super().__init__(("", 0), _Handler)
         self.source = source
+        self.native = native
         self.wait_timeout = wait_timeout
 
     def service_actions(self) -> None:
@@ -168,7 +232,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         request = _parse(self.path)
         if request is None:
-            self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {_PREFIX}{{step}}/{{part}}")
+            self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {PREFIX}{{step}}/{{part}}")
+            return
+        if not self._shows_token():
+            self._refuse(HTTPStatus.UNAUTHORIZED, "whoever fetches a checkpoint here must show the job's token")
             return
         step, key = request
         try:
@@ -181,6 +248,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, offer: Offer, key: str) -> None:
         checkpoint = offer.checkpoint
+        lease = self._lease(offer, key)
+        if lease is not None and self.headers.get("Upgrade") == PROTOCOL:
+            self._extend_deadline()
+            self._hand_over(offer, lease)
+            return
         stream = checkpoint.stream(key)
         if stream is None:
             self._refuse(
@@ -189,6 +261,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._extend_deadline()
         self.send_response(HTTPStatus.OK)
+        if lease is not None:
+            self.send_header("Upgrade", PROTOCOL)  # so that a target whose request was garbled asks again
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(stream.nbytes))
         self.end_headers()
@@ -200,6 +274,48 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.sendall(piece)
         self.close_connection = False
         self.server.source.count_served(offer, key)
+
+    def _lease(self, offer: Offer, key: str) -> Optional[_lending.Lease]:
+        if key not in (FULL, METADATA):
+            return None
+        server = self.server.native.get()
+        return None if server is None else offer.lease(server)
+
+    def _hand_over(self, offer: Offer, lease: _lending.Lease) -> None:
+        """Lets the native core serve this target, and waits until that is over."""
+        self.close_connection = True
+        server = self.server.native.get()
+        if server is None:
+            return  # the transport is being shut down
+        grant = lease.grant()
+        try:
+            self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
+            self.send_header("Connection", "Upgrade")
+            self.send_header("Upgrade", PROTOCOL)
+            self.end_headers()
+            ticket = Ticket(server.port, grant.secret, offer.session, lease.block_size)
+            self.connection.sendall(ticket.frame() + offer.checkpoint.structure_frame())
+            if self._heard_done(grant):
+                self.server.source.count_served(offer, FULL)
+        finally:
+            grant.end()
+
+    def _heard_done(self, grant: _lending.Grant) -> bool:
+        """Whether the target said that it has everything; it is gone otherwise, or has taken nothing for too long."""
+        served = -1
+        while True:
+            self._extend_deadline()
+            try:
+                return self.rfile.readline(len(DONE)) == DONE
+            except TimeoutError:
+                if grant.served == served:
+                    return False
+                served = grant.served
+
+    def _shows_token(self) -> bool:
+        token = checkpoint_token()
+        given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        return not token or hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
     def _extend_deadline(self) -> None:
         self.connection.deadline = time.monotonic() + self.server.wait_timeout
@@ -220,8 +336,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _parse(path: str) -> Optional[Tuple[int, str]]:
     """Step and part of `/checkpoint/{step}/{part}`."""
-    parts = path.removeprefix(_PREFIX).split("/")
-    if not path.startswith(_PREFIX) or len(parts) != 2:
+    path = strip(path)
+    parts = path.removeprefix(PREFIX).split("/")
+    if not path.startswith(PREFIX) or len(parts) != 2:
         return None
     step, key = parts
     if not (step.isascii() and step.removeprefix("-").isdigit() and len(step) < 20 and key):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import struct
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 import torch
 import torch.utils._pytree as pytree
 
-from torchft.checkpointing._stream import pickle_object, read_object, storage_bytes, tensor_memory
+from torchft.checkpointing._encoding import Encoded, decode, dtype_of, is_dtensor, with_flags
+from torchft.checkpointing._handshake import pack_structure, parse_structure, read_frame
+from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing.transport import CheckpointError, CheckpointTransport
 
 if TYPE_CHECKING:
@@ -26,7 +29,9 @@ T = TypeVar("T")
 _PIECE = 512 << 20  # bytes of the largest message
 _MAX_HEADER = 8 << 30  # bytes; more is no header
 _MAGIC = 0x746F7263686674  # "torchft"
-_TENSOR, _DTENSOR, _VALUE = "tensor", "dtensor", "value"
+_ON_CPU, _ON_DEVICE = -1, -2  # in place of a region's number
+_STEP = struct.Struct("<q")
+_EARLY = 0.01  # seconds
 _TAG = 1  # messages between two ranks arrive in order, so one tag will do
 
 
@@ -35,7 +40,7 @@ class PGTransport(CheckpointTransport[T]):
 
     A header with the structure and everything that is not a tensor goes first, then the tensors one by one, DTensors as
     their local part. `send_checkpoint` returns when all targets have everything, so the source waits for them. The
-    header is read by PyTorch's restricted unpickler.
+    header is in the safe encoding of `HTTPTransport`.
 
     Args:
         pg: the process group; replica ranks are its ranks
@@ -75,27 +80,27 @@ class PGTransport(CheckpointTransport[T]):
         if not dst_ranks:
             return
         channel = _Channel(self._pg, dst_ranks, f"checkpoint of step {step} to {dst_ranks}", timeout or self._timeout)
-        leaves, tensors = _describe(state_dict)
-        header = pickle_object({"step": step, "leaves": leaves, "spec": pytree.tree_structure(state_dict)})
-        flat = [torch.frombuffer(bytearray(header.prefix), dtype=torch.uint8)]
+        header = _Header(state_dict)
+        structure = pack_structure([storage.nbytes() for storage in header.storages], header.structure)
+        raw = _STEP.pack(step) + structure
+        flat = [torch.frombuffer(bytearray(raw), dtype=torch.uint8)]
         body = torch.cat(flat + [storage_bytes(storage).cpu() for storage in header.storages])
         channel.send(torch.tensor([_MAGIC, body.numel()], dtype=torch.int64, device=self._device))
         channel.send(body.to(self._device))
-        for tensor in tensors:
+        for tensor in header.tensors:
             channel.send(_as_bytes(tensor.to(self._device)))
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: Optional[timedelta] = None) -> T:
         what = f"checkpoint of step {step} from rank {src_rank}"
         channel = _Channel(self._pg, [src_rank], what, timeout or self._timeout)
-        header = self._recv_header(channel, what)
-        if header["step"] != step:
+        sent, tree, flats = self._recv_header(channel, what)
+        if sent != step:
             # The tensors that follow stay unread; the group is of no use any more, and the error says so to Manager.
-            raise CheckpointError(f"{what}: the source sends step {header['step']}")
+            raise CheckpointError(f"{what}: the source sends step {sent}")
         own = _tensors_by_path(self._state_dict()) if self._state_dict is not None else {}
-        leaves = [self._recv_leaf(channel, leaf, own) for leaf in header["leaves"]]
-        return pytree.tree_unflatten(leaves, header["spec"])
+        return decode(tree, flats, what, lambda path, node: self._recv_tensor(channel, own.get("".join(path)), node))
 
-    def _recv_header(self, channel: _Channel, what: str) -> Dict[str, Any]:
+    def _recv_header(self, channel: _Channel, what: str) -> Tuple[int, Any, List[torch.Tensor]]:
         lead = torch.zeros(2, dtype=torch.int64, device=self._device)
         channel.recv(lead)
         magic, length = lead.tolist()
@@ -103,39 +108,33 @@ class PGTransport(CheckpointTransport[T]):
             raise CheckpointError(f"{what}: no header but {lead.tolist()}; do both groups use this version of torchft?")
         body = torch.empty(length, dtype=torch.uint8, device=self._device)
         channel.recv(body)
-        raw = io.BytesIO(bytes(tensor_memory(body.cpu())))
-        header = read_object(raw, what, length)
-        if not (
-            isinstance(header, dict)
-            and isinstance(header.get("step"), int)
-            and isinstance(header.get("leaves"), list)
-            and all(isinstance(leaf, tuple) and leaf for leaf in header["leaves"])
-            and isinstance(header.get("spec"), pytree.TreeSpec)
-            and header["spec"].num_leaves == len(header["leaves"])
-        ):
-            raise CheckpointError(f"{what}: its header lacks step, leaves or spec")
-        return header
+        body = body.cpu()
+        raw = io.BytesIO(bytes(tensor_memory(body)))
+        step = raw.read(_STEP.size)
+        if len(step) < _STEP.size:
+            raise CheckpointError(f"{what}: its header is cut short")
+        sizes, tree = parse_structure(read_frame(raw, what), what)
+        start = raw.tell()
+        if start + sum(sizes) != length:
+            raise CheckpointError(f"{what}: its header has {length} bytes and announces {start + sum(sizes)}")
+        # clones, so that each begins where any dtype may
+        return _STEP.unpack(step)[0], tree, [part.clone() for part in body[start:].split(sizes)]
 
-    def _recv_leaf(self, channel: _Channel, leaf: Tuple[Any, ...], own: Dict[str, torch.Tensor]) -> object:
-        if leaf[0] == _VALUE:
-            return leaf[1]
-        kind, path, shape, dtype, on_cpu, is_parameter, requires_grad, dtensor_spec = leaf
-        mine = own.get(path)
-        local = None if mine is None else _local(mine).detach()
-        if mine is not None and _is_dtensor(mine) == (kind == _DTENSOR):
-            assert local is not None
-            if tuple(local.shape) == tuple(shape) and local.dtype == dtype:
+    def _recv_tensor(self, channel: _Channel, mine: Optional[torch.Tensor], node: List[Any]) -> Optional[torch.Tensor]:
+        """Receives the tensor that comes next: into the one that is here, if it is alike, else into new memory."""
+        of_dtensor = node[0] == "D"
+        _, place, dtype_name, _, shape, _, flags = node[1] if of_dtensor else node
+        dtype, shape = dtype_of(dtype_name), torch.Size(shape)
+        if mine is not None and is_dtensor(mine) == of_dtensor:
+            local = _local(mine).detach()
+            if local.shape == shape and local.dtype == dtype:
                 self._recv_into(channel, local)
                 return mine
-        device = torch.device("cpu") if on_cpu else self._device
-        fresh = torch.empty(shape, dtype=dtype, device=device)
+        if of_dtensor:
+            return None  # it is made of its local part, which is asked for next
+        fresh = torch.empty(shape, dtype=dtype, device=torch.device("cpu") if place == _ON_CPU else self._device)
         self._recv_into(channel, fresh)
-        result = fresh
-        if kind == _DTENSOR:
-            from torch.distributed.tensor import DTensor
-
-            result = DTensor(fresh, dtensor_spec, requires_grad=False)
-        return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
+        return with_flags(fresh, flags)
 
     def _recv_into(self, channel: _Channel, tensor: torch.Tensor) -> None:
         direct = tensor.is_contiguous() and tensor.device.type == self._device.type
@@ -177,7 +176,8 @@ class _Channel:
                 if not work.wait(timedelta(seconds=left)):
                     raise RuntimeError("the process group gave up")
         except Exception as error:
-            if time.monotonic() >= self._deadline or isinstance(error, TimeoutError):
+            # Gloo counts whole milliseconds, and is a little early
+            if time.monotonic() >= self._deadline - _EARLY or isinstance(error, TimeoutError):
                 raise TimeoutError(f"{self.what}: not complete after {self.timeout.total_seconds():g} s") from error
             raise CheckpointError(f"{self.what}: {type(error).__name__}: {error}") from error
 
@@ -192,51 +192,24 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _describe(state_dict: object) -> Tuple[List[Tuple[Any, ...]], List[torch.Tensor]]:
-    """What the header says of each leaf, and the tensors in their order."""
-    described: List[Tuple[Any, ...]] = []
-    tensors: List[torch.Tensor] = []
-    for path, leaf in pytree.tree_flatten_with_path(state_dict)[0]:
-        if not _is_plain(leaf):
-            described.append((_VALUE, leaf))
-            continue
-        is_dtensor = _is_dtensor(leaf)
-        local = _local(leaf).detach()
-        tensors.append(local)
-        described.append(
-            (
-                _DTENSOR if is_dtensor else _TENSOR,
-                pytree.keystr(path),
-                tuple(local.shape),
-                local.dtype,
-                local.device.type == "cpu",
-                isinstance(leaf, torch.nn.Parameter),
-                leaf.requires_grad,
-                leaf._spec if is_dtensor else None,  # type: ignore[attr-defined]
-            )
-        )
-    return described, tensors
+class _Header(Encoded):
+    """A state whose tensors follow one by one, in the order in which they are described."""
+
+    def __init__(self, state: object) -> None:
+        self.tensors: List[torch.Tensor] = []
+        super().__init__(state)
+
+    def _encode_memory(self, tensor: torch.Tensor, flags: int) -> Any:
+        self.tensors.append(tensor.detach())
+        place = _ON_CPU if tensor.device.type == "cpu" else _ON_DEVICE
+        return ["T", place, str(tensor.dtype).removeprefix("torch."), 0, list(tensor.shape), [], flags]
 
 
 def _tensors_by_path(state_dict: object) -> Dict[str, torch.Tensor]:
     leaves = pytree.tree_flatten_with_path(state_dict)[0]
-    return {pytree.keystr(path): leaf for path, leaf in leaves if _is_plain(leaf)}
-
-
-def _is_plain(leaf: object) -> bool:
-    """Whether a leaf goes as bare memory; other kinds of tensors (sparse, quantized) travel in the header."""
-    if not isinstance(leaf, torch.Tensor):
-        return False
-    local = _local(leaf)
-    if local.layout != torch.strided or local.is_quantized:
-        return False
-    return type(local) in (torch.Tensor, torch.nn.Parameter)
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
+    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that lies here; any other tensor as it is."""
-    return tensor._local_tensor if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]

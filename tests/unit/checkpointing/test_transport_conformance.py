@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
-from torchft.checkpointing import CheckpointTransport, HTTPTransport
+from torchft.checkpointing import CheckpointTransport, HTTPTransport, _lending
 from torchft.checkpointing.pg_transport import PGTransport
 
 TIMEOUT = timedelta(seconds=20)
@@ -35,13 +35,16 @@ class Pair:
         return got
 
 
-def _http(num_chunks: int, snapshot: bool) -> Callable[[], Iterator[Pair]]:
+def _http(num_chunks: int, snapshot: bool, native: bool = True) -> Callable[[], Iterator[Pair]]:
     def make() -> Iterator[Pair]:
-        source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, snapshot=snapshot)
-        target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
-        yield Pair(source, target)
-        target.shutdown()
-        source.shutdown()
+        with pytest.MonkeyPatch.context() as patch:
+            if not native:
+                patch.setattr(_lending, "native", lambda: None)
+            source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, snapshot=snapshot)
+            target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
+            yield Pair(source, target)
+            target.shutdown()
+            source.shutdown()
 
     return make
 
@@ -63,8 +66,10 @@ def _process_group() -> Iterator[Pair]:
 
 PAIRS = {
     "http": _http(0, True),
-    "http in chunks": _http(3, True),
     "http without a copy": _http(0, False),
+    "http, stock format": _http(0, True, native=False),
+    "http, stock format in chunks": _http(3, True, native=False),
+    "http, stock format without a copy": _http(0, False, native=False),
     "process group": _process_group,
 }
 

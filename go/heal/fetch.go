@@ -1,0 +1,371 @@
+package heal
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Settings of a Fetch. The zero value of each chooses.
+type Settings struct {
+	BlockSize  int64
+	Streams    int           // to each source
+	Unchecked  bool          // leave the checksums out
+	StallAfter time.Duration // a stream that brings nothing for so long is given up
+}
+
+// Fetch fills memory from one or more sources. It outlives them: what has arrived stays, and a source that is added later
+// brings what is missing.
+type Fetch struct {
+	settings Settings
+	layout   Layout
+	memory   *Memory
+	queue    *queue
+	received atomic.Int64
+
+	ctx    context.Context //nolint:containedctx // the life of the object
+	cancel context.CancelFunc
+	worked func() // ends Working; it may be called more than once
+	lives  sync.WaitGroup
+
+	sumsMu sync.Mutex
+	sums   []uint32 // the assigned source's, where others help
+
+	mu       sync.Mutex
+	changed  chan struct{} // closed and replaced when a source ends
+	running  int
+	assigned *source
+	digest   string
+	failure  error // final: no source can help
+	lost     []error
+}
+
+// NewFetch prepares a transfer into memory; nothing is fetched before a source is added.
+func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
+	layout, err := NewLayout(memory.Sizes(), settings.BlockSize)
+	if err != nil {
+		return nil, err
+	}
+	if settings.Streams <= 0 {
+		settings.Streams = layout.Streams()
+	}
+	if settings.StallAfter <= 0 {
+		settings.StallAfter = 10 * time.Second
+	}
+	f := &Fetch{settings: settings, layout: layout, memory: memory, queue: newQueue(layout.Blocks()), changed: make(chan struct{})}
+	f.ctx, f.cancel = context.WithCancel(context.Background())
+	f.worked = Working()
+	return f, nil
+}
+
+// Add lets a source help. The assigned source is believed; any other one gives only blocks that have the checksum that
+// the assigned one announces.
+func (f *Fetch) Add(address, secret string, assigned bool) error {
+	raw, err := hex.DecodeString(secret)
+	if err != nil || len(raw) != secretSize {
+		return errors.New("the secret is malformed")
+	}
+	if !assigned && f.settings.Unchecked {
+		return errors.New("without checksums there is only the assigned source")
+	}
+	s := &source{fetch: f, address: address, secret: raw, assigned: assigned}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.ctx.Err() != nil {
+		return errors.New("the transfer is over")
+	}
+	f.running++
+	if assigned {
+		f.assigned = s
+	}
+	f.lives.Add(1)
+	go s.run()
+	return nil
+}
+
+// Status is how far a transfer is.
+type Status struct {
+	Done     bool     `json:"done"`
+	Running  bool     `json:"running"` // a source is at work
+	Received int64    `json:"received"`
+	Total    int64    `json:"total"`
+	Digest   string   `json:"digest"`
+	Failure  string   `json:"failure"` // no source can help
+	Lost     []string `json:"lost"`    // why sources ended that did not finish
+}
+
+// Wait returns when the transfer is done, has failed, or no source is left; or when ctx ends.
+func (f *Fetch) Wait(ctx context.Context) Status {
+	for {
+		f.mu.Lock()
+		changed, settled := f.changed, f.running == 0 || f.failure != nil || f.digest != ""
+		f.mu.Unlock()
+		if settled {
+			return f.Status()
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return f.Status()
+		}
+	}
+}
+
+// Status does not wait.
+func (f *Fetch) Status() Status {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	s := Status{
+		Done: f.digest != "", Running: f.running > 0, Received: f.received.Load(), Total: f.layout.Total, Digest: f.digest,
+		Lost: []string{},
+	}
+	if f.failure != nil {
+		s.Failure = f.failure.Error()
+	}
+	for _, err := range f.lost {
+		s.Lost = append(s.Lost, err.Error())
+	}
+	return s
+}
+
+// Close ends the transfer. When it returns, nobody writes to the memory any more.
+func (f *Fetch) Close() {
+	f.mu.Lock() // no source is added from here on
+	f.cancel()
+	f.mu.Unlock()
+	f.queue.close()
+	f.lives.Wait()
+	f.worked()
+}
+
+// finish compares the digests when everything has arrived.
+func (f *Fetch) finish(theirs string) {
+	mine := digest(&f.layout, f.queue.crcs)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.settings.Unchecked {
+		f.digest = "unchecked"
+	} else if mine != theirs {
+		f.failure = fmt.Errorf("the state has the digest %s here and %s at the source", mine, theirs)
+	} else {
+		f.digest = mine
+	}
+	f.tell()
+}
+
+func (f *Fetch) fail(err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.failure == nil {
+		f.failure = err
+	}
+	f.tell()
+	f.queue.close()
+}
+
+// tell wakes whoever waits; f.mu is held.
+func (f *Fetch) tell() {
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+// ended notes that a source has no stream left.
+func (f *Fetch) ended(err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.running--
+	if err != nil {
+		f.lost = append(f.lost, err)
+	}
+	f.tell()
+}
+
+// assignedSums are the checksums that the assigned source announces. Nobody needs them while it is the only one.
+func (f *Fetch) assignedSums() ([]uint32, error) {
+	f.sumsMu.Lock()
+	defer f.sumsMu.Unlock()
+	if f.sums != nil {
+		return f.sums, nil
+	}
+	f.mu.Lock()
+	s := f.assigned
+	f.mu.Unlock()
+	if s == nil {
+		return nil, errors.New("the assigned source is not known")
+	}
+	st := &stream{source: s}
+	defer st.close()
+	sums := make([]uint32, 0, f.layout.Blocks())
+	err := s.again(func() (bool, error) {
+		before := len(sums)
+		for len(sums) < cap(sums) {
+			n := min(sumsAtOnce, cap(sums)-len(sums))
+			raw, err := st.ask(request{op: opSums, block: uint32(len(sums)), expected: uint32(n)}, int64(4*n))
+			if err != nil {
+				st.close()
+				return len(sums) > before, err
+			}
+			if len(raw) != 4*n {
+				return false, fmt.Errorf("%d checksums instead of %d", len(raw)/4, n)
+			}
+			for ; len(raw) > 0; raw = raw[4:] {
+				sums = append(sums, binary.LittleEndian.Uint32(raw))
+			}
+		}
+		return true, nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("checksums of %s: %w", s.address, err)
+	}
+	f.sums = sums
+	return sums, nil
+}
+
+// theirDigest is the assigned source's, from its checksums if they are known.
+func (s *source) theirDigest() (string, error) {
+	f := s.fetch
+	if f.settings.Unchecked {
+		return "", nil
+	}
+	f.sumsMu.Lock()
+	sums := f.sums
+	f.sumsMu.Unlock()
+	if sums != nil {
+		return digest(&f.layout, sums), nil
+	}
+	if !s.assigned {
+		return "", errIncomplete
+	}
+	st := &stream{source: s}
+	defer st.close()
+	var theirs []byte
+	err := s.again(func() (_ bool, err error) {
+		if theirs, err = st.ask(request{op: opDigest}, 64); err != nil {
+			st.close()
+		}
+		return false, err
+	})
+	return string(theirs), err
+}
+
+// source is one of the groups that serve.
+type source struct {
+	fetch    *Fetch
+	address  string
+	secret   []byte
+	assigned bool
+
+	mu   sync.Mutex
+	gone error // it said that it has the state no longer
+}
+
+func (s *source) run() {
+	f := s.fetch
+	defer f.lives.Done()
+	errs := make([]error, f.settings.Streams)
+	var streams sync.WaitGroup
+	for i := range errs {
+		streams.Add(1)
+		go func() {
+			defer streams.Done()
+			defer func() {
+				if p := recover(); p != nil {
+					slog.Error("checkpoint transfer", "panic", p)
+					errs[i] = fmt.Errorf("a bug in torchft (panic): %v", p)
+				}
+			}()
+			errs[i] = s.stream()
+		}()
+	}
+	streams.Wait()
+	err := s.reason(errs)
+	if err == nil {
+		var theirs string
+		if theirs, err = s.theirDigest(); err == nil {
+			f.finish(theirs)
+		}
+	}
+	if err != nil {
+		err = fmt.Errorf("%s: %w", s.address, err)
+	}
+	f.ended(err)
+}
+
+// reason is why a source ended without finishing: what it said itself, else the first of its streams' errors.
+func (s *source) reason(errs []error) error {
+	if s.fetch.queue.complete() {
+		return nil // others brought what this one did not
+	}
+	if gone := s.isGone(); gone != nil {
+		return gone
+	}
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return errIncomplete
+}
+
+func (s *source) isGone() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.gone
+}
+
+func (s *source) setGone(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.gone == nil {
+		s.gone = err
+	}
+}
+
+const (
+	attempts   = 6 // in a row that bring nothing
+	firstPause = 20 * time.Millisecond
+	sumsAtOnce = 1024
+)
+
+// again calls work, which reports whether it got anything, until it succeeds or has failed too often in a row.
+func (s *source) again(work func() (progress bool, err error)) error {
+	pause, failures := firstPause, 0
+	for {
+		progress, err := work()
+		if err == nil {
+			return nil
+		}
+		if progress {
+			pause, failures = firstPause, 0
+		}
+		if failures++; failures >= attempts || s.isGone() != nil || s.fetch.ctx.Err() != nil {
+			return err
+		}
+		select {
+		case <-time.After(pause):
+			pause *= 2
+		case <-s.fetch.ctx.Done():
+			return s.fetch.ctx.Err()
+		}
+	}
+}
+
+// stream fetches blocks until there are none, over one connection after the other.
+func (s *source) stream() error {
+	st := &stream{source: s}
+	defer st.close()
+	return s.again(func() (bool, error) {
+		before := st.arrived
+		err := st.fetch()
+		if err != nil {
+			st.close()
+		}
+		return st.arrived > before, err
+	})
+}

@@ -1,0 +1,162 @@
+package heal
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// filled is memory of regions with random bytes.
+func filled(rng *rand.Rand, sizes ...int) *Memory {
+	m := empty(sizes...)
+	var seed [32]byte
+	binary.LittleEndian.PutUint64(seed[:], rng.Uint64())
+	fill := rand.NewChaCha8(seed) // by the word: the race detector looks at every write
+	for _, r := range m.regions {
+		_, _ = fill.Read(r)
+	}
+	return m
+}
+
+func empty(sizes ...int) *Memory {
+	m := &Memory{}
+	for _, size := range sizes {
+		m.regions = append(m.regions, make([]byte, size))
+	}
+	return m
+}
+
+func newRand(t *testing.T) *rand.Rand {
+	t.Helper()
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	return rand.New(rand.NewPCG(seed, 0))
+}
+
+func listen(t *testing.T, patience time.Duration, limit int64) *Server {
+	t.Helper()
+	s, err := Listen(patience, limit)
+	require.NoError(t, err)
+	t.Cleanup(s.Close)
+	return s
+}
+
+func offer(t *testing.T, m *Memory, blockSize int64) *Offer {
+	t.Helper()
+	o, err := NewOffer(m, blockSize)
+	require.NoError(t, err)
+	return o
+}
+
+func address(s *Server) string { return net.JoinHostPort("localhost", strconv.FormatInt(s.Port(), 10)) }
+
+func newFetch(t *testing.T, m *Memory, settings Settings) *Fetch {
+	t.Helper()
+	f, err := NewFetch(m, settings)
+	require.NoError(t, err)
+	t.Cleanup(f.Close)
+	return f
+}
+
+func wait(t *testing.T, f *Fetch) Status {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	return f.Wait(ctx)
+}
+
+func requireSame(t *testing.T, want, got *Memory) {
+	t.Helper()
+	for i := range want.regions {
+		require.True(t, bytes.Equal(want.regions[i], got.regions[i]), "region %d", i)
+	}
+}
+
+var shapes = map[string][]int{
+	"nothing":        {},
+	"empty":          {0, 0},
+	"one":            {1},
+	"small":          {3, 0, 5, 100, 0},
+	"a block":        {1 << 16},
+	"many small":     {100, 1000, 10_000, 20_000, 7, 7, 7, 40_000, 1, 30_000},
+	"large":          {3<<20 + 17, 0, 5, 1 << 20},
+	"small at edges": {1<<16 - 1, 2, 1 << 16, 1, 1 << 15},
+}
+
+func TestWhatIsOfferedArrives(t *testing.T) {
+	for name, sizes := range shapes {
+		for _, unchecked := range []bool{false, true} {
+			t.Run(name, func(t *testing.T) {
+				source, target := filled(newRand(t), sizes...), empty(sizes...)
+				s, o := listen(t, time.Minute, 0), offer(t, source, 1<<16)
+				f := newFetch(t, target, Settings{BlockSize: 1 << 16, Streams: 3, Unchecked: unchecked})
+				grant := s.Grant(o)
+				require.NoError(t, f.Add(address(s), grant.Secret(), true))
+				status := wait(t, f)
+				require.True(t, status.Done, status)
+				require.Empty(t, status.Failure, status.Lost)
+				requireSame(t, source, target)
+				require.Equal(t, o.layout.Total, status.Received)
+				require.Equal(t, o.layout.Total, grant.Served())
+				require.True(t, o.End(time.Second))
+			})
+		}
+	}
+}
+
+// Every byte belongs to exactly one block, in order.
+func TestBlocksCoverEverythingOnce(t *testing.T) {
+	rng := newRand(t)
+	for range 200 {
+		sizes := make([]int64, rng.IntN(12))
+		for i := range sizes {
+			sizes[i] = rng.Int64N(1 << (1 + rng.IntN(18)))
+		}
+		l, err := NewLayout(sizes, 1+rng.Int64N(1<<16))
+		require.NoError(t, err)
+		at := make([]int64, len(sizes))
+		for block := range l.Blocks() {
+			length := int64(0)
+			for _, span := range l.Spans(block, nil) {
+				require.Equal(t, at[span.Region], span.Offset)
+				require.Positive(t, span.Length)
+				at[span.Region] += span.Length
+				length += span.Length
+			}
+			require.Equal(t, l.Length(block), length)
+			moved := int64(0)
+			require.NoError(t, pieces(l.Spans(block, nil), func(piece []Span, n int64) error {
+				require.LessOrEqual(t, n, int64(pieceSize))
+				moved += n
+				return nil
+			}))
+			require.Equal(t, length, moved)
+		}
+		require.Equal(t, append([]int64{}, sizes...), append([]int64{}, at...))
+	}
+}
+
+func TestBadLayouts(t *testing.T) {
+	_, err := NewLayout([]int64{1, -1}, 0)
+	require.ErrorContains(t, err, "region 1 has -1 bytes")
+	_, err = NewLayout([]int64{1 << 62, 1 << 62}, 0)
+	require.ErrorContains(t, err, "fewer than 2^63")
+	_, err = NewLayout([]int64{1}, -5)
+	require.ErrorContains(t, err, "block_size is -5")
+	_, err = Lend([]int64{0, 10})
+	require.ErrorContains(t, err, "no memory")
+	_, err = Lend([]int64{1 << 40, -10})
+	require.ErrorContains(t, err, "no memory")
+	_, err = Lend([]int64{1<<63 - 1, 10})
+	require.ErrorContains(t, err, "no memory")
+}

@@ -1,0 +1,119 @@
+package heal
+
+import (
+	"fmt"
+	"math"
+	"runtime"
+	"sort"
+)
+
+const (
+	minBlock = 256 << 10
+	maxBlock = 4 << 20
+	// A stream pays off when it carries some blocks; more than maxStreams gain nothing on one network card.
+	bytesPerStream  = 8 << 20
+	maxStreams      = 8
+	blocksPerStream = 8
+)
+
+// Layout says which bytes of which regions make up a block.
+type Layout struct {
+	Total     int64
+	BlockSize int64
+	starts    []int64 // where each region begins in the range of all bytes
+	sizes     []int64
+}
+
+// Span is a part of a region.
+type Span struct {
+	Region int
+	Offset int64
+	Length int64
+}
+
+// NewLayout lays regions of these sizes end to end. A blockSize of 0 is chosen from the data.
+func NewLayout(sizes []int64, blockSize int64) (Layout, error) {
+	l := Layout{sizes: sizes, starts: make([]int64, len(sizes))}
+	for i, size := range sizes {
+		if size < 0 || size > math.MaxInt64-l.Total {
+			return Layout{}, fmt.Errorf("region %d has %d bytes: allowed are 0 and more, and fewer than 2^63 in all", i, size)
+		}
+		l.starts[i] = l.Total
+		l.Total += size
+	}
+	if blockSize == 0 {
+		blockSize = min(maxBlock, max(minBlock, l.Total/(maxStreams*blocksPerStream)>>16<<16))
+	}
+	if blockSize < 1 || blockSize > 1<<30 {
+		return Layout{}, fmt.Errorf("block_size is %d: allowed are 1 to %d bytes", blockSize, 1<<30)
+	}
+	l.BlockSize = blockSize
+	if l.Total/blockSize >= math.MaxUint32 {
+		return Layout{}, fmt.Errorf("block_size is %d: too small for %d bytes", blockSize, l.Total)
+	}
+	return l, nil
+}
+
+// Blocks is the number of blocks.
+func (l *Layout) Blocks() int { return int((l.Total + l.BlockSize - 1) / l.BlockSize) }
+
+// Streams is how many streams the data deserves. More than there are cores take turns, which costs a fifth on loopback.
+func (l *Layout) Streams() int {
+	cores := max(2, int64(runtime.NumCPU()))
+	return int(max(1, min(maxStreams, cores, (l.Total+bytesPerStream-1)/bytesPerStream)))
+}
+
+// Length is the number of bytes of a block; only the last one is shorter.
+func (l *Layout) Length(block int) int64 {
+	return min(l.BlockSize, l.Total-int64(block)*l.BlockSize)
+}
+
+// Spans appends the parts of a block, in order, none of them empty.
+func (l *Layout) Spans(block int, spans []Span) []Span {
+	at := int64(block) * l.BlockSize
+	end := at + l.Length(block)
+	// the last region that begins at or before the block; empty ones before it begin there too
+	region := sort.Search(len(l.starts), func(i int) bool { return l.starts[i] > at }) - 1
+	for ; at < end; region++ {
+		offset := at - l.starts[region]
+		if length := min(l.sizes[region]-offset, end-at); length > 0 {
+			spans = append(spans, Span{region, offset, length})
+			at += length
+		}
+	}
+	return spans
+}
+
+const (
+	// A piece is checked and sent, or received and checked, at once: small enough to be in a core's cache the second time.
+	pieceSize = 256 << 10
+	// Spans smaller than this are packed: a call into the kernel for each would cost more than the copy.
+	packBelow = 16 << 10
+)
+
+// pieces cuts spans into what is moved by one call into the kernel: a part of one large span, or some small ones.
+func pieces(spans []Span, yield func(piece []Span, length int64) error) error {
+	for i := 0; i < len(spans); {
+		if spans[i].Length >= packBelow {
+			for rest := spans[i]; rest.Length > 0; {
+				part := rest
+				part.Length = min(rest.Length, pieceSize)
+				if err := yield([]Span{part}, part.Length); err != nil {
+					return err
+				}
+				rest.Offset += part.Length
+				rest.Length -= part.Length
+			}
+			i++
+			continue
+		}
+		length, first := int64(0), i
+		for ; i < len(spans) && spans[i].Length < packBelow && length+spans[i].Length <= pieceSize; i++ {
+			length += spans[i].Length
+		}
+		if err := yield(spans[first:i], length); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,70 @@
+package heal
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+)
+
+// A connection begins with the target's hello: magic and secret. Then the target sends requests, and the source answers
+// them in their order. All numbers are little-endian.
+const (
+	magic      = "tftheal1"
+	secretSize = 16
+	helloSize  = len(magic) + secretSize
+
+	requestSize  = 16 // operation, block, expected, flags
+	responseSize = 16 // status, block, length, checksum of the three
+)
+
+// What a target asks for.
+const (
+	opBlock  uint32 = 1 + iota // the bytes of a block and their checksum
+	opEqual                    // the same, if the block's checksum is the expected one
+	opSums                     // the checksums of `expected` blocks from `block` on
+	opDigest                   // the digest of the whole state
+)
+
+const flagChecksum uint32 = 1
+
+// How a source answers. What follows the header is `length` bytes, and the CRC32C of those where there is a checksum.
+const (
+	statusOK     uint32 = 0x4b4f4b4f
+	statusDiffer uint32 = 0x46464944
+	statusGone   uint32 = 0x454e4f47 // the bytes are the reason, in words: what was offered is not any more
+)
+
+type request struct{ op, block, expected, flags uint32 }
+
+func (r request) append(to []byte) []byte {
+	for _, word := range []uint32{r.op, r.block, r.expected, r.flags} {
+		to = binary.LittleEndian.AppendUint32(to, word)
+	}
+	return to
+}
+
+func parseRequest(b []byte) request {
+	word := func(i int) uint32 { return binary.LittleEndian.Uint32(b[4*i:]) }
+	return request{word(0), word(1), word(2), word(3)}
+}
+
+type response struct{ status, block, length uint32 }
+
+func (r response) append(to []byte) []byte {
+	start := len(to)
+	for _, word := range []uint32{r.status, r.block, r.length} {
+		to = binary.LittleEndian.AppendUint32(to, word)
+	}
+	return binary.LittleEndian.AppendUint32(to, checksum(to[start:]))
+}
+
+// errGarbled is a byte on the wire that is not what was sent.
+var errGarbled = errors.New("the data was garbled on its way")
+
+func parseResponse(b []byte) (response, error) {
+	word := func(i int) uint32 { return binary.LittleEndian.Uint32(b[4*i:]) }
+	if word(3) != checksum(b[:12]) {
+		return response{}, fmt.Errorf("header of a block: %w", errGarbled)
+	}
+	return response{word(0), word(1), word(2)}, nil
+}

@@ -1,0 +1,115 @@
+package heal
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+)
+
+// maxGarbled bounds how often one block may arrive garbled: then it is no accident of the wire.
+const maxGarbled = 8
+
+// queue hands blocks out, each to one stream at a time.
+type queue struct {
+	mu      sync.Mutex
+	changed sync.Cond
+
+	todo     []int // any source may give them
+	assigned []int // only the assigned source has them
+	left     int   // blocks that have not arrived
+	closed   bool
+	garbled  map[int]int
+	waiting  map[bool]int // streams with nothing to do, of the assigned source and of others
+	crcs     []uint32
+}
+
+func newQueue(blocks int) *queue {
+	q := &queue{left: blocks, garbled: map[int]int{}, waiting: map[bool]int{}, crcs: make([]uint32, blocks)}
+	q.changed.L = &q.mu
+	for block := blocks - 1; block >= 0; block-- {
+		q.todo = append(q.todo, block)
+	}
+	return q
+}
+
+// take gives a block to fetch. wait: while there is none and others are still on their way, which may come back.
+func (q *queue) take(isAssigned, wait bool) (block int, ok bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for {
+		for _, from := range q.open(isAssigned) {
+			if n := len(*from); n > 0 {
+				block, *from = (*from)[n-1], (*from)[:n-1]
+				return block, true
+			}
+		}
+		if q.left == 0 || q.closed || !wait {
+			return 0, false
+		}
+		q.waiting[isAssigned]++
+		q.changed.Wait()
+		q.waiting[isAssigned]--
+	}
+}
+
+// idle says whether another source's streams wait for a block.
+func (q *queue) idle(isAssigned bool) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.waiting[!isAssigned] > 0
+}
+
+func (q *queue) open(isAssigned bool) []*[]int {
+	if isAssigned {
+		return []*[]int{&q.assigned, &q.todo}
+	}
+	return []*[]int{&q.todo}
+}
+
+// back returns a block that did not arrive.
+func (q *queue) back(block int, onlyAssigned bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if onlyAssigned {
+		q.assigned = append(q.assigned, block)
+	} else {
+		q.todo = append(q.todo, block)
+	}
+	q.changed.Broadcast()
+}
+
+func (q *queue) arrived(block int, crc uint32) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.crcs[block] = crc
+	q.left--
+	if q.left == 0 {
+		q.changed.Broadcast()
+	}
+}
+
+// wrong counts a garbled block, and says when that was too often.
+func (q *queue) wrong(block int) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.garbled[block]++
+	if q.garbled[block] >= maxGarbled {
+		return fmt.Errorf("block %d came with a wrong checksum %d times: the network or the source's memory is broken", block, maxGarbled)
+	}
+	return nil
+}
+
+func (q *queue) close() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.closed = true
+	q.changed.Broadcast()
+}
+
+func (q *queue) complete() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.left == 0
+}
+
+var errIncomplete = errors.New("not everything has arrived")

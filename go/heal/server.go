@@ -1,0 +1,399 @@
+package heal
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	maxConnections = 256
+	helloTimeout   = 10 * time.Second
+)
+
+// Server serves offers to whoever shows a secret that one of them has granted.
+type Server struct {
+	listener net.Listener
+	patience time.Duration
+	limit    limiter
+
+	mu          sync.Mutex
+	closed      bool
+	grants      map[[secretSize]byte]*Grant
+	connections map[*connection]bool
+	running     sync.WaitGroup
+}
+
+// A Grant lets one target read an offer.
+type Grant struct {
+	server *Server
+	offer  *Offer
+	secret [secretSize]byte
+
+	served atomic.Int64
+}
+
+// Listen starts a server on every address of this host, on a free port. patience is how long a target may take for one
+// piece; bytesPerSecond bounds what all targets get together, 0 does not.
+func Listen(patience time.Duration, bytesPerSecond int64) (*Server, error) {
+	listener, err := net.Listen("tcp", ":0")
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{
+		listener: listener, patience: patience, limit: limiter{bytesPerSecond: bytesPerSecond},
+		grants: map[[secretSize]byte]*Grant{}, connections: map[*connection]bool{},
+	}
+	s.running.Add(1)
+	go s.accept()
+	return s, nil
+}
+
+// Port is where it listens.
+func (s *Server) Port() int64 { return int64(s.listener.Addr().(*net.TCPAddr).Port) }
+
+// Grant makes a secret for one target of an offer.
+func (s *Server) Grant(o *Offer) *Grant {
+	g := &Grant{server: s, offer: o}
+	_, _ = rand.Read(g.secret[:]) // never fails
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.grants[g.secret] = g
+	return g
+}
+
+// Secret is what the target shows, in hexadecimal digits.
+func (g *Grant) Secret() string { return hex.EncodeToString(g.secret[:]) }
+
+// Served is how many bytes the target was sent.
+func (g *Grant) Served() int64 { return g.served.Load() }
+
+// Close makes the secret worthless and cuts the target's connections.
+func (g *Grant) Close() {
+	g.server.mu.Lock()
+	delete(g.server.grants, g.secret)
+	var mine []*connection
+	for c := range g.server.connections {
+		if c.grant == g {
+			mine = append(mine, c)
+		}
+	}
+	g.server.mu.Unlock()
+	for _, c := range mine {
+		c.cut()
+	}
+}
+
+// Close ends the server and every connection, and waits for them.
+func (s *Server) Close() {
+	s.mu.Lock()
+	s.closed = true
+	for c := range s.connections {
+		c.cut()
+	}
+	s.mu.Unlock()
+	_ = s.listener.Close()
+	s.running.Wait()
+}
+
+func (s *Server) accept() {
+	defer s.running.Done()
+	for {
+		conn, err := s.listener.Accept()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			slog.Warn("checkpoint server: no connection accepted", "error", err)
+			time.Sleep(10 * time.Millisecond) // too many open files: that passes
+			continue
+		}
+		c := &connection{Conn: conn, server: s}
+		if !s.add(c) {
+			c.cut()
+			continue
+		}
+		go func() {
+			defer s.running.Done()
+			defer s.remove(c)
+			if err := c.serve(); err != nil {
+				slog.Debug("checkpoint server: connection ended", "peer", conn.RemoteAddr().String(), "error", err)
+			}
+		}()
+	}
+}
+
+func (s *Server) add(c *connection) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || len(s.connections) >= maxConnections {
+		return false
+	}
+	s.connections[c] = true
+	s.running.Add(1)
+	return true
+}
+
+func (s *Server) remove(c *connection) {
+	c.cut()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.connections, c)
+	if c.worked != nil {
+		c.worked()
+	}
+}
+
+// enter finds the grant for a secret.
+func (s *Server) enter(c *connection, secret [secretSize]byte) *Grant {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c.grant = s.grants[secret]
+	if c.grant != nil {
+		c.worked = Working()
+	}
+	return c.grant
+}
+
+// connection is one stream to a target.
+type connection struct {
+	net.Conn
+	server *Server
+	grant  *Grant // server.mu guards it, and worked
+	worked func() // ends Working, nil unless it began
+
+	out    []byte // what is yet to be written
+	memory [][]byte
+	spans  []Span
+}
+
+// cut ends it at once, whatever it is at.
+func (c *connection) cut() {
+	if tcp, ok := c.Conn.(*net.TCPConn); ok {
+		_ = tcp.SetLinger(0) // what the kernel still holds is of no use to the target
+	}
+	_ = c.Conn.Close()
+}
+
+func (c *connection) serve() (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("a bug in torchft (panic): %v", p)
+			slog.Error("checkpoint server", "panic", p)
+		}
+	}()
+	c.out = make([]byte, 0, pieceSize+2*responseSize)
+	var hello [helloSize]byte
+	_ = c.SetDeadline(time.Now().Add(helloTimeout))
+	if _, err := io.ReadFull(c, hello[:]); err != nil {
+		return err
+	}
+	if string(hello[:len(magic)]) != magic {
+		return errors.New("no hello")
+	}
+	grant := c.server.enter(c, [secretSize]byte(hello[len(magic):]))
+	if grant == nil {
+		return c.gone(request{}, errEnded)
+	}
+	var b [requestSize]byte
+	for {
+		// A target asks ahead, so that a pause is its own.
+		_ = c.SetDeadline(time.Now().Add(c.server.patience))
+		if _, err := io.ReadFull(c, b[:]); err != nil {
+			if errors.Is(err, io.EOF) {
+				return nil
+			}
+			return err
+		}
+		if err := c.answer(grant, parseRequest(b[:])); err != nil {
+			return err
+		}
+	}
+}
+
+func (c *connection) answer(g *Grant, r request) error {
+	o := g.offer
+	switch r.op {
+	case opBlock, opEqual:
+		if int64(r.block) >= int64(o.layout.Blocks()) {
+			return fmt.Errorf("block %d of %d", r.block, o.layout.Blocks())
+		}
+		if r.op == opEqual {
+			crc, err := c.check(o, int(r.block))
+			if err != nil {
+				return c.gone(r, err)
+			}
+			if crc != r.expected {
+				return c.reply(r, statusDiffer, nil)
+			}
+		}
+		return c.send(g, r)
+	case opSums, opDigest:
+		first, end := 0, o.layout.Blocks()
+		if r.op == opSums {
+			if int64(r.block)+int64(r.expected) > int64(end) {
+				return fmt.Errorf("checksums of %d blocks from %d of %d", r.expected, r.block, end)
+			}
+			first, end = int(r.block), int(r.block+r.expected)
+		}
+		crcs := make([]uint32, 0, end-first)
+		for block := first; block < end; block++ {
+			crc, err := c.check(o, block)
+			if err != nil {
+				return c.gone(r, err)
+			}
+			crcs = append(crcs, crc)
+		}
+		if r.op == opDigest {
+			return c.reply(r, statusOK, []byte(digest(&o.layout, crcs)))
+		}
+		return c.reply(r, statusOK, appendSums(nil, crcs))
+	}
+	return fmt.Errorf("no such request: %d", r.op)
+}
+
+// check is the checksum of a block, as it was when the block was first read.
+func (c *connection) check(o *Offer, block int) (uint32, error) {
+	if crc, known := o.sum(block); known {
+		return crc, nil
+	}
+	crc := uint32(0)
+	c.spans = o.layout.Spans(block, c.spans[:0])
+	err := pieces(c.spans, func(piece []Span, _ int64) (err error) {
+		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
+			return err
+		}
+		defer o.done(c)
+		for _, part := range c.memory {
+			crc = updateChecksum(crc, part)
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	return crc, o.note(block, crc)
+}
+
+// send writes a block. Whatever fails after its header ends the connection: the target gets less than was announced.
+func (c *connection) send(g *Grant, r request) error {
+	o := g.offer
+	length := o.layout.Length(int(r.block))
+	// What was computed for another target holds for this one: the target would notice if the memory had changed.
+	crc, known := o.sum(int(r.block))
+	summing := r.flags&flagChecksum != 0 && !known
+	c.out = response{statusOK, r.block, uint32(length)}.append(c.out[:0])
+	c.spans = o.layout.Spans(int(r.block), c.spans[:0])
+	err := pieces(c.spans, func(piece []Span, n int64) (err error) {
+		c.server.limit.wait(n)
+		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
+			if len(c.out) == responseSize { // nothing was sent yet
+				return c.gone(r, err)
+			}
+			return err
+		}
+		defer o.done(c)
+		g.served.Add(n)
+		if summing {
+			for _, part := range c.memory {
+				crc = updateChecksum(crc, part)
+			}
+		}
+		return c.write(c.memory)
+	})
+	if err != nil {
+		return err
+	}
+	if summing {
+		if err := o.note(int(r.block), crc); err != nil {
+			return err
+		}
+	}
+	if r.flags&flagChecksum != 0 {
+		c.out = appendSums(c.out, []uint32{crc})
+	}
+	return c.flush()
+}
+
+// write sends what is in out, and then parts: small ones by way of out, a large one as it lies.
+func (c *connection) write(parts [][]byte) error {
+	for _, part := range parts {
+		if len(part) < packBelow && len(c.out)+len(part) <= cap(c.out) {
+			c.out = append(c.out, part...)
+			continue
+		}
+		if err := c.flush(); err != nil {
+			return err
+		}
+		if err := c.put(part); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *connection) flush() error {
+	if len(c.out) == 0 {
+		return nil
+	}
+	err := c.put(c.out)
+	c.out = c.out[:0]
+	return err
+}
+
+func (c *connection) put(b []byte) error {
+	_ = c.SetWriteDeadline(time.Now().Add(c.server.patience))
+	_, err := c.Conn.Write(b)
+	return err
+}
+
+func (c *connection) reply(r request, status uint32, body []byte) error {
+	c.out = response{status, r.block, uint32(len(body))}.append(c.out[:0])
+	if len(body) > 0 {
+		c.out = append(c.out, body...)
+		c.out = appendSums(c.out, []uint32{checksum(body)})
+	}
+	return c.flush()
+}
+
+// gone tells the target that this offer is over, and why.
+func (c *connection) gone(r request, reason error) error {
+	_ = c.reply(r, statusGone, []byte(reason.Error()))
+	if tcp, ok := c.Conn.(*net.TCPConn); ok {
+		// Not cut: a reset would take the reason away from the target. It closes, or the deadline comes.
+		_ = tcp.CloseWrite()
+		_ = tcp.SetDeadline(time.Now().Add(time.Second))
+		_, _ = io.Copy(io.Discard, tcp)
+	}
+	return reason
+}
+
+// limiter spreads bytes over time. Its zero value does not.
+type limiter struct {
+	bytesPerSecond int64
+
+	mu   sync.Mutex
+	next time.Time
+}
+
+func (l *limiter) wait(n int64) {
+	if l.bytesPerSecond <= 0 {
+		return
+	}
+	l.mu.Lock()
+	now := time.Now()
+	if l.next.Before(now) {
+		l.next = now
+	}
+	pause := l.next.Sub(now)
+	l.next = l.next.Add(time.Duration(float64(n) / float64(l.bytesPerSecond) * float64(time.Second)))
+	l.mu.Unlock()
+	time.Sleep(pause)
+}

@@ -1,0 +1,253 @@
+package heal
+
+import (
+	"io"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func clone(m *Memory) *Memory {
+	c := &Memory{}
+	for _, r := range m.regions {
+		c.regions = append(c.regions, append([]byte(nil), r...))
+	}
+	return c
+}
+
+const small = 1 << 14 // bytes of a block in these tests
+
+// Two groups that are alike serve together; both are read.
+func TestSeveralSourcesShareTheWork(t *testing.T) {
+	source := filled(newRand(t), 1<<20, 100, 1<<20)
+	target := empty(1<<20, 100, 1<<20)
+	a, b := listen(t, time.Minute, 8<<20), listen(t, time.Minute, 8<<20)
+	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
+	grantA, grantB := a.Grant(offer(t, source, small)), b.Grant(offer(t, clone(source), small))
+	require.NoError(t, f.Add(address(a), grantA.Secret(), true))
+	require.NoError(t, f.Add(address(b), grantB.Secret(), false))
+	status := wait(t, f)
+	require.True(t, status.Done, status)
+	requireSame(t, source, target)
+	require.Positive(t, grantA.Served())
+	require.Positive(t, grantB.Served())
+}
+
+// What differs comes from the assigned source, whoever was asked first.
+func TestAnotherSourceGivesOnlyWhatIsAlike(t *testing.T) {
+	rng := newRand(t)
+	source := filled(rng, 1<<20)
+	other := clone(source)
+	for i := 0; i < len(other.regions[0]); i += 3 * small {
+		other.regions[0][i]++
+	}
+	target := empty(1 << 20)
+	a, b := listen(t, time.Minute, 16<<20), listen(t, time.Minute, 0)
+	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
+	grant := b.Grant(offer(t, other, small))
+	require.NoError(t, f.Add(address(a), a.Grant(offer(t, source, small)).Secret(), true))
+	require.NoError(t, f.Add(address(b), grant.Secret(), false))
+	status := wait(t, f)
+	require.True(t, status.Done, status)
+	requireSame(t, source, target)
+	require.Positive(t, grant.Served())
+}
+
+// One that dies is replaced by the other; the assigned one too, once its checksums are known.
+func TestASourceThatDiesIsReplaced(t *testing.T) {
+	for name, assignedDies := range map[string]bool{"assigned": true, "other": false} {
+		t.Run(name, func(t *testing.T) {
+			source, target := filled(newRand(t), 4<<20), empty(4<<20)
+			servers := map[bool]*Server{true: listen(t, time.Minute, 4<<20), false: listen(t, time.Minute, 4<<20)}
+			f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
+			var grants []*Grant
+			for assigned, s := range servers {
+				g := s.Grant(offer(t, clone(source), small))
+				grants = append(grants, g)
+				require.NoError(t, f.Add(address(s), g.Secret(), assigned))
+			}
+			require.Eventually(t, func() bool { return grants[0].Served() > 0 && grants[1].Served() > 0 }, 10*time.Second, time.Millisecond)
+			servers[assignedDies].Close()
+			status := wait(t, f)
+			for !status.Done && status.Running {
+				status = wait(t, f)
+			}
+			require.True(t, status.Done, status)
+			requireSame(t, source, target)
+		})
+	}
+}
+
+// A source that is lost ends the wait; what arrived stays, and a new source brings the rest.
+func TestATransferGoesOnWithANewGrant(t *testing.T) {
+	source, target := filled(newRand(t), 4<<20), empty(4<<20)
+	s := listen(t, time.Minute, 16<<20)
+	o := offer(t, source, small)
+	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
+	grant := s.Grant(o)
+	require.NoError(t, f.Add(address(s), grant.Secret(), true))
+	require.Eventually(t, func() bool { return grant.Served() > 1<<20 }, 10*time.Second, time.Millisecond)
+	grant.Close()
+	status := wait(t, f)
+	require.False(t, status.Done)
+	require.Contains(t, status.Lost[0], errEnded.Error())
+	before := status.Received
+	require.GreaterOrEqual(t, before, int64(1<<19))
+	again := s.Grant(o)
+	require.NoError(t, f.Add(address(s), again.Secret(), true))
+	status = wait(t, f)
+	require.True(t, status.Done, status)
+	require.Less(t, again.Served(), int64(4<<20)-before+8*small)
+	requireSame(t, source, target)
+}
+
+func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
+	source, target := filled(newRand(t), 1<<20, 1<<20), empty(1<<20, 1<<20)
+	s, o := listen(t, time.Minute, 0), offer(t, source, small)
+	copied := clone(source)
+	o.copies[0] = copied.regions[0]
+	require.True(t, o.Revoke(0, time.Second))
+	f := newFetch(t, target, Settings{BlockSize: small, Streams: 1})
+	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+	status := wait(t, f)
+	require.False(t, status.Done)
+	require.Contains(t, status.Lost[0], errRevoked.Error())
+	o.copies[1] = copied.regions[1]
+	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+	require.True(t, wait(t, f).Done)
+	requireSame(t, copied, target)
+}
+
+// A target that takes nothing does not keep the memory from its owner.
+func TestASlowReaderIsCutOff(t *testing.T) {
+	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 64<<20), 0)
+	conn, err := net.Dial("tcp", address(s))
+	require.NoError(t, err)
+	defer conn.Close()
+	g := s.Grant(o)
+	_, err = conn.Write(append([]byte(magic), g.secret[:]...))
+	require.NoError(t, err)
+	for block := range o.layout.Blocks() {
+		_, err = conn.Write(request{op: opBlock, block: uint32(block)}.append(nil))
+		require.NoError(t, err)
+	}
+	last := int64(-1)
+	require.Eventually(t, func() bool { // until nothing fits into the buffers any more
+		stuck := g.Served() == last && last > 0
+		last = g.Served()
+		return stuck
+	}, 10*time.Second, 50*time.Millisecond)
+	start := time.Now()
+	require.True(t, o.Revoke(10*time.Millisecond, 5*time.Second))
+	require.Less(t, time.Since(start), 2*time.Second)
+}
+
+func TestStrangersAreTurnedAway(t *testing.T) {
+	s := listen(t, 200*time.Millisecond, 0)
+	s.Grant(offer(t, filled(newRand(t), 1000), 0))
+	for name, hello := range map[string]string{
+		"garbage":      "GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+		"wrong secret": magic + "0123456789abcdef",
+	} {
+		t.Run(name, func(t *testing.T) {
+			conn, err := net.Dial("tcp", address(s))
+			require.NoError(t, err)
+			defer conn.Close()
+			_, err = conn.Write([]byte(hello))
+			require.NoError(t, err)
+			_ = conn.SetDeadline(time.Now().Add(5 * time.Second))
+			got, _ := io.ReadAll(conn)
+			require.NotContains(t, string(got), "no such")
+			require.Less(t, len(got), 100)
+		})
+	}
+}
+
+func TestMalformedRequestsEndTheConnection(t *testing.T) {
+	s := listen(t, time.Minute, 0)
+	o := offer(t, filled(newRand(t), 1000), 0)
+	for name, r := range map[string]request{
+		"operation": {op: 99},
+		"block":     {op: opBlock, block: 7},
+		"sums":      {op: opSums, block: 1, expected: 1<<32 - 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			conn, err := net.Dial("tcp", address(s))
+			require.NoError(t, err)
+			defer conn.Close()
+			g := s.Grant(o)
+			_, err = conn.Write(r.append(append([]byte(magic), g.secret[:]...)))
+			require.NoError(t, err)
+			_ = conn.SetDeadline(time.Now().Add(5 * time.Second))
+			got, _ := io.ReadAll(conn)
+			require.Empty(t, got)
+		})
+	}
+}
+
+// A source that trickles is dropped when another one has nothing left to do.
+func TestASlowSourceIsDropped(t *testing.T) {
+	source, target := filled(newRand(t), 1<<20), empty(1<<20)
+	fast := listen(t, time.Minute, 2<<20) // so that the slow one gets blocks too
+	slow := listen(t, time.Minute, 0)
+	trickle := &trickling{}
+	trickle.start(t, address(slow))
+	f := newFetch(t, target, Settings{BlockSize: 1 << 16, Streams: 1})
+	require.NoError(t, f.Add(address(fast), fast.Grant(offer(t, source, 1<<16)).Secret(), true))
+	grant := slow.Grant(offer(t, clone(source), 1<<16))
+	require.NoError(t, f.Add(trickle.address, grant.Secret(), false))
+	start := time.Now()
+	status := wait(t, f)
+	for !status.Done && status.Running {
+		status = wait(t, f)
+	}
+	require.True(t, status.Done, status)
+	require.Positive(t, grant.Served())
+	require.GreaterOrEqual(t, time.Since(start), slowAfter)
+	require.Less(t, time.Since(start), 2*slowAfter) // at its pace one block takes 5 s
+	requireSame(t, source, target)
+}
+
+// trickling forwards connections, some bytes at a time.
+type trickling struct {
+	address string
+	closed  atomic.Bool
+}
+
+func (p *trickling) start(t *testing.T, to string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "localhost:0")
+	require.NoError(t, err)
+	p.address = l.Addr().String()
+	t.Cleanup(func() { p.closed.Store(true); _ = l.Close() })
+	go func() {
+		for {
+			client, err := l.Accept()
+			if err != nil {
+				return
+			}
+			server, err := net.Dial("tcp", to)
+			if err != nil {
+				_ = client.Close()
+				continue
+			}
+			go func() { _, _ = io.Copy(server, client); _ = server.Close() }()
+			go func() {
+				defer client.Close()
+				defer server.Close()
+				for b := make([]byte, 256); !p.closed.Load(); time.Sleep(20 * time.Millisecond) {
+					n, err := server.Read(b)
+					if err != nil {
+						return
+					}
+					if _, err := client.Write(b[:n]); err != nil {
+						return
+					}
+				}
+			}()
+		}
+	}()
+}

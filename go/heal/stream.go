@@ -1,0 +1,291 @@
+package heal
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"time"
+)
+
+const (
+	dialTimeout = 5 * time.Second
+	// Requests that are under way on a stream, so that the source never waits for the next one.
+	ahead = 2
+	// A block that takes longer is fetched from elsewhere, if there is somebody who could.
+	slowAfter = 2 * time.Second
+	lookEvery = 500 * time.Millisecond
+)
+
+// stream fetches blocks from a source over one connection.
+type stream struct {
+	source  *source
+	conn    net.Conn
+	unhook  func() bool // from the end of the transfer, which closes the connection
+	arrived int
+
+	pending []int
+	scratch []byte
+	spans   []Span
+}
+
+func (st *stream) open() error {
+	if st.conn != nil {
+		return nil
+	}
+	s := st.source
+	dialer := net.Dialer{Timeout: dialTimeout}
+	conn, err := dialer.DialContext(s.fetch.ctx, "tcp", s.address)
+	if err != nil {
+		return err
+	}
+	st.conn = conn
+	st.unhook = context.AfterFunc(s.fetch.ctx, func() { _ = conn.Close() })
+	if st.scratch == nil {
+		st.scratch = make([]byte, pieceSize)
+	}
+	return st.write(append([]byte(magic), s.secret...))
+}
+
+func (st *stream) close() {
+	if st.conn != nil {
+		st.unhook()
+		_ = st.conn.Close()
+		st.conn = nil
+	}
+	for _, block := range st.pending {
+		st.source.fetch.queue.back(block, false)
+	}
+	st.pending = st.pending[:0]
+}
+
+func (st *stream) write(b []byte) error {
+	_ = st.conn.SetWriteDeadline(time.Now().Add(st.source.fetch.settings.StallAfter))
+	_, err := st.conn.Write(b)
+	return err
+}
+
+// read fills b. It has a deadline: a source that brings nothing for too long is given up.
+func (st *stream) read(b []byte) error {
+	_ = st.conn.SetReadDeadline(time.Now().Add(st.source.fetch.settings.StallAfter))
+	_, err := io.ReadFull(st.conn, b)
+	return err
+}
+
+// fill is read for a part of a block that began to arrive some time ago: meanwhile it looks whether another source had
+// better bring it.
+func (st *stream) fill(b []byte, began time.Time) error {
+	f := st.source.fetch
+	last := time.Now() // when something came
+	for before := len(b); len(b) > 0; {
+		_ = st.conn.SetReadDeadline(time.Now().Add(lookEvery))
+		n, err := io.ReadFull(st.conn, b)
+		b = b[n:]
+		switch {
+		case err == nil:
+		case !errors.Is(err, os.ErrDeadlineExceeded):
+			return err
+		case len(b) == before && time.Since(last) > f.settings.StallAfter:
+			return err
+		case time.Since(began) > slowAfter && f.queue.idle(st.source.assigned):
+			return st.tooSlow()
+		}
+		if len(b) < before {
+			before, last = len(b), time.Now()
+		}
+	}
+	return nil
+}
+
+// fetch takes blocks from the queue until it is empty. An error leaves the connection unusable.
+func (st *stream) fetch() error {
+	f, s := st.source.fetch, st.source
+	var sums []uint32
+	if !s.assigned {
+		var err error
+		if sums, err = f.assignedSums(); err != nil {
+			return err
+		}
+	}
+	for {
+		for len(st.pending) < ahead {
+			// with nothing under way there is the time to wait for what others do not get
+			block, ok := f.queue.take(s.assigned, len(st.pending) == 0)
+			if !ok {
+				break
+			}
+			st.pending = append(st.pending, block)
+			if err := st.open(); err != nil {
+				return err
+			}
+			if err := st.write(st.request(block, sums).append(nil)); err != nil {
+				return err
+			}
+		}
+		if len(st.pending) == 0 {
+			return nil
+		}
+		if err := st.receive(st.pending[0]); err != nil {
+			return err
+		}
+	}
+}
+
+func (st *stream) request(block int, sums []uint32) request {
+	r := request{op: opBlock, block: uint32(block)}
+	if !st.source.fetch.settings.Unchecked {
+		r.flags |= flagChecksum
+	}
+	if !st.source.assigned {
+		r.op, r.expected = opEqual, sums[block]
+	}
+	return r
+}
+
+// receive reads the answer to the oldest request.
+func (st *stream) receive(block int) error {
+	f := st.source.fetch
+	r, err := st.header(block)
+	if err != nil {
+		return err
+	}
+	if r.status == statusDiffer {
+		st.pending = append(st.pending[:0], st.pending[1:]...)
+		f.queue.back(block, true)
+		return nil
+	}
+	if int64(r.length) != f.layout.Length(block) {
+		return fmt.Errorf("block %d has %d bytes at the source and %d here", block, r.length, f.layout.Length(block))
+	}
+	crc, err := st.body(block)
+	if err != nil {
+		return err
+	}
+	st.pending = append(st.pending[:0], st.pending[1:]...)
+	if !f.settings.Unchecked {
+		theirs, err := st.sum()
+		if err != nil {
+			f.queue.back(block, false)
+			return err
+		}
+		if theirs != crc {
+			f.received.Add(-f.layout.Length(block))
+			f.queue.back(block, false)
+			if err := f.queue.wrong(block); err != nil {
+				f.fail(fmt.Errorf("%s: %w", st.source.address, err))
+				return err
+			}
+			return nil // the stream itself is in order
+		}
+	}
+	st.arrived++
+	f.queue.arrived(block, crc)
+	return nil
+}
+
+// header reads what comes before a body, and an answer that has none.
+func (st *stream) header(block int) (response, error) {
+	b := st.scratch[:responseSize]
+	if err := st.read(b); err != nil {
+		return response{}, err
+	}
+	r, err := parseResponse(b)
+	if err != nil {
+		return r, err
+	}
+	switch {
+	case r.status == statusGone:
+		reason, err := st.text(r.length, 1000)
+		if err != nil {
+			return r, err
+		}
+		st.source.setGone(errors.New(string(reason)))
+		return r, st.source.isGone()
+	case r.block != uint32(block), r.status != statusOK && r.status != statusDiffer:
+		return r, fmt.Errorf("answer %#x for block %d instead of %d: %w", r.status, r.block, block, errGarbled)
+	}
+	return r, nil
+}
+
+// body reads a block to its place.
+func (st *stream) body(block int) (crc uint32, err error) {
+	f := st.source.fetch
+	checked, began := !f.settings.Unchecked, time.Now()
+	st.spans = f.layout.Spans(block, st.spans[:0])
+	err = pieces(st.spans, func(piece []Span, length int64) error {
+		first := piece[0]
+		target := f.memory.regions[first.Region][first.Offset : first.Offset+first.Length]
+		if len(piece) > 1 {
+			target = st.scratch[:length]
+		}
+		if err := st.fill(target, began); err != nil {
+			return err
+		}
+		if checked {
+			crc = updateChecksum(crc, target)
+		}
+		if len(piece) > 1 {
+			for _, span := range piece {
+				copy(f.memory.regions[span.Region][span.Offset:span.Offset+span.Length], target)
+				target = target[span.Length:]
+			}
+		}
+		f.received.Add(length)
+		return nil
+	})
+	return crc, err
+}
+
+// tooSlow gives the block to those who have nothing left to do.
+func (st *stream) tooSlow() error {
+	err := fmt.Errorf("slow: one block took more than %v while other streams had nothing to do", slowAfter)
+	if !st.source.assigned {
+		st.source.setGone(err)
+	}
+	return err
+}
+
+func (st *stream) sum() (uint32, error) {
+	b := st.scratch[:4]
+	if err := st.read(b); err != nil {
+		return 0, err
+	}
+	return binary.LittleEndian.Uint32(b), nil
+}
+
+// text reads a checked body of at most limit bytes.
+func (st *stream) text(length uint32, limit int64) ([]byte, error) {
+	if int64(length) > limit {
+		return nil, fmt.Errorf("an answer of %d bytes: %w", length, errGarbled)
+	}
+	body := make([]byte, length)
+	if err := st.read(body); err != nil {
+		return nil, err
+	}
+	theirs, err := st.sum()
+	if err != nil {
+		return nil, err
+	}
+	if theirs != checksum(body) {
+		return nil, errGarbled
+	}
+	return body, nil
+}
+
+// ask sends a request whose answer is not a block.
+func (st *stream) ask(r request, limit int64) ([]byte, error) {
+	if err := st.open(); err != nil {
+		return nil, err
+	}
+	if err := st.write(r.append(nil)); err != nil {
+		return nil, err
+	}
+	answer, err := st.header(int(r.block))
+	if err != nil {
+		return nil, err
+	}
+	return st.text(answer.length, limit)
+}

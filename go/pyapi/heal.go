@@ -1,0 +1,185 @@
+package pyapi
+
+import (
+	"context"
+	"time"
+
+	"github.com/torchft/torchft/go/heal"
+	"github.com/torchft/torchft/go/pyapi/ops"
+)
+
+// endTimeout bounds the wait for streams that were cut: they end at once.
+const endTimeout = time.Minute
+
+// HealServerStart serves memory to groups that heal; the result is a handle.
+func HealServerStart(patienceUs, bytesPerSecond int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	return ops.Start(bindTimeout, func(context.Context) (any, error) {
+		server, err := heal.Listen(micros(patienceUs), bytesPerSecond)
+		if err != nil {
+			return nil, err
+		}
+		return server, nil
+	}), nil
+}
+
+// HealPort is where a server listens.
+func HealPort(server int64) (port int64, err error) {
+	defer ops.Guard(&err)
+	s, err := ops.Get[*heal.Server](server)
+	if err != nil {
+		return 0, err
+	}
+	return s.Port(), nil
+}
+
+// HealOffer offers memory that was lent (csrc/memory.c) in blocks of a size that it chooses; the result is a handle.
+func HealOffer(memory int64) (offer int64, err error) {
+	defer ops.Guard(&err)
+	m, err := ops.Get[*heal.Memory](memory)
+	if err != nil {
+		return 0, err
+	}
+	o, err := heal.NewOffer(m, 0)
+	if err != nil {
+		return 0, ops.As(ops.Value, err)
+	}
+	ops.Remove(memory)
+	return ops.Put(o), nil
+}
+
+// HealBlockSize is the size of an offer's blocks in bytes.
+func HealBlockSize(offer int64) (bytes int64, err error) {
+	defer ops.Guard(&err)
+	o, err := ops.Get[*heal.Offer](offer)
+	if err != nil {
+		return 0, err
+	}
+	return o.BlockSize(), nil
+}
+
+// HealCopied says where a copy of a region of an offer is.
+func HealCopied(offer, region, address int64) (done bool, err error) {
+	defer ops.Guard(&err)
+	o, err := ops.Get[*heal.Offer](offer)
+	if err != nil {
+		return false, err
+	}
+	return true, o.Copied(region, address)
+}
+
+// HealRevokeStart takes the memory of an offer back, copies excepted; the result is false if it is in use even so.
+func HealRevokeStart(offer, graceUs, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	o, err := ops.Get[*heal.Offer](offer)
+	if err != nil {
+		return 0, err
+	}
+	timeout := micros(timeoutUs)
+	return ops.Start(timeout+endTimeout, func(context.Context) (any, error) {
+		return o.Revoke(micros(graceUs), timeout), nil
+	}), nil
+}
+
+// HealOfferEndStart takes all memory of an offer back; the result is false if it is in use even so.
+func HealOfferEndStart(offer int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	o, err := ops.Get[*heal.Offer](offer)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Start(2*endTimeout, func(context.Context) (any, error) {
+		ended := o.End(endTimeout)
+		if ended {
+			ops.Remove(offer)
+		}
+		return ended, nil
+	}), nil
+}
+
+// HealGrant lets one target read an offer; the result is a handle.
+func HealGrant(server, offer int64) (grant int64, err error) {
+	defer ops.Guard(&err)
+	s, err := ops.Get[*heal.Server](server)
+	if err != nil {
+		return 0, err
+	}
+	o, err := ops.Get[*heal.Offer](offer)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Put(s.Grant(o)), nil
+}
+
+// HealSecret is what a target shows to use a grant.
+func HealSecret(grant int64) (secret string, err error) {
+	defer ops.Guard(&err)
+	g, err := ops.Get[*heal.Grant](grant)
+	if err != nil {
+		return "", err
+	}
+	return g.Secret(), nil
+}
+
+// HealServed is how many bytes a target was sent.
+func HealServed(grant int64) (bytes int64, err error) {
+	defer ops.Guard(&err)
+	g, err := ops.Get[*heal.Grant](grant)
+	if err != nil {
+		return 0, err
+	}
+	return g.Served(), nil
+}
+
+// HealFetch prepares a transfer into memory that was lent; the result is a handle.
+func HealFetch(memory, blockSize, streams int64, checked bool, stallUs int64) (fetch int64, err error) {
+	defer ops.Guard(&err)
+	m, err := ops.Get[*heal.Memory](memory)
+	if err != nil {
+		return 0, err
+	}
+	f, err := heal.NewFetch(m, heal.Settings{
+		BlockSize: blockSize, Streams: int(streams), Unchecked: !checked, StallAfter: micros(stallUs),
+	})
+	if err != nil {
+		return 0, ops.As(ops.Value, err)
+	}
+	ops.Remove(memory)
+	return ops.Put(f), nil
+}
+
+// HealAdd lets a source help.
+func HealAdd(fetch int64, address, secret string, assigned bool) (done bool, err error) {
+	defer ops.Guard(&err)
+	f, err := ops.Get[*heal.Fetch](fetch)
+	if err != nil {
+		return false, err
+	}
+	return true, f.Add(address, secret, assigned)
+}
+
+// HealWaitStart waits until a transfer is settled, at most for a time; the result is the JSON of heal.Status.
+func HealWaitStart(fetch, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	f, err := ops.Get[*heal.Fetch](fetch)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+		return toJSON(f.Wait(ctx))
+	}), nil
+}
+
+// HealFetchEndStart ends a transfer: when it is done, nobody writes to the memory any more.
+func HealFetchEndStart(fetch int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	f, err := ops.Get[*heal.Fetch](fetch)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Start(2*endTimeout, func(context.Context) (any, error) {
+		f.Close()
+		ops.Remove(fetch)
+		return true, nil
+	}), nil
+}

@@ -1,0 +1,72 @@
+"""Healing between processes: a source that is killed, and a process group that lives in one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import ours_path
+
+from torchft.checkpointing import HTTPTransport, _lending
+from torchft.checkpointing._progress import Progress
+from torchft.checkpointing.pg_transport import PGTransport
+from torchft.checkpointing.transport import CheckpointError
+from torchft.process_group import ProcessGroupBabyGloo
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def test_a_source_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("heal_source.py"))],
+        env={**os.environ, "PYTHONPATH": str(ours_path()), "TORCHFT_HOST": "localhost"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    killed: list[float] = []
+
+    def kill_when_it_runs(self: Progress, received: int, total: int) -> None:
+        if received > 0 and not killed:
+            killed.append(time.monotonic())
+            source.kill()
+
+    monkeypatch.setattr(Progress, "update", kill_when_it_runs)
+    target: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0)
+    try:
+        assert source.stdin is not None and source.stdout is not None
+        metadata = source.stdout.readline().strip()
+        with pytest.raises(CheckpointError, match=f"step 1 .*{metadata}.*refused"):
+            target.recv_checkpoint(0, metadata, 1, TIMEOUT)
+        assert time.monotonic() - killed[0] < 20
+        assert not _lending._lent
+    finally:
+        target.shutdown()
+        source.kill()
+        source.communicate(timeout=30)
+
+
+def test_over_an_isolated_group() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    groups = [ProcessGroupBabyGloo(timeout=TIMEOUT) for _ in range(2)]
+    state = {"w": torch.randn(1_000_000), "half": torch.ones(3, 5, dtype=torch.bfloat16).T, "lr": 0.1}
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            addr = f"localhost:{store.port}/heal"
+            list(pool.map(lambda rank: groups[rank].configure(addr, f"group{rank}", rank, 2), range(2)))
+            source, target = (PGTransport(group, TIMEOUT, torch.device("cpu")) for group in groups)
+            sent = pool.submit(source.send_checkpoint, [1], 3, state)
+            got = target.recv_checkpoint(0, "", 3)
+            sent.result(60)
+    finally:
+        for group in groups:
+            group.shutdown()
+    assert got["lr"] == 0.1 and torch.equal(got["w"], state["w"]) and torch.equal(got["half"], state["half"])

@@ -1,0 +1,380 @@
+"""Transfers between two of our transports, over the native core."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchft.checkpointing.http_transport as http_transport
+from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
+from torchft._torchft import _load
+from torchft.checkpointing import HTTPTransport, _encoding, _lending
+from torchft.checkpointing._progress import Progress, describe
+from torchft.checkpointing._stream import read_object
+from torchft.checkpointing.transport import CheckpointError
+
+TIMEOUT = timedelta(seconds=20)
+MB = 1 << 20
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., HTTPTransport[Any]]]:
+    made: list[HTTPTransport[Any]] = []
+
+    def make_one(timeout: timedelta = TIMEOUT, **kwargs: Any) -> HTTPTransport[Any]:
+        made.append(HTTPTransport(timeout, 0, **kwargs))
+        return made[-1]
+
+    yield make_one
+    for transport in made:
+        transport.shutdown()
+
+
+def model(value: float) -> dict[str, Any]:
+    return {
+        "w": torch.full((1000, 700), value),
+        "t": torch.full((3, 5), value).T,
+        "p": torch.nn.Parameter(torch.full((5,), value)),
+        "step": value,
+        "list": [torch.full((), value), OrderedDict(a=torch.full((2,), value, dtype=torch.float64))],
+    }
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    return [state["w"], state["t"], state["p"], state["list"][0], state["list"][1]["a"]]
+
+
+# In place
+
+
+def test_tensors_are_received_in_place(make: Any) -> None:
+    source, own = make(), model(0.0)
+    source.send_checkpoint([1], 1, model(1.0), TIMEOUT)
+    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert_same(got, model(1.0))
+    for mine, theirs in zip(tensors(own), tensors(got)):
+        assert mine is theirs
+    assert own["step"] == 0.0 and got["step"] == 1.0
+
+
+def test_what_lies_otherwise_is_copied_to_its_place(make: Any) -> None:
+    """Other strides, memory that is shared, a part of a larger one."""
+    base = torch.zeros(10, 10)
+    own = {"a": torch.zeros(4, 6).T, "b": base[2:4], "c": base[5:], "d": torch.zeros(3)}
+    big = torch.arange(30.0)
+    theirs = {
+        "a": torch.arange(24.0).reshape(6, 4),
+        "b": torch.ones(2, 10),
+        "c": torch.full((5, 10), 2.0),
+        "d": big[3:6],
+    }
+    source = make()
+    source.send_checkpoint([1], 1, theirs, TIMEOUT)
+    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    for name in own:
+        assert got[name] is own[name] and torch.equal(own[name], theirs[name])
+    assert base[:2].sum() == 0 and base[4].sum() == 0
+
+
+def test_what_is_not_here_is_allocated(make: Any) -> None:
+    source, own = make(), {"model": {"w": torch.zeros(3)}}
+    source.send_checkpoint([1], 1, {"model": {"w": torch.ones(3)}, "optim": {0: torch.ones(2)}}, TIMEOUT)
+    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert got["model"]["w"] is own["model"]["w"] and got["optim"][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("own", "error"),
+    [
+        ({"a": torch.zeros(3), "b": torch.zeros(2)}, r"\['a'\] is float32 \[2\] there and float32 \[3\] in this group"),
+        ({"a": torch.zeros(2).int(), "b": torch.zeros(2)}, r"\['a'\] is float32 \[2\] there and int32 \[2\]"),
+        (
+            {"a": torch.zeros(2), "c": [torch.zeros(2)]},
+            r"it has no tensor \['c'\]\[0\], and the state of this group has",
+        ),
+        ({"a": [torch.zeros(2)]}, r"it has no tensor \['a'\]\[0\]"),
+    ],
+)
+def test_a_state_that_differs_is_refused(make: Any, own: Any, error: str) -> None:
+    before = {key: value.clone() for key, value in own.items() if isinstance(value, torch.Tensor)}
+    source = make()
+    source.send_checkpoint([1], 1, {"a": torch.ones(2), "b": torch.ones(2)}, TIMEOUT)
+    with pytest.raises(CheckpointError, match=error):
+        make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    for key, value in before.items():
+        assert torch.equal(own[key], value)
+
+
+# Settings
+
+
+def test_without_checksums(make: Any) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, training_state(), TIMEOUT)
+    assert_same(make(checksum=False).recv_checkpoint(0, source.metadata(), 1, TIMEOUT), training_state())
+
+
+def test_the_bandwidth_is_limited(make: Any) -> None:
+    source = make(bandwidth_limit=20 * MB)
+    source.send_checkpoint([1], 1, {"w": torch.ones(2 * MB)}, TIMEOUT)
+    start = time.monotonic()
+    make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert time.monotonic() - start > 0.3
+
+
+def test_bad_settings(make: Any) -> None:
+    with pytest.raises(ValueError, match="bandwidth_limit is -1: allowed are bytes a second, and 0"):
+        make(bandwidth_limit=-1)
+
+
+def test_the_first_address_that_answers_is_taken(make: Any) -> None:
+    source = make(hosts=["host.invalid", "::1", "localhost"])
+    assert "http://host.invalid:" in source.metadata() and "also=%3A%3A1,localhost/" in source.metadata()
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
+    with pytest.raises(CheckpointError, match=r"host\.invalid"):
+        make().recv_checkpoint(0, source.metadata().replace("also=%3A%3A1,localhost", "also=gone.invalid"), 1, TIMEOUT)
+
+
+def test_a_published_peer_uses_the_first_address(make: Any) -> None:
+    source = make(hosts=["localhost", "host.invalid"])
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    with urllib.request.urlopen(f"{source.metadata()}1/full", timeout=10) as response:
+        assert read_object(response, "the state") == {"a": 1}
+
+
+# Tokens
+
+
+def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.write_text("secret\n")
+    theirs.write_text("guess\n")
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(ours))
+    source = make()
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
+    for token in ("", "guess", "sécret"):
+        request = f"GET /checkpoint/1/full HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
+        with socket.create_connection(("localhost", source._server.server_port), timeout=10) as sock:
+            sock.sendall(request.encode())
+            assert sock.recv(100).startswith(b"HTTP/1.1 401"), token
+    # the data port wants a secret that only comes with the ticket, so a target without the token has none
+    tokens = iter([theirs.read_text().strip(), ours.read_text().strip()])
+    monkeypatch.setattr(http_transport, "checkpoint_token", lambda: next(tokens))
+    with pytest.raises(CheckpointError, match="refused with 401: whoever fetches a checkpoint here must show"):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match=r"TORCHFT_TOKEN_FILE='.*missing' cannot be read"):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+
+
+# Several sources
+
+
+def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"w{i}": torch.randn(MB) for i in range(4)}
+    sources = [make(bandwidth_limit=60 * MB) for _ in range(2)]
+    for source in sources:
+        source.send_checkpoint([1], 1, {k: v.clone() for k, v in state.items()}, TIMEOUT)
+    served: list[int] = []
+    handler = sources[0]._server.RequestHandlerClass
+    heard_done = handler._heard_done
+
+    def note(self: Any, grant: Any) -> bool:
+        done = heard_done(self, grant)
+        served.append(grant.served)
+        return done
+
+    monkeypatch.setattr(handler, "_heard_done", note)
+    got = make().recv_checkpoint(0, sources[0].metadata(), 1, TIMEOUT, helpers=[sources[1].metadata()])
+    assert_same(got, state)
+    wait_until(lambda: len(served) == 2)
+    assert all(n > 0 for n in served) and sum(served) >= 16 * MB
+
+
+@pytest.mark.parametrize("helper", ["another structure", "another step", "nobody", "garbage"])
+def test_a_helper_that_is_of_no_use(make: Any, helper: str) -> None:
+    state = {"w": torch.randn(MB)}
+    source, other = make(), make()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    metadata = other.metadata()
+    if helper == "another structure":
+        other.send_checkpoint([1], 1, {"w": torch.randn(5)}, TIMEOUT)
+    elif helper == "another step":
+        other.send_checkpoint([1], 2, state, TIMEOUT)
+    elif helper == "nobody":
+        other.shutdown()
+    else:
+        metadata = "nonsense"
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[metadata])
+    assert_same(got, state)
+
+
+def test_a_helper_that_differs_gives_only_what_is_alike(make: Any) -> None:
+    source, other = make(bandwidth_limit=30 * MB), make()
+    state = {f"w{i}": torch.randn(MB) for i in range(3)}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    other.send_checkpoint([1], 1, {**{k: v.clone() for k, v in state.items()}, "w1": torch.randn(MB)}, TIMEOUT)
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[other.metadata()])
+    assert_same(got, state)
+
+
+# Consistency
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_the_source_trains_on(make: Any, snapshot: bool) -> None:
+    """Everything is changed at every step; no read is of two steps."""
+    source = make(snapshot=snapshot)
+    state = {f"w{i}": torch.zeros(MB) for i in range(4)}
+    done, steps = threading.Event(), [0]
+    source.send_checkpoint([1], 0, state, TIMEOUT)
+
+    def heal_on() -> int:
+        target, reads = make(), 0
+        while not done.is_set():
+            step = steps[0]
+            try:
+                got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
+            except CheckpointError:
+                continue  # the source is further
+            assert all(bool((t == step).all()) for t in got.values())
+            reads += 1
+        return reads
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(heal_on) for _ in range(2)]
+        for step in range(1, 15):
+            time.sleep(0.02)
+            source.disallow_checkpoint()
+            for tensor in state.values():
+                tensor.fill_(step)
+            source.send_checkpoint([1], step, state, TIMEOUT)
+            steps[0] = step
+        time.sleep(0.1)
+        done.set()
+        assert sum(reader.result(30) for reader in readers) > 3
+
+
+# Memory and threads
+
+
+def test_nothing_is_left(make: Any) -> None:
+    go = _load()
+    gc.collect()
+    before = go.pyapi_Handles()
+    source, target = make(), make()
+    for step in range(5):
+        source.send_checkpoint([1], step, {"w": torch.ones(1000)}, TIMEOUT)
+        target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
+        source.disallow_checkpoint()
+    for transport in (source, target):
+        transport.shutdown()
+    gc.collect()
+    wait_until(lambda: go.pyapi_Handles() == before)
+    assert not _lending._lent
+
+
+def test_no_memory_at_the_target(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, {"w": torch.ones(5)}, TIMEOUT)
+
+    def refuse(nbytes: int, **kwargs: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_encoding.torch, "empty", refuse)
+        with pytest.raises(CheckpointError, match="no memory for a tensor of 20 bytes"):
+            make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert_same(
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), {"w": torch.ones(5)}
+    )  # the source is unharmed
+
+
+def test_ctrl_c_ends_a_transfer_before_its_memory_goes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make(bandwidth_limit=4 * MB)
+    source.send_checkpoint([1], 1, {"w": torch.ones(4 * MB)}, TIMEOUT)
+
+    def interrupt(self: Progress, received: int, total: int) -> None:
+        assert received < total and _lending._lent
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert not _lending._lent
+
+
+def test_a_deadline_ends_a_transfer(make: Any) -> None:
+    source = make(bandwidth_limit=MB)
+    source.send_checkpoint([1], 1, {"w": torch.ones(4 * MB)}, TIMEOUT)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"step 1 .* not complete after 0.5 s"):
+        make().recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=0.5))
+    assert time.monotonic() - start < 5
+
+
+def test_a_stranger_at_the_data_port(make: Any) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, {"w": torch.ones(MB)}, TIMEOUT)
+    port = source._native.get().port
+    strangers = [socket.create_connection(("localhost", port), timeout=10) for _ in range(5)]
+    for sock, data in zip(strangers, (b"", b"\x00" * 1000, b"tftheal1" + b"x" * 16, b"GET / HTTP/1.1\r\n\r\n", b"tft")):
+        sock.sendall(data)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), {"w": torch.ones(MB)})
+    start = time.monotonic()
+    source.disallow_checkpoint()
+    assert time.monotonic() - start < 5
+    for sock in strangers:
+        sock.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# Progress
+
+
+def test_progress_on_a_terminal_and_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now, terminal = [0.0], io.StringIO()
+    bar = Progress("heal", logging.getLogger("test"), terminal, clock=lambda: now[0])
+    lines = Progress("heal", logging.getLogger("test"), None, clock=lambda: now[0])
+    for _ in range(100):
+        now[0] += 0.1
+        bar.update(int(now[0] * 1e8), 10**9)
+        lines.update(int(now[0] * 1e8), 10**9)
+    bar.close()
+    assert "[###############...............] 0.5 of 1.0 GB, 0.10 GB/s, 5 s left" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert 1 <= len(re.findall("heal: 0.5 of 1.0 GB, 0.10 GB/s, 5 s left", caplog.text)) <= 2
+    assert describe(0, 10**9, 3.0) == "0.0 of 1.0 GB, 0.00 GB/s, no data yet"
+
+
+def test_the_end_is_logged(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    source = make()
+    source.send_checkpoint([1], 1, {"w": torch.ones(MB)}, TIMEOUT)
+    make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert re.search(r"checkpoint of step 1 .*: 0.004 GB in [\d.]+ s, [\d.]+ GB/s, digest [0-9a-f]{32}", caplog.text)

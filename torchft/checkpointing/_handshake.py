@@ -1,0 +1,97 @@
+"""How two of our transports agree on the native data plane, on the connection that any peer would use.
+
+The target's request for a checkpoint has the header `Upgrade: torchft-heal/1`. A stock source ignores it and sends its
+stream; ours answers with status 101 and two frames of JSON: a ticket, which says where the data is and with which
+secret, and the state's structure. Then the data moves on connections of its own, while this one stays open: the target
+writes `done` on it when it has everything, and a side that is gone is noticed by the other.
+
+A frame is magic, length and CRC32 of what follows, so that a garbled one is noticed too.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List, Tuple
+
+from torchft.checkpointing.transport import CheckpointError
+
+PROTOCOL = "torchft-heal/1"
+DONE = b"done\n"
+_MAGIC = b"tfth"
+_HEAD = struct.Struct("<4sII")
+_MAX_FRAME = 1 << 30  # bytes
+
+
+class Garbled(CheckpointError):
+    """What arrived is not what was sent; asking again may help."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What opens the data connections to one offer."""
+
+    port: int
+    secret: str
+    session: str  # the same for as long as the same bytes are offered
+    block_size: int
+
+    def frame(self) -> bytes:
+        return frame(json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def parse(cls, raw: bytes, what: str) -> Ticket:
+        fields = _json(raw, what)
+        kinds = {"port": int, "secret": str, "session": str, "block_size": int}
+        if not isinstance(fields, dict) or any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
+            raise CheckpointError(f"{what}: no ticket but {raw[:200]!r}")
+        if not 0 < fields["port"] < 1 << 16:
+            raise CheckpointError(f"{what}: port {fields['port']}")
+        return cls(**{name: fields[name] for name in kinds})  # a later version may send more
+
+
+def pack_structure(sizes: List[int], structure: bytes) -> bytes:
+    """The second frame: the sizes of the regions in bytes, and the encoded structure."""
+    return frame(b'{"sizes":' + json.dumps(sizes).encode() + b',"tree":' + structure + b"}")
+
+
+def parse_structure(raw: bytes, what: str) -> Tuple[List[int], Any]:
+    fields: Dict[str, Any] = _json(raw, what)
+    sizes = fields.get("sizes") if isinstance(fields, dict) else None
+    if not isinstance(sizes, list) or "tree" not in fields or not all(type(n) is int and n >= 0 for n in sizes):
+        raise CheckpointError(f"{what}: no structure")
+    return sizes, fields["tree"]
+
+
+def frame(body: bytes) -> bytes:
+    return _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+
+
+def read_frame(file: io.BufferedIOBase, what: str) -> bytes:
+    """Reads a frame.
+
+    Raises:
+        Garbled: it was cut short, or its checksum is wrong
+    """
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        raise Garbled(f"{what}: the connection ended during the handshake")
+    magic, length, crc = _HEAD.unpack(head)
+    if magic != _MAGIC or length > _MAX_FRAME:
+        raise Garbled(f"{what}: no frame but {head!r}")
+    body = file.read(length)
+    if len(body) < length:
+        raise Garbled(f"{what}: the connection ended during the handshake")
+    if zlib.crc32(body) != crc:
+        raise Garbled(f"{what}: the structure was garbled on its way")
+    return body
+
+
+def _json(raw: bytes, what: str) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what}: its structure cannot be read: {type(error).__name__}: {error}") from error

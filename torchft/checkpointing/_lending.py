@@ -1,0 +1,212 @@
+"""Memory that the native core reads or writes while Python goes on, and the objects that keep it alive."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_US = 1_000_000
+_REVOKE_TIMEOUT = 10  # seconds in which a stream that was cut must end
+
+# Owners of memory that a transfer may still write to. Only its end takes them out, so that no interrupted wait frees
+# memory under a stream's hands.
+_lent: Dict[int, object] = {}
+
+
+def native() -> Any:
+    """The native library; None where it cannot be used: not built, or loaded before this process was forked."""
+    try:
+        from torchft._torchft import _load
+
+        library = _load()
+    except ImportError as error:
+        logger.debug("checkpoints move without the native core: %s", error)
+        return None
+    return None if library.forked() else library
+
+
+def _pairs(regions: Sequence[Tuple[int, int]]) -> bytes:
+    return b"".join(struct.pack("=qq", address, nbytes) for address, nbytes in regions)
+
+
+class _Handle:
+    """An object in the native core; `end` is called at the latest when the last reference goes."""
+
+    _handle = 0
+    _end = ""  # the function that ends it, once it was
+
+    def __init__(self, go: Any) -> None:
+        self._go = go
+
+    def end(self) -> None:
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._go.run(getattr(self._go, self._end), handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", 0) and not self._go.forked():
+            self.end()
+
+
+class Server(_Handle):
+    """Serves leases on a port of its own.
+
+    Args:
+        go: the native library
+        patience: seconds that a target may take for one piece
+        bytes_per_second: limit for all targets together; 0: none
+    """
+
+    _end = "pyapi_ReleaseStart"
+
+    def __init__(self, go: Any, patience: float, bytes_per_second: int) -> None:
+        super().__init__(go)
+        go.open(self, go.pyapi_HealServerStart, int(patience * _US), bytes_per_second)
+        self.port: int = go.pyapi_HealPort(self._handle)
+
+    def lease(self, regions: Sequence[Tuple[int, int]], owner: object) -> Lease:
+        """Lends memory: addresses and lengths in bytes. The owner is kept until the lease has ended."""
+        return Lease(self._go, self, regions, owner)
+
+
+class Lease(_Handle):
+    _end = "pyapi_HealOfferEndStart"
+
+    def __init__(self, go: Any, server: Server, regions: Sequence[Tuple[int, int]], owner: object) -> None:
+        super().__init__(go)
+        self._server = server
+        self._owners = [owner]
+        self._handle = go.pyapi_HealOffer(go.lend(_pairs(regions)))
+        self.block_size: int = go.pyapi_HealBlockSize(self._handle)
+
+    def copied(self, region: int, address: int, owner: object) -> None:
+        """From now on a region is read at this address, where a copy of it is."""
+        self._owners.append(owner)
+        self._go.pyapi_HealCopied(self._handle, region, address)
+
+    def revoke(self, grace: float) -> None:
+        """Takes back what was not copied; whoever reads it still after `grace` seconds is cut off.
+
+        Raises:
+            TimeoutError: it is in use even so
+        """
+        if not self._handle:
+            return
+        us = int(_REVOKE_TIMEOUT * _US)
+        if not self._go.run(self._go.pyapi_HealRevokeStart, self._handle, int(grace * _US), us):
+            raise TimeoutError("a stream of the checkpoint did not end when it was cut")
+
+    def end(self) -> None:
+        super().end()
+        self._owners.clear()
+
+    def grant(self) -> Grant:
+        """Lets one target read."""
+        return Grant(self._go, self._go.pyapi_HealGrant(self._server._handle, self._handle))
+
+
+class Grant(_Handle):
+    _end = "pyapi_ReleaseStart"
+
+    def __init__(self, go: Any, handle: int) -> None:
+        super().__init__(go)
+        self._handle = handle
+
+    @property
+    def secret(self) -> str:
+        return self._go.pyapi_HealSecret(self._handle)
+
+    @property
+    def served(self) -> int:
+        """Bytes that the target was sent."""
+        return self._go.pyapi_HealServed(self._handle)
+
+
+@dataclass
+class Status:
+    """How far a transfer is."""
+
+    done: bool
+    running: bool  # a source is at work
+    received: int  # bytes
+    total: int
+    digest: str
+    failure: str  # no source can help
+    lost: List[str]  # why sources ended before they had finished
+
+
+class Fetch(_Handle):
+    """Fills memory from one or more sources.
+
+    Args:
+        go: the native library
+        regions: addresses and lengths in bytes
+        owner: what keeps the memory alive
+        block_size: the source's
+        checked: whether blocks carry checksums
+        stall: seconds after which a stream that brings nothing is given up
+    """
+
+    _end = "pyapi_HealFetchEndStart"
+
+    def __init__(
+        self,
+        go: Any,
+        regions: Sequence[Tuple[int, int]],
+        owner: object,
+        block_size: int,
+        checked: bool,
+        stall: float,
+        streams: int = 0,
+    ) -> None:
+        super().__init__(go)
+        memory = go.lend(_pairs(regions))
+        handle = go.pyapi_HealFetch(memory, block_size, streams, checked, int(stall * _US))
+        _lent[handle] = owner
+        self._handle = handle
+
+    def add(self, address: str, secret: str, assigned: bool = True) -> None:
+        """Lets a source help; of others than the assigned one, only blocks that it has alike are taken."""
+        self._go.pyapi_HealAdd(self._handle, address, secret, assigned)
+
+    def wait(self, seconds: float) -> Status:
+        """Waits until the transfer is settled: done, failed or without a source; at most for some seconds."""
+        us = max(1, int(seconds * _US))
+        return Status(**json.loads(self._go.run(self._go.pyapi_HealWaitStart, self._handle, us)))
+
+    def end(self) -> None:
+        """When it returns, nobody writes to the memory any more."""
+        handle = self._handle
+        super().end()
+        _lent.pop(handle, None)
+
+
+class ServerSlot:
+    """The server of a transport, started when the first target asks."""
+
+    def __init__(self, patience: float, bytes_per_second: int) -> None:
+        self._settings = patience, bytes_per_second
+        self._lock = threading.Lock()
+        self._server: Optional[Server] = None
+        self._closed = False
+
+    def get(self) -> Optional[Server]:
+        """The server; None if there can be none."""
+        with self._lock:
+            if self._server is None and not self._closed:
+                go = native()
+                self._server = None if go is None else Server(go, *self._settings)
+            return self._server
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            server, self._server = self._server, None
+        if server is not None:
+            server.end()

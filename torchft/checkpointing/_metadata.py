@@ -1,0 +1,51 @@
+"""The text that tells a peer where a checkpoint server is.
+
+With one address it is `http://{host}:{port}/checkpoint/`, as in the published package. Further ones are a part of the
+path, `http://{host}:{port}/checkpoint/also={host},{host}/`: a published peer puts its request after it, uses the first
+address, and our server passes over that part.
+"""
+
+from __future__ import annotations
+
+from typing import List, Sequence, Tuple
+from urllib.parse import quote, unquote, urlsplit
+
+from torchft.addresses import host_port
+
+PREFIX = "/checkpoint/"
+_ALSO = "also="
+
+
+def announce(hosts: Sequence[str], port: int) -> str:
+    """The metadata of a server under some hosts, the preferred one first."""
+    also = f"{_ALSO}{quote(','.join(hosts[1:]), safe=',')}/" if len(hosts) > 1 else ""
+    return f"http://{host_port(hosts[0], port)}{PREFIX}{also}"
+
+
+def read(metadata: str) -> Tuple[List[str], int, str]:
+    """Hosts, port and path of a checkpoint server.
+
+    Raises:
+        ValueError: it is no such address
+    """
+    try:
+        parts = urlsplit(metadata)
+        if parts.scheme == "http" and parts.hostname is not None and parts.port is not None:
+            path, also = _without_also(parts.path)
+            return [parts.hostname, *also], parts.port, path
+    except ValueError:
+        pass
+    raise ValueError(f"checkpoint metadata is {metadata!r}: allowed is http://host:port/checkpoint/")
+
+
+def strip(path: str) -> str:
+    """The path of a request without further addresses."""
+    return _without_also(path)[0]
+
+
+def _without_also(path: str) -> Tuple[str, List[str]]:
+    before, found, rest = path.partition(f"{PREFIX}{_ALSO}")
+    if before or not found:
+        return path, []
+    hosts, _, rest = rest.partition("/")
+    return PREFIX + rest, [host for host in unquote(hosts).split(",") if host]

@@ -1,0 +1,157 @@
+"""Which tensors that are here already a checkpoint is received into."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from torchft.checkpointing._encoding import Path, Replace, dtype_of, is_dtensor, is_plain, show_path, tensor_at
+from torchft.checkpointing.transport import CheckpointError
+
+
+class Places:
+    """Compares what a source announces with the state that is here, and finds a place for each region.
+
+    A tensor that is here under the same path is filled: by the network, if a region is all its own and laid out as it
+    is, else by a copy afterwards. Tensors that are not here are allocated.
+
+    Args:
+        tree: the structure that the source announces
+        sizes: its regions, in bytes
+        own: the state that is here; None: nothing is
+        what: names the transfer in errors
+
+    Raises:
+        CheckpointError: a tensor is announced with another shape or dtype than it has here, or one that is here is not
+            announced; it names the first such
+    """
+
+    def __init__(self, tree: Any, sizes: List[int], own: object, what: str) -> None:
+        self._what = what
+        self._own: Dict[Path, torch.Tensor] = dict(_tensors(own)) if own is not None else {}
+        self._regions: Dict[int, torch.Tensor] = {}
+        if not self._own:
+            return
+        announced = dict(_nodes(tree, ()))
+        self._compare(announced)
+        self._place(announced, sizes, Counter(_uses(tree)))
+
+    def _compare(self, announced: Dict[Path, List[Any]]) -> None:
+        for path, tensor in self._own.items():
+            node = announced.get(path)
+            if node is None:
+                raise CheckpointError(
+                    f"{self._what}: it has no tensor {show_path(path)}, and the state of this group has; do all groups "
+                    "run the same model?"
+                )
+            if (node[0] == "D") != is_dtensor(tensor):
+                raise CheckpointError(f"{self._what}: {show_path(path)} is a DTensor on one side only")
+            local = _local(tensor)
+            plain = node[1] if node[0] == "D" else node
+            theirs, mine = (plain[2], plain[4]), (str(local.dtype).removeprefix("torch."), list(local.shape))
+            if theirs != mine:
+                raise CheckpointError(
+                    f"{self._what}: {show_path(path)} is {_show(*theirs)} there and {_show(*mine)} in this group"
+                )
+
+    def _place(self, announced: Dict[Path, List[Any]], sizes: List[int], uses: Dict[int, int]) -> None:
+        taken: Set[int] = set()
+        for path, tensor in self._own.items():
+            node = announced[path]
+            _, region, dtype, offset, _, strides, _ = node[1] if node[0] == "D" else node
+            local = _local(tensor)
+            alone = uses[region] == 1 and offset == 0 and sizes[region] == local.numel() * dtype_of(dtype).itemsize
+            if not alone or local.numel() == 0 or local.device.type != "cpu" or not _same_strides(local, strides):
+                continue
+            if _is_dense(local) and local.untyped_storage()._cdata not in taken:
+                taken.add(local.untyped_storage()._cdata)
+                self._regions[region] = local
+
+    def has(self, region: int) -> bool:
+        """Whether a region goes to memory that is here already."""
+        return region in self._regions
+
+    def region(self, region: int) -> Optional[Tuple[int, int]]:
+        """Address and length of that memory."""
+        tensor = self._regions.get(region)
+        return None if tensor is None else (tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def fill(self, flats: List[torch.Tensor]) -> Replace:
+        """What `decode` asks for each tensor: the one that is here, filled."""
+
+        def replace(path: Path, node: List[Any]) -> Optional[torch.Tensor]:
+            tensor = self._own.get(path)
+            if tensor is None:
+                return None
+            plain = node[1] if node[0] == "D" else node
+            if not self.has(plain[1]):
+                with torch.no_grad():
+                    _local(tensor).copy_(tensor_at(flats[plain[1]], plain))
+            return tensor
+
+        return replace
+
+
+def _tensors(own: object) -> Iterator[Tuple[Path, torch.Tensor]]:
+    for path, leaf in pytree.tree_flatten_with_path(own)[0]:
+        if isinstance(leaf, torch.Tensor) and (is_plain(leaf) or is_dtensor(leaf)):
+            yield tuple(str(key) for key in path), leaf
+
+
+def _nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
+    """The tensors of a structure. It may be malformed: `decode` says so."""
+    if not isinstance(node, list) or not node:
+        return
+    tag, *items = node
+    if tag in ("T", "D"):
+        plain = node[1] if tag == "D" and len(node) > 1 else node
+        if isinstance(plain, list) and len(plain) == 7 and plain[0] == "T":
+            yield path, node
+    elif tag in ("l", "t", "s"):
+        for i, item in enumerate(items):
+            yield from _nodes(item, (*path, f"[{i}]"))
+    elif tag in ("d", "o"):
+        for key, item in zip(items[::2], items[1::2]):
+            if not isinstance(key, list):
+                yield from _nodes(item, (*path, f"[{key!r}]"))
+
+
+def _uses(node: Any) -> Iterator[int]:
+    """Every mention of a region."""
+    if not isinstance(node, list) or not node:
+        return
+    if node[0] == "T" and len(node) > 1:
+        yield node[1]
+    elif node[0] == "P" and len(node) > 2 and isinstance(node[2], list):
+        yield from node[2]
+    else:
+        for item in node[1:]:
+            yield from _uses(item)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+def _same_strides(tensor: torch.Tensor, strides: List[int]) -> bool:
+    """Strides of dimensions with one element are anything."""
+    return all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill a range of memory, each once."""
+    order = sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.size(i)))
+    expected = 1
+    for i in order:
+        if tensor.size(i) != 1:
+            if tensor.stride(i) != expected:
+                return False
+            expected *= tensor.size(i)
+    return True
+
+
+def _show(dtype: str, shape: List[int]) -> str:
+    return f"{dtype} {list(shape)}"

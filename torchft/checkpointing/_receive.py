@@ -1,0 +1,262 @@
+"""Healing over the native data plane, seen from the target: handshake, transfer, and again where it was cut short."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from http.client import HTTPException
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+from torchft.addresses import host_port
+from torchft.checkpointing._checkpoint import FULL
+from torchft.checkpointing._encoding import decode, flat_storage
+from torchft.checkpointing._handshake import DONE, Garbled, Ticket, parse_structure, read_frame
+from torchft.checkpointing._http_client import Answer, Refused, ask, describe
+from torchft.checkpointing._lending import Fetch, Status
+from torchft.checkpointing._places import Places
+from torchft.checkpointing._progress import Progress
+from torchft.checkpointing.transport import CheckpointError
+from torchft.http import _DeadlineSocket
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_SLICE = 0.5  # seconds between two looks at the progress
+_ATTEMPTS = 4  # in a row in which nothing arrives
+_PAUSE = 0.1  # seconds before the second; doubles
+_HELPER_CONNECT = 3.0  # seconds in which a further source must answer
+
+
+class Lost(CheckpointError):
+    """The source went away during the transfer; it may come back."""
+
+
+class Transfer:
+    """One state on its way here. What has arrived stays when a connection is lost.
+
+    Args:
+        go: the native library
+        ticket, sizes, tree: what the source said
+        own: the state that is here already, to be filled in place; None: everything is allocated
+        checked: whether blocks carry checksums
+        what: names the transfer in errors
+    """
+
+    def __init__(
+        self, go: Any, ticket: Ticket, sizes: List[int], tree: Any, own: object, checked: bool, what: str
+    ) -> None:
+        self.session = ticket.session
+        self._tree = tree
+        self._sizes = sizes
+        self._what = what
+        self._places = Places(tree, sizes, own, what)
+        self._flats = [flat_storage(0 if self._places.has(i) else size, what) for i, size in enumerate(sizes)]
+        regions = [self._places.region(i) or (f.data_ptr(), f.numel()) for i, f in enumerate(self._flats)]
+        keep = [self._flats, self._places]
+        self._fetch = Fetch(go, regions, keep, ticket.block_size, checked, stall=10.0)
+        self.received = 0
+        self.total = sum(sizes)
+
+    def run(self, address: str, secret: str, deadline: float, progress: Progress) -> Status:
+        """Fetches from a source until everything is here.
+
+        Raises:
+            Lost: the source went away
+            CheckpointError: what arrived is wrong
+            TimeoutError: the deadline has passed
+        """
+        self._fetch.add(address, secret)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            status = self._fetch.wait(min(_SLICE, left))
+            self.received = status.received
+            progress.update(status.received, status.total)
+            if status.failure:
+                raise CheckpointError(f"{self._what}: {status.failure}")
+            if status.done:
+                return status
+            if not status.running:
+                raise Lost(f"{self._what}: {'; '.join(status.lost)}")
+
+    def help(self, address: str, secret: str, sizes: List[int]) -> bool:
+        """Lets another source help; False if it has a state of another kind."""
+        if sizes != self._sizes:
+            return False
+        self._fetch.add(address, secret, assigned=False)
+        return True
+
+    def state(self) -> Any:
+        """The state, once everything is here."""
+        self._fetch.end()
+        return decode(self._tree, self._flats, self._what, self._places.fill(self._flats))
+
+    def close(self) -> None:
+        self._fetch.end()
+
+
+class Helpers:
+    """Further sources of a transfer, each asked by a thread of its own, for as long as the block lasts.
+
+    None of them is needed: what goes wrong with one is logged, and the others go on.
+    """
+
+    def __init__(self, transfer: Transfer, metadata: Sequence[str], step: int, deadline: float, token: str) -> None:
+        self._transfer = transfer
+        self._step = step
+        self._deadline = deadline
+        self._token = token
+        self._over = threading.Event()
+        self._complete = False
+        self._lock = threading.Lock()
+        self._sockets: List[_DeadlineSocket] = []
+        self._threads = [
+            threading.Thread(target=self._ask, args=(one,), daemon=True, name="torchft-helper") for one in metadata
+        ]
+
+    def __enter__(self) -> Helpers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._over.set()
+            if not self._complete:
+                for sock in self._sockets:
+                    sock.abort()
+        for thread in self._threads:
+            thread.join(_HELPER_CONNECT + 1)
+
+    def done(self) -> None:
+        """Everything is here: the helpers are told."""
+        self._complete = True
+
+    def _connected(self, sock: _DeadlineSocket) -> None:
+        with self._lock:
+            self._sockets.append(sock)
+            if self._over.is_set():
+                sock.abort()
+
+    def _ask(self, metadata: str) -> None:
+        what = describe(metadata, self._step, FULL)
+        # it answers at once, or is of no use
+        deadline = min(self._deadline, time.monotonic() + _HELPER_CONNECT)
+        try:
+            with ask(metadata, self._step, FULL, deadline, self._token, True, self._connected) as answer:
+                if answer.control is None or answer.sock is None:
+                    return
+                ticket = Ticket.parse(read_frame(answer.control, what), what)
+                sizes, _ = parse_structure(read_frame(answer.control, what), what)
+                if self._over.is_set():
+                    return
+                if not self._transfer.help(host_port(answer.host, ticket.port), ticket.secret, sizes):
+                    logger.info("%s: its state has another structure than the assigned source's", what)
+                    return
+                self._over.wait(max(0.0, self._deadline - time.monotonic()))
+                answer.sock.deadline = time.monotonic() + 1
+                if self._complete:
+                    _say_done(answer)
+        except (CheckpointError, TimeoutError, ValueError, RuntimeError) as error:
+            logger.info("a further source does not help: %s", error)
+
+
+def receive(
+    go: Any,
+    metadata: str,
+    step: int,
+    key: str,
+    deadline: float,
+    *,
+    token: str = "",
+    checked: bool = True,
+    own: Optional[Callable[[], object]] = None,
+    stock: Callable[[Answer], Any],
+    helpers: Sequence[str] = (),
+) -> Any:
+    """Fetches a state.
+
+    Args:
+        go: the native library
+        metadata, step, key, token: see `_http_client.ask`
+        deadline: when to give up, by time.monotonic()
+        checked: whether blocks carry checksums
+        own: gives the state that is here already, to be filled in place
+        stock: reads the answer of a source that does not know the native data plane
+        helpers: metadata of further sources
+
+    Raises:
+        CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
+    """
+    what = describe(metadata, step, key)
+    progress = Progress(what, logger)
+    transfer: Optional[Transfer] = None
+    failures, pause, start = 0, _PAUSE, time.monotonic()
+    try:
+        while True:
+            before = transfer.received if transfer else 0
+            try:
+                with ask(metadata, step, key, deadline, token, upgrade=True) as answer:
+                    if answer.control is None:
+                        return stock(answer)
+                    transfer, ticket = _open(go, answer, transfer, own, checked, what)
+                    with Helpers(transfer, helpers if checked else (), step, deadline, token) as others:
+                        status = transfer.run(host_port(answer.host, ticket.port), ticket.secret, deadline, progress)
+                        others.done()
+                    _say_done(answer)
+                logger.info("%s: %s, digest %s", what, _summary(status, time.monotonic() - start), status.digest)
+                return transfer.state()
+            except Refused:
+                raise
+            except CheckpointError as error:
+                if not _may_come_back(error):
+                    raise
+                if transfer is not None and transfer.received > before:
+                    failures, pause = 0, _PAUSE
+                failures += 1
+                if failures >= _ATTEMPTS or time.monotonic() + pause >= deadline:
+                    raise
+                logger.info("%s; trying again", error)
+                time.sleep(pause)
+                pause *= 2
+    finally:
+        progress.close()
+        if transfer is not None:
+            transfer.close()
+
+
+def _open(
+    go: Any,
+    answer: Answer,
+    transfer: Optional[Transfer],
+    own: Optional[Callable[[], object]],
+    checked: bool,
+    what: str,
+) -> Tuple[Transfer, Ticket]:
+    """Reads the two frames. A transfer goes on if the source offers the same bytes still."""
+    assert answer.control is not None
+    ticket = Ticket.parse(read_frame(answer.control, what), what)
+    sizes, tree = parse_structure(read_frame(answer.control, what), what)
+    if transfer is not None and transfer.session == ticket.session:
+        return transfer, ticket
+    if transfer is not None:
+        transfer.close()
+    return Transfer(go, ticket, sizes, tree, own() if own is not None else None, checked, what), ticket
+
+
+def _say_done(answer: Answer) -> None:
+    """Tells the source that it may forget the state; it notices too when the connection ends."""
+    assert answer.sock is not None
+    try:
+        answer.sock.sendall(DONE)
+    except OSError as error:
+        logger.debug("the source did not hear that the transfer is done: %s", error)
+
+
+def _may_come_back(error: CheckpointError) -> bool:
+    return isinstance(error, (Lost, Garbled)) or isinstance(error.__cause__, (OSError, HTTPException))
+
+
+def _summary(status: Status, seconds: float) -> str:
+    return f"{status.total / 1e9:.3f} GB in {seconds:.2f} s, {status.total / 1e9 / max(seconds, 1e-9):.2f} GB/s"

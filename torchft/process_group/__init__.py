@@ -2,13 +2,14 @@
 
 - `base`: the interface, and how new peers are given to a group; `reconfigure`: how they find each other
 - `gloo`, `nccl`, `xccl`: groups in this process, built by `wrapper` anew for each set of peers
+- `isolated`: groups in a process of their own, which can be killed
 - `managed`: Manager's group for user code, `device_mesh`: for HSDP; `error_swallowing`, `fake`, `dummy`: see there
 """
 
 from __future__ import annotations
 
 # Some names are read from here when they are used, so that a replacement put here takes effect:
-# context_timeout, stream_timeout, _ErrorSwallowingWork, _WorkAcceleratorTimeout.
+# context_timeout, stream_timeout, _ErrorSwallowingWork, _WorkAcceleratorTimeout, _BabyWork.
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.accelerator import _WorkAcceleratorTimeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
@@ -20,6 +21,16 @@ from torchft.process_group.error_swallowing import (
 )
 from torchft.process_group.fake import FakeProcessGroupWrapper
 from torchft.process_group.gloo import ProcessGroupGloo
+from torchft.process_group.isolated import (
+    ProcessGroupBaby,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
+    _BabyWork,
+    _FutureMetadata,
+    _OpMetadata,
+    _PickleSafeOptions,
+)
 from torchft.process_group.managed import ManagedProcessGroup
 from torchft.process_group.nccl import (
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
@@ -55,14 +66,22 @@ __all__ = [
     "FakeProcessGroupWrapper",
     "ManagedProcessGroup",
     "ProcessGroup",
+    "ProcessGroupBaby",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
     "ReconfigureOptions",
+    "_BabyWork",
     "_DummyWork",
     "_ErrorSwallowingWork",
+    "_FutureMetadata",
+    "_OpMetadata",
+    "_PickleSafeOptions",
     "_WorkAcceleratorTimeout",
     "context_timeout",
     "create_store_client",

@@ -3,22 +3,27 @@
 Gloo's own abort does not touch an operation in flight. Shutting its sockets down does: every operation
 in the group fails within milliseconds, here and at the peers. Which sockets are the group's is known for
 sure from what its ranks published in the store: each connection leads from or to the listening address
-of one of them. Where that cannot be told (another version of Gloo, no /proc), nothing is cut, and
-operations end with their timeout.
+of one of them. Where that cannot be told (another version of Gloo, connections made on first use, no
+/proc), nothing is cut, and the operations run on, without anybody who waits for them (`_operations`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
 import os
 import socket
 import stat
 import struct
+import weakref
 from typing import Any, NamedTuple, Optional
 
 from torch.distributed import Store
 
 _DESCRIPTORS = "/proc/self/fd"
+
+_all: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 class _Connection(NamedTuple):
@@ -34,32 +39,50 @@ class Connections:
         store: the one the group was created with.
         rank: of this process in the group.
         world_size: of the group.
+
+    Attributes:
+        cut: whether `shutdown` was called.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._connections: dict[int, _Connection] = {}
-        # Gloo's first (and in PyTorch only) context publishes under these keys.
-        keys = [f"0/{peer}" for peer in range(world_size)]
-        if world_size < 2 or not os.path.isdir(_DESCRIPTORS) or not store.check(keys):
+        self.cut = False
+        if world_size < 2 or not os.path.isdir(_DESCRIPTORS):
             return
-        published = store.multi_get(keys)
-        own = published.pop(rank)
-        peers = b"|".join(published)
+        _all.add(self)
+        own: set[Optional[bytes]] = set()
+        peers: set[Optional[bytes]] = set()
+        # Gloo has a context, with connections of its own, for each interface in GLOO_SOCKET_IFNAME.
+        for context in itertools.count():
+            keys = [f"{context}/{peer}" for peer in range(world_size)]
+            if not store.check(keys):
+                break
+            for peer, published in enumerate(store.multi_get(keys)):
+                (own if peer == rank else peers).add(_listening(published))
+        if not own:
+            return
         for name in os.listdir(_DESCRIPTORS):
             found = _open(int(name))
             if found is None:
                 continue
             with found[0]:
                 connection = found[1]
-            if any(raw in own for raw in connection.here) or any(raw in peers for raw in connection.there):
+            if own.intersection(connection.here) or peers.intersection(connection.there):
                 self._connections[int(name)] = connection
 
     def __len__(self) -> int:
         return len(self._connections)
 
+    def alive(self) -> tuple[int, int]:
+        """How many of them Gloo still holds, and how many there were: it closes one that failed."""
+        connections = self._connections  # replaced, never changed
+        return sum(_is(fd, connection.inode) for fd, connection in connections.items()), len(connections)
+
     def shutdown(self) -> None:
         """Cuts those connections that are still open."""
-        for descriptor, connection in self._connections.items():
+        self.cut = True
+        connections, self._connections = self._connections, {}
+        for descriptor, connection in connections.items():
             found = _open(descriptor)
             if found is None:
                 continue
@@ -68,7 +91,20 @@ class Connections:
                 if found[1] == connection:
                     with contextlib.suppress(OSError):  # the peer was faster
                         duplicate.shutdown(socket.SHUT_RDWR)
-        self._connections = {}
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    """At the end of the process: destroying a group of Gloo waits for its operations, until their timeout."""
+    for connections in list(_all):
+        connections.shutdown()
+
+
+def _is(descriptor: int, inode: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
 
 
 def _open(descriptor: int) -> Optional[tuple[socket.socket, _Connection]]:
@@ -89,6 +125,26 @@ def _open(descriptor: int) -> Optional[tuple[socket.socket, _Connection]]:
     except OSError:  # not connected
         duplicate.close()
         return None
+
+
+def _listening(published: bytes) -> Optional[bytes]:
+    """The address in what a rank of Gloo publishes, as `_raw` gives it; None when it is not understood.
+
+    That is: length and text of the host name, length and memory of a sockaddr_storage, and more. Most of
+    the sockaddr_storage was never written and holds whatever lay there, addresses of others included.
+    """
+    try:
+        (length,) = struct.unpack_from("=Q", published)
+        (size,) = struct.unpack_from("=Q", published, 8 + length)
+        start = 16 + length
+        (family,) = struct.unpack_from("=H", published, start)
+    except (struct.error, OverflowError):
+        return None
+    used = {socket.AF_INET: 8, socket.AF_INET6: 24}.get(family)
+    if used is None or size < used or len(published) < start + size:
+        return None
+    address = published[start : start + used]
+    return address if family == socket.AF_INET else address[:4] + bytes(4) + address[8:]  # without the flow
 
 
 def _raw(family: int, address: Any) -> tuple[bytes, ...]:

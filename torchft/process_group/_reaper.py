@@ -7,8 +7,11 @@ is silent. Nobody who builds the next group may wait for that.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
+
+from torch.distributed import ProcessGroup
 
 _lock = threading.Lock()
 _pending: set[threading.Thread] = set()
@@ -31,10 +34,22 @@ def reap(box: list[object]) -> None:
 
 def _destroy(box: list[object]) -> None:
     try:
+        # PyTorch 2.7 keeps the GIL while it destroys a ProcessGroup, whose backend joins threads that may
+        # need it. A backend is destroyed without: it goes last.
+        backends = _backends(box[0])
         box.clear()
+        backends.clear()
     finally:
         with _lock:
             _pending.discard(threading.current_thread())
+
+
+def _backends(pg: object) -> list[object]:
+    if not isinstance(pg, ProcessGroup):
+        return []
+    with contextlib.suppress(RuntimeError):  # a group that has none for one of its devices
+        return [pg._get_backend(device) for device in pg._device_types]
+    return []
 
 
 def drain(timeout_sec: float) -> bool:

@@ -172,6 +172,20 @@ class ProcessGroup(BaseProcessGroup):
         """Lets go of everything. Safe to call twice."""
         self._handle_store = None
 
+    def share_buffer(self, tensor: torch.Tensor) -> bool:
+        """Moves a buffer to where this group's operations need no copy of it; nothing in a group that needs none.
+
+        Only for memory that belongs to the caller alone: tensors on the same storage follow, but what else points
+        into it, a numpy array say, keeps the old memory. It may be called again for the same buffer.
+
+        Args:
+            tensor: any part of the buffer; all of its storage is moved.
+
+        Returns:
+            Whether the buffer now lies there. False is no error: operations are then only slower.
+        """
+        return False
+
     def errored(self) -> Optional[Exception]:
         """Why the group is of no use any more, None as long as it is."""
         return None

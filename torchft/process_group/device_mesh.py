@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, List
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,6 +52,29 @@ def ft_init_device_mesh(
     groups: list[BaseProcessGroup] = [
         replicas if dim == replicate_dim else fixed.get_group(dim) for dim in range(len(shape))
     ]
-    if len(groups) == 1:
-        return DeviceMesh.from_group(replicas, device_type, mesh=[dist.get_rank()], mesh_dim_names=mesh_dim_names)
-    return DeviceMesh.from_group(groups, device_type, mesh=fixed.mesh, mesh_dim_names=mesh_dim_names)
+    mesh = [dist.get_rank()] if len(groups) == 1 else fixed.mesh
+    made = DeviceMesh.from_group(
+        replicas if len(groups) == 1 else groups, device_type, mesh=mesh, mesh_dim_names=mesh_dim_names
+    )
+    found_by_size = getattr(made, "_dim_group_infos", None)
+    if found_by_size is not None:
+        tag, ranks, name = found_by_size[replicate_dim]
+        found_by_size[replicate_dim] = (tag, _Ranks(ranks, replicas), name)
+    return made
+
+
+class _Ranks(List[int]):
+    """The ranks of a group whose size changes, as many as it has right now.
+
+    Older releases of PyTorch (2.7) find the group of a mesh by its tag, and want as many ranks as it has.
+    """
+
+    def __init__(self, ranks: List[int], group: BaseProcessGroup) -> None:
+        super().__init__(ranks)
+        self._group = group
+
+    def __len__(self) -> int:
+        return self._group.size()
+
+    def __reduce__(self) -> Any:
+        return list, ([*iter(self)],)  # the mesh of a DTensor travels with it

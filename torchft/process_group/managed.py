@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, cast
+from typing import TYPE_CHECKING, ContextManager, List, cast
 
 import torch
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from torchft.process_group.base import ProcessGroup
+from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.dummy import ProcessGroupDummy
 from torchft.process_group.wrapper import ProcessGroupWrapper
 
 if TYPE_CHECKING:
@@ -18,14 +19,31 @@ if TYPE_CHECKING:
 class ManagedProcessGroup(ProcessGroupWrapper):
     """Manager's group for code that knows only process groups, such as PyTorch's own DDP.
 
-    An allreduce is the manager's: it waits for the quorum, a failed one is recorded and the step not
-    committed. The size is the number of participants of the step. Everything else goes to the manager's
-    group as it is.
+    An allreduce is the manager's: a failed one is recorded and the step not committed. The size is the
+    number of participants of the step. Everything else goes to the manager's group as it is. All of it
+    waits for the quorum. Before the first one this replica group is alone: PyTorch's DDP, say, compares and
+    broadcasts parameters when it is made, while groups that started earlier are in the middle of a step.
+
+    PyTorch's DDP needs `find_unused_parameters=True`: without, it broadcasts new buckets after its second
+    backward pass, in which no group that started at another time takes part.
     """
 
     def __init__(self, manager: Manager) -> None:
         super().__init__(pg=manager._pg)
         self._manager = manager
+        self._alone = ProcessGroupDummy(0, 1)
+
+    @property
+    def parent(self) -> BaseProcessGroup:
+        """The manager's group; one without peers before the first quorum."""
+        return super().parent if self._had_quorum() else self._alone
+
+    def _had_quorum(self) -> bool:
+        return getattr(self._manager, "_quorum_id", None) != -1  # stand-ins for a Manager need not have it
+
+    def _run_context(self) -> ContextManager[None]:
+        self.size()  # the quorum may replace the peers
+        return super()._run_context()
 
     def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
         """Reduces one tensor over the participants.
@@ -39,7 +57,12 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         return self._manager.allreduce(tensors[0], reduce_op=cast(ReduceOp, reduce_op))
 
     def size(self) -> int:
-        return self._manager.num_participants()
+        try:
+            return self._manager.num_participants()
+        except RuntimeError:  # no quorum
+            if self._had_quorum():
+                raise
+            return 1
 
     def getBackendName(self) -> str:
         pg = self._manager._pg

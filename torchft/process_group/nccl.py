@@ -99,9 +99,11 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         Args:
             errored: whether `errored` shall tell, until there are new peers.
         """
-        if errored and self._pg is not None and _trigger_on_abort():
-            rank = self._global_rank
-            trigger_nccl_fr_trace_through_pipe(int(os.environ.get("RANK", "0")) if rank is None else rank)
+        pg = self._pg
+        if errored and pg is not None and _trigger_on_abort():
+            # PyTorch names the pipe by the rank in the first NCCL group of the process: whichever that is.
+            ranks = (self._global_rank, int(os.environ.get("RANK", "0")), pg.rank())
+            any(trigger_nccl_fr_trace_through_pipe(rank) for rank in dict.fromkeys(ranks) if rank is not None)
         super().abort(errored=errored)
 
     def getBackendName(self) -> str:

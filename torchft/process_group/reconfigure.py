@@ -1,4 +1,4 @@
-"""How peers of a new quorum find each other: handles, the store they meet at, native groups.
+"""How peers of a new quorum find each other: handles, and the store they meet at.
 
 Every group has a handle, a JSON object that travels to the peers with the quorum:
 
@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from torchft.addresses import announced_host, host_port
+from torchft.process_group.native import is_native as is_native
+from torchft.process_group.native import native_error as native_error
+from torchft.process_group.native import reconfigure_group
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReconfigureOptions
@@ -202,21 +205,6 @@ def supports_reconfigure(pg: object) -> bool:
         return False
 
 
-def is_native(pg: object) -> bool:
-    """Whether `pg` is PyTorch's own: it has handles of its own kind and no `configure`."""
-    return isinstance(pg, dist.ProcessGroup) and not hasattr(pg, "configure")
-
-
-def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """What the backends of a native group report, None when all is well."""
-    for device in pg._device_types:
-        backend = pg._get_backend(device)
-        error = backend.get_error()
-        if error.name != "SUCCESS":
-            return RuntimeError(f"backend {backend.name()} of {device.type} reports {error.name}")
-    return None
-
-
 def reconfigure_with_store(
     pg: dist.ProcessGroup,
     store_addr: str,
@@ -253,4 +241,4 @@ def reconfigure_with_store(
     opts.handles = [store.get(f"handle/{i}").decode() for i in range(world_size)]
     opts.uuid = int(store.get("uuid"))
     opts.timeout = timeout
-    pg.reconfigure(opts).wait()
+    reconfigure_group(pg, opts)

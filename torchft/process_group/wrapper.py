@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Callable, ContextManager, List, Optional, TypeVar, Union
 
 import torch
-from torch.distributed import ReduceOp, Store, Work
+from torch.distributed import PrefixStore, ReduceOp, Store, Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -18,20 +20,29 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from torchft.process_group._operations import Operations, refused
 from torchft.process_group._reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.checked import Checker, enabled
+from torchft.process_group.native import abort_group, connections_of, reconfigure_group
 from torchft.process_group.reconfigure import (
     ReconfigureOptions,
     create_store_client,
     is_native,
     supports_reconfigure,
 )
+from torchft.work import _DummyWork
 
 T = TypeVar("T")
 
 _logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_CONTEXT = nullcontext()
+
+# Groups with a parent of their own making.
+_owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
+# For operations that take none.
+_NO_OPTIONS: Any = object()
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -57,6 +68,8 @@ class ProcessGroupWrapper(ProcessGroup):
         self._timeout = timeout
         self._pg: Optional[BaseProcessGroup] = pg
         self._given: bool = pg is not None
+        self._operations: Optional[Operations] = None
+        self._checker: Optional[Checker] = None
         self._aborted: Optional[Exception] = None
         self._reconfigure_timeout: Optional[timedelta] = None
         self._quorum_id: Optional[int] = None
@@ -93,6 +106,10 @@ class ProcessGroupWrapper(ProcessGroup):
         """Makes the operations in flight in `pg` end, without waiting for them."""
         pg.abort()
 
+    def _watch(self, pg: BaseProcessGroup, store: Store, rank: int, world_size: int) -> Optional[Operations]:
+        """Who ends the operations in flight in `pg`, where its abort does not do so itself."""
+        return None
+
     # Peers
 
     def configure(
@@ -128,9 +145,14 @@ class ProcessGroupWrapper(ProcessGroup):
 
         if not 0 <= rank < world_size:
             raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
-        self._release()
+        self._release(RuntimeError(f"{self.getBackendName()} was given other peers"))
         store = create_store_client(store_addr, timeout=self._connect_timeout)
-        self._pg = self._create_pg(store, rank, world_size)
+        pg = self._create_pg(store, rank, world_size)
+        _owners.add(self)
+        self._operations = self._watch(pg, store, rank, world_size)
+        if enabled():
+            self._check_with(PrefixStore("check", store), rank, world_size)
+        self._pg = pg
 
     @property
     def supports_reconfigure(self) -> bool:
@@ -155,6 +177,9 @@ class ProcessGroupWrapper(ProcessGroup):
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
         if self._reconfigures_itself():
             self._reset()
+            if is_native(self._pg):
+                reconfigure_group(self.parent, opts)
+                return _DummyWork(None)
             return self.parent.reconfigure(opts)
         self._reconfigure_timeout = opts.timeout
         try:
@@ -218,14 +243,17 @@ class ProcessGroupWrapper(ProcessGroup):
         Args:
             errored: whether `errored` shall tell, until there are new peers.
         """
-        if self._given:
-            self.parent.abort()
+        if self._given and isinstance(self._pg, ProcessGroup):
+            self._pg.abort()
             return
+        error = RuntimeError(f"{self.getBackendName()} was aborted and has no peers until it is configured again")
         if errored and self._pg is not None:
-            self._aborted = RuntimeError(
-                f"{self.getBackendName()} was aborted and has no peers until it is configured again"
-            )
-        self._release()
+            self._aborted = error
+        if self._given:
+            self._end_operations(error)
+            abort_group(self.parent)
+            return
+        self._release(error)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -234,13 +262,27 @@ class ProcessGroupWrapper(ProcessGroup):
                 self._pg.shutdown()
             # A native group belongs to whoever made it.
             return
-        self._release()
+        self._release(RuntimeError(f"{self.getBackendName()} was shut down"))
 
-    def _release(self) -> None:
-        """Abandons the parent: others may still wait in it, the caller does not."""
+    def _end_operations(self, error: Exception) -> None:
+        operations, self._operations = self._operations, None
+        checker, self._checker = self._checker, None
+        if operations is not None:
+            operations.end(error)
+        if checker is not None:
+            checker.close(error)
+
+    def __del__(self) -> None:
+        # Destroying a group of Gloo waits for its operations. `_given` is missing after an error in __init__.
+        if not getattr(self, "_given", True):
+            self._release(RuntimeError("nobody holds the process group any more"))
+
+    def _release(self, error: Exception) -> None:
+        """Abandons the parent: whoever waits in it gets an error, its own or this one, and the caller does not wait."""
         pg, self._pg = self._pg, None
         if pg is None:
             return
+        self._end_operations(error)
         try:
             self._interrupt(pg)
         except Exception:
@@ -249,19 +291,54 @@ class ProcessGroupWrapper(ProcessGroup):
         del pg
         reap(box)
 
+    def _check_with(self, store: Store, rank: int, world_size: int) -> None:
+        self._checker = Checker(self.getBackendName(), store, rank, world_size, self._timeout)
+
+    def _operations_in_flight(self) -> Optional[Operations]:
+        """Those among the present peers of a native group, which may get others without our knowledge."""
+        pg = self._pg
+        if type(pg) is not BaseProcessGroup:
+            return None
+        connections = connections_of(pg)
+        if self._operations is None or connections is not self._operations.connections:
+            gloo = all(pg._get_backend(device).name() == "gloo" for device in pg._device_types)
+            self._operations = Operations(self.getBackendName(), connections) if gloo else None
+            if enabled():
+                # The handle of a group that has peers names their meeting: backend:rank:uuid:…
+                meeting = pg.get_reconfigure_handle().split(":")[2]
+                self._check_with(PrefixStore(f"check/{meeting}", pg.get_group_store()), pg.rank(), pg.size())
+        return self._operations
+
     # Operations
+
+    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
+        """Hands an operation to the parent."""
+        # First: operations that end while this one is on its way to the parent end it too.
+        operations = self._operations_in_flight() if self._given else self._operations
+        checker = self._checker
+        with self._run_context():
+            parent = self.parent
+            if checker is not None:
+                checker.check(name, args, opts)
+            given = args if opts is _NO_OPTIONS else (*args, self._opts_hook(opts))
+            try:
+                work = getattr(parent, name)(*given)
+            except RuntimeError as e:
+                if isinstance(parent, ProcessGroup):
+                    raise
+                raise refused(self.getBackendName(), name, args, e) from e.__cause__
+            if operations is not None:
+                work = operations.guard(work, name, args)
+            return self._wrap_work(work, None if opts is _NO_OPTIONS else opts)
 
     def allgather(
         self,
         output_tensors: List[List[torch.Tensor]],
         input_tensor: List[torch.Tensor],
-        opts: AllgatherOptions,
+        opts: Optional[AllgatherOptions] = None,
     ) -> Work:
-        with self._run_context():
-            return self._wrap_work(
-                self.parent.allgather(output_tensors, input_tensor, self._opts_hook(opts)),
-                opts,
-            )
+        # PyTorch 2.7's dist.all_gather gives none.
+        return self._run("allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts)
 
     def allgather_into_tensor_coalesced(
         self,
@@ -269,15 +346,10 @@ class ProcessGroupWrapper(ProcessGroup):
         input_tensors: List[torch.Tensor],
         opts: AllgatherOptions,
     ) -> Work:
-        with self._run_context():
-            return self._wrap_work(
-                self.parent.allgather_into_tensor_coalesced(output_tensors, input_tensors, self._opts_hook(opts)),
-                opts,
-            )
+        return self._run("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts=opts)
 
     def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
-        with self._run_context():
-            return self._wrap_work(self.parent.allreduce(tensors, self._opts_hook(opts)), opts)
+        return self._run("allreduce", tensors, opts=opts)
 
     def allreduce_coalesced(
         self,
@@ -293,8 +365,7 @@ class ProcessGroupWrapper(ProcessGroup):
             else:
                 coalesced.reduceOp = opts
             opts = coalesced
-        with self._run_context():
-            return self._wrap_work(self.parent.allreduce_coalesced(tensors, self._opts_hook(opts)), opts)
+        return self._run("allreduce_coalesced", tensors, opts=opts)
 
     def alltoall_base(
         self,
@@ -304,43 +375,42 @@ class ProcessGroupWrapper(ProcessGroup):
         input_split_sizes: List[int],
         opts: AllToAllOptions,
     ) -> Work:
-        with self._run_context():
-            return self._wrap_work(
-                self.parent.alltoall_base(
-                    output_buffer,
-                    input_buffer,
-                    output_split_sizes,
-                    input_split_sizes,
-                    self._opts_hook(opts),
-                ),
-                opts,
-            )
+        return self._run("alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts=opts)
 
     def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
-        if opts is None:
-            opts = BarrierOptions()
+        return self._run("barrier", opts=BarrierOptions() if opts is None else opts)
+
+    def monitored_barrier(self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False) -> None:
+        """Returns when all ranks came; else raises an error that names who did not.
+
+        Args:
+            timeout: the group's, if None.
+            wait_all_ranks: whether rank 0 names all who did not come, not only the first.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        operations = self._operations_in_flight() if self._given else self._operations
         with self._run_context():
-            return self._wrap_work(self.parent.barrier(self._opts_hook(opts)), opts)
+            parent: Any = self.parent
+
+            def call() -> None:
+                parent.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+            # It has no work: whoever calls it waits.
+            call() if operations is None else operations.call(call)
 
     def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> Work:
-        with self._run_context():
-            return self._wrap_work(self.parent.broadcast(tensor_list, self._opts_hook(opts)), opts)
+        return self._run("broadcast", tensor_list, opts=opts)
 
     def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        with self._run_context():
-            return self._wrap_work(self.parent.recv(tensors, src_rank, tag), None)
+        return self._run("recv", tensors, src_rank, tag)
 
     def reduce_scatter(
         self,
         output_tensors: List[torch.Tensor],
         input_tensors: List[List[torch.Tensor]],
-        opts: ReduceScatterOptions,
+        opts: object,
     ) -> Work:
-        with self._run_context():
-            return self._wrap_work(
-                self.parent.reduce_scatter(output_tensors, input_tensors, self._opts_hook(opts)),
-                opts,
-            )
+        return self._run("reduce_scatter", output_tensors, input_tensors, opts=opts)
 
     def reduce_scatter_tensor_coalesced(
         self,
@@ -348,26 +418,19 @@ class ProcessGroupWrapper(ProcessGroup):
         input_tensors: List[torch.Tensor],
         opts: ReduceScatterOptions,
     ) -> Work:
-        with self._run_context():
-            return self._wrap_work(
-                self.parent.reduce_scatter_tensor_coalesced(output_tensors, input_tensors, self._opts_hook(opts)),
-                opts,
-            )
+        return self._run("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts=opts)
 
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        with self._run_context():
-            return self._wrap_work(self.parent.send(tensors, dst_rank, tag), None)
+        return self._run("send", tensors, dst_rank, tag)
 
 
 def _delegate(name: str) -> Callable[..., Work]:
     """An operation that torchft adds nothing to; its arguments are PyTorch's, options last."""
 
     def operation(self: ProcessGroupWrapper, *args: Any) -> Work:
-        opts = args[-1] if args and hasattr(args[-1], "timeout") else None
-        if opts is not None:
-            args = (*args[:-1], self._opts_hook(opts))
-        with self._run_context():
-            return self._wrap_work(getattr(self.parent, name)(*args), opts)
+        if args and hasattr(args[-1], "timeout"):
+            return self._run(name, *args[:-1], opts=args[-1])
+        return self._run(name, *args)
 
     operation.__name__ = name
     operation.__doc__ = f"PyTorch's `ProcessGroup.{name}`."
@@ -386,9 +449,17 @@ for _name in (
     "all_gather_single",
     "_reduce_scatter_base",
     "reduce_scatter_single",
+    "recv_anysource",
 ):
     if hasattr(BaseProcessGroup, _name):
         setattr(ProcessGroupWrapper, _name, _delegate(_name))
+
+
+@atexit.register
+def _release_all() -> None:
+    """At the end of the process, while there can still be threads: see `_reaper`, which then waits for a moment."""
+    for group in list(_owners):
+        group._release(RuntimeError("the process ends"))
 
 
 def _set_timeout(pg: BaseProcessGroup, timeout: timedelta) -> None:

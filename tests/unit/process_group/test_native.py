@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import Iterator
 
@@ -15,6 +19,7 @@ from torchft.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ManagedProcessGroup,
     ProcessGroup,
+    ProcessGroupGloo,
     ProcessGroupWrapper,
     ReconfigureOptions,
     create_store_client,
@@ -23,6 +28,7 @@ from torchft.process_group import (
     reconfigure_with_store,
     supports_reconfigure,
 )
+from torchft.process_group.native import abort_group, reconfigure_group
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
@@ -142,3 +148,95 @@ def test_managed_over_a_native_group(store: TCPStore) -> None:
     groups = [ManagedProcessGroup(Manager(pg)) for pg in parents]  # type: ignore[arg-type]
     assert groups[0].getBackendName() == "gloo"
     on_ranks(2, lambda rank: check(groups[rank], rank, 2))
+
+
+def stuck(groups: list[dist.ProcessGroup], each: int) -> tuple[list[threading.Thread], list[Exception]]:
+    """Threads that wait in collectives of these groups, whose last peer stays away; and what they will have raised."""
+    errors: list[Exception] = []
+
+    def run(group: dist.ProcessGroup) -> None:
+        try:
+            group.allreduce([torch.ones(2)], ReduceOp.SUM).wait()
+        except Exception as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups for _ in range(each)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(0.05)
+        assert thread.is_alive()
+    return threads, errors
+
+
+def ended(threads: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + TIMEOUT.total_seconds() / 6
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), "still waits in a collective"
+
+
+def test_an_abort_ends_what_is_in_flight_here_and_at_the_peers(store: TCPStore) -> None:
+    groups = natives(store, 3)
+    connect(groups, store)
+    threads, errors = stuck(groups[:2], each=4)
+    abort_group(groups[0])
+    ended(threads)
+    assert len(errors) == 8
+    for members in ([1, 0], [2, 0, 1]):
+        chosen = [groups[m] for m in members]
+        connect(chosen, store)
+        on_ranks(len(chosen), lambda rank, chosen=chosen: check(chosen[rank], rank, len(chosen)))
+
+
+def test_new_peers_do_not_wait_for_the_old_ones(store: TCPStore) -> None:
+    """Gloo has two threads a group: operations that nobody ends would hold both of them."""
+    groups = natives(store, 3)
+    connect(groups, store)
+    threads, errors = stuck(groups[:2], each=4)
+    connect(groups[:2], store)
+    ended(threads)
+    assert len(errors) == 8
+    on_ranks(2, lambda rank: check(groups[rank], rank, 2), TIMEOUT / 6)
+
+
+def test_groups_made_with_the_same_rank_are_told_so(store: TCPStore) -> None:
+    groups = [natives(store, 1)[0] for _ in range(2)]
+    opts = ReconfigureOptions()
+    opts.uuid = 1
+    opts.handles = [group.get_reconfigure_handle() for group in groups]
+    with pytest.raises(ValueError, match=r"the same handle: .*give every replica group a rank of its own"):
+        reconfigure_group(groups[0], opts)
+
+
+def test_abort_twice_and_before_there_are_peers(store: TCPStore) -> None:
+    groups = natives(store, 2)
+    for _ in range(2):
+        abort_group(groups[0])
+    connect(groups, store)
+    for _ in range(2):
+        abort_group(groups[0])
+    connect(groups, store)
+    on_ranks(2, lambda rank: check(groups[rank], rank, 2))
+
+
+def test_reconfigure_and_abort_of_a_torchft_group(store: TCPStore) -> None:
+    groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
+    opts = ReconfigureOptions()
+    opts.uuid = 1
+    opts.handles = [group.get_reconfigure_handle() for group in groups]
+    on_ranks(2, lambda rank: reconfigure_group(groups[rank], opts))
+    on_ranks(2, lambda rank: check(groups[rank], rank, 2))
+    abort_group(groups[0])
+    assert groups[0].errored() is not None
+    for group in groups:
+        group.shutdown()
+
+
+def test_a_group_that_is_gone_is_forgotten(store: TCPStore) -> None:
+    group = natives(store, 1)[0]
+    connect([group], store)
+    watch = weakref.ref(group)
+    del group
+    gc.collect()
+    assert watch() is None

@@ -1,18 +1,19 @@
-"""NCCL and XCCL: what can be tested without their devices, and a short run where there is a GPU."""
+"""NCCL and XCCL: what can be tested without their devices. The rest is in tests/gpu."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, ClassVar, Iterator, Optional
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp, TCPStore, Work
+from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -24,7 +25,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.futures import Future
 
-from tests.unit.process_group.ranks import TIMEOUT, meeting
+from tests.unit.process_group.ranks import TIMEOUT
 from torchft import process_group
 from torchft.process_group import (
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
@@ -35,9 +36,9 @@ from torchft.process_group import (
     trigger_nccl_fr_trace_through_pipe,
 )
 from torchft.process_group.accelerator import AcceleratorProcessGroup
+from torchft.process_group.isolated import groups
 
 no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="about hosts without an accelerator")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -94,12 +95,26 @@ def test_an_abort_asks_for_the_trace(
     group = ProcessGroupNCCL()
     group.set_rank_info("replica", 1, 2, 3)
     group.abort(errored=errored)  # nothing to abort, nothing to tell
-    group._pg = MagicMock()
+    group._pg = MagicMock(rank=lambda: 0)
     group.abort(errored=errored)
     if told:
         assert os.read(listener, 128) == b"1\n"
     else:
         assert os.read(listener, 128) == b""
+
+
+@pytest.mark.parametrize(("global_rank", "rank_env"), [(None, "3"), (7, "3"), (7, "8")])
+def test_the_pipe_is_that_of_whichever_group_was_first(
+    listener: int, monkeypatch: pytest.MonkeyPatch, global_rank: Optional[int], rank_env: str
+) -> None:
+    """PyTorch has one pipe in a process, and names it by the rank in the process' first NCCL group."""
+    monkeypatch.setenv(TORCHFT_TRIGGER_FR_ON_ABORT, "true")
+    monkeypatch.setenv("RANK", rank_env)
+    group = ProcessGroupNCCL()
+    group.set_rank_info("replica", 1, 2, global_rank)
+    group._pg = MagicMock(rank=lambda: 3)
+    group.abort()
+    assert os.read(listener, 128) == b"1\n"
 
 
 # The groups
@@ -244,6 +259,66 @@ def test_a_host_that_is_stuck_gets_an_abort() -> None:
     assert _WorkAcceleratorTimeout(Group(), WaitsForEver(), timedelta(milliseconds=20)).wait()  # type: ignore[arg-type]
 
 
+def test_nobody_waits_for_an_abort_that_hangs() -> None:
+    """NCCL frees device memory in it, and may wait for ever: not so the caller, the next peers and the timers."""
+    may_end, in_it = threading.Event(), threading.Event()
+
+    class Hangs(Parent):
+        def abort(self) -> None:
+            in_it.set()
+            assert may_end.wait(30)
+
+    group, _ = accelerated()
+    group._pg = Hangs()
+    began = time.monotonic()
+    group.abort()
+    assert in_it.is_set() and time.monotonic() - began < 10
+    assert isinstance(group._aborted, RuntimeError)
+    may_end.set()
+
+
+def test_an_operation_of_an_aborted_group_says_so(watched: MagicMock) -> None:
+    group, _ = accelerated()
+    before = group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    group.abort()
+    with pytest.raises(RuntimeError, match="aborted or has new peers"):
+        before.wait()
+    group._pg = Parent()
+    with pytest.raises(RuntimeError, match="aborted or has new peers"):
+        before.wait()
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+
+
+def test_a_deadline_of_the_old_peers_does_not_strike_the_new(watched: MagicMock) -> None:
+    group, old = accelerated()
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    (deadline, _), _ = watched.call_args
+    new = Parent()
+    group._pg = new
+    deadline()
+    assert old.aborts == new.aborts == 0
+
+
+def test_pytorchs_own_deadline_stays_out_of_the_way() -> None:
+    group, parent = accelerated()
+    with patch.object(type(parent), "set_timeout", create=True) as theirs:
+        group.set_timeout(timedelta(seconds=5))
+    assert not theirs.called
+    assert group._timeout == timedelta(seconds=5)
+    with pytest.raises(ValueError, match="timeout"):
+        group.set_timeout(timedelta(0))
+
+
+def test_asking_for_an_error_does_not_wait_for_ever() -> None:
+    group, parent = accelerated(timedelta(milliseconds=20))
+    done = threading.Event()
+    parent.abort = done.set  # type: ignore[method-assign]
+    # The device gets past the operation because of the abort.
+    with patch("torchft.process_group.accelerator.synchronize", lambda: done.wait(30)):
+        error = group.errored()
+    assert "aborted" in str(error)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -270,24 +345,64 @@ def test_all_options_are_copied(kind: Callable[[], Any]) -> None:
     assert group._opts_hook(ReduceOp.SUM) is ReduceOp.SUM
 
 
-# On a GPU
+# What PyTorch is told
 
 
-@needs_cuda
-def test_nccl_alone_on_a_gpu(store: TCPStore) -> None:
-    group = ProcessGroupNCCL(timeout=TIMEOUT)
-    for _ in range(2):
-        group.configure(meeting(store), "replica", 0, 1, global_ranks=[0])
-        tensor = torch.ones(4, device="cuda")
-        work = group.allreduce([tensor], ReduceOp.SUM)
-        assert work.wait()
-        work.get_future().wait()
-        group.barrier().wait()
-        assert group.errored() is None
-        assert tensor.tolist() == [1, 1, 1, 1]
-    group.abort()
-    assert isinstance(group.errored(), RuntimeError)
-    group.configure(meeting(store), "replica", 0, 1)
-    group.broadcast_one(torch.ones(4, device="cuda"), 0).wait()
-    assert group.errored() is None
-    group.shutdown()
+class Nccl:
+    """PyTorch's backend, without a device."""
+
+    made: ClassVar[list[Nccl]] = []
+
+    def __init__(self, store: object, rank: int, world_size: int, opts: Any) -> None:
+        self.opts = opts
+        self.connected: list[torch.device] = []
+        self.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+    def abort(self) -> None: ...
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> type[Nccl]:
+    real = getattr(dist, "ProcessGroupNCCL", None)
+    if real is None:
+        pytest.skip("this PyTorch has no NCCL")
+    monkeypatch.setattr(Nccl, "Options", real.Options, raising=False)
+    monkeypatch.setattr(Nccl, "made", [])
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for module in (process_group.nccl, groups):
+        monkeypatch.setattr(module, "BaseProcessGroup", MagicMock())
+    return Nccl
+
+
+def test_nccl_connects_at_once_without_blocking(nccl: type[Nccl]) -> None:
+    group = ProcessGroupNCCL(timedelta(seconds=7))
+    group._global_ranks = [4, 9]
+    group._create_pg(dist.HashStore(), 0, 2)
+    (made,) = nccl.made
+    assert made.opts.config.blocking == 0
+    assert made.opts.global_ranks_in_group == [4, 9]
+    assert made.opts._timeout >= timedelta(days=1), "PyTorch's own deadline ends the process"
+    assert made.connected == [torch.device("cuda", 1)]
+
+
+def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group.ProcessGroupBabyNCCL, "_worker_timeout", timedelta(seconds=7))
+    monkeypatch.setattr(process_group.ProcessGroupBabyNCCL, "_worker_global_ranks", [4, 9])
+    process_group.ProcessGroupBabyNCCL._create_pg(dist.HashStore(), 0, 2)
+    (made,) = nccl.made
+    assert made.opts.config.blocking == 0
+    assert made.opts.global_ranks_in_group == [4, 9]
+    assert made.opts._timeout == timedelta(seconds=7), "PyTorch ends an overdue worker"
+    assert made.connected == [torch.device("cuda", 1)]
+
+
+def test_an_overdue_worker_ends_whatever_its_trainer_has_set(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else NCCL ends the operation as if it had finished, and nobody hears of it."""
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    ProcessGroupNCCL()
+    process_group.ProcessGroupBabyNCCL._create_pg(dist.HashStore(), 0, 2)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"

@@ -1,0 +1,46 @@
+"""What tests on a device have in common."""
+
+from __future__ import annotations
+
+import time
+from typing import Callable
+
+import torch
+
+DEVICE = torch.device("cuda", 0)
+
+MB = 1 << 20
+
+
+def busy(seconds: float) -> None:
+    """Keeps the current stream busy for about that long, or somewhat longer."""
+    clock_hz = 2_000_000_000  # no device of today is faster
+    torch.cuda._sleep(int(seconds * clock_hz))
+
+
+def used_mb() -> float:
+    """Device memory in use by all processes. Right only when nobody else uses the device."""
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    return (total - free) / MB
+
+
+def settled_mb() -> float:
+    """`used_mb`, without what this process has freed, once a process that has just ended is gone from it."""
+    torch.cuda.synchronize()
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+    last, same = used_mb(), 0
+    deadline = time.monotonic() + 10
+    while same < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = used_mb()
+        same = same + 1 if now == last else 0
+        last = now
+    return last
+
+
+def wait_until(what: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.001)

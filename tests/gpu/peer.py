@@ -1,0 +1,39 @@
+"""The worker's end of `torchft.process_group.isolated.cuda`, in a process of its own."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tests.gpu.device import busy
+from torchft.process_group.isolated import cuda
+
+
+def run(connection: Connection) -> None:
+    """Does what it is told, until it is told None: ("note", bytes) or ("double", seconds, mark, refs)."""
+    torch.cuda.set_device(0)
+    end = cuda.worker()
+    connection.send("up")
+    while (message := connection.recv()) is not None:
+        kind, *rest = message
+        connection.send(_HANDLERS[kind](end, *rest))
+
+
+def _note(end: Any, note: bytes) -> int:
+    end.told(note, None)
+    return len(end._imports)
+
+
+def _double(end: Any, seconds: float, mark: bytes, refs: list[bytes]) -> bytes:
+    """What a collective does: reads and writes the tensors, after `seconds` on the device."""
+    end.follow(mark)
+    tensors = [end.borrow(ref) for ref in refs]
+    busy(seconds)
+    for tensor in tensors:
+        tensor.mul_(2)
+    return end.mark()
+
+
+_HANDLERS = {"note": _note, "double": _double}

@@ -1,0 +1,184 @@
+"""CUDA memory and events between two real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from typing import Iterator, Optional
+
+import pytest
+import torch
+
+from tests.gpu import peer
+from tests.gpu.device import DEVICE, MB, busy, settled_mb, wait_until
+from torchft.process_group.isolated import cuda
+from torchft.process_group.isolated.sharing import Lease
+
+COUNT = 1 << 18
+
+
+class Pair:
+    """A trainer's end, here, and a worker's, in another process."""
+
+    def __init__(self, queue: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=peer.run, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self._answer(60) == "up"
+        self.end = cuda.TrainerEnd(self._tell, queue=queue)
+        self.imports = 0
+        # Kernels are loaded when they are first used, which takes long.
+        self.double(torch.ones(4, device=DEVICE))
+        torch.cuda.synchronize()
+
+    def _answer(self, seconds: float = 30) -> object:
+        connection: Connection = self.connection  # type: ignore[assignment]
+        assert connection.poll(seconds), "the worker does not answer"
+        return connection.recv()
+
+    def _tell(self, note: bytes, descriptor: Optional[int]) -> None:
+        if not self.process.is_alive():
+            raise RuntimeError("the worker process died")
+        self.connection.send(("note", note))
+        self.imports = self._answer()  # type: ignore[assignment]
+
+    def start(self, tensors: list[torch.Tensor], seconds: float = 0.0) -> tuple[bytes, list[Lease]]:
+        """Doubles the tensors on the worker's device; returns when that is queued there."""
+        leases = [self.end.lend(tensor, True, True) for tensor in tensors]
+        self.connection.send(("double", seconds, self.end.mark(), [lease.ref for lease in leases]))
+        return self._answer(), leases  # type: ignore[return-value]
+
+    def double(self, *tensors: torch.Tensor) -> None:
+        mark, leases = self.start(list(tensors))
+        self.end.follow(mark)
+        for lease in leases:
+            lease.release()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(30)
+        self.end.close()
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.connection.send(None)
+            self.process.join(30)
+        self.end.close()
+        self.process.close()
+        self.connection.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def test_the_worker_works_on_the_trainers_memory(pair: Pair) -> None:
+    whole = torch.arange(24, dtype=torch.float32, device=DEVICE).view(2, 3, 4)
+    half, number, empty = whole.bfloat16(), torch.tensor(3, device=DEVICE), torch.empty(0, 2, device=DEVICE)
+    pair.double(whole[:, 1:, ::2], half, number, empty)
+    expected = torch.arange(24.0).view(2, 3, 4)
+    assert torch.equal(half.cpu(), expected.mul(2).bfloat16())
+    expected[:, 1:, ::2] *= 2
+    assert torch.equal(whole.cpu(), expected)
+    assert number.item() == 6
+
+
+def test_many_operations_need_few_events(pair: Pair) -> None:
+    tensor = torch.ones(COUNT, device=DEVICE)
+    for _ in range(20):
+        pair.double(tensor)
+        torch.cuda.synchronize()
+    assert tensor.eq(2.0**20).all()
+    assert pair.end._marks._count <= 2
+
+
+def test_the_worker_waits_for_the_trainers_stream(pair: Pair) -> None:
+    tensor = torch.full((COUNT,), float("nan"), device=DEVICE)
+    torch.cuda.synchronize()
+    busy(0.3)
+    tensor.fill_(3)
+    began = time.monotonic()
+    mark, _ = pair.start([tensor])
+    assert time.monotonic() - began < 0.25 and not pair.end.reached(mark), "asking for it waited for the device"
+    pair.end.follow(mark)
+    assert tensor.eq(6).all()
+
+
+@pytest.mark.parametrize("queue", [False, True])
+def test_the_trainers_stream_waits_for_the_worker(queue: bool) -> None:
+    pair = Pair(queue)
+    tensor = torch.full((COUNT,), 3.0, device=DEVICE)
+    torch.cuda.synchronize()
+    mark, _ = pair.start([tensor], seconds=0.3)
+    assert not pair.end.reached(mark)
+    pair.end.follow(mark)
+    assert pair.end.reached(mark) is not queue
+    after = tensor.clone()
+    tensor.fill_(5)
+    torch.cuda.synchronize()
+    assert after.eq(6).all() and tensor.eq(5).all()
+    pair.close()
+
+
+def test_memory_is_not_reused_before_the_worker_is_through(pair: Pair) -> None:
+    tensor = torch.full((COUNT,), 3.0, device=DEVICE)
+    torch.cuda.synchronize()
+    address = tensor.data_ptr()
+    mark, leases = pair.start([tensor], seconds=0.3)
+    del tensor
+    other = torch.full((COUNT,), 7.0, device=DEVICE)
+    assert other.data_ptr() != address
+    wait_until(lambda: pair.end.reached(mark))
+    assert other.eq(7).all()
+    for lease in leases:
+        lease.release()
+
+
+def test_freed_memory_goes_back_while_the_worker_lives(pair: Pair) -> None:
+    small = torch.ones(4, device=DEVICE)
+    pair.double(small)
+    before = settled_mb()
+    big = torch.ones(256 * MB // 4, device=DEVICE)
+    pair.double(big)
+    assert settled_mb() > before + 200
+    del big
+    pair.double(small)  # the worker learns of it, and says so
+    assert pair.imports == 1
+    assert settled_mb() < before + 64
+
+
+def test_memory_of_killed_workers_goes_back() -> None:
+    tensor = torch.ones(64 * MB // 4, device=DEVICE)
+    Pair().kill()
+    before = settled_mb()
+    for _ in range(3):
+        pair = Pair()
+        dropped = torch.ones(256 * MB // 4, device=DEVICE)
+        pair.start([tensor, dropped], seconds=5.0)
+        del dropped
+        pair.kill()
+    assert abs(settled_mb() - before) < 64
+    # What outlived three workers is as good as new for a fourth.
+    pair = Pair()
+    tensor.fill_(1)
+    pair.double(tensor)
+    assert tensor.eq(2).all()
+    pair.close()
+
+
+def test_nobody_waits_for_a_killed_worker() -> None:
+    pair = Pair()
+    tensor = torch.ones(COUNT, device=DEVICE)
+    mark, _ = pair.start([tensor], seconds=20.0)
+    began = time.monotonic()
+    pair.kill()
+    with pytest.raises(RuntimeError, match=r"ended before its operation|process died"):
+        pair.end.follow(mark)
+    torch.cuda.synchronize()
+    assert time.monotonic() - began < 10, "the device waited for the worker's kernel"

@@ -1,0 +1,116 @@
+"""One rank of a replica group that trains with FSDP2: sharded over the group's ranks, replicated over the groups.
+
+Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). With --native, the replicas' group is
+PyTorch's own, which torchft reconfigures. Prints every step, and at its end the full weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from events import Commands, emit
+from hsdp_model import Model, batch
+from torch import nn
+from torch.distributed import TCPStore
+from torch.distributed.fsdp import fully_shard
+
+from torchft import Manager, Optimizer, ProcessGroupGloo
+from torchft.device_mesh import ft_init_device_mesh
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--group", type=int, required=True)
+parser.add_argument("--lighthouse", required=True)
+parser.add_argument("--seed", type=int, required=True, help="of the first weights")
+parser.add_argument("--die_at", type=int, default=-1, help="step in whose backward pass this process ends")
+parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
+args = parser.parse_args()
+
+TIMEOUT = timedelta(seconds=20)
+rank, shards = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+commands = Commands()
+torch.set_num_threads(1)
+
+
+def replicas() -> dist.ProcessGroup:
+    if not args.native:
+        return ProcessGroupGloo(timeout=TIMEOUT)
+    store = dist.PrefixStore(f"shard{rank}", TCPStore("localhost", args.native, wait_for_workers=False))
+    group = dist.ProcessGroup(store, args.group, 8)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backend = dist.ProcessGroupGloo(store, args.group, 8, timeout=TIMEOUT, enable_reconfigure=True)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+dist.init_process_group("gloo", timeout=TIMEOUT)
+torch.manual_seed(args.seed)
+model = Model()
+manager = Manager(
+    pg=replicas(),
+    load_state_dict=None,
+    state_dict=None,
+    min_replica_size=1,
+    init_sync=False,  # all groups count from the first step on
+    lighthouse_addr=args.lighthouse,
+    replica_id=f"hsdp_{args.group}",
+    timeout=TIMEOUT,
+    quorum_timeout=TIMEOUT,
+    connect_timeout=TIMEOUT,
+    heartbeat_interval=timedelta(milliseconds=50),
+)
+mesh = ft_init_device_mesh(
+    device_type="cpu",
+    mesh_shape=(2, shards),
+    mesh_dim_names=("replicate", "shard"),
+    replicate_dim=0,
+    manager=manager,
+)
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+# Taken once: its tensors are the sharded weights themselves. FSDP's state_dict() puts those back into the modules, and
+# the quorum thread asks for the state while the forward pass runs on the gathered ones.
+weights = model.state_dict()
+manager.set_state_dict_fns(
+    lambda s: (model.load_state_dict(s["model"]), adam.load_state_dict(s["optim"])),
+    lambda: {"model": weights, "optim": adam.state_dict()},
+)
+optimizer = Optimizer(manager, adam)
+emit("ready", shape=list(mesh.shape))
+assert commands.next()["do"] == "train"
+
+last_step = None
+while last_step is None or manager.current_step() < last_step:
+    if (command := commands.poll()) is not None:
+        assert command["do"] == "finish"
+        last_step = command["step"]
+        continue
+    step = manager.current_step()
+    optimizer.zero_grad()
+    time.sleep(0.02)  # time for a newcomer to heal in
+    x, y = batch(step, args.group, rank)
+    loss = nn.functional.mse_loss(model(x), y)
+    if step == args.die_at:
+        os._exit(9)
+    loss.backward()
+    participants, batches = manager.num_participants(), manager.batches_committed()
+    optimizer.step()
+    emit(
+        "step",
+        step=step,
+        committed=manager.batches_committed() > batches,
+        participants=participants,
+        error=None if manager.errored() is None else str(manager.errored())[:200],
+    )
+
+full = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+emit("finished", weights={name: p.flatten().tolist() for name, p in full.items()})
+manager.shutdown()
+dist.barrier()  # rank 0 hosts the store
+os._exit(0)

@@ -1,0 +1,46 @@
+"""An isolated group of ours in one set of peers with the published package's groups, plain and isolated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import START_TIMEOUT_S, Job, ours_path
+from published import published_path
+from torch.distributed import TCPStore
+
+PEER = Path(__file__).resolve().parent / "mixed_peer.py"
+KINDS = ["ProcessGroupBabyGloo", "ProcessGroupGloo", "ProcessGroupBabyGloo"]
+# The published package starts an interpreter for each set of peers.
+ANSWER_S = 60
+
+
+@pytest.mark.timeout(300)
+def test_an_isolated_group_beside_the_published_plain_and_isolated_ones() -> None:
+    ours, published = ours_path(), published_path("nightly")
+    paths = [ours, published, published]
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with Job() as job:
+        ranks = [job.python(kind, PEER, kind, path=path) for kind, path in zip(KINDS, paths)]
+        job.wait(lambda: all(rank.of("made") for rank in ranks), START_TIMEOUT_S, "all have their group")
+        assert [Path(rank.of("made")[0]["torchft"]) for rank in ranks] == [path / "torchft" for path in paths]
+
+        # Ours first and last, which matters to who waits for whom.
+        for quorum, order in enumerate([(0, 1, 2), (2, 1, 0)]):
+            peers = [ranks[i] for i in order]
+            where = f"localhost:{store.port}/mixed/{quorum}"
+            for place, peer in enumerate(peers):
+                peer.send(where=where, rank=place, n=len(peers), quorum=quorum)
+            job.wait(
+                lambda peers=peers, n=quorum: all(any(e["quorum"] == n for e in p.of("done")) for p in peers),
+                ANSWER_S,
+                f"quorum {quorum} of {[KINDS[i] for i in order]} is done",
+            )
+            answers = [peer.of("done")[-1] for peer in peers]
+            n = len(peers)
+            assert all(answer["sum"] == sum(range(1, n + 1)) for answer in answers)
+            assert all(answer["gathered"] == list(range(n)) for answer in answers)
+            assert all(answer["sent"] == n - 1 for answer in answers)
+        for rank in ranks:
+            rank.send(where=None)
+        job.wait_exit(ranks, ANSWER_S)

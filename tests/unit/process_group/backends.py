@@ -1,0 +1,117 @@
+"""The groups that run the conformance suite. A new one joins with one more line in BACKENDS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp, TCPStore
+
+from tests.unit.process_group.ranks import TIMEOUT
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    ProcessGroupWrapper,
+    create_store_client,
+)
+
+NATIVE = hasattr(dist.ProcessGroup, "reconfigure")
+
+
+def gloo() -> ProcessGroupGloo:
+    return ProcessGroupGloo(timeout=TIMEOUT)
+
+
+def native(store: TCPStore, rank: int) -> dist.ProcessGroup:
+    """What init_process_group(..., enable_reconfigure=True) makes, without its global state."""
+    own = create_store_client(f"localhost:{store.port}/native", TIMEOUT)
+    group = dist.ProcessGroup(own, rank, 3)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backend = dist.ProcessGroupGloo(own, rank, 3, timeout=TIMEOUT, enable_reconfigure=True)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+class StubManager:
+    """As much of a Manager as a ManagedProcessGroup needs."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self._pg = pg
+
+    def num_participants(self) -> int:
+        return self._pg.size()
+
+    def allreduce(self, tensor: torch.Tensor, reduce_op: ReduceOp) -> dist.Work:
+        return self._pg.allreduce([tensor], reduce_op)
+
+
+def managed(pg: dist.ProcessGroup) -> ManagedProcessGroup:
+    return ManagedProcessGroup(StubManager(pg))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What tests must know about a group.
+
+    Attributes:
+        make: given a store and a rank.
+        swallows: whether a failed allreduce does not raise.
+        checked: whether it has TORCHFT_CHECK_COLLECTIVES.
+        names_refusals: whether an unsupported dtype is an error with the names of group and operation.
+        missing: why it cannot run here.
+    """
+
+    name: str
+    make: Callable[[TCPStore, int], Any]
+    world_size: int = 3
+    device: str = "cpu"
+    reduces_and_scatters: bool = NATIVE  # since PyTorch 2.14
+    swallows: bool = False
+    native: bool = False
+    checked: bool = True
+    names_refusals: bool = True
+    missing: Optional[str] = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_NO_NATIVE = None if NATIVE else "needs PyTorch >= 2.14, whose groups can be reconfigured"
+# NCCL refuses two ranks on one GPU.
+_NCCL: dict[str, Any] = dict(
+    world_size=1,
+    device="cuda",
+    reduces_and_scatters=True,
+    missing=None if torch.cuda.is_available() else "needs a GPU",
+)
+
+BACKENDS = [
+    Backend("gloo", lambda store, rank: gloo()),
+    Backend("baby_gloo", lambda store, rank: ProcessGroupBabyGloo(timeout=TIMEOUT)),
+    Backend("native", lambda store, rank: ProcessGroupWrapper(pg=native(store, rank)), native=True, missing=_NO_NATIVE),
+    Backend("wrapper", lambda store, rank: ProcessGroupWrapper(pg=gloo())),
+    Backend("managed", lambda store, rank: managed(gloo())),
+    Backend(  # its allreduce is the Manager's, which calls PyTorch's own
+        "managed_native",
+        lambda store, rank: managed(native(store, rank)),
+        native=True,
+        checked=False,
+        names_refusals=False,
+        missing=_NO_NATIVE,
+    ),
+    Backend("error_swallowing", lambda store, rank: ErrorSwallowingProcessGroupWrapper(gloo()), swallows=True),
+    Backend("fake", lambda store, rank: FakeProcessGroupWrapper(gloo())),
+    Backend(
+        "dummy", lambda store, rank: ProcessGroupDummy(0, 1), world_size=1, reduces_and_scatters=True, checked=False
+    ),
+    Backend("nccl", lambda store, rank: ProcessGroupNCCL(timeout=TIMEOUT), **_NCCL),
+    Backend("baby_nccl", lambda store, rank: ProcessGroupBabyNCCL(timeout=TIMEOUT), checked=False, **_NCCL),
+]

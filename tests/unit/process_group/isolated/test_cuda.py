@@ -1,0 +1,412 @@
+"""CUDA's end of the seam without CUDA: what it counts, keeps and tells, over a stand-in for PyTorch's calls.
+
+What a device does with it is tests/gpu/test_sharing.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from typing import Any, Iterator, Optional
+
+import pytest
+import torch
+
+from torchft.process_group.isolated import cuda
+
+
+class Cuda:
+    """Memory and events that both ends see: here they are in one process."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[bytes, int] = {}
+        self.shared: list[int] = []
+        self.released: list[tuple[bytes, int]] = []
+        self.imported: list[bytes] = []
+        self.events: dict[bytes, Event] = {}
+        self.waited: list[tuple[object, Event]] = []
+        self.stream: object = "default"
+        self.streams = 0
+        self.devices: list[int] = []
+
+    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        number = len(self.shared)
+        self.shared.append(storage.nbytes())
+        if storage.nbytes() == 0:
+            return (0, None, 0, 0, None, 0, None, False)
+        handle = b"allocation %d" % number
+        self.addresses[handle] = storage.data_ptr()
+        return (0, handle, storage.nbytes(), 512, b"counters", number, b"event", True)
+
+    def import_(self, device: int, handle: bytes, size: int, at: int, counter: bytes, *_: object) -> object:
+        assert counter == cuda._NO_COUNTER and at == 512
+        self.imported.append(handle)
+        memory = (ctypes.c_char * size).from_address(self.addresses[handle])
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+class Event:
+    """Passed only when a test says so."""
+
+    def __init__(self, fake: Cuda, interprocess: bool) -> None:
+        assert interprocess
+        self._fake = fake
+        self.recorded: list[object] = []
+        self.passed = 0
+        self.handle = b"%064d" % len(fake.events)
+        fake.events[self.handle] = self
+
+    def ipc_handle(self) -> bytes:
+        return self.handle
+
+    def record(self, stream: object) -> None:
+        self.recorded.append(stream)
+
+    def query(self) -> bool:
+        return self.passed >= len(self.recorded)
+
+    def wait(self, stream: object) -> None:
+        self._fake.waited.append((stream, self))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    fake = Cuda()
+
+    class Events:
+        def __new__(cls, interprocess: bool) -> Any:
+            return Event(fake, interprocess)
+
+        @staticmethod
+        def from_ipc_handle(device: torch.device, handle: bytes) -> Event:
+            return fake.events[handle]
+
+    class Within:
+        def __init__(self, what: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def new_stream(device: torch.device) -> str:
+        fake.streams += 1
+        return f"stream {fake.streams}"
+
+    def set_stream(stream: object) -> None:
+        fake.stream = stream
+
+    storage = torch.UntypedStorage
+    monkeypatch.setattr(cuda, "_DEVICE", "cpu")
+    monkeypatch.setattr(storage, "_share_cuda_", lambda storage: fake.share(storage), raising=False)
+    monkeypatch.setattr(storage, "_new_shared_cuda", lambda *args: fake.import_(*args), raising=False)
+    monkeypatch.setattr(storage, "_release_ipc_counter_cuda", lambda *args: fake.released.append(args), raising=False)
+    for name, value in {
+        "Event": Events,
+        "Stream": new_stream,
+        "current_device": lambda: 0,
+        "current_stream": lambda device: fake.stream,
+        "set_stream": set_stream,
+        "set_device": fake.devices.append,
+        "stream": Within,
+        "device": Within,
+        "ipc_collect": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    yield fake
+    gc.collect()
+    assert not cuda._dead
+    cuda._exports.clear()
+
+
+def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[bytes]]:
+    """A trainer's end, its worker's, and the notes between them, which a test hands over or not."""
+    notes: list[bytes] = []
+
+    def tell(note: bytes, descriptor: Optional[int]) -> None:
+        assert descriptor is None
+        if note[:1] == cuda._DROP:
+            notes.append(note)
+        else:
+            worker.told(note, None)
+
+    worker = cuda.WorkerEnd()
+
+    return cuda.TrainerEnd(tell), worker, notes
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(6.0),
+        lambda: torch.arange(6).view(2, 3).t(),
+        lambda: torch.arange(24, dtype=torch.bfloat16).view(2, 3, 4)[:, 1:, ::2],
+        lambda: torch.tensor(3, dtype=torch.int64),
+        lambda: torch.zeros(2, 0, 3, dtype=torch.float64),
+        lambda: torch.ones(3, dtype=torch.complex64),
+        lambda: torch.ones(4).to(torch.float8_e4m3fn),
+        lambda: torch.ones(3, requires_grad=True),
+    ],
+)
+def test_the_worker_sees_the_tensor_itself(fake: Cuda, make: Any) -> None:
+    trainer, worker, _ = ends()
+    tensor = make()
+    borrowed = worker.borrow(trainer.lend(tensor, True, True).ref)
+    assert borrowed.shape == tensor.shape and borrowed.dtype == tensor.dtype and borrowed.stride() == tensor.stride()
+    assert borrowed.data_ptr() == tensor.data_ptr()
+    assert not borrowed.requires_grad
+
+
+def test_a_storage_is_shared_and_imported_once(fake: Cuda) -> None:
+    trainer, worker, _ = ends()
+    tensor = torch.arange(8.0)
+    for view in (tensor, tensor[2:], tensor.view(2, 4)):
+        assert worker.borrow(trainer.lend(view, True, False).ref).tolist() == view.tolist()
+    # Another worker, after a new quorum say.
+    other, other_worker, _ = ends()
+    other_worker.borrow(other.lend(tensor, True, True).ref)
+    assert fake.shared == [32]
+    assert len(fake.imported) == 2
+
+
+def test_memory_is_known_by_its_storage_not_by_its_address(fake: Cuda) -> None:
+    trainer, worker, notes = ends()
+    refs = []
+    for value in range(20):
+        # The allocator gives the same address again and again.
+        tensor = torch.full((1000,), float(value))
+        lease = trainer.lend(tensor, True, True)
+        while notes:
+            worker.told(notes.pop(0), None)
+        assert worker.borrow(lease.ref)[0].item() == value
+        refs.append(cuda._decode(lease.ref)[0])
+        lease.release()
+    assert len(set(refs)) == 20 and len(fake.shared) == 20
+    assert len(worker._imports) == 1
+
+
+def test_a_lease_keeps_the_memory(fake: Cuda) -> None:
+    trainer, _, _ = ends()
+    tensor = torch.ones(4)
+    died: list[int] = []
+    weakref.finalize(tensor.untyped_storage(), died.append, 1)
+    lease = trainer.lend(tensor, True, True)
+    lease.fetch()
+    del tensor
+    assert not died
+    lease.release()
+    lease.release()
+    assert died
+
+
+def test_a_forgotten_lease_keeps_the_memory_until_the_worker_is_reaped(fake: Cuda) -> None:
+    trainer, _, _ = ends()
+    tensor = torch.ones(4)
+    died: list[int] = []
+    weakref.finalize(tensor.untyped_storage(), died.append, 1)
+    trainer.lend(tensor, True, True)
+    del tensor
+    assert not died, "the device may still write for a worker that is about to die"
+    trainer.close()
+    assert died
+
+
+def test_memory_goes_back_when_the_worker_has_dropped_it(fake: Cuda) -> None:
+    trainer, worker, notes = ends()
+    tensor, other = torch.ones(4), torch.ones(5)
+    lease = trainer.lend(tensor, True, True)
+    worker.borrow(lease.ref)
+    lease.release()
+    del tensor
+    assert not notes, "nobody is told from within the garbage collector"
+    worker.borrow(trainer.lend(other, True, True).ref)
+    assert len(notes) == 1 and not fake.released
+    assert trainer.reached(worker.mark()) is False
+    assert not fake.released, "the worker has not read the note yet"
+    worker.told(notes.pop(), None)
+    assert len(worker._imports) == 1
+    trainer.reached(worker.mark())
+    assert fake.released == [(b"counters", 0)]
+    trainer.lend(other, True, True)
+    assert not notes
+    trainer.close()
+    del other
+    assert fake.released == [(b"counters", 0), (b"counters", 1)]
+
+
+def test_memory_of_a_killed_worker_goes_back(fake: Cuda) -> None:
+    trainer, worker, _ = ends()
+    freed, kept = torch.ones(4), torch.ones(5)
+    for tensor in (freed, kept):
+        worker.borrow(trainer.lend(tensor, True, True).ref)
+    del freed, tensor
+    assert not fake.released
+    trainer.close()
+    trainer.close()
+    assert fake.released == [(b"counters", 0)]
+    # What the user still has is of use to the next worker, shared as it is.
+    after, _, _ = ends()
+    after.lend(kept, True, True)
+    assert len(fake.shared) == 2
+    after.close()
+    del kept
+    assert fake.released == [(b"counters", 0), (b"counters", 1)]
+    with pytest.raises(RuntimeError, match="worker of this group has ended"):
+        trainer.lend(torch.ones(3), True, True)
+
+
+def test_memory_waits_for_all_workers_that_use_it(fake: Cuda) -> None:
+    one, _, _ = ends()
+    two, _, _ = ends()
+    tensor = torch.ones(4)
+    one.lend(tensor, True, True)
+    two.lend(tensor, True, True)
+    del tensor
+    one.close()
+    assert not fake.released
+    two.close()
+    assert fake.released == [(b"counters", 0)]
+
+
+def test_a_storage_may_die_while_the_books_are_open(fake: Cuda) -> None:
+    """The garbage collector runs wherever it likes, also in a thread that holds the lock."""
+    trainer, _, _ = ends()
+    tensor = torch.ones(4)
+    trainer.lend(tensor, True, True)
+    trainer.close()
+    with cuda._lock:
+        del tensor
+        assert len(cuda._dead) == 1
+    cuda._settle()
+    assert fake.released == [(b"counters", 0)]
+
+
+def test_a_forked_child_leaves_the_counters_alone(fake: Cuda) -> None:
+    trainer, _, _ = ends()
+    tensor = torch.ones(4)
+    trainer.lend(tensor, True, True)
+    cuda._forget_all()
+    trainer.close()
+    del tensor
+    assert not fake.released
+
+
+def test_a_worker_that_is_gone_may_be_noticed_while_lending(fake: Cuda) -> None:
+    def tell(note: bytes, descriptor: Optional[int]) -> None:
+        trainer.close()
+        raise RuntimeError("the worker process died")
+
+    trainer = cuda.TrainerEnd(tell)
+    tensor = torch.ones(4)
+    with pytest.raises(RuntimeError, match="died"):
+        trainer.lend(tensor, True, True)
+    del tensor
+    assert not cuda._exports
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "says"),
+    [
+        (lambda: torch.ones(2, device="meta"), RuntimeError, "tensor on meta.*cannot share memory of meta"),
+        (lambda: torch.ones(2, 2).to_sparse(), RuntimeError, "layout torch.sparse_coo"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), RuntimeError, "resolve_conj"),
+    ],
+)
+def test_what_cannot_be_lent_is_refused(fake: Cuda, tensor: Any, error: type[Exception], says: str) -> None:
+    trainer, _, _ = ends()
+    with pytest.raises(error, match=says):
+        trainer.lend(tensor(), True, True)
+
+
+def test_without_a_device_a_tensor_is_refused_by_name() -> None:
+    trainer = cuda.TrainerEnd(lambda note, descriptor: None)
+    with pytest.raises(RuntimeError, match=r"tensor on cpu: .* memory of CUDA"):
+        trainer.lend(torch.ones(2), True, True)
+    trainer.close()
+
+
+def test_a_worker_has_one_device(fake: Cuda) -> None:
+    trainer, _, _ = ends()
+    trainer.lend(torch.ones(2), True, True)
+    trainer.lend(torch.ones(2), True, True)
+    assert fake.devices == [0]
+    trainer._device = torch.device("cpu", 1)
+    with pytest.raises(ValueError, match=r"tensor on cpu: the other operations of this group were on cpu:1"):
+        trainer.lend(torch.ones(2), True, True)
+
+
+# Order
+
+
+def test_marks_go_both_ways(fake: Cuda) -> None:
+    trainer, worker, _ = ends()
+    mark = trainer.mark()
+    worker.follow(mark)
+    (stream, event) = fake.waited[0]
+    assert event.recorded == ["default"] and stream == "stream 1" and fake.stream == stream
+    assert not worker.reached(mark)
+    answer = worker.mark()
+    assert not trainer.reached(answer)
+    for event in fake.events.values():
+        event.passed = 1
+    assert trainer.reached(answer) and worker.reached(mark)
+    trainer.follow(answer)  # on the host, which has nothing to wait for
+
+
+def test_operations_take_turns_on_streams(fake: Cuda) -> None:
+    trainer, worker, _ = ends()
+    for _ in range(3):
+        worker.follow(trainer.mark())
+    assert [stream for stream, _ in fake.waited] == ["stream 1", "stream 2", "stream 3"]
+
+
+def test_an_event_is_used_again_once_the_device_has_passed_it(fake: Cuda) -> None:
+    trainer, worker, _ = ends()
+    first, second = trainer.mark(), trainer.mark()
+    assert len(fake.events) == 2, "the first one may still be waited for"
+    assert not worker.reached(first)
+    for event in fake.events.values():
+        event.passed = 1
+    third = trainer.mark()
+    assert len(fake.events) == 2
+    assert not worker.reached(third)
+    assert worker.reached(first), "it was passed, or its event would not have been used again"
+    assert worker.reached(second)
+
+
+def test_the_trainer_waits_on_the_host_and_not_for_a_dead_worker(fake: Cuda) -> None:
+    trainer, worker, _ = ends()
+    mark = worker.mark()
+    failed: list[Exception] = []
+
+    def follow() -> None:
+        try:
+            trainer.follow(mark)
+        except RuntimeError as e:
+            failed.append(e)
+
+    waiting = threading.Thread(target=follow, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive() and not fake.waited
+    trainer.close()
+    waiting.join(10)
+    assert not waiting.is_alive() and "ended before its operation" in str(failed[0])
+
+    # Nobody has noticed yet that the worker is gone: telling it something fails.
+    def tell(note: bytes, descriptor: Optional[int]) -> None:
+        raise RuntimeError("the worker process died")
+
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        cuda.TrainerEnd(tell).follow(mark)
+
+    queueing = cuda.TrainerEnd(lambda note, descriptor: None, queue=True)
+    queueing.follow(mark)
+    assert len(fake.waited) == 1

@@ -1,0 +1,45 @@
+"""Groups that are destroyed while operations in them still run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+# In a process of its own: if destroying the group kept the GIL, no timeout of ours would ever run.
+_SCRIPT = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+from torch.distributed import ReduceOp, TCPStore
+from torchft.process_group import ProcessGroupGloo, _reaper
+
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+with ThreadPoolExecutor(2) as pool:
+    for round in range(5):
+        groups = [ProcessGroupGloo(timedelta(seconds=60)) for _ in range(2)]
+        where = f"localhost:{store.port}/{round}"
+        list(pool.map(lambda rank: groups[rank].configure(where, "replica", rank, 2), range(2)))
+        group, called = groups[0], threading.Event()
+        # The callback runs on the group's own thread, needs the GIL, and destroys the group.
+        group.allreduce([torch.ones(1)], ReduceOp.SUM).get_future().add_done_callback(
+            lambda _: (group.shutdown(), called.set())
+        )
+        groups[1].abort()
+        assert called.wait(20)
+        assert _reaper.drain(20)
+print("done")
+"""
+
+
+def test_destroying_a_group_leaves_the_gil_to_its_threads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr

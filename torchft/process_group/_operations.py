@@ -1,0 +1,368 @@
+"""The operations in flight among one set of peers, and an end for all of them at once.
+
+Cutting Gloo's connections ends nearly all of its operations within a millisecond. It does not end a
+receive from any source; nor a send that Gloo takes off its list in the moment in which the connection
+breaks (seen in one of a hundred deaths of a peer): that one sleeps until its timeout, at a rank whose
+connections are all gone. And it ends nothing where the connections could not be told. So whoever waits
+here also looks at an end of ours: after an abort, or when every connection is broken, Gloo is given
+`_GRACE_SEC` to say itself what happened, and then the waiter goes; a collective also when one connection
+has been broken for `_DAMAGED_SEC`. What still runs is left to its timeout, with a thread of the reaper's;
+it may write to its tensors until then.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Callable, Iterator, Optional
+
+import torch
+from torch.distributed import Work
+from torch.futures import Future
+
+from torchft.process_group._connections import Connections
+
+# Both together are the longest that anybody waits after an abort: 100 ms are promised.
+_GRACE_SEC = 0.04
+_SLICE = timedelta(milliseconds=20)
+_SLICE_SEC = _SLICE.total_seconds()
+# Looking at all connections costs 1 µs each.
+_LOOK_SEC = 0.1
+# A collective may still end well where a peer that is through with it has left. It has so long for it. (In a
+# ring only the neighbours of a rank that aborts have something to wait for on its connection.)
+_DAMAGED_SEC = 1.0
+# How long the thread that watches futures stays when there are none.
+_IDLE_SEC = 1.0
+
+# They concern two ranks and not all.
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
+
+
+class Operations:
+    """What is in flight among one set of peers.
+
+    Args:
+        name: of the group, for errors.
+        connections: of the group; without them only `end` ends anything.
+    """
+
+    def __init__(self, name: str, connections: Optional[Connections] = None) -> None:
+        self.name = name
+        self.connections = connections
+        self._lock = threading.Lock()
+        self._ended: Optional[tuple[float, Exception]] = None
+        self._looked = 0.0
+        self._damaged: Optional[float] = None
+        self._promises: set[_Promise] = set()
+
+    def end(self, error: Exception) -> None:
+        """Ends all operations with an error, Gloo's own or this one. Does not wait."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = (time.monotonic(), error)
+        if self.connections is not None:
+            self.connections.shutdown()
+
+    def over(self, collective: bool = True) -> Optional[Exception]:
+        """Why no operation will end by itself any more; None as long as one may.
+
+        Args:
+            collective: whether a peer that is gone means the end, as it does for all but send and recv.
+        """
+        now = time.monotonic()
+        if self._ended is None:
+            self._look(now)
+        ended = self._ended
+        if ended is not None:
+            return None if now - ended[0] < _GRACE_SEC else ended[1]
+        if collective and self._damaged is not None and now - self._damaged > _DAMAGED_SEC:
+            return RuntimeError(f"{self.name}: the connection with a peer is broken")
+        return None
+
+    def _look(self, now: float) -> None:
+        """Notes when connections broke."""
+        connections = self.connections
+        if connections is None:
+            return
+        alive, all = 0, 1
+        if not connections.cut:
+            if now - self._looked < _LOOK_SEC:
+                return
+            self._looked = now
+            alive, all = connections.alive()
+        if alive < all and self._damaged is None:
+            self._damaged = now
+        if alive == 0 and all > 0:
+            with self._lock:
+                error = RuntimeError(f"{self.name}: the connections with all peers are broken")
+                self._ended = self._ended or (now, error)
+
+    def guard(self, work: Work, name: str, args: tuple[Any, ...]) -> Work:
+        """The operation, for callers who must not wait for it after `end`.
+
+        Args:
+            work: what the backend gave.
+            name: of the operation.
+            args: of the operation, to find its tensors in.
+        """
+        return _GuardedWork(self, work, name, args)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Calls a function that waits for peers, and raises when the operations end before it returns."""
+        outcome = _Outcome(function)
+        outcome.wait(self)
+
+    def promise(
+        self, real: Future[Any], devices: Optional[list[torch.device]], own: Callable[[Exception], Exception]
+    ) -> Future[Any]:
+        """A future that ends as `real` does, its error changed by `own`, or with the operations."""
+        promise = _Promise(devices)
+        with self._lock:
+            self._promises.add(promise)
+        _watch(self)
+
+        def complete(done: Future[Any]) -> None:
+            with self._lock:
+                if promise not in self._promises:
+                    return  # failed already
+                self._promises.discard(promise)
+            try:
+                value = done.value()
+            except Exception as e:
+                promise.fail(own(e))
+            else:
+                promise.keep(value)
+
+        real.add_done_callback(complete)
+        return promise.future
+
+    def fail_promises(self) -> bool:
+        """Fails the futures that will not complete any more; whether there are still some that may."""
+        if self._promises and (error := self.over()) is not None:
+            with self._lock:
+                promises, self._promises = self._promises, set()
+            if promises:
+                # Callbacks of others run here: not on the thread that watches.
+                threading.Thread(
+                    target=lambda: [promise.fail(error) for promise in promises], name="torchft_abort", daemon=True
+                ).start()
+        return bool(self._promises)
+
+
+class _Promise:
+    """A future that somebody completes. Its error is a real one, for C++ too (that of `set_exception` is not)."""
+
+    def __init__(self, devices: Optional[list[torch.device]]) -> None:
+        self._error: Optional[Exception] = None
+        self._trigger: Future[Any] = Future(devices=None if devices is None else [*devices])
+        self.future: Future[Any] = self._trigger.then(self._outcome)
+
+    def keep(self, value: object) -> None:
+        self._trigger.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._trigger.set_result(None)
+
+    def _outcome(self, done: Future[Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return done.value()
+
+
+class _Outcome:
+    """A function that runs on a thread of its own, and what came of it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._done = threading.Event()
+        self._value: Any = None
+        self._error: Optional[Exception] = None
+
+        def run() -> None:
+            try:
+                self._value = function()
+            except Exception as e:
+                self._error = e
+            self._done.set()
+
+        threading.Thread(target=run, name="torchft_wait", daemon=True).start()
+
+    def wait(self, operations: Operations) -> Any:
+        while not self._done.wait(_SLICE_SEC):
+            error = operations.over(collective=False)
+            if error is not None and not self._done.is_set():
+                raise error
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class _GuardedWork(Work):
+    """An operation of Gloo, which ends for those who wait for it when the group's operations do."""
+
+    def __init__(self, operations: Operations, work: Work, name: str, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._operations = operations
+        self._work = work
+        self._name = name
+        self._point_to_point = name in POINT_TO_POINT
+        self._args = args
+        self._future: Optional[Future[Any]] = None
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        if timeout is not None and timeout <= timedelta(0):
+            timeout = None
+        if self._point_to_point:
+            # These have no future, and a wait that expires breaks the connection: no slices.
+            work = self._work
+            return _Outcome(work.wait if timeout is None else lambda: work.wait(timeout)).wait(self._operations)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+        while True:
+            began = time.monotonic()
+            last = deadline - began <= _SLICE_SEC
+            # PyTorch cuts a deadline off to whole milliseconds.
+            step = timedelta(milliseconds=max(1, math.ceil(1000 * (deadline - began)))) if last else _SLICE
+            try:
+                return self._work.wait(step)
+            except Exception:
+                if self._work.is_completed():
+                    return self._completed()
+                error = self._operations.over()
+                if error is not None:
+                    raise error from None
+                if last or time.monotonic() - began < step.total_seconds() / 2:
+                    raise
+
+    def _completed(self) -> bool:
+        """What an operation gives that ended while somebody waited with a deadline, which may have passed meanwhile."""
+        try:
+            return self._work.wait()
+        except Exception as e:
+            error = self._own(e)
+        raise error
+
+    def _own(self, error: Exception) -> Exception:
+        return refused(self._operations.name, self._name, self._args, error)
+
+    def get_future(self) -> Future[Any]:
+        if self._future is None:
+            kinds = sorted({str(t.device) for t in tensors_of(self._args) if t.device.type not in ("cpu", "meta")})
+            devices = [torch.device(kind) for kind in kinds] or None
+            try:
+                real = self._work.get_future()
+            except RuntimeError:
+                # Send, recv and reduce_scatter have none in PyTorch.
+                self._future = self._waited_for(devices)
+            else:
+                self._future = self._operations.promise(real, devices, self._own)
+        return self._future
+
+    def _waited_for(self, devices: Optional[list[torch.device]]) -> Future[Any]:
+        """A future that a thread completes, with the tensors that the operation writes (or sends)."""
+        promise = _Promise(devices)
+        value = list(tensors_of(self._args[:1]))
+
+        def run() -> None:
+            try:
+                self.wait()
+            except Exception as e:
+                promise.fail(e)
+            else:
+                promise.keep(value)
+
+        threading.Thread(target=run, name="torchft_wait", daemon=True).start()
+        return promise.future
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
+        self.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed() or self._over() is not None
+
+    def is_success(self) -> bool:
+        return self._work.is_completed() and self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception() if self._work.is_completed() else self._over()
+
+    def _over(self) -> Optional[Exception]:
+        return self._operations.over(collective=not self._point_to_point)
+
+    def result(self) -> Any:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+
+# What PyTorch's backends say of an operation, an option or a dtype that they do not have.
+_UNSUPPORTED = re.compile(
+    r"does not support|not supported|unsupported|invalid scalar type|not implemented|cannot use", re.IGNORECASE
+)
+
+
+def refused(group: str, name: str, args: tuple[Any, ...], error: Exception) -> Exception:
+    """The error that a caller gets: the backend's, with group and operation where these are what it does not have.
+
+    PyTorch says of a dtype nothing but "Invalid scalar type".
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or _UNSUPPORTED.search(text) is None:
+        return error
+    kinds = sorted({f"{t.dtype} on {t.device.type}" for t in tensors_of(args)})
+    unsupported = RuntimeError(f"{group} does not support {name} of {', '.join(kinds) or 'this'}: {text}")
+    unsupported.__cause__ = error
+    return unsupported
+
+
+def tensors_of(args: object) -> Iterator[torch.Tensor]:
+    if isinstance(args, torch.Tensor):
+        yield args
+    elif isinstance(args, (list, tuple)):
+        for arg in args:
+            yield from tensors_of(arg)
+
+
+# The thread that looks after futures, for whom nobody waits.
+
+_watched: set[Operations] = set()
+_changed = threading.Condition()
+_watcher: Optional[threading.Thread] = None
+
+
+def _watch(operations: Operations) -> None:
+    global _watcher
+    with _changed:
+        if operations in _watched:
+            return
+        _watched.add(operations)
+        if _watcher is None:
+            _watcher = threading.Thread(target=_look_after, name="torchft_futures", daemon=True)
+            _watcher.start()
+        _changed.notify()
+
+
+def _look_after() -> None:
+    global _watcher
+    while True:
+        with _changed:
+            if not _watched and not _changed.wait(_IDLE_SEC) and not _watched:
+                _watcher = None
+                return
+            watched = list(_watched)
+        time.sleep(_SLICE_SEC)
+        for operations in watched:
+            if not operations.fail_promises():
+                with _changed:
+                    # Under the lock: nobody adds a promise and believes that it is watched.
+                    if not operations._promises:
+                        _watched.discard(operations)

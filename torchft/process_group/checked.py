@@ -1,0 +1,170 @@
+"""TORCHFT_CHECK_COLLECTIVES=1: ranks compare what they are about to do, and say who differs, instead of hanging.
+
+Before each collective every rank writes a line about it to the store where the group met, and reads those of the
+others. When they differ, all ranks raise the same error, from the very call that differs, before the backend sees it:
+Gloo ends the process when sizes differ, and waits for ever when operations do. So in this mode a call returns only when
+all ranks have made it, and costs a millisecond or more. Sends and receives concern two ranks and are not compared.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch.distributed import Store
+
+from torchft.process_group._operations import POINT_TO_POINT, tensors_of
+
+CHECK_COLLECTIVES = "TORCHFT_CHECK_COLLECTIVES"
+
+_POLL_SEC = (0.0005, 0.02)
+# Their arguments are different on each rank, but for these.
+_COMPARED_ARGUMENT = {"gather": 1, "scatter": 0, "gather_single": 1}
+_SIZES_DIFFER = ("alltoall", "alltoall_base", "all_to_all_single")
+_NOT_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+
+
+def enabled() -> bool:
+    """Whether collectives are to be compared.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    text = os.environ.get(CHECK_COLLECTIVES, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{CHECK_COLLECTIVES}={text!r}: allowed are 0 and 1")
+    return text == "1"
+
+
+def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
+    """One line about a collective, the same on all ranks that do the same; None for what is not compared."""
+    if name in POINT_TO_POINT:
+        return None
+    compared = args[_COMPARED_ARGUMENT[name]] if name in _COMPARED_ARGUMENT else args
+    tensors = list(tensors_of(compared))
+    if name in _SIZES_DIFFER:
+        kinds = sorted({_dtype(tensor) for tensor in tensors})
+    else:
+        kinds = [f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in tensors]
+    # A few are enough to see what it is about; the number tells the rest apart.
+    shown = ", ".join(kinds[:8]) + (f", … {len(kinds)} tensors, {_digest(kinds)}" if len(kinds) > 8 else "")
+    reduce_op = getattr(opts, "reduceOp", opts if type(opts).__name__ in ("RedOpType", "ReduceOp") else None)
+    root = getattr(opts, "rootRank", None)
+    parts = [shown] if shown else []
+    if reduce_op is not None:
+        parts.append(f"op {_reduce_op(reduce_op)}")
+    if root is not None:
+        parts.append(f"root {root}")
+    return f"{name}({'; '.join(parts)})"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _digest(kinds: list[str]) -> str:
+    import hashlib
+
+    return hashlib.sha256("\n".join(kinds).encode()).hexdigest()[:8]
+
+
+def _reduce_op(op: Any) -> str:
+    # A ReduceOp wraps a RedOpType, which prints as RedOpType.SUM.
+    return str(getattr(op, "op", op)).rpartition(".")[2]
+
+
+def _caller() -> str:
+    """File and line of the code that called, outside of torch and torchft."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_OURS):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def first_difference(views: list[str]) -> Optional[int]:
+    """The first rank whose view of a collective is not that of rank 0."""
+    # What follows the description, where it was called, may differ.
+    said = [view.partition(")")[0] for view in views]
+    return next((rank for rank, view in enumerate(said) if view != said[0]), None)
+
+
+class Checker:
+    """Compares the collectives of one set of peers.
+
+    Args:
+        name: of the group, for errors.
+        store: that all ranks have, with a prefix for this set of peers.
+        rank: of this process.
+        world_size: number of peers.
+        timeout: how long to wait for the other ranks to make the same call.
+    """
+
+    def __init__(self, name: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._name = name
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_sec = timeout.total_seconds()
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._error: Optional[Exception] = None
+        self._closed = threading.Event()
+
+    def close(self, error: Exception) -> None:
+        """Makes whoever waits for the other ranks, now or later, raise `error`."""
+        self._error = self._error or error
+        self._closed.set()
+
+    def check(self, name: str, args: tuple[Any, ...], opts: object) -> None:
+        """Returns when all ranks have called the same collective.
+
+        Raises:
+            RuntimeError: they call different ones, or one of them none in time; and again from every later call.
+        """
+        what = describe(name, args, opts)
+        if what is None:
+            return
+        with self._lock:
+            number, self._calls = self._calls, self._calls + 1
+            if self._error is not None:
+                raise self._error
+            self._store.set(f"{number}/{self._rank}", what + _caller())
+        keys = [f"{number}/{rank}" for rank in range(self._world_size)]
+        self._await(number, keys, what)
+        views = [view.decode() for view in self._store.multi_get(keys)]
+        differs = first_difference(views)
+        if differs is not None:
+            self.close(
+                RuntimeError(
+                    f"{self._name}: collective {number} differs between ranks: rank 0 calls {views[0]}, "
+                    f"rank {differs} calls {views[differs]}"
+                )
+            )
+            assert self._error is not None
+            raise self._error
+        if number > 0:
+            # Whoever wrote this one has read all of the last.
+            self._store.delete_key(f"{number - 1}/{self._rank}")
+
+    def _await(self, number: int, keys: list[str], what: str) -> None:
+        deadline = time.monotonic() + self._timeout_sec
+        pause, longest = _POLL_SEC
+        while not self._store.check(keys):
+            if self._closed.wait(pause):
+                assert self._error is not None
+                raise self._error
+            pause = min(2 * pause, longest)
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                self.close(
+                    RuntimeError(
+                        f"{self._name}: rank {self._rank} calls {what} as collective {number}; of the ranks {missing} "
+                        f"none came in {self._timeout_sec:g} s: they called {number} collectives, all like ours"
+                    )
+                )

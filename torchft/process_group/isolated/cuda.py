@@ -1,0 +1,496 @@
+"""CUDA: a worker uses the trainer's device memory itself, and events order what the two queue on the device.
+
+**Memory.** A storage is shared once in the life of the process, whatever the number of workers that come and go, and is
+known by weak reference, never by address. PyTorch counts who uses shared memory, and frees it only when a counter says
+nobody; a worker that was killed would never count down. So the trainer alone counts: a worker is told to drop what the
+trainer's user has freed, says so with its next mark, and only then, or when the worker has ended, PyTorch may have the
+memory back. (CUDA forbids to free what another process still maps.)
+
+**Order.** A mark is an interprocess event, recorded on the current stream; both ends send such marks. An event is
+recorded again only after the device has passed it, so a mark that somebody looks at too late may make him wait too
+long, never too short; and what a mark stands for was queued before it, so nobody waits for himself.
+
+**Done** is finished, not queued: the trainer's `follow` waits on the host. A stream of the trainer that waits for an
+event of its worker would wait for ever if the worker is killed before, and the trainer would hang with its peer: the
+very thing that an isolated group is for. `queue=True` makes the stream wait instead, for hosts where a GPU test has
+shown that a killed worker's events let go (docs/gpu.md).
+
+XPU has the events, but PyTorch has no way to share its memory: a tensor there is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import struct
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from typing import Optional
+
+import torch
+
+from torchft.process_group.isolated.sharing import Lease, Sharing, Tell
+
+_DEVICE = "cuda"
+
+# Both ends run the same PyTorch, so the place in this list says which one.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+# export, device, dtype, dimensions; offset in the storage; the storage's size and its offset in the allocation
+_REF = struct.Struct("<QHBBqQQ")
+# event, how often it was recorded, how many notes of the other end were read
+_MARK = struct.Struct("<IQQ")
+_ID = struct.Struct("<Q")
+
+# Notes to the worker, by their first byte: the device to work on, storages to drop, nothing.
+_USE, _DROP, _NOTHING = b"U", b"D", b"N"
+
+# The streams a worker's operations take turns on; PyTorch has as many.
+_STREAMS = 32
+
+# Of the host's look at an event: the first pause, and the longest one.
+_PAUSE_SEC = 20e-6
+_MAX_PAUSE_SEC = 500e-6
+
+# So often whoever waits looks whether the worker still lives.
+_LOOK_SEC = 0.02
+
+# What PyTorch's own counting gets from the worker: the name of no counter, which it ignores.
+_NO_COUNTER = b"/torchft-counts-itself"
+
+
+# Storages that this process shares
+
+
+class _Export:
+    """A storage of this process that others may map; `holders` are the ends whose worker may have done so."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.id = next(_ids)
+        self.storage = weakref.ref(storage, self._died)
+        self.key = id(storage)
+        self.holders: set[TrainerEnd] = set()
+        self.dead = False
+        (_, handle, size, offset, counter, counter_offset, _, _) = storage._share_cuda_()
+        # Nothing for a storage without memory.
+        self.handle: bytes = handle or b""
+        self.size: int = size
+        self.offset: int = offset
+        self._counter: Optional[tuple[bytes, int]] = None if counter is None else (counter, counter_offset)
+
+    def _died(self, _: object) -> None:
+        # Wherever the garbage collector was called, maybe by a thread that holds the lock: so no waiting.
+        _dead.append(self)
+        _settle()
+
+    def let_go(self) -> None:
+        """PyTorch may use the memory again, once."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
+            # On a device that has failed nothing can be freed any more; whoever uses it is told.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.ipc_collect()
+
+    def forget(self) -> None:
+        """In a forked child: the counter is the parent's, who still counts."""
+        self._counter = None
+
+
+_ids = itertools.count(1)
+_lock = threading.Lock()
+_exports: dict[int, _Export] = {}
+_dead: deque[_Export] = deque()
+
+
+def _settle() -> None:
+    """Deals with the storages that died, unless somebody else is at it, who does so when he is through."""
+    while _dead and _lock.acquire(blocking=False):
+        try:
+            _bury()
+        finally:
+            _lock.release()
+
+
+def _bury() -> None:
+    while _dead:
+        export = _dead.popleft()
+        export.dead = True
+        if _exports.get(export.key) is export:
+            del _exports[export.key]
+        for holder in export.holders:
+            holder._doomed.append(export)
+        if not export.holders:
+            export.let_go()
+
+
+def _hold(storage: torch.UntypedStorage, holder: TrainerEnd) -> _Export:
+    with _lock:
+        _bury()
+        export = _exports.get(id(storage))
+        # An address comes back, also that of a storage whose death was not noticed yet.
+        if export is None or export.storage() is not storage:
+            export = _exports[id(storage)] = _Export(storage)
+        export.holders.add(holder)
+    _settle()
+    return export
+
+
+def _leave(exports: list[_Export], holder: TrainerEnd) -> None:
+    with _lock:
+        for export in exports:
+            export.holders.discard(holder)
+            if export.dead and not export.holders:
+                export.let_go()
+    _settle()
+
+
+def _forget_all() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for export in (*_exports.values(), *_dead):
+        export.forget()
+    _exports.clear()
+    _dead.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+# Order
+
+
+class _Marks:
+    """Events of this process to send, and those of the other end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        # Recorded, the oldest first: number, event, handle, how often.
+        self._recorded: deque[tuple[int, torch.cuda.Event, bytes, int]] = deque()
+        # Of the other end: the event, and the newest mark seen of it.
+        self._opened: dict[int, tuple[torch.cuda.Event, int]] = {}
+
+    def mark(self, device: torch.device, notes: int) -> bytes:
+        with self._lock:
+            number, event, handle, times = self._next(device)
+            event.record(torch.cuda.current_stream(device))
+            times += 1
+            self._recorded.append((number, event, handle, times))
+        return _MARK.pack(number, times, notes) + handle
+
+    def _next(self, device: torch.device) -> tuple[int, torch.cuda.Event, bytes, int]:
+        # Only one that the device has passed: whoever still waits for it then has nothing to wait for.
+        if self._recorded and self._recorded[0][1].query():
+            return self._recorded.popleft()
+        with torch.cuda.device(device):
+            event = torch.cuda.Event(interprocess=True)
+            self._count += 1
+            return self._count, event, event.ipc_handle(), 0
+
+    def event(self, mark: bytes, device: torch.device) -> Optional[torch.cuda.Event]:
+        """The other end's event behind its mark, None where the device has passed that for sure."""
+        number, times, _ = _MARK.unpack_from(mark)
+        with self._lock:
+            known = self._opened.get(number)
+            event: torch.cuda.Event
+            if known is None:
+                # pyrefly: ignore [bad-assignment]  # it gives an object of the class it is called on
+                event = torch.cuda.Event.from_ipc_handle(device, mark[_MARK.size :])
+            else:
+                event, seen = known
+                if times < seen:
+                    return None
+            self._opened[number] = (event, times)
+            return event
+
+    def clear(self) -> None:
+        with self._lock:
+            self._recorded.clear()
+            self._opened.clear()
+
+
+# The two ends
+
+
+class _Lease:
+    """The tensor is kept from being freed, and so its memory from being used again, until `release`."""
+
+    __slots__ = ("_all", "_tensor", "ref")
+
+    def __init__(self, tensor: torch.Tensor, ref: bytes, all_: set[_Lease]) -> None:
+        self._tensor: Optional[torch.Tensor] = tensor
+        self.ref = ref
+        # Kept by its end too: who forgets a lease when the worker is killed does not free the memory.
+        self._all = all_
+        all_.add(self)
+
+    def fetch(self) -> None:
+        pass
+
+    def release(self) -> None:
+        self._tensor = None
+        self._all.discard(self)
+
+
+class TrainerEnd:
+    """Call `close` only when the worker has been reaped: until then its kernels may still write.
+
+    Args:
+        tell: sends a note to the worker's end.
+        queue: whether `follow` makes the stream wait instead of the host; see the module.
+    """
+
+    def __init__(self, tell: Tell, queue: bool = False) -> None:
+        self._tell = tell
+        self._queue = queue
+        self._marks = _Marks()
+        # The device of the first tensor: a worker has one.
+        self._device: Optional[torch.device] = None
+        self._leases: set[_Lease] = set()
+        self._held: dict[int, _Export] = {}
+        self._doomed: deque[_Export] = deque()
+        # What the worker was told to drop, by the number of the note.
+        self._told: OrderedDict[int, list[_Export]] = OrderedDict()
+        self._notes = 0
+        # Telling a worker that is gone may end in `close`.
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
+        device = _check(tensor)
+        if self._device is None:
+            with self._lock:
+                if self._device is None:
+                    self._say(_USE + _ID.pack(device.index or 0))
+                    self._device = device
+        if device != self._device:
+            raise ValueError(f"tensor on {device}: the other operations of this group were on {self._device}")
+        export = _hold(tensor.untyped_storage(), self)
+        with self._lock:
+            if self._closed:
+                closed = True
+            else:
+                closed = False
+                self._held[export.id] = export
+                self._drop()
+        if closed:
+            _leave([export], self)
+            raise RuntimeError("the worker of this group has ended")
+        return _Lease(tensor, _encode(tensor, export), self._leases)
+
+    def _drop(self) -> None:
+        """Tells the worker about memory that the user has freed."""
+        doomed: list[_Export] = []
+        while self._doomed:
+            doomed.append(self._doomed.popleft())
+        if doomed:
+            self._told[self._notes + 1] = doomed
+            self._say(_DROP + b"".join(_ID.pack(export.id) for export in doomed))
+
+    def _say(self, note: bytes) -> None:
+        self._notes += 1
+        self._tell(note, None)
+
+    def _dropped(self, notes: int) -> None:
+        """The worker has read so many notes, and unmapped what they named."""
+        gone: list[_Export] = []
+        with self._lock:
+            while self._told and next(iter(self._told)) <= notes:
+                gone += self._told.popitem(last=False)[1]
+            for export in gone:
+                self._held.pop(export.id, None)
+        if gone:
+            _leave(gone, self)
+
+    def borrow(self, ref: bytes) -> torch.Tensor:
+        raise RuntimeError("only a worker borrows")
+
+    def mark(self) -> bytes:
+        return self._marks.mark(self._current(), 0)
+
+    def follow(self, mark: bytes) -> None:
+        event = self._received(mark)
+        if event is None:
+            return
+        if self._queue:
+            event.wait(torch.cuda.current_stream(self._current()))
+            return
+        pause = _PAUSE_SEC
+        look_at = time.monotonic() + _LOOK_SEC
+        # The deadline is that of the operation, at which the worker ends. To tell it something shows that.
+        while not event.query():
+            if self._closed:
+                raise RuntimeError("the worker of this group ended before its operation did")
+            if time.monotonic() >= look_at:
+                with self._lock:
+                    self._say(_NOTHING)
+                look_at = time.monotonic() + _LOOK_SEC
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_SEC)
+
+    def reached(self, mark: bytes) -> bool:
+        event = self._received(mark)
+        return event is None or event.query()
+
+    def _received(self, mark: bytes) -> Optional[torch.cuda.Event]:
+        event = self._marks.event(mark, self._current())
+        self._dropped(_MARK.unpack_from(mark)[2])
+        return event
+
+    def _current(self) -> torch.device:
+        return self._device or torch.device(_DEVICE, torch.cuda.current_device())
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            held = list(self._held.values())
+            self._held.clear()
+            self._told.clear()
+            self._doomed.clear()
+        self._leases.clear()
+        _leave(held, self)
+        self._marks.clear()
+
+
+class WorkerEnd:
+    """Operations take turns on streams: one that waits for a silent peer does not hold up the next."""
+
+    def __init__(self) -> None:
+        # The trainer says which one. A thread of the worker that waits for an operation may have another.
+        self._device = torch.device(_DEVICE, 0)
+        self._marks = _Marks()
+        self._imports: dict[int, torch.UntypedStorage] = {}
+        self._streams: list[torch.cuda.Stream] = []
+        self._turn = 0
+        self._idle: Optional[torch.cuda.Stream] = None
+        self._notes = 0
+        self._lock = threading.Lock()
+
+    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
+        raise RuntimeError("only a trainer lends")
+
+    def borrow(self, ref: bytes) -> torch.Tensor:
+        export, device, dtype, shape, stride, offset, size, at, handle = _decode(ref)
+        if not handle:
+            return torch.empty(0, dtype=dtype, device=device).as_strided(shape, stride)
+        with self._lock:
+            storage = self._imports.get(export)
+            if storage is None:
+                # No event to wait for: marks do that.
+                storage = torch.UntypedStorage._new_shared_cuda(
+                    device.index, handle, size, at, _NO_COUNTER, 0, b"", False
+                )
+                self._imports[export] = storage
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
+
+    def told(self, note: bytes, descriptor: Optional[int]) -> None:
+        """Unmaps storages that the trainer's user has freed; what was done with them is long over."""
+        kind, numbers = note[:1], [number for (number,) in _ID.iter_unpack(note[1:])]
+        if kind == _USE:
+            torch.cuda.set_device(numbers[0])
+            self._device = torch.device(_DEVICE, numbers[0])
+            numbers = []
+        with self._lock:
+            self._notes += 1
+            dropped = [self._imports.pop(number, None) for number in numbers]
+        if any(storage is not None for storage in dropped):
+            # To drop one waits for the current stream: one with nothing on it.
+            if self._idle is None:
+                self._idle = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._idle):
+                dropped.clear()
+
+    def mark(self) -> bytes:
+        with self._lock:
+            notes = self._notes
+        return self._marks.mark(self._device, notes)
+
+    def follow(self, mark: bytes) -> None:
+        """Begins an operation: on the next stream, which waits for the trainer's mark."""
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(self._device) for _ in range(_STREAMS)]
+        stream = self._streams[self._turn]
+        self._turn = (self._turn + 1) % _STREAMS
+        torch.cuda.set_stream(stream)
+        event = self._marks.event(mark, self._device)
+        if event is not None:
+            event.wait(stream)
+
+    def reached(self, mark: bytes) -> bool:
+        event = self._marks.event(mark, self._device)
+        return event is None or event.query()
+
+    def close(self) -> None:
+        with self._lock:
+            self._imports.clear()
+        self._marks.clear()
+
+
+def trainer(tell: Tell) -> Sharing:
+    """The trainer's end, one for each worker."""
+    return TrainerEnd(tell)
+
+
+def worker() -> Sharing:
+    """The worker's end."""
+    return WorkerEnd()
+
+
+def prepare(index: int) -> None:
+    """Worker: makes the device with this index the current one and creates its context, which takes device memory."""
+    torch.cuda.set_device(index)
+    torch.empty(1, device=torch.device(_DEVICE, index))
+
+
+# A tensor as bytes
+
+
+def _check(tensor: torch.Tensor) -> torch.device:
+    device = tensor.device
+    if device.type != _DEVICE:
+        why = f"PyTorch {torch.__version__} cannot share memory of {device.type} between processes"
+        raise RuntimeError(f"tensor on {device}: an isolated group shares memory of CUDA; {why}")
+    if tensor.layout is not torch.strided:
+        raise RuntimeError(f"tensor of layout {tensor.layout}: an isolated group takes dense tensors")
+    if tensor.is_conj() or tensor.is_neg():
+        raise RuntimeError("tensor with a conjugation or negation pending: call resolve_conj() or resolve_neg() first")
+    return device
+
+
+def _encode(tensor: torch.Tensor, export: _Export) -> bytes:
+    shape, stride = tensor.shape, tensor.stride()
+    head = _REF.pack(
+        export.id,
+        tensor.device.index or 0,
+        _CODES[tensor.dtype],
+        len(shape),
+        tensor.storage_offset(),
+        export.size,
+        export.offset,
+    )
+    return head + struct.pack(f"<{2 * len(shape)}q", *shape, *stride) + export.handle
+
+
+def _decode(
+    ref: bytes,
+) -> tuple[int, torch.device, torch.dtype, tuple[int, ...], tuple[int, ...], int, int, int, bytes]:
+    export, device, dtype, dimensions, offset, size, at = _REF.unpack_from(ref)
+    layout = struct.Struct(f"<{2 * dimensions}q")
+    numbers = layout.unpack_from(ref, _REF.size)
+    handle = ref[_REF.size + layout.size :]
+    return (
+        export,
+        torch.device(_DEVICE, device),
+        _DTYPES[dtype],
+        numbers[:dimensions],
+        numbers[dimensions:],
+        offset,
+        size,
+        at,
+        handle,
+    )

@@ -1,0 +1,122 @@
+"""The isolated groups by backend: what their workers run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar, List
+
+import torch
+from torch.distributed import Store, Work
+from torch.distributed.distributed_c10d import ReduceScatterOptions
+
+from torchft.process_group.accelerator import _NEVER
+from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.isolated.parent import ProcessGroupBaby
+
+
+class ProcessGroupBabyGloo(ProcessGroupBaby):
+    """Gloo in a worker. Gloo's own abort does not end an operation; here the worker is killed.
+
+    Args: see `ProcessGroupBaby`.
+    """
+
+    _name: ClassVar[str] = "torchft-baby-gloo"
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        from torch.distributed import ProcessGroupGloo as BaseProcessGroupGloo
+
+        pg = BaseProcessGroup(store, rank, world_size)
+        pg._set_default_backend(BaseProcessGroup.BackendType.GLOO)
+        backend = BaseProcessGroupGloo(store, rank, world_size, cls._worker_timeout)
+        for device in ("cpu", "cuda"):
+            if device == "cpu" or torch.cuda.is_available():
+                pg._register_backend(torch.device(device), BaseProcessGroup.BackendType.GLOO, backend)
+        return pg
+
+    # The worker's error would come only to who waits.
+
+    def reduce_scatter(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[List[torch.Tensor]],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        _check_reduce_scatter("reduce_scatter")
+        return super().reduce_scatter(output_tensors, input_tensors, opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[torch.Tensor],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        _check_reduce_scatter("reduce_scatter_tensor_coalesced")
+        return super().reduce_scatter_tensor_coalesced(output_tensors, input_tensors, opts)
+
+
+def _check_reduce_scatter(name: str) -> None:
+    # Gloo has them since PyTorch's groups can be reconfigured.
+    if not hasattr(BaseProcessGroup, "reconfigure"):
+        raise RuntimeError(f"ProcessGroupBabyGloo does not support {name}.")
+
+
+class ProcessGroupBabyNCCL(ProcessGroupBaby):
+    """NCCL in a worker, on the device that is current when the peers come.
+
+    Args: see `ProcessGroupBaby`.
+    """
+
+    _name: ClassVar[str] = "torchft-baby-nccl"
+    _device: ClassVar[str] = "cuda"
+    _queues: ClassVar[bool] = True
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        from torch.distributed import ProcessGroupNCCL as BaseProcessGroupNCCL
+
+        # A worker that NCCL has failed in is of no use: it shall end, and the trainer sees that at once. What the
+        # trainer has set is for its own group, and came along with its environment.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(cls._worker_timeout.total_seconds()))))
+        opts = BaseProcessGroupNCCL.Options()
+        opts.config.blocking = 0
+        opts._timeout = cls._worker_timeout
+        if cls._worker_global_ranks is not None:
+            opts.global_ranks_in_group = cls._worker_global_ranks
+        return _on_device(cls._device, BaseProcessGroupNCCL, "NCCL", store, rank, world_size, opts)
+
+
+class ProcessGroupBabyXCCL(ProcessGroupBaby):
+    """XCCL, for Intel GPUs, in a worker.
+
+    PyTorch has no way to share memory of these between processes: tensors are refused, by name.
+
+    Args: see `ProcessGroupBaby`.
+    """
+
+    _name: ClassVar[str] = "torchft-baby-xccl"
+    _device: ClassVar[str] = "xpu"
+    _queues: ClassVar[bool] = True
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        from torch.distributed import ProcessGroupXCCL as BaseProcessGroupXCCL
+
+        opts = BaseProcessGroupXCCL.Options()
+        opts._timeout = _NEVER
+        return _on_device(cls._device, BaseProcessGroupXCCL, "XCCL", store, rank, world_size, opts)
+
+
+def _on_device(
+    kind: str, backend_class: Any, name: str, store: Store, rank: int, world_size: int, opts: Any
+) -> BaseProcessGroup:
+    """A group with one backend on the current device, connected now and not by the first operation."""
+    backend_type = getattr(BaseProcessGroup.BackendType, name)
+    pg = BaseProcessGroup(store, rank, world_size)
+    pg._set_default_backend(backend_type)
+    backend = backend_class(store, rank, world_size, opts)
+    device = torch.device(kind, torch.get_device_module(kind).current_device())
+    backend.eager_connect_single_device(device)
+    pg._register_backend(device, backend_type, backend)
+    return pg

@@ -1,0 +1,320 @@
+"""Sharing of CPU memory.
+
+A caller's storage stays where it is: other views of it, numpy's say, must see the results. So a tensor is copied
+into memory that both processes see, and back. That memory is kept and used again: its pages are there already,
+and the worker has it mapped. A tensor that lies in shared memory of PyTorch's (`share_memory_()`) is lent as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import threading
+from typing import Any, Optional
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchft.process_group.isolated.sharing import Lease, Sharing, Tell
+
+# note: map or unmap, region, bytes
+_NOTE = struct.Struct("<BQQ")
+_MAP, _UNMAP = 0, 1
+
+# ref: region, offset in bytes, dtype, dimensions; then sizes, then strides unless contiguous
+_REF = struct.Struct("<QQBBB")
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+# Slots are powers of two of at least this many bytes; small ones are cut from regions of _REGION bytes.
+_SMALLEST = 1 << 10
+_REGION = 1 << 20
+
+# Below this the copy is cheaper than to ask where a tensor lies.
+_ASK_ABOVE = 1 << 16
+
+# Where PyTorch makes its shared memory; containers are often given little of it.
+_SHARED_MEMORY = "/dev/shm"
+
+# How many imports of shared storages are kept before those that are gone are looked for.
+_SWEEP_AT = 64
+
+
+def trainer(tell: Tell) -> Sharing:
+    return _Trainer(tell)
+
+
+def worker() -> Sharing:
+    return _Worker()
+
+
+def share(tensor: torch.Tensor) -> bool:
+    """Moves the tensor's storage to shared memory; see `ProcessGroup.share_buffer`."""
+    storage = tensor.untyped_storage()
+    if not storage.is_shared():
+        try:
+            room = os.statvfs(_SHARED_MEMORY)
+            # Writing where there is no room left would end the process.
+            if storage.nbytes() > room.f_bavail * room.f_frsize // 2:
+                return False
+            # pyrefly: ignore [missing-attribute]  # a method in C, not declared
+            storage._share_fd_cpu_()
+        except (OSError, RuntimeError):
+            return False
+    return _descriptor(storage) is not None
+
+
+class _Slot:
+    """A piece of memory that one lease uses at a time."""
+
+    __slots__ = ("kind", "memory", "offset", "ref", "region", "view")
+
+    def __init__(self, region: int, offset: int, memory: torch.Tensor) -> None:
+        self.region = region
+        self.offset = offset
+        self.memory = memory
+        # Of the tensor that lay here last: the next one is most likely of the same kind.
+        self.kind: Optional[tuple[Any, ...]] = None
+        self.view = memory
+        self.ref = b""
+
+
+class _Staged:
+    """A lease of a copy."""
+
+    __slots__ = ("_free", "_slot", "_tensor", "_write", "ref")
+
+    def __init__(self, tensor: torch.Tensor, write: bool, slot: _Slot, free: list[_Slot]) -> None:
+        self._tensor = tensor
+        self._write = write
+        self._slot = slot
+        self._free = free
+        self.ref = slot.ref
+
+    def fetch(self) -> None:
+        if self._write:
+            _copy(self._tensor, self._slot.view)
+
+    def release(self) -> None:
+        self._free.append(self._slot)
+
+
+class _Shared:
+    """A lease of the memory itself."""
+
+    __slots__ = ("ref",)
+
+    def __init__(self, ref: bytes) -> None:
+        self.ref = ref
+
+    def fetch(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class _Host:
+    """What both ends have in common: work is done when it returns, and nothing waits in a queue."""
+
+    # See `sharing.is_plain`.
+    plain = True
+
+    def mark(self) -> bytes:
+        return b""
+
+    def follow(self, mark: bytes) -> None:
+        pass
+
+    def reached(self, mark: bytes) -> bool:
+        return True
+
+
+class _Trainer(_Host):
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._regions = itertools.count()
+        self._free: dict[int, list[_Slot]] = {}
+        # Storages that lie in shared memory already. The weak reference keeps the address in the key from
+        # coming back for another storage.
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._sweep_at = _SWEEP_AT
+
+    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
+        if not tensor.is_contiguous():
+            return self._lend_with_gaps(tensor, write)
+        size = tensor.nbytes
+        if size >= _ASK_ABOVE:
+            region = self._share(tensor)
+            if region is not None:
+                return _Shared(_ref(region, int(tensor.storage_offset()) * tensor.element_size(), tensor, True))
+        slot, free = self._take(size)
+        try:
+            kind = (tensor.dtype, tensor.shape)
+            if slot.kind != kind:
+                slot.view = slot.memory[:size].view(tensor.dtype).view(tensor.shape)
+                slot.ref = _ref(slot.region, slot.offset, tensor, True)
+                slot.kind = kind
+            if read:
+                _copy(slot.view, tensor)
+        except BaseException:
+            free.append(slot)
+            raise
+        return _Staged(tensor, write, slot, free)
+
+    def _lend_with_gaps(self, tensor: torch.Tensor, write: bool) -> Lease:
+        """The memory with its gaps, so that Gloo does with it what it would do with the caller's."""
+        length = _span(tensor)
+        size = length * tensor.element_size()
+        slot, free = self._take(size)
+        try:
+            slot.view = slot.memory[:size].view(tensor.dtype)
+            slot.ref = _ref(slot.region, slot.offset, tensor, False)
+            slot.kind = None
+            tensor = tensor.detach().as_strided((length,), (1,))
+            _copy(slot.view, tensor)
+        except BaseException:
+            free.append(slot)
+            raise
+        return _Staged(tensor, write, slot, free)
+
+    def _take(self, size: int) -> tuple[_Slot, list[_Slot]]:
+        size = max(_SMALLEST, 1 << max(0, size - 1).bit_length())
+        free = self._free.get(size)
+        if free is None:
+            with self._lock:
+                free = self._free.setdefault(size, [])
+        try:
+            return free.pop(), free
+        except IndexError:
+            pass
+        slots = self._allocate(size)
+        free.extend(slots[1:])
+        return slots[0], free
+
+    def _allocate(self, size: int) -> list[_Slot]:
+        total = max(size, _REGION)
+        region = next(self._regions)
+        descriptor = os.memfd_create("torchft-isolated", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, total)
+            memory = _map(descriptor, total)
+            self._tell(_NOTE.pack(_MAP, region, total), descriptor)
+        finally:
+            os.close(descriptor)
+        return [_Slot(region, at, memory[at : at + size]) for at in range(0, total, size)]
+
+    def _share(self, tensor: torch.Tensor) -> Optional[int]:
+        """The region that the tensor's storage is, None when it does not lie in memory that can be lent."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        with self._lock:
+            known = self._storages.get(key)
+            if known is not None and not known[0].expired():
+                return known[1]
+            if tensor.is_conj() or tensor.is_neg():
+                return None
+            descriptor = _descriptor(storage)
+            if descriptor is None:
+                return None
+            if len(self._storages) >= self._sweep_at:
+                self._sweep()
+            region = next(self._regions)
+            self._tell(_NOTE.pack(_MAP, region, os.fstat(descriptor).st_size), descriptor)
+            if known is not None:
+                self._tell(_NOTE.pack(_UNMAP, known[1], 0), None)
+            self._storages[key] = (StorageWeakRef(storage), region)
+            return region
+
+    def _sweep(self) -> None:
+        for key, (storage, region) in list(self._storages.items()):
+            if storage.expired():
+                del self._storages[key]
+                self._tell(_NOTE.pack(_UNMAP, region, 0), None)
+        self._sweep_at = max(_SWEEP_AT, 2 * len(self._storages))
+
+    def borrow(self, ref: bytes) -> torch.Tensor:
+        raise AssertionError("only the worker borrows")
+
+    def close(self) -> None:
+        with self._lock:
+            self._free = {}
+            self._storages = {}
+
+
+class _Worker(_Host):
+    def __init__(self) -> None:
+        self._regions: dict[int, torch.Tensor] = {}
+
+    def told(self, note: bytes, descriptor: Optional[int]) -> None:
+        action, region, size = _NOTE.unpack(note)
+        if action == _UNMAP:
+            self._regions.pop(region, None)
+            return
+        assert descriptor is not None
+        try:
+            self._regions[region] = _map(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def borrow(self, ref: bytes) -> torch.Tensor:
+        region, offset, dtype_number, contiguous, dimensions = _REF.unpack_from(ref)
+        dtype = _DTYPES[dtype_number]
+        numbers = struct.unpack_from(f"<{dimensions * (1 if contiguous else 2)}q", ref, _REF.size)
+        # A view of no other tensor: PyTorch checks offsets and storages of what it is given.
+        memory = self._regions[region][offset:]
+        rest = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        if contiguous:
+            return rest[: torch.Size(numbers).numel()].view(numbers)
+        return rest.as_strided(numbers[:dimensions], numbers[dimensions:])
+
+    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
+        raise AssertionError("only the trainer lends")
+
+    def close(self) -> None:
+        self._regions = {}
+
+
+def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
+    """The file that a storage is a mapping of, None where it is none, or PyTorch has not kept it open."""
+    if not storage.is_shared():
+        return None
+    try:
+        # Not _share_fd_cpu_: that moves a storage of another kind.
+        # pyrefly: ignore [missing-attribute]  # a method in C, not declared
+        descriptor = storage._get_shared_fd()
+    except RuntimeError:
+        return None
+    return descriptor if descriptor >= 0 else None
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    if to.requires_grad or source.requires_grad:
+        with torch.no_grad():
+            to.copy_(source)
+    else:
+        to.copy_(source)
+
+
+def _map(descriptor: int, size: int) -> torch.Tensor:
+    # The tensor keeps the mapping, the mapping a descriptor of its own.
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements of the storage, from the tensor's first one on, that the tensor or its size may reach."""
+    if tensor.numel() == 0:
+        return 0
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    left = tensor.untyped_storage().nbytes() // tensor.element_size() - int(tensor.storage_offset())
+    return min(max(reach, tensor.numel()), left)
+
+
+def _ref(region: int, offset: int, tensor: torch.Tensor, contiguous: bool) -> bytes:
+    numbers = (*tensor.shape,) if contiguous else (*tensor.shape, *tensor.stride())
+    head = _REF.pack(region, offset, _DTYPE_NUMBERS[tensor.dtype], contiguous, tensor.dim())
+    return head + struct.pack(f"<{len(numbers)}q", *numbers)

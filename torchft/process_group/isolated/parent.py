@@ -1,0 +1,581 @@
+"""The trainer's side of an isolated group: a process group of PyTorch whose operations run in a worker."""
+
+# Names and order of the parameters are those that users of torchft write, not PyTorch's.
+# pyrefly: ignore-errors[bad-override, bad-override-param-name]
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import weakref
+from datetime import timedelta
+from typing import Any, Callable, ClassVar, List, Optional, Sequence, Union
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ReduceOp, Store, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+
+from torchft.futures import _devices
+from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.checked import Checker, enabled
+from torchft.process_group.isolated import protocol
+from torchft.process_group.isolated.channel import Channel, _OpMetadata
+from torchft.process_group.isolated.sharing import Lease, Sharing
+from torchft.process_group.isolated.standby import Worker, Workers
+from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
+
+STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
+STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
+
+# Where nobody has started a worker yet, PyTorch is imported first.
+_START_SEC = 60.0
+
+# What the worker's own deadline for connecting is given to arrive.
+_GRACE_SEC = 1.0
+
+
+class _BabyWork(Work):
+    """An operation in the worker.
+
+    Args:
+        pg: the group it was called on, which knows it by
+        op_id: its number.
+        stream: the current one when it was called; None where there are only CPU tensors.
+    """
+
+    def __init__(self, pg: ProcessGroupBaby, op_id: int, stream: Optional[torch.Stream]) -> None:
+        super().__init__()
+        self._channel, self._op = pg._started(op_id)
+        self._stream = stream
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        """Waits until it is done; see the package for what that means.
+
+        Raises:
+            RuntimeError: `timeout` has passed. The operation goes on.
+            Exception: whatever it failed with.
+        """
+        op = self._op
+        seconds, began = None, 0.0
+        if timeout is not None and timeout > timedelta(0):
+            seconds, began = timeout.total_seconds(), time.monotonic()
+        if not op.done and not self._channel.wait(op, seconds):
+            raise _timed_out(seconds)
+        if op.error is not None:
+            raise _copy(op.error)
+        if op.marks:
+            if seconds is not None and not self._channel.reach(op, began + seconds):
+                raise _timed_out(seconds)
+            self._channel.follow(op)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
+        self.wait(timeout)
+
+    def get_future(self) -> torch.futures.Future[object]:
+        stream = self._stream
+        return self._channel.get_future(self._op, [] if stream is None else _devices(), stream)
+
+    def is_completed(self) -> bool:
+        return self._channel.is_done(self._op)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._op.error is None
+
+    def exception(self) -> Optional[Exception]:
+        return self._op.error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._op.result
+
+
+class ProcessGroupBaby(ProcessGroup):
+    """A group whose operations run in a worker, a process that can be killed without harm to this one.
+
+    A subclass says by `_create_pg` what the worker runs. The worker imports its module, so it must not be defined
+    in `__main__`.
+
+    Args:
+        timeout: of every operation that is not given one, and of connecting with new peers; in seconds, if a number.
+        standby: whether the next worker is started ahead, so that new peers find it up. It costs some 50 MB. None: as
+            TORCHFT_ISOLATED_STANDBY says ("1" or "0"), else yes.
+        standby_context: whether that worker makes the device's context ahead, too, which costs device memory. None: as
+            TORCHFT_ISOLATED_STANDBY_CONTEXT says, else no.
+    """
+
+    # What a subclass may change
+
+    # The kind of device the backend works on.
+    _device: ClassVar[str] = "cpu"
+    # Whether `wait` of the backend's work returns when the operation is queued on the device, not finished.
+    _queues: ClassVar[bool] = False
+    # For each `tensor.device.type`, the module that shares its memory.
+    _sharing: ClassVar[dict[str, str]] = {
+        "cpu": "torchft.process_group.isolated.host",
+        "cuda": "torchft.process_group.isolated.cuda",
+        "xpu": "torchft.process_group.isolated.cuda",
+    }
+    _name: ClassVar[str] = "torchft-baby"
+
+    # Set in the worker, before `_create_pg` is called there.
+    _worker_timeout: ClassVar[timedelta] = timedelta(seconds=60)
+    _worker_global_ranks: ClassVar[Optional[list[int]]] = None
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        """In the worker: connects with the peers, who do the same, over `store`."""
+        raise NotImplementedError(f"{cls.__name__}._create_pg")
+
+    def __init__(
+        self,
+        timeout: Union[float, timedelta] = 60.0,
+        standby: Optional[bool] = None,
+        standby_context: Optional[bool] = None,
+    ) -> None:
+        super().__init__(0, 1)
+        self._timeout = _as_timeout(timeout)
+        self._reconfigure_timeout: Optional[timedelta] = None
+        self._context = _setting(STANDBY_CONTEXT_ENV, standby_context, default=False)
+        self._worker: Optional[Worker] = None
+        self._peers: Optional[tuple[int, int]] = None
+        # Whether there was a worker already.
+        self._warm = False
+        self._aborted: Optional[Exception] = None
+        self._checker: Optional[Checker] = None
+        self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
+        # It must not know this object, which would live as long as it does.
+        self._workers = Workers(_maker(type(self), self._context), _setting(STANDBY_ENV, standby, default=True))
+        self._finalizer = weakref.finalize(self, Workers.close, self._workers)
+        self._workers.prepare()
+
+    # Peers
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: Optional[int] = None,
+        group_rank: Optional[int] = None,
+        group_world_size: Optional[int] = None,
+        global_ranks: Optional[list[int]] = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
+        self._end(RuntimeError(f"{self._name} was given new peers"))
+        self._aborted = None
+        timeout = min(self._timeout, self._reconfigure_timeout or self._timeout).total_seconds()
+        message = {
+            "store_addr": store_addr,
+            "rank": rank,
+            "world_size": world_size,
+            "timeout": self._timeout.total_seconds(),
+            "connect_timeout": timeout,
+            "global_ranks": global_ranks,
+            "device": _current_device(),
+            "environment": dict(os.environ),
+        }
+        self._worker = worker = self._workers.take()
+        weakref.finalize(self, worker.end, RuntimeError(f"{self._name} is gone"))
+        channel = worker.channel
+        try:
+            self._ask(channel, protocol.PING, b"", _START_SEC, "start")
+            self._ask(channel, protocol.CONFIGURE, json.dumps(message).encode(), timeout, "connect with its peers")
+        except BaseException:
+            self._end(RuntimeError(f"{self._name} has no peers until it is configured again"))
+            raise
+        if enabled():
+            store = PrefixStore("check", create_store_client(store_addr, timedelta(seconds=timeout)))
+            self._checker = Checker(self._name, store, rank, world_size, self._timeout)
+        self._peers = rank, world_size
+        self._warm = True
+
+    def _ask(self, channel: Channel, kind: int, rest: bytes, timeout: float, what: str) -> None:
+        op = channel.start(kind, rest, [], None, timeout)
+        if kind == protocol.CONFIGURE:
+            # The next one forks while this one connects.
+            self._workers.prepare()
+        if not channel.wait(op, timeout + _GRACE_SEC):
+            raise RuntimeError(f"{self._name}: the worker timed out: it did not {what} within {timeout} s")
+        if op.error is not None:
+            raise _copy(op.error)
+
+    def get_reconfigure_handle(self) -> str:
+        """What peers need to find this group.
+
+        The first call waits until a worker stands by: peers that are given the handle will wait for this group, and
+        shall not wait for an interpreter to start.
+
+        Raises:
+            Exception: why there is no worker.
+        """
+        if not self._warm:
+            channel = self._workers.first().channel
+            self._ask(channel, protocol.PING, b"", _START_SEC, "start")
+            self._warm = True
+        return super().get_reconfigure_handle()
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        self._reconfigure_timeout = opts.timeout
+        try:
+            return super().reconfigure(opts)
+        finally:
+            self._reconfigure_timeout = None
+
+    # State
+
+    def size(self) -> int:
+        """The number of peers, -1 without."""
+        peers = self._peers
+        return -1 if peers is None else peers[1]
+
+    def rank(self) -> int:
+        return self.getRank()
+
+    def getRank(self) -> int:
+        peers = self._peers
+        return 0 if peers is None else peers[0]
+
+    def getBackendName(self) -> str:
+        return self._name
+
+    def num_active_work(self) -> int:
+        """Operations that have not ended."""
+        worker = self._worker
+        return 0 if worker is None or worker.channel.lost() else len(worker.channel)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        if not isinstance(timeout, timedelta):
+            raise ValueError(f"timeout={timeout!r}: a timedelta above zero is needed")
+        self._timeout = _as_timeout(timeout)
+        worker = self._worker
+        if worker is not None and worker.channel.broken is None:
+            worker.channel.tell(protocol.SET_TIMEOUT, protocol.seconds(timeout.total_seconds()))
+
+    def errored(self) -> Optional[Exception]:
+        """Waits for the device, so that an operation that hangs shows."""
+        worker = self._worker
+        if worker is None:
+            return self._aborted
+        channel = worker.channel
+        if not channel.lost() and not channel.drain(self._timeout.total_seconds()):
+            return RuntimeError(f"{self._name}: timed out: the device is not done within {self._timeout}")
+        return self._aborted or channel.broken
+
+    def share_buffer(self, tensor: torch.Tensor) -> bool:
+        module = self._sharing.get(tensor.device.type)
+        share = None if module is None else getattr(importlib.import_module(module), "share", None)
+        return share is not None and share(tensor)
+
+    def abort(self, errored: bool = True) -> None:
+        """Kills the worker. Whoever waits in an operation gets an error, at once.
+
+        Args:
+            errored: whether `errored` shall tell, until there are new peers.
+        """
+        error = RuntimeError(f"{self._name} was aborted and has no peers until it is configured again")
+        if errored and self._worker is not None:
+            self._aborted = error
+        self._end(error)
+
+    def shutdown(self) -> None:
+        """Kills the worker and the one that stands by. `configure` starts new ones."""
+        super().shutdown()
+        self._end(RuntimeError(f"{self._name} was shut down and has no peers until it is configured again"))
+        self._workers.close()
+
+    def _end(self, error: Exception) -> None:
+        worker, self._worker, self._peers = self._worker, None, None
+        checker, self._checker = self._checker, None
+        if checker is not None:
+            checker.close(error)
+        if worker is not None:
+            worker.end(error)
+
+    # Operations
+
+    def _started(self, op_id: int) -> tuple[Channel, _OpMetadata]:
+        return self._starting[op_id]
+
+    def _start(self, name: str, *arguments: Any, access: Optional[str] = None) -> Work:
+        """Sends an operation to the worker.
+
+        Args:
+            name: of the operation, see `protocol.OPERATIONS`.
+            arguments: as PyTorch's group takes them.
+            access: to the tensors, where it is not what the table says.
+        """
+        worker = self._worker
+        if worker is None or self._peers is None:
+            raise _copy(self._aborted) if self._aborted else AssertionError("process group not initialized")
+        if self._checker is not None:
+            self._checker.check(name, arguments, arguments[-1])
+        channel = worker.channel
+        call = _Call(channel)
+        parts = [protocol.code(name)]
+        timeout = None
+        try:
+            for kind, argument in zip(protocol.OPERATIONS[name], arguments):
+                if type(kind) is tuple:
+                    parts.append(call.lend(kind[0], argument, access or kind[1]))
+                elif type(kind) is str:
+                    parts.append(protocol.integer(argument) if kind == "integer" else protocol.integers(argument))
+                elif type(argument) is bytes:
+                    parts.append(argument)
+                else:
+                    opts = kind() if argument is None else argument
+                    parts.append(protocol.options(opts))
+                    timeout = opts.timeout
+        except Exception as e:
+            call.release()
+            # So that it says who refuses what.
+            kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
+            raise kind(f"{self._name}: {name}: {e}") from e
+        result = _flat(arguments[0]) if call.leases else []
+        seconds = 0.0 if timeout is None else timeout.total_seconds()
+        if seconds <= 0:
+            seconds = self._timeout.total_seconds()
+        stream = torch.accelerator.current_stream() if call.on_device else None
+        op = channel.start(protocol.RUN, b"".join(parts), call.leases, result, seconds, stream)
+        self._starting[op.op_id] = channel, op
+        try:
+            # Read from the package: a replacement put there must take effect.
+            return sys.modules["torchft.process_group"]._BabyWork(self, op.op_id, stream)
+        finally:
+            del self._starting[op.op_id]
+
+    def allgather(
+        self,
+        output_tensors: List[List[torch.Tensor]],
+        input_tensor: List[torch.Tensor],
+        opts: AllgatherOptions,
+    ) -> Work:
+        return self._start("allgather", output_tensors, input_tensor, opts)
+
+    def allgather_into_tensor_coalesced(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[torch.Tensor],
+        opts: AllgatherOptions,
+    ) -> Work:
+        return self._start("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
+
+    def allreduce(self, tensors: List[torch.Tensor], opts: Union[dist.AllreduceOptions, dist.ReduceOp]) -> Work:
+        as_options = _bare if self._checker is None else _reduction
+        return self._start("allreduce", tensors, as_options(opts, AllreduceOptions))
+
+    def allreduce_coalesced(
+        self,
+        tensors: List[torch.Tensor],
+        opts: Union[dist.AllreduceCoalescedOptions, dist.ReduceOp],
+    ) -> Work:
+        as_options = _bare if self._checker is None else _reduction
+        return self._start("allreduce_coalesced", tensors, as_options(opts, AllreduceCoalescedOptions))
+
+    def alltoall_base(
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: List[int],
+        input_split_sizes: List[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        return self._start("alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts)
+
+    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
+        return self._start("barrier", BarrierOptions() if opts is None else opts)
+
+    def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
+        # The root's tensors stay as they are, those of the others are overwritten: each is copied one way at most.
+        return self._start("broadcast", tensor_list, opts, access="r" if opts.rootRank == self.getRank() else "w")
+
+    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
+        return self._start("recv", tensors, src_rank, tag)
+
+    def reduce_scatter(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[List[torch.Tensor]],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        return self._start("reduce_scatter", output_tensors, input_tensors, opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[torch.Tensor],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        return self._start("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
+
+    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
+        return self._start("send", tensors, dst_rank, tag)
+
+
+class _Call:
+    """Lends the tensors of one operation."""
+
+    __slots__ = ("_channel", "leases", "on_device")
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.leases: list[tuple[int, Lease]] = []
+        self.on_device = False
+
+    def lend(self, kind: str, argument: Any, access: str) -> bytes:
+        read, write = "r" in access, "w" in access
+        if kind == "tensors":
+            return protocol.tensors(self._lend(argument, read, write))
+        if kind == "tensor":
+            return protocol.tensor(self._lend((argument,), read, write)[0])
+        return protocol.lists([self._lend(tensors, read, write) for tensors in argument])
+
+    def _lend(self, tensors: Sequence[torch.Tensor], read: bool, write: bool) -> list[protocol.Item]:
+        items = []
+        for tensor in tensors:
+            # Cheaper than to ask for the device's type.
+            device = 0 if tensor.is_cpu else self._device_of(tensor)
+            lease = self._channel.sharing(device).lend(tensor, read, write)
+            self.leases.append((device, lease))
+            items.append((device, lease.ref))
+        return items
+
+    def _device_of(self, tensor: torch.Tensor) -> int:
+        kind = tensor.device.type
+        if kind not in protocol.DEVICES:
+            raise RuntimeError(f"a tensor on {tensor.device} is not supported")
+        self.on_device = True
+        return protocol.DEVICES.index(kind)
+
+    def release(self) -> None:
+        for _, lease in self.leases:
+            lease.release()
+
+
+def _delegate(name: str) -> Callable[..., Work]:
+    """An operation that torchft adds nothing to; its arguments are PyTorch's, options last."""
+    kinds = protocol.OPERATIONS[name]
+
+    def operation(self: ProcessGroupBaby, *arguments: Any) -> Work:
+        if len(arguments) < len(kinds):
+            arguments = (*arguments, kinds[-1]())
+        return self._start(name, *arguments)
+
+    operation.__name__ = name
+    operation.__doc__ = f"PyTorch's `ProcessGroup.{name}`."
+    return operation
+
+
+# What PyTorch's own functions call besides. Which of them exist depends on its version.
+for _operation in protocol.OPERATIONS:
+    if _operation not in vars(ProcessGroupBaby) and hasattr(BaseProcessGroup, _operation):
+        setattr(ProcessGroupBaby, _operation, _delegate(_operation))
+
+
+def _flat(outputs: Any) -> list[torch.Tensor]:
+    """What an operation's future gives, as Gloo does: its outputs, one after another."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
+
+
+# Options of a bare operation, encoded. ReduceOp.SUM and the like live for ever.
+_BARE: dict[tuple[int, type], bytes] = {}
+
+
+def _reduction(opts: Any, kind: type) -> Any:
+    """Options of that kind, made from others or from an operation."""
+    if type(opts) is kind:
+        return opts
+    made: Any = kind()
+    if hasattr(opts, "reduceOp"):
+        made.reduceOp = opts.reduceOp
+        made.timeout = opts.timeout
+        return made
+    made.reduceOp = opts
+    return made
+
+
+def _bare(op: Any, kind: type) -> Any:
+    """What `_reduction` gives; encoded once for one of ReduceOp's constants, which most callers pass."""
+    if type(op) is not ReduceOp.RedOpType:
+        return _reduction(op, kind)
+    known = _BARE.get((id(op), kind))
+    if known is None:
+        known = protocol.options(_reduction(op, kind))
+        if any(op is constant for constant in vars(ReduceOp).values()):
+            _BARE[id(op), kind] = known
+    return known
+
+
+def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]:
+    """What starts a worker for groups of a class."""
+    sharing = group._sharing
+
+    def make_sharing(device: int, tell: Callable[[bytes, Optional[int]], None]) -> Sharing:
+        return importlib.import_module(sharing[protocol.DEVICES[device]]).trainer(tell)
+
+    def make() -> Worker:
+        if group.__module__ == "__main__":
+            raise ValueError(
+                f"{group.__qualname__} is defined in __main__, which a worker does not import: put it into a module"
+            )
+        message = {
+            "group": f"{group.__module__}:{group.__qualname__}",
+            "path": sys.path,
+            "sharing": sharing,
+            "prepare": _current_device() if context else None,
+        }
+        return Worker(message, group._name, make_sharing)
+
+    return make
+
+
+def _current_device() -> int:
+    """The index of the accelerator's current device, 0 without one."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return 0
+    module: Any = torch.get_device_module(accelerator)
+    return module.current_device() if module.is_available() else 0
+
+
+def _timed_out(seconds: Optional[float]) -> Exception:
+    return RuntimeError(f"Operation timed out: it did not complete within {seconds} s")
+
+
+def _copy(error: Exception) -> Exception:
+    # A raised exception carries its traceback: everybody gets one of his own.
+    return type(error)(*error.args)
+
+
+def _as_timeout(timeout: Union[float, timedelta]) -> timedelta:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+        raise ValueError(f"timeout={timeout!r}: a timedelta above zero is needed, or seconds")
+    return timedelta(seconds=seconds)
+
+
+def _setting(name: str, value: Optional[bool], default: bool) -> bool:
+    if value is not None:
+        return value
+    text = os.environ.get(name, "1" if default else "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}={text!r}: 0 or 1 is needed")
+    return text == "1"

@@ -1,0 +1,107 @@
+"""The seam between an isolated group and a kind of device: memory, and the order of what is queued on it.
+
+A trainer and its worker are two processes. What an operation needs of both, that the worker sees the trainer's
+tensors and that neither touches them before the other's device is done with them, is behind `Sharing`. Each
+kind of device is a module with two functions:
+
+    def trainer(tell: Tell) -> Sharing: ...   # the trainer's end, one for each worker
+    def worker() -> Sharing: ...              # the worker's end
+    def prepare(index: int) -> None: ...      # optional; worker: this is the current device, and has a context
+    def share(tensor) -> bool: ...            # optional; trainer: see `ProcessGroup.share_buffer`
+
+`ProcessGroupBaby._sharing` names the module for each `tensor.device.type`. An operation goes:
+
+    trainer   lend(tensor) for each tensor; mark(), and the operation is sent with the leases' refs and the mark
+    worker    follow(mark); borrow(ref) for each tensor; the collective; mark(), sent with the answer
+    trainer   whoever waits: fetch() of every lease, follow(mark) on its own current stream;
+              release() of every lease as soon as reached(mark)
+
+After an error of the operation there is no fetch. After the worker's death there is only close(), and that when the
+worker has been reaped: a device goes on writing for a process that is only about to die. Leases that were not released
+keep their memory until then, also when nobody refers to them.
+
+A stream that waits for a process that is then killed may wait for ever. So `follow` of the trainer's end may wait on
+the host, and raises when this end is closed meanwhile: whoever has a deadline asks `reached` until then, and follows
+after.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Optional, Protocol
+
+import torch
+
+# Sends a note of this device's trainer end to the worker's, in order with the operations, and with it a file
+# descriptor, which stays the caller's. The worker's end gets it by its method `told(note, descriptor)`; that
+# one is optional, and the descriptor is the worker's to close.
+Tell = Callable[[bytes, Optional[int]], None]
+
+
+class Lease(Protocol):
+    """A tensor of the trainer that the worker may use."""
+
+    # What the worker's `borrow` needs. Small and complete: it is sent with every operation.
+    ref: bytes
+
+    def fetch(self) -> None:
+        """Trainer: after this the results are in the caller's tensor. Nothing where memory is really shared."""
+
+    def release(self) -> None:
+        """Trainer: the worker no longer uses it."""
+
+
+class Sharing(Protocol):
+    """One end, the trainer's or the worker's, of what the two processes share for one kind of device.
+
+    The trainer's end is used by several threads, the worker's by those that start and end operations.
+    A mark is small, and b"" where there is nothing to wait for: then neither `follow` nor `reached` is called.
+    """
+
+    # Memory
+
+    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
+        """Trainer: makes the tensor visible to the worker.
+
+        Args:
+            tensor: the caller's; its storage stays where it is.
+            read: the worker reads it.
+            write: the worker writes it.
+        """
+        ...
+
+    def borrow(self, ref: bytes) -> torch.Tensor:
+        """Worker: the tensor behind a lease's ref. A storage is imported once and kept."""
+        ...
+
+    # Order
+
+    def mark(self) -> bytes:
+        """What is queued on the current stream so far, for the other end."""
+        ...
+
+    def follow(self, mark: bytes) -> None:
+        """The current stream waits for the other end's mark; the host goes on where that is safe.
+
+        There is no deadline in it: a `wait` that has one asks `reached` until then.
+
+        Raises:
+            RuntimeError: the worker has ended, and its device never got there. That fails the operation: its `wait`
+                raises it, and its future must end with it, or whoever waits for that waits for ever.
+        """
+        ...
+
+    def reached(self, mark: bytes) -> bool:
+        """Whether the device has got past the other end's mark."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back; safe when the other end was killed, and safe to call twice.
+
+        Trainer: when the worker has been reaped.
+        """
+
+
+def is_plain(sharing: Sharing) -> bool:
+    """Whether both ends share plain memory: there are no marks, and `borrow` gives the same for the same ref until
+    the next note. Then operations are done when they have finished, and are decoded once."""
+    return getattr(sharing, "plain", False)

@@ -1,0 +1,293 @@
+"""The trainer's side of the fork server: one server for a process, and workers that stand by.
+
+Server    the process, started with the first group, shared by all, ended some seconds after the last one
+Worker    a worker: its channel, and how it is ended
+Workers   of one group: gives out the one that stands by, and asks for the next
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from typing import Any, Callable, Optional
+
+from torchft.futures import _TIMEOUT_MANAGER
+from torchft.process_group.isolated.channel import Channel, send
+from torchft.process_group.isolated.sharing import Sharing
+
+# A group that is shut down is often followed by another. Until then the server costs memory, but no time.
+_LINGER = timedelta(seconds=10)
+
+# How long the end of the server is waited for before it is killed. It needs a few milliseconds.
+_END_SEC = 1.0
+
+# A worker that has not ended by then (a driver hangs) is given up: what it shares stays allocated.
+_REAP_SEC = 30.0
+
+# How long an abort waits for the end of the worker, which takes some ten milliseconds.
+_STOP_SEC = 0.08
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from torchft.process_group.isolated.server import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class Server:
+    """The fork server. Starting it does not wait for it: what is asked of it meanwhile it does when it is up."""
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise RuntimeError(f"isolated groups need Linux, not {sys.platform}")
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Not PR_SET_PDEATHSIG, which strikes when the thread ends that started it.
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def spawn(self, message: dict[str, Any], requests: int, answers: int) -> tuple[int, int]:
+        """Asks for a worker.
+
+        Returns:
+            Its number, and a descriptor that reads nothing when the worker has ended.
+        """
+        number = next(self._numbers)
+        ended, theirs = os.pipe()
+        try:
+            self._send({"spawn": number, **message}, (requests, answers, theirs))
+        except BaseException:
+            os.close(ended)
+            raise
+        finally:
+            os.close(theirs)
+        return number, ended
+
+    def kill(self, number: int) -> None:
+        # A server that is gone has taken its workers along.
+        with contextlib.suppress(OSError):
+            self._send({"kill": number}, ())
+
+    def _send(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
+        data = json.dumps(message).encode()
+        with self._lock:
+            while True:
+                try:
+                    send(self._control, data, descriptors)
+                    return
+                except BlockingIOError:
+                    # It is still starting, and was asked for very much.
+                    poll = select.poll()
+                    poll.register(self._control, select.POLLOUT)
+                    if not poll.poll(60_000):
+                        raise OSError("the server of isolated workers does not respond") from None
+
+    def close(self) -> None:
+        """Ends the server and all its workers."""
+        with self._lock:
+            self._control.close()
+        try:
+            self._process.wait(_END_SEC)
+        except subprocess.TimeoutExpired:
+            # It still imports, say.
+            self._process.kill()
+            self._process.wait(_END_SEC)
+
+    def forget(self) -> None:
+        """In a forked child: it is the parent's."""
+        os.close(self._control.detach())
+        self._process.returncode = 0
+
+
+class _Servers:
+    """The server of this process, while somebody needs it."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._server: Optional[Server] = None
+        self._users = 0
+        self._end: Any = None
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._end is not None:
+                self._end.cancel()
+                self._end = None
+            self._alive()
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            # At the end of the process it is gone before its last users: no thread is to be started then.
+            if self._users == 0 and self._server is not None:
+                self._end = _TIMEOUT_MANAGER.schedule(_LINGER, self._expire)
+
+    def get(self) -> Server:
+        with self._lock:
+            return self._alive()
+
+    def _alive(self) -> Server:
+        if self._server is not None and not self._server.alive():
+            self._server.close()
+            self._server = None
+        if self._server is None:
+            self._server = Server()
+        return self._server
+
+    def _expire(self) -> None:
+        with self._lock:
+            if self._users:
+                return
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def close(self) -> None:
+        """Ends the server now."""
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def forget(self) -> None:
+        if self._server is not None:
+            self._server.forget()
+        self._reset()
+
+
+servers = _Servers()
+atexit.register(servers.close)
+os.register_at_fork(after_in_child=servers.forget)
+
+
+class Worker:
+    """One worker's process.
+
+    Args:
+        message: what it is to be; see `worker.main`.
+        name: of the group, for errors.
+        sharings: see `Channel`.
+    """
+
+    def __init__(
+        self,
+        message: dict[str, Any],
+        name: str,
+        sharings: Callable[[int, Callable[[bytes, Optional[int]], None]], Sharing],
+    ) -> None:
+        self.channel = channel = Channel(name, sharings, self._broken)
+        self._server = servers.get()
+        try:
+            self._number, self._ended = self._server.spawn(
+                message, channel.worker_requests.fileno(), channel.worker_answers
+            )
+        except BaseException as e:
+            self._number, self._ended = -1, -1
+            channel.close(RuntimeError(f"{name}: the worker could not be started: {e}"))
+        finally:
+            channel.worker_requests.close()
+            os.close(channel.worker_answers)
+
+    def _broken(self) -> None:
+        if self._number < 0:
+            return
+        self._server.kill(self._number)
+        if self.channel.uses_devices:
+            # Nobody waits for a device to let go of a process.
+            threading.Thread(target=self._reap, name="torchft_isolated_reaper", daemon=True).start()
+        else:
+            # It must not write into shared memory any more when whoever aborts goes on.
+            self._poll_end(_STOP_SEC)
+            self.channel.close_sharings()
+            os.close(self._ended)
+
+    def _reap(self) -> None:
+        ended = self._poll_end(_REAP_SEC)
+        os.close(self._ended)
+        if ended:
+            self.channel.close_sharings()
+
+    def _poll_end(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._ended, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def end(self, error: Exception) -> None:
+        """Kills it. Whoever waits for it gets `error`; nobody waits for its end."""
+        self.channel.close(error)
+
+
+class Workers:
+    """Gives a group its workers.
+
+    Args:
+        make: starts a worker, without waiting for it.
+        standby: whether one is started ahead.
+    """
+
+    def __init__(self, make: Callable[[], Worker], standby: bool) -> None:
+        self._make = make
+        self._standby = standby
+        self._lock = threading.Lock()
+        self._next: Optional[Worker] = None
+        self._used = False
+
+    def prepare(self) -> None:
+        """Sees to it that there is a server, and a worker that stands by."""
+        with self._lock:
+            if not self._used:
+                self._used = True
+                servers.acquire()
+            if self._standby and (self._next is None or self._next.channel.broken is not None):
+                self._next = self._make()
+
+    def first(self) -> Worker:
+        """The worker that `take` will give, started now if need be."""
+        self.prepare()
+        with self._lock:
+            if self._next is None or self._next.channel.lost():
+                self._next = self._make()
+            return self._next
+
+    def take(self) -> Worker:
+        """The worker that stands by, or a new one."""
+        self.prepare()
+        with self._lock:
+            worker, self._next = self._next, None
+        if worker is not None and not worker.channel.lost():
+            return worker
+        return self._make()
+
+    def close(self) -> None:
+        """Ends the worker that stands by; until `prepare` is called again the server is not needed."""
+        with self._lock:
+            worker, self._next = self._next, None
+            used, self._used = self._used, False
+        if worker is not None:
+            worker.end(RuntimeError("the group was shut down"))
+        if used:
+            servers.release()

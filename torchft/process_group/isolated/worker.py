@@ -1,0 +1,286 @@
+"""The worker: runs the operations of one group in a process that may be killed at any moment.
+
+One thread reads requests and starts operations. Where an operation ends is where it is answered: Gloo's own thread
+calls back, so that nobody has to be woken for that. It knows its group's class only by name, and imports that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, Callable, Sequence
+
+import torch
+from torch.distributed import Work
+from torch.futures import Future
+
+from torchft.process_group._connections import Connections
+from torchft.process_group._operations import _LOOK_SEC, POINT_TO_POINT, Operations, refused
+from torchft.process_group.isolated import protocol
+from torchft.process_group.isolated.channel import receive
+from torchft.process_group.isolated.scheduling import Guests, calm_loops
+from torchft.process_group.isolated.sharing import Sharing, is_plain
+from torchft.process_group.reconfigure import create_store_client
+from torchft.process_group.wrapper import _set_timeout
+
+# Operations that are remembered as decoded. A training step repeats fewer.
+_REMEMBERED = 512
+
+# Name, function, arguments, whether all tensors are plain memory of the host.
+_Call = tuple[str, Callable[..., Work], list[Any], bool]
+
+
+def main(requests: int, answers: int, message: dict[str, Any]) -> None:
+    """Serves one trainer until it closes its end.
+
+    Args:
+        requests: descriptor of the socket to read from.
+        answers: descriptor of the pipe to write to.
+        message: `group` is the class as "module:name", `path` is sys.path, `sharing` the module for each device,
+            `prepare` the index of the device whose context is to be made at once, or None.
+    """
+    worker = Worker(socket.socket(fileno=requests), answers)
+    try:
+        worker.load(**message)
+        worker.serve()
+    except Exception as e:
+        worker.answer(protocol.FATAL, 0, protocol.encode_error(e))
+        raise
+
+
+class Worker:
+    def __init__(self, requests: socket.socket, answers: int) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._group: Any = None
+        self._pg: Any = None
+        self._modules: dict[str, str] = {}
+        self._index = 0
+        self._sharings: dict[int, Sharing] = {}
+        self._calls: dict[bytes, _Call] = {}
+        self._waiters = _Waiters()
+        self._guests = Guests()
+        # The names of those that were not answered.
+        self._in_flight: dict[int, str] = {}
+
+    def answer(self, kind: int, operation: int = 0, rest: bytes = b"") -> None:
+        try:
+            os.write(self._answers, protocol.answer(kind, operation, rest))
+        except BrokenPipeError:
+            # Nobody is interested any more.
+            os._exit(0)
+
+    def load(self, group: str, path: list[str], sharing: dict[str, str], prepare: int | None, **_: Any) -> None:
+        import sys
+
+        sys.path[:] = path
+        module, name = group.split(":")
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        self._group = found
+        self._modules = sharing
+        # The trainer's threads compute, these only pass on.
+        torch.set_num_threads(1)
+        if prepare is not None and found._device != "cpu":
+            self._prepare(found._device, prepare)
+
+    def _module(self, device: str) -> ModuleType:
+        return importlib.import_module(self._modules[device])
+
+    def _prepare(self, device: str, index: int) -> None:
+        """Makes `index` the current device, and its context."""
+        prepare = getattr(self._module(device), "prepare", None)
+        if prepare is not None:
+            prepare(index)
+
+    def _sharing(self, device: int) -> Sharing:
+        if device not in self._sharings:
+            name = protocol.DEVICES[device]
+            # A group on the host may be given tensors of a device, too.
+            if name != "cpu" and name != self._group._device:
+                self._prepare(name, self._index)
+            self._sharings[device] = self._module(name).worker()
+        return self._sharings[device]
+
+    def serve(self) -> None:
+        while True:
+            data, descriptors = receive(self._requests)
+            if not data:
+                return
+            kind, operation, rest = protocol.read_request(data)
+            if kind == protocol.RUN:
+                try:
+                    self._run(operation, rest)
+                except Exception as e:
+                    self.answer(protocol.FAILED, operation, protocol.encode_error(e))
+            elif kind == protocol.TELL:
+                self._calls.clear()
+                # pyrefly: ignore [missing-attribute]  # optional: whoever tells has it
+                self._sharing(operation).told(rest, descriptors[0] if descriptors else None)
+            elif kind == protocol.PING:
+                self.answer(protocol.PONG, operation)
+            elif kind == protocol.SET_TIMEOUT:
+                if self._pg is not None:
+                    _set_timeout(self._pg, timedelta(seconds=protocol.read_seconds(rest)))
+            elif kind == protocol.CONFIGURE:
+                try:
+                    self._configure(**json.loads(rest))
+                except Exception as e:
+                    self.answer(protocol.FAILED, operation, protocol.encode_error(e))
+                else:
+                    self.answer(protocol.DONE, operation)
+
+    def _configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        connect_timeout: float,
+        global_ranks: list[int] | None,
+        device: int,
+        environment: dict[str, str],
+    ) -> None:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        group = self._group
+        self._index = device
+        if group._device != "cpu":
+            self._prepare(group._device, device)
+        group._worker_timeout = timedelta(seconds=timeout)
+        group._worker_global_ranks = global_ranks
+        store = create_store_client(store_addr, timedelta(seconds=connect_timeout))
+        self._pg = group._create_pg(store, rank, world_size)
+        calm_loops()
+        if not group._queues:
+            operations = Operations(group._name, Connections(store, rank, world_size))
+            if operations.connections:
+                threading.Thread(target=self._watch, args=(operations,), daemon=True).start()
+
+    def _watch(self, operations: Operations) -> None:
+        """Gives up when what is in flight will not end by itself any more: only some peers' connections break.
+
+        The trainer ends this process then, so that no operation writes to tensors that have been given back.
+        """
+        while True:
+            time.sleep(_LOOK_SEC)
+            names = list(self._in_flight.values())
+            if names and (error := operations.over(not set(names).issubset(POINT_TO_POINT))) is not None:
+                self.answer(protocol.FATAL, 0, protocol.encode_error(error))
+                return
+
+    # Operations
+
+    def _run(self, operation: int, data: bytes) -> None:
+        marks, body = ((), data[1:]) if data[0] == 0 else protocol.read_marks(data)
+        call = self._calls.get(body)
+        if call is None:
+            call = self._decode(body)
+        name, function, arguments, plain = call
+        for device, mark in marks:
+            self._sharing(device).follow(mark)
+        try:
+            work = function(*arguments)
+        except RuntimeError as e:
+            raise self._refused(call, e) from e
+        if plain:
+            self._answer_when_finished(operation, work, call)
+        elif self._group._queues:
+            # That makes the current stream wait, not this thread.
+            work.wait()
+            self.answer(protocol.DONE, operation, self._marks([d for d, _ in marks]))
+        else:
+            self._in_flight[operation] = name
+            self._waiters.run(lambda: self._wait(operation, work, call, [d for d, _ in marks]))
+
+    def _refused(self, call: _Call, error: Exception) -> Exception:
+        return refused(self._group._name, call[0], tuple(call[2]), error)
+
+    def _decode(self, body: bytes) -> _Call:
+        plain = True
+
+        def borrow(device: int, ref: bytes) -> torch.Tensor:
+            nonlocal plain
+            sharing = self._sharing(device)
+            plain = plain and is_plain(sharing)
+            return sharing.borrow(ref)
+
+        name, arguments = protocol.read_body(body, borrow)
+        plain = plain and not self._group._queues
+        call = name, getattr(self._pg, name), arguments, plain
+        if plain:
+            if len(self._calls) >= _REMEMBERED:
+                self._calls.clear()
+            self._calls[body] = call
+        return call
+
+    def _answer_when_finished(self, operation: int, work: Work, call: _Call) -> None:
+        self._in_flight[operation] = call[0]
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            # Gloo's send and recv have none.
+            self._waiters.run(lambda: self._wait(operation, work, call, ()))
+            return
+        done = protocol.answer(protocol.DONE, operation)
+
+        def finished(future: Future[Any]) -> None:
+            # As little as possible: a trainer waits for it.
+            try:
+                future.value()
+                os.write(self._answers, done)
+                self._guests.keep()
+            except BrokenPipeError:
+                os._exit(0)
+            except Exception as e:
+                self.answer(protocol.FAILED, operation, protocol.encode_error(self._refused(call, e)))
+            del self._in_flight[operation]
+
+        future.add_done_callback(finished)
+
+    def _wait(self, operation: int, work: Work, call: _Call, devices: Sequence[int]) -> None:
+        try:
+            work.wait()
+            marks = self._marks(devices)
+        except Exception as e:
+            self.answer(protocol.FAILED, operation, protocol.encode_error(self._refused(call, e)))
+        else:
+            self.answer(protocol.DONE, operation, marks)
+        del self._in_flight[operation]
+
+    def _marks(self, devices: Sequence[int]) -> bytes:
+        return protocol.marks([(device, self._sharings[device].mark()) for device in devices]) if devices else b""
+
+
+class _Waiters:
+    """Threads for operations that can only be waited for: as many as there are such operations at a time."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+
+    def run(self, task: Callable[[], None]) -> None:
+        with self._lock:
+            start = self._idle == 0
+            self._idle -= not start
+        if start:
+            threading.Thread(target=self._serve, args=(task,), daemon=True).start()
+        else:
+            self._tasks.put(task)
+
+    def _serve(self, task: Callable[[], None]) -> None:
+        while True:
+            task()
+            with self._lock:
+                self._idle += 1
+            task = self._tasks.get()

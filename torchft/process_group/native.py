@@ -1,0 +1,90 @@
+"""PyTorch's own reconfigurable groups (`init_process_group(..., enable_reconfigure=True)`, PyTorch >= 2.14).
+
+A native group stays the same object while its peers change, and belongs to whoever made it. What is added
+here is an abort that everybody notices: Gloo's own does not touch an operation in flight. Such an operation
+would hold one of the group's two threads until its timeout, and operations among the next peers would wait
+behind it. So an abort, and every reconfiguration, first cuts the connections of the last one.
+
+Gloo groups meet in the store that they were made with: all replica groups must share it. And Gloo names a
+group that had no peers yet by the rank that it was made with: every replica group needs one of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Optional
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Work
+
+from torchft.process_group._connections import Connections
+
+if TYPE_CHECKING:
+    from torchft.process_group.reconfigure import ReconfigureOptions
+
+# Of every native group that has peers.
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
+
+
+def is_native(pg: object) -> bool:
+    """Whether `pg` is PyTorch's own: it has handles of its own kind and no `configure`."""
+    return isinstance(pg, dist.ProcessGroup) and not hasattr(pg, "configure")
+
+
+def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
+    """What the backends of a native group report, None when all is well."""
+    for device in pg._device_types:
+        backend = pg._get_backend(device)
+        error = backend.get_error()
+        if error.name != "SUCCESS":
+            return RuntimeError(f"backend {backend.name()} of {device.type} reports {error.name}")
+    return None
+
+
+def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
+    """Gives a group, native or torchft's, the peers of `opts`, and returns when it is connected with them.
+
+    What is still in flight among the last peers ends with an error.
+
+    Raises:
+        ValueError: two peers cannot be told apart.
+        RuntimeError: the peers could not be reached; the group is of no use until a later call succeeds.
+    """
+    if not is_native(pg):
+        pg.reconfigure(opts).wait()
+        return
+    if len(set(opts.handles)) != len(opts.handles):
+        raise ValueError(
+            f"two peers of a native group have the same handle: {sorted(opts.handles)}; give every replica group a "
+            "rank of its own in init_process_group(..., rank=, world_size=)"
+        )
+    _cut(pg)
+    work: Optional[Work] = pg.reconfigure(opts)
+    if work is not None:
+        work.wait()
+    if _is_gloo(pg):
+        # Where Gloo's addresses stand since PyTorch 2.14. Elsewhere nothing is found, and nothing is cut.
+        published = PrefixStore(f"reconfigure/{opts.uuid}", pg.get_group_store())
+        _connections[pg] = Connections(published, pg.rank(), pg.size())
+
+
+def abort_group(pg: dist.ProcessGroup) -> None:
+    """Ends what is in flight in a group, native or torchft's. It is of no use until it is reconfigured."""
+    if is_native(pg):
+        _cut(pg)
+    pg.abort()
+
+
+def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
+    """The connections of a native group with its present peers, None where they are not known."""
+    return _connections.get(pg)
+
+
+def _cut(pg: dist.ProcessGroup) -> None:
+    connections = _connections.pop(pg, None)
+    if connections is not None:
+        connections.shutdown()
+
+
+def _is_gloo(pg: dist.ProcessGroup) -> bool:
+    return any(pg._get_backend(device).name() == "gloo" for device in pg._device_types)

@@ -1,0 +1,425 @@
+"""A group over a communicator of torchcomms, which is not part of PyTorch: importing this needs it installed.
+
+A communicator stays the same object while its peers change, as a native group does: `comm` is what
+`torchcomms.new_comm(..., enable_reconfigure=True)` made, and its handles travel with the quorum.
+"""
+
+# pyrefly: ignore-errors[bad-override, bad-override-param-name]
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from datetime import timedelta
+from typing import Any, Callable, List, Optional, Union
+
+import torch
+
+# pyrefly: ignore[missing-import]
+import torchcomms
+from torch.distributed import PrefixStore, ReduceOp, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+
+from torchft.futures import context_timeout
+from torchft.process_group.base import ProcessGroup
+from torchft.process_group.checked import Checker, enabled
+from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
+from torchft.work import _DummyWork
+
+_REDUCE_OP_MAP: dict[ReduceOp, object] = {
+    ReduceOp.SUM: torchcomms.ReduceOp.SUM,
+    ReduceOp.PRODUCT: torchcomms.ReduceOp.PRODUCT,
+    ReduceOp.MIN: torchcomms.ReduceOp.MIN,
+    ReduceOp.MAX: torchcomms.ReduceOp.MAX,
+    ReduceOp.BAND: torchcomms.ReduceOp.BAND,
+    ReduceOp.BOR: torchcomms.ReduceOp.BOR,
+    ReduceOp.BXOR: torchcomms.ReduceOp.BXOR,
+    ReduceOp.AVG: torchcomms.ReduceOp.AVG,
+}
+
+
+class ProcessGroupTorchComms(ProcessGroup):
+    """Hands every operation to a torchcomms communicator.
+
+    After an abort, or a wait that outlasts its timeout, the group is of no use until it is reconfigured. The
+    communicator's own operations end then, or at once where it has an `abort`.
+
+    Args:
+        comm: a communicator that can be reconfigured. It is this group's from now on: `shutdown` finalizes it.
+        timeout: of waiting for an operation, and of connecting with new peers.
+    """
+
+    def __init__(self, comm: torchcomms.TorchComm, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(0, 1)
+        self._comm = comm
+        self._backend_name: str = comm.get_backend()
+        self._device = torch.device(comm.get_device())
+        self._on_cpu = self._device.type == "cpu"
+        self._in_flight: weakref.WeakSet[_TorchCommsWork] = weakref.WeakSet()
+        self._connected = False
+        self._finalized = False
+        self._error: Optional[Exception] = None
+        self._checker: Optional[Checker] = None
+        self._lock = threading.Lock()
+        self.set_timeout(timeout)
+
+    # Peers
+
+    def get_reconfigure_handle(self) -> str:
+        return self.comm.get_init_handle()
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        """Gives the communicator the peers with these handles; every one of them calls this.
+
+        Raises:
+            ValueError: the handles are unordered.
+            RuntimeError: the group was shut down.
+        """
+        if not isinstance(opts.handles, list):
+            raise ValueError(
+                f"reconfigure handles must be a list, whose order gives the ranks, got a {type(opts.handles).__name__}"
+            )
+        self._connected = False
+        self._end_in_flight(RuntimeError(f"{self.getBackendName()} was given other peers"))
+        timeout = self._timeout if opts.timeout is None else opts.timeout
+        work = self.comm.reconfigure(uuid=opts.uuid, init_handles=opts.handles, timeout=timeout)
+        if work is not None:
+            work.wait()
+        self._error = None
+        self._connected = True
+        return _DummyWork(None)
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: Optional[int] = None,
+        group_rank: Optional[int] = None,
+        group_world_size: Optional[int] = None,
+        global_ranks: Optional[list[int]] = None,
+    ) -> None:
+        """Exchanges handles with the peers over a store, and connects with them."""
+        if not 0 <= rank < world_size:
+            raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
+        store = create_store_client(store_addr, timeout=self._timeout)
+        if rank == 0:
+            store.set("torchcomms/uuid", str(random.randint(1, 2**63 - 1)))
+        store.set(f"torchcomms/handle/{rank}", self.get_reconfigure_handle())
+        opts = ReconfigureOptions()
+        opts.handles = [store.get(f"torchcomms/handle/{peer}").decode() for peer in range(world_size)]
+        opts.uuid = int(store.get("torchcomms/uuid"))
+        opts.timeout = self._timeout
+        self.reconfigure(opts)
+        # Handles alone name no store that the ranks share.
+        if enabled():
+            self._checker = Checker(self.getBackendName(), PrefixStore("check", store), rank, world_size, self._timeout)
+
+    # State
+
+    @property
+    def comm(self) -> torchcomms.TorchComm:
+        """The communicator.
+
+        Raises:
+            RuntimeError: the group was shut down, and its communicator finalized.
+        """
+        if self._finalized:
+            raise RuntimeError(f"{self.getBackendName()} was shut down")
+        return self._comm
+
+    def size(self) -> int:
+        return self.comm.get_size() if self._connected else 1
+
+    def rank(self) -> int:
+        return self.getRank()
+
+    def getRank(self) -> int:
+        return self.comm.get_rank() if self._connected else 0
+
+    def getBackendName(self) -> str:
+        return f"torchcomms:{self._backend_name}"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise ValueError(f"timeout={timeout!r}: a timedelta above zero is needed")
+        self._timeout = timeout
+
+    def errored(self) -> Optional[Exception]:
+        return self._error
+
+    def abort(self) -> None:
+        """Ends what is in flight, where the communicator can do so; the group has no peers until it gets new ones."""
+        with self._lock:
+            if not self._connected:
+                return
+            error = RuntimeError(f"{self.getBackendName()} was aborted and has no peers until it is reconfigured")
+            self._error = error
+            self._connected = False
+        self._end_in_flight(error)
+        abort = getattr(self._comm, "abort", None)
+        if abort is not None:
+            abort()
+
+    def _end_in_flight(self, error: Exception) -> None:
+        checker, self._checker = self._checker, None
+        if checker is not None:
+            checker.close(error)
+        for work in list(self._in_flight):
+            work.end(error)
+        self._in_flight = weakref.WeakSet()
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._finalized:
+                return
+            self._finalized = True
+            self._connected = False
+        super().shutdown()
+        self._end_in_flight(RuntimeError(f"{self.getBackendName()} was shut down"))
+        self._comm.finalize()
+
+    # Operations
+
+    def _start(self, name: str, args: tuple[Any, ...], opts: Any, *operations: Callable[[Any], Any]) -> Work:
+        """Starts the communicator's operations that make up one of PyTorch's.
+
+        Args:
+            name: of PyTorch's operation.
+            args: of it; the first is what its future gives.
+            opts: of it, or None.
+            operations: are given the communicator.
+        """
+        comm = self.comm
+        if self._error is not None:
+            raise self._error
+        if not self._connected:
+            raise RuntimeError(f"{self.getBackendName()} has no peers: it was not configured")
+        if self._checker is not None:
+            self._checker.check(name, args, opts)
+        works = [operation(comm) for operation in operations]
+        # Options of PyTorch say "no timeout given" with a negative one.
+        timeout = getattr(opts, "timeout", self._timeout)
+        value = args[0] if args else None
+        work = _TorchCommsWork(self, works, value, timeout if timeout > timedelta(0) else self._timeout)
+        self._in_flight.add(work)
+        return work
+
+    def _op(self, op: Any) -> object:
+        # Options hold an object of ReduceOp, the map's keys are those of its enumeration.
+        known = _REDUCE_OP_MAP.get(getattr(op, "op", op))
+        if known is None:
+            raise RuntimeError(f"{self.getBackendName()} does not support the reduction {op}")
+        return known
+
+    def allreduce(
+        self, tensors: List[torch.Tensor], opts: Union[AllreduceOptions, AllreduceCoalescedOptions, ReduceOp]
+    ) -> Work:
+        given = isinstance(opts, (AllreduceOptions, AllreduceCoalescedOptions))
+        op = self._op(opts.reduceOp if given else opts)
+        return self._start(
+            "allreduce", (tensors,), opts, *(lambda comm, t=t: comm.all_reduce(t, op, async_op=True) for t in tensors)
+        )
+
+    def allreduce_coalesced(
+        self, tensors: List[torch.Tensor], opts: Union[AllreduceCoalescedOptions, AllreduceOptions, ReduceOp]
+    ) -> Work:
+        return self.allreduce(tensors, opts)
+
+    def allgather(
+        self, output_tensors: List[List[torch.Tensor]], input_tensor: List[torch.Tensor], opts: AllgatherOptions
+    ) -> Work:
+        return self._start(
+            "allgather",
+            (output_tensors, input_tensor),
+            opts,
+            *(
+                lambda comm, outs=outs, t=t: comm.all_gather(outs, t, async_op=True)
+                for outs, t in zip(output_tensors, input_tensor)
+            ),
+        )
+
+    def allgather_into_tensor_coalesced(
+        self, output_tensors: List[torch.Tensor], input_tensors: List[torch.Tensor], opts: AllgatherOptions
+    ) -> Work:
+        return self._start(
+            "allgather_into_tensor_coalesced",
+            (output_tensors, input_tensors),
+            opts,
+            *(
+                lambda comm, out=out, t=t: comm.all_gather_single(out, t, async_op=True)
+                for out, t in zip(output_tensors, input_tensors)
+            ),
+        )
+
+    def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
+        root = opts.rootRank
+        return self._start(
+            "broadcast",
+            (tensor_list,),
+            opts,
+            *(lambda comm, t=t: comm.broadcast(t, root, async_op=True) for t in tensor_list),
+        )
+
+    def reduce_scatter(
+        self, output_tensors: List[torch.Tensor], input_tensors: List[List[torch.Tensor]], opts: ReduceScatterOptions
+    ) -> Work:
+        op = self._op(opts.reduceOp)
+        return self._start(
+            "reduce_scatter",
+            (output_tensors, input_tensors),
+            opts,
+            *(
+                lambda comm, out=out, parts=parts: comm.reduce_scatter(out, parts, op, async_op=True)
+                for out, parts in zip(output_tensors, input_tensors)
+            ),
+        )
+
+    def reduce_scatter_tensor_coalesced(
+        self, output_tensors: List[torch.Tensor], input_tensors: List[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        op = self._op(opts.reduceOp)
+        return self._start(
+            "reduce_scatter_tensor_coalesced",
+            (output_tensors, input_tensors),
+            opts,
+            *(
+                lambda comm, out=out, t=t: comm.reduce_scatter_single(out, t, op, async_op=True)
+                for out, t in zip(output_tensors, input_tensors)
+            ),
+        )
+
+    def alltoall_base(
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: List[int],
+        input_split_sizes: List[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        def run(comm: Any) -> Any:
+            if not output_split_sizes and not input_split_sizes:
+                return comm.all_to_all_single(output_buffer, input_buffer, async_op=True)
+            n = comm.get_size()
+            outputs = output_split_sizes or [output_buffer.size(0) // n] * n
+            inputs = input_split_sizes or [input_buffer.size(0) // n] * n
+            return comm.all_to_all_v_single(output_buffer, input_buffer, outputs, inputs, async_op=True)
+
+        return self._start("alltoall_base", ([output_buffer], input_buffer), opts, run)
+
+    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
+        return self._start("barrier", (), opts, lambda comm: comm.barrier(async_op=True))
+
+    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
+        return self._start(
+            "send", (tensors,), None, *(lambda comm, t=t: comm.send(t, dst_rank, async_op=True) for t in tensors)
+        )
+
+    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
+        return self._start(
+            "recv", (tensors,), None, *(lambda comm, t=t: comm.recv(t, src_rank, async_op=True) for t in tensors)
+        )
+
+
+class _TorchCommsWork(Work):
+    """Operations of a communicator whose result is `value`.
+
+    A torchcomms work can only be waited for. On a device that orders the current stream behind it. On a CPU it blocks,
+    so that a thread does so: an abort ends the wait of everybody else, whatever becomes of the operation.
+    """
+
+    def __init__(self, pg: ProcessGroupTorchComms, works: List[Any], value: object, timeout: timedelta) -> None:
+        super().__init__()
+        self._pg = pg
+        self._works = works
+        self._value = value
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: Optional[Exception] = None
+        self._thread: Optional[threading.Thread] = None
+        self._future: Optional[torch.futures.Future[object]] = None
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        timeout = self._timeout if timeout is None else timeout
+        if self._pg._on_cpu:
+            self._wait_elsewhere()
+            if not self._ended.wait(timeout.total_seconds()):
+                self.end(TimeoutError(f"{self._pg.getBackendName()}: an operation did not end within {timeout}"))
+                self._pg.abort()
+        elif self._error is None:
+            self._wait_for_all(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait_for_all(self, timeout: timedelta) -> None:
+        try:
+            with context_timeout(self._pg.abort, timeout):
+                for work in self._works:
+                    work.wait()
+        except Exception as e:
+            self.end(e)
+        else:
+            self.end(None)
+
+    def _wait_elsewhere(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._ended.is_set():
+                self._thread = threading.Thread(
+                    target=self._wait_for_all, args=(self._timeout,), name="torchft_torchcomms", daemon=True
+                )
+                self._thread.start()
+
+    def end(self, error: Optional[Exception]) -> None:
+        """Sets the outcome; that of the first call counts."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._error = error
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: torch.futures.Future[object]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._value)
+
+    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
+        self.wait(timeout)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def get_future(self) -> torch.futures.Future[object]:
+        """A future with the tensors; nobody has to wait for the operation to make it end."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            on_cpu = self._pg._on_cpu
+            future: torch.futures.Future[object] = torch.futures.Future(devices=[] if on_cpu else [self._pg._device])
+            self._future = future
+            ended = self._ended.is_set()
+        if ended:
+            self._complete(future)
+        elif on_cpu:
+            self._wait_elsewhere()
+        else:
+            self._wait_for_all(self._timeout)
+        return future

@@ -5,6 +5,9 @@ PYTHON ?= python3
 GO ?= go
 export GO
 
+# How long `make soak` runs.
+SOAK ?= 1h
+
 VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(shell command -v uv 2>/dev/null)
@@ -30,10 +33,10 @@ GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/too
 
 # An install must not run beside a build.
 .NOTPARALLEL:
-.PHONY: help train test build proto bindings lint lint-go lint-style lint-imports lint-types bench wheel clean check
+.PHONY: help train test test-gpu soak build proto bindings lint lint-go lint-style lint-imports lint-types bench bench-quorum wheel clean check
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
 	@echo "Settings: PYTHON=$(PYTHON) (3.10 or newer), GO=$(GO) (1.26 or newer), CC (gcc 9 or newer)"
 
 train: $(VENV)/with-train $(LIBRARY) ## train on two replica groups, kill one, see it heal
@@ -43,6 +46,15 @@ test: $(VENV)/with-test $(LIBRARY) ## go vet, go test -race, pytest
 	cd go && $(GO_ENV) $(GO) vet ./...
 	cd go && $(GO_ENV) $(GO) test -race -timeout 15m ./...
 	$(PY) -m pytest
+
+test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need a CUDA device; without one they are skipped
+	$(PY) -m pytest -rs tests/gpu
+
+soak: ## simulate for SOAK=1h, print progress, and a seed to replay if a rule breaks
+	cd go && $(GO) test ./sim -count=1 -timeout 0 -run '^TestSoak$$' -v -soak $(SOAK)
+
+test-slow: $(VENV)/with-test $(LIBRARY) ## the tests that take minutes
+	$(PY) -m pytest -m slow
 
 build: $(VENV)/with-nothing $(LIBRARY) ## install the package into .venv, in place
 
@@ -74,6 +86,10 @@ lint-types: $(VENV)/with-lint $(VENV)/with-test
 
 bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package
 	$(PY) python/bench/run.py
+
+bench-quorum: $(VENV)/with-test $(LIBRARY) ## how a quorum round grows with the number of groups
+	$(INSTALL) matplotlib
+	$(PY) python/bench/quorum.py
 
 wheel: $(PY) ## build an abi3 wheel into dist/
 	$(BUILD_WHEEL)

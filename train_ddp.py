@@ -77,7 +77,7 @@ def main() -> None:
 
     # torchft between the groups, a plain process group among the ranks of this one.
     init_process_group_of_this_group(device)
-    pg = replica_process_group(device)
+    pg = replica_process_group(device, args.isolated)
     manager = Manager(
         pg,
         load_state,
@@ -382,14 +382,12 @@ def init_process_group_of_this_group(device: torch.device) -> None:
     dist.init_process_group(backend, store=life, rank=rank, world_size=ranks)
 
 
-def replica_process_group(device: torch.device) -> Any:
-    if device.type == "cuda":
-        from torchft import ProcessGroupNCCL
+def replica_process_group(device: torch.device, isolated: bool) -> Any:
+    """The group that spans the replica groups; isolated ones run in a process that can be killed."""
+    from torchft import process_group
 
-        return ProcessGroupNCCL()
-    from torchft.process_group import ProcessGroupGloo
-
-    return ProcessGroupGloo()
+    backend = "NCCL" if device.type == "cuda" else "Gloo"
+    return getattr(process_group, f"ProcessGroup{'Baby' if isolated else ''}{backend}")()
 
 
 def int_from_env(name: str) -> int:
@@ -410,6 +408,7 @@ def parse_args() -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=0, help="must be the same in all groups")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--isolated", action="store_true", help="run the operations between the groups in a process of their own")
     add("--threads", type=positive, default=1, help="CPU threads for the computation")
     add("--timeout", type=float, default=30, help="seconds that one step may wait for another group")
     add("--checkpoint-dir", type=Path, help="resume from here, and save here")

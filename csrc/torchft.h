@@ -16,7 +16,16 @@ int tft_forked(void);
 PyObject *tft_raise_forked(void);
 
 /* wait.c */
+long tft_slice_ms(void); /* how long to wait before looking for signals */
+PyObject *tft_result(int state, int64_t number, char *text, int64_t length); /* frees text */
 PyObject *tft_run(PyObject *module, PyObject *args);
 PyObject *tft_open(PyObject *module, PyObject *args);
+
+/* post.c */
+PyObject *tft_post(PyObject *module, PyObject *args);
+PyObject *tft_collect(PyObject *module, PyObject *args);
+
+/* memory.c */
+PyObject *tft_lend_memory(PyObject *module, PyObject *args);
 
 #endif

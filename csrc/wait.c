@@ -8,16 +8,32 @@
 #include "torchft.h"
 
 #include <stdlib.h>
+#ifdef __APPLE__
+#include <pthread.h>
+#else
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
-/* Ctrl-C must end a wait within 50 ms; half of it leaves room for the thread to be scheduled. */
-#define SLICE_MS 25
+/* Ctrl-C must end a wait within 50 ms; half of it leaves room for the thread to be scheduled. Only the main thread
+ * handles signals: the others need not wake up for them. */
+#define MAIN_SLICE_MS 25
+#define SLICE_MS 1000
+
+long tft_slice_ms(void) {
+#ifdef __APPLE__
+  return pthread_main_np() ? MAIN_SLICE_MS : SLICE_MS;
+#else
+  return syscall(SYS_gettid) == getpid() ? MAIN_SLICE_MS : SLICE_MS;
+#endif
+}
 
 /* go/native/exports.go */
 enum { TFT_PENDING, TFT_NONE, TFT_INT, TFT_BOOL, TFT_TEXT, TFT_ERROR };
 extern int tft_op_take(int64_t op, tft_event *event, int64_t *number, char **text, int64_t *length);
 extern void tft_op_cancel(int64_t op);
 
-static PyObject *result(int state, int64_t number, char *text, int64_t length) {
+PyObject *tft_result(int state, int64_t number, char *text, int64_t length) {
   PyObject *value = NULL;
   switch (state) {
   case TFT_NONE:
@@ -41,15 +57,16 @@ static PyObject *result(int state, int64_t number, char *text, int64_t length) {
 static PyObject *take(int64_t op, tft_event *event) {
   int64_t number = 0, length = 0;
   char *text = NULL;
+  const long slice = tft_slice_ms();
   for (;;) {
     int state;
     Py_BEGIN_ALLOW_THREADS
     state = tft_op_take(op, event, &number, &text, &length);
-    if (state == TFT_PENDING && tft_event_wait(event, SLICE_MS))
+    if (state == TFT_PENDING && tft_event_wait(event, slice))
       state = tft_op_take(op, event, &number, &text, &length);
     Py_END_ALLOW_THREADS
     if (state != TFT_PENDING)
-      return result(state, number, text, length);
+      return tft_result(state, number, text, length);
     if (PyErr_CheckSignals() < 0) {
       tft_op_cancel(op);
       return NULL;

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torchft.ddp import DistributedDataParallel as DistributedDataParallel
     from torchft.manager import Manager as Manager
     from torchft.optim import OptimizerWrapper
+    from torchft.process_group import ProcessGroupBabyNCCL as ProcessGroupBabyNCCL
+    from torchft.process_group import ProcessGroupBabyXCCL as ProcessGroupBabyXCCL
     from torchft.process_group import ProcessGroupGloo as ProcessGroupGloo
     from torchft.process_group import ProcessGroupNCCL as ProcessGroupNCCL
     from torchft.process_group import ProcessGroupXCCL as ProcessGroupXCCL
@@ -36,20 +38,14 @@ _EXPORTS = {
     "ProcessGroupXCCL": ("torchft.process_group", "ProcessGroupXCCL"),
 }
 
-# Not in torchft.process_group yet. They are exported as soon as it defines them; then this line goes.
-_NOT_YET = {"ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL"}
-
-__all__ = sorted(_EXPORTS.keys() - _NOT_YET)
+__all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'torchft' has no attribute {name!r}")
     module, attribute = _EXPORTS[name]
-    try:
-        value = getattr(importlib.import_module(module), attribute)
-    except AttributeError:
-        raise AttributeError(f"torchft {__version__} does not have {name} yet: {module} does not define it") from None
+    value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
 

@@ -27,6 +27,7 @@ __all__ = [
     "LighthouseServer",
     "ManagerClient",
     "ManagerServer",
+    "MemberFailure",
     "Quorum",
     "QuorumMember",
     "QuorumResult",
@@ -176,6 +177,8 @@ class QuorumResult:
         replica_ids: of the participants, in order.
         reconfigure_handles: of this rank in each participant, in order; empty unless all sent theirs.
         replicas_without_handles: participants that sent none.
+        committed_quorum_id: in which the weights of ``max_step`` were made; -1: in none since their groups began, 0:
+            not every participant says it.
     """
 
     quorum_id: int = 0
@@ -193,6 +196,22 @@ class QuorumResult:
     replica_ids: list[str] = field(default_factory=list)
     reconfigure_handles: list[str] = field(default_factory=list)
     replicas_without_handles: list[str] = field(default_factory=list)
+    committed_quorum_id: int = 0
+
+
+@dataclass(frozen=True)
+class MemberFailure:
+    """A member of a quorum is dead, as the lighthouse knows it.
+
+    Args:
+        quorum_id: of the quorum that it was in.
+        replica_id: of the replica group.
+        reason: in words.
+    """
+
+    quorum_id: int
+    replica_id: str
+    reason: str
 
 
 class _Server(_Native):
@@ -276,10 +295,17 @@ class ManagerClient(_Native):
         RuntimeError: the server is not reached in time, or the address has no scheme.
     """
 
-    __slots__ = ("_group_world_size",)
+    __slots__ = ("_committed_quorum_id", "_group_world_size", "_round", "_votes")
 
     def __init__(self, addr: str, connect_timeout: timedelta, group_world_size: int = 0) -> None:
         self._group_world_size = _integer("group_world_size", group_world_size, 0)
+        # In which quorum this rank's weights were made; -1: in none since it began, 0: it does not say. An attribute,
+        # because stand-ins for this class have _quorum's published arguments.
+        self._committed_quorum_id = 0
+        # What is prepared for the calls of each step: the arguments it was prepared with, and its handle. Threads may
+        # vote for several ranks at the same time, so each has its own.
+        self._round: tuple[tuple[Any, ...], int] = ((), 0)
+        self._votes: dict[int, int] = {}
         self._open("pyapi_ManagerClientStart", addr, _micros("connect_timeout", connect_timeout))
 
     def _quorum(
@@ -318,8 +344,71 @@ class ManagerClient(_Native):
             init_sync,
             reconfigure_handle,
             self._group_world_size,
+            self._committed_quorum_id,
         )
         return QuorumResult(**json.loads(result))
+
+    # The same in two calls, for one that asks at every step and does not want a thread of its own for it.
+
+    def _begin_round(
+        self,
+        group_rank: int,
+        step: int,
+        checkpoint_metadata: str,
+        shrink_only: bool,
+        timeout: timedelta,
+        commit_failures: int,
+        init_sync: bool,
+        reconfigure_handle: str,
+        first: bool,
+    ) -> object:
+        """As :meth:`_quorum`, without waiting: what it returns is for :meth:`_end_round`, once.
+
+        Args:
+            first: there is no earlier result to compare with.
+        """
+        go = self._go
+        timeout_us = _micros("timeout", timeout)
+        fixed = (group_rank, checkpoint_metadata, init_sync, reconfigure_handle)
+        prepared_for, prepared = self._round  # read once: another thread may shut the client down
+        if prepared_for != fixed:
+            go.pyapi_Forget(prepared)
+            prepared = go.pyapi_ManagerRoundPrepare(self._handle, *fixed, self._group_world_size)
+            self._round = fixed, prepared
+        return go.post(prepared, step, commit_failures, shrink_only, timeout_us, self._committed_quorum_id, first)
+
+    def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
+        """Waits for a round's result: ``last`` itself, with the new step, where nothing else differs from it."""
+        result = self._go.collect(begun)
+        if last is not None and isinstance(result, int):
+            last.max_step = result
+            return last
+        return QuorumResult(**json.loads(result))
+
+    def _wait_change(self, timeout: timedelta) -> bool:
+        """Waits for a round whose result differs from the one before in more than the step, or asks for a heal.
+
+        Returns:
+            False if there was none in time.
+
+        Raises:
+            RuntimeError: the client is shut down.
+        """
+        go = self._go
+        return go.run(go.pyapi_ManagerChangeStart, self._handle, _micros("timeout", timeout))
+
+    def _wait_failure(self, timeout: timedelta) -> MemberFailure | None:
+        """Waits for the next failure of a member of any quorum.
+
+        Returns:
+            None if there was none in time.
+
+        Raises:
+            RuntimeError: the client is shut down.
+        """
+        go = self._go
+        told = go.run(go.pyapi_ManagerFailureStart, self._handle, _micros("timeout", timeout))
+        return MemberFailure(**json.loads(told)) if told else None
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """What group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""
@@ -344,18 +433,27 @@ class ManagerClient(_Native):
             True if every rank of the group voted True.
         """
         go = self._go
-        return go.run(
-            go.pyapi_ManagerShouldCommitStart,
-            self._handle,
-            _integer("group_rank", group_rank, 0),
-            step,
-            should_commit,
-            _micros("timeout", timeout),
-        )
+        timeout_us = _micros("timeout", timeout)
+        prepared = self._votes.get(group_rank)
+        if prepared is None:
+            prepared = go.pyapi_ManagerVotePrepare(self._handle, _integer("group_rank", group_rank, 0))
+            other = self._votes.setdefault(group_rank, prepared)
+            if other != prepared:  # another thread was faster
+                go.pyapi_Forget(prepared)
+                prepared = other
+        return go.collect(go.post(prepared, step, should_commit, timeout_us))
 
     def shutdown(self) -> None:
         """Closes the connection; calls that wait for an answer get an error. Does nothing the second time."""
         self._release()
+
+    def _release(self) -> None:
+        super()._release()  # first: nothing is prepared for a client that is gone
+        begun, self._round = self._round, ((), 0)
+        votes, self._votes = self._votes, {}
+        for prepared in (begun[1], *votes.values()):
+            if prepared:
+                self._go.pyapi_Forget(prepared)
 
 
 class LighthouseServer(_Server):

@@ -30,6 +30,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     loss are therefore fine, and PyTorch's one warning that there were none means nothing. With ``static_graph`` PyTorch
     rebuilds nevertheless: see :class:`_StaticGraph`.
 
+    Gradients are views of the buckets (``gradient_as_bucket_view``) unless the caller says otherwise. An average over
+    those who took part can only be made after the allreduce, and costs a pass over all gradients; this saves another,
+    that of copying them back, and the memory of one copy of them. As PyTorch says of the option, such a gradient cannot
+    be detached in place, and it is overwritten in the next backward pass.
+
     Args:
         manager: of this rank.
         module: the model; all groups start from the same weights, or heal to them (``init_sync``).
@@ -41,6 +46,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             raise ValueError("process_group: the Manager decides who takes part, so it cannot be given here")
         # A static graph finds unused parameters by itself, and PyTorch warns of setting both.
         kwargs["find_unused_parameters"] = not kwargs.get("static_graph", False)
+        kwargs.setdefault("gradient_as_bucket_view", True)
         # The wrapped class talks to a group of one: what it broadcasts or reduces by itself stays in this process.
         super().__init__(module, process_group=ProcessGroupDummy(0, 1), **kwargs)
         if kwargs.get("static_graph"):
@@ -51,7 +57,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 def _allreduce_hook(manager: "Manager", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
-    return manager.allreduce(bucket.buffer()).get_future()  # type: ignore[return-value]
+    buffer = bucket.buffer()
+    share = getattr(getattr(manager, "_pg", None), "share_buffer", None)
+    if share is not None:
+        # Buckets are DDP's own memory. Gradients are views of them, and follow.
+        share(buffer)
+    return manager.allreduce(buffer).get_future()  # type: ignore[return-value]
 
 
 class _StaticGraph:

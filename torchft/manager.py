@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import traceback
 import uuid
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, TypeVar
@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ReduceOp, TCPStore
 
 from torchft._manager import recovery
-from torchft._manager.executor import QuorumThread
+from torchft._manager.failures import FailureListener, PeerFailed
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, WorldSizeMode, make_plan
+from torchft._manager.rounds import Round, Rounds, make_rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -45,11 +46,12 @@ from torchft._manager.settings import (
 )
 from torchft._manager.state import DEFAULT_KEY, UserState
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
-from torchft._torchft import ManagerClient, ManagerServer
+from torchft._torchft import ManagerClient, ManagerServer, MemberFailure, QuorumResult
 from torchft.addresses import announced_host, announced_store_host
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.futures import future_timeout
-from torchft.process_group.reconfigure import ReconfigureOptions, is_native, native_error, supports_reconfigure
+from torchft.process_group.native import abort_group, native_error, reconfigure_group
+from torchft.process_group.reconfigure import ReconfigureOptions, supports_reconfigure
 from torchft.utils import get_stream_context
 from torchft.work import _DummyWork
 
@@ -80,6 +82,7 @@ T = TypeVar("T")
 _ABORT_TIMEOUT = timedelta(seconds=1)
 
 CommitHook = Callable[[int, bool, int], None]
+FailureCallback = Callable[[MemberFailure], None]
 
 IS_TRITON_AVAILABLE = True
 try:
@@ -127,8 +130,8 @@ class Manager:
         init_sync: at step 0, take the primary's weights in all groups.
         max_retries: steps in a row that may fail before ``should_commit`` raises; None: any number.
         quorum_retries: how often an error of the lighthouse is tried again.
-        enable_error_bus: learn of peers' failures from the lighthouse as they happen; None: as TORCHFT_FAILURE_BUS
-            says. Accepted and kept; failures are noticed by heartbeats and broken connections.
+        enable_error_bus: end collectives as soon as the lighthouse tells that a peer of them died, without waiting for
+            their timeout; None: as TORCHFT_FAILURE_BUS says (on).
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -203,6 +206,8 @@ class Manager:
         self._step = 0
         self._batches_committed = 0
         self._commit_failures = 0
+        # In which quorum the weights were made. Two groups that were apart can be at one step with different weights.
+        self._committed_quorum_id = -1  # in none since this process began
         self._commit_hooks: List[CommitHook] = []
 
         self._user_state = UserState(self._timeout.total_seconds())
@@ -214,24 +219,33 @@ class Manager:
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
 
-        # Of the current quorum. Written by the quorum thread, read by others once _quorum_future is done.
+        # Of the current quorum. Written by the thread that finishes the round, read by others once it is over.
         self._quorum_id = -1
         self._participating_replica_rank: Optional[int] = None
         self._participating_replica_world_size = 0
         self._healing = False
         self._pending_state_dict: Optional[Dict[str, Any]] = None
-        self._before_heal: Optional[Dict[str, int]] = None
-        self._quorum_future: Optional[Future[None]] = None
+        self._before_heal: Optional[tuple[Dict[str, int], int]] = None
+        self._plan: Optional[Plan] = None
+        self._plan_of: tuple[Optional[QuorumResult], bool] = (None, True)
+        self._rounds: Optional[Rounds] = None
+        self._round: Optional[Round] = None
 
         self._errored: Optional[ExceptionWithTraceback] = None
         # A failed heal spoils this group's step, but its peers still count on it in their collectives.
         self._collectives_usable = True
         self._aborted = False
+        # The last member that died, by what the lighthouse told. The lock: its thread ends the collectives of one step,
+        # and never of the next.
+        self._failure: Optional[MemberFailure] = None
+        self._failure_lock = threading.Lock()
+        self._connecting = False  # the process group gets the peers of a new quorum
+        self._failure_callbacks: List[FailureCallback] = []
+        self._failure_listener: Optional[FailureListener] = None
         # A load that failed may have changed some of the weights: until one succeeds they are of no step.
         self._spoiled = False
         self._works: List[_ManagedWork] = []
 
-        self._executor = QuorumThread()
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         accelerated = torch.accelerator.is_available()
         self._device_index: Optional[int] = torch.accelerator.current_device_index() if accelerated else None
@@ -283,6 +297,9 @@ class Manager:
         self._replica_id = store.get(REPLICA_ID_KEY).decode("utf-8")
         self._client = ManagerClient(address, connect_timeout=settings.connect_timeout)
         self._client._group_world_size = self._group_world_size  # refused if rank 0 has another one
+        self._rounds = make_rounds(self._client)
+        if self._enable_error_bus:
+            self._failure_listener = FailureListener(self._client, self._peer_failed)
         set_rank_info = getattr(self._pg, "set_rank_info", None)
         if set_rank_info is not None:  # a native group has no such method
             set_rank_info(
@@ -319,8 +336,12 @@ class Manager:
 
     def load_state_dict(self, state_dict: Dict[str, int]) -> None:
         """Sets step and batches_committed, as :meth:`state_dict` gave them."""
+        self._set_step(state_dict, committed_quorum_id=-1)
+
+    def _set_step(self, state_dict: Dict[str, int], committed_quorum_id: int) -> None:
         self._step = state_dict["step"]
         self._batches_committed = state_dict["batches_committed"]
+        self._committed_quorum_id = committed_quorum_id
 
     def state_dict(self) -> Dict[str, int]:
         """What a checkpoint must keep of the Manager."""
@@ -347,16 +368,29 @@ class Manager:
         Raises:
             RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
         """
-        if self._quorum_future is not None:
-            self._quorum_future.exception()  # only waits: the error went to whoever waited for that quorum
+        if self._rounds is None:
+            raise RuntimeError("the Manager is shut down")
+        if self._round is not None:
+            self._round.wait()  # its error went to whoever asked for that quorum
+        timeout = _given("timeout", timeout, self._quorum_timeout)
         self._discard_unloaded_heal()
-        self._errored = None
-        self._collectives_usable = True
-        self._aborted = False
-        self._healing = False
-        self._works = []
-        self._quorum_future = self._executor.submit(
-            partial(self._async_quorum, allow_heal, shrink_only, _given("timeout", timeout, self._quorum_timeout))
+        with self._failure_lock:
+            self._errored = None
+            self._collectives_usable = True
+            self._aborted = False
+            self._healing = False
+            self._works = []
+        self._client._committed_quorum_id = self._committed_quorum_id
+        self._round = self._rounds.begin(
+            partial(self._follow, allow_heal),
+            group_rank=self._group_rank,
+            step=self._step,
+            checkpoint_metadata=self._checkpoint_transport.metadata(),
+            shrink_only=shrink_only,
+            timeout=timeout,
+            init_sync=self._init_sync,
+            commit_failures=self._commit_failures,
+            reconfigure_handle=self._pg.get_reconfigure_handle(),
         )
         if not self._use_async_quorum:
             self.wait_quorum()
@@ -370,36 +404,13 @@ class Manager:
             RuntimeError: there is no quorum, or start_quorum was not called.
             TimeoutError: there was none in time.
         """
-        if self._quorum_future is None:
+        if self._round is None:
             raise RuntimeError("start_quorum must be called before anything that needs the quorum")
-        self._quorum_future.result()
+        self._round.result()
 
-    def _async_quorum(
-        self,
-        allow_heal: bool,
-        shrink_only: bool,
-        timeout: timedelta,
-    ) -> None:
-        """Runs on the quorum thread. Every wait in it has a deadline, so whoever waits for it ends."""
-        if self._device_index is not None:
-            torch.accelerator.set_device_index(self._device_index)
-        result = self._client._quorum(
-            group_rank=self._group_rank,
-            step=self._step,
-            checkpoint_metadata=self._checkpoint_transport.metadata(),
-            shrink_only=shrink_only,
-            timeout=timeout,
-            init_sync=self._init_sync,
-            commit_failures=self._commit_failures,
-            reconfigure_handle=self._pg.get_reconfigure_handle(),
-        )
-        plan = make_plan(
-            result,
-            use_async_quorum=self._use_async_quorum,
-            allow_heal=allow_heal,
-            world_size_mode=self._world_size_mode,
-            min_replica_size=self._min_replica_size,
-        )
+    def _follow(self, allow_heal: bool, result: QuorumResult) -> None:
+        """Does what a quorum asks for, on some thread. Every wait in it has a deadline: whoever waits for it ends."""
+        plan = self._plan_for(result, allow_heal)
         self._participating_replica_rank = plan.participating_rank
         self._participating_replica_world_size = plan.divisor
         self._healing = plan.heal
@@ -408,9 +419,11 @@ class Manager:
                 f"a heal of this group failed while its state was loaded, so its weights are of no step, and quorum "
                 f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
             )
+        if self._device_index is not None:
+            torch.accelerator.set_device_index(self._device_index)
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, also one whose heal fails.
-            self._before_heal = self.state_dict()
+            self._before_heal = self.state_dict(), self._committed_quorum_id
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id:
             self._follow_quorum(plan)
@@ -418,9 +431,24 @@ class Manager:
             with get_stream_context(self._recovery_stream):
                 self._recover(plan)
 
+    def _plan_for(self, result: QuorumResult, allow_heal: bool) -> Plan:
+        # Rounds give the very same result again while nothing changes.
+        if self._plan is None or self._plan_of[0] is not result or self._plan_of[1] != allow_heal:
+            self._plan = make_plan(
+                result,
+                use_async_quorum=self._use_async_quorum,
+                allow_heal=allow_heal,
+                world_size_mode=self._world_size_mode,
+                min_replica_size=self._min_replica_size,
+            )
+            self._plan_of = (result, allow_heal)
+        return self._plan
+
     def _follow_quorum(self, plan: Plan) -> None:
         """Rebuilds the process group for a new quorum. A failure costs the step, and the next quorum has a new id."""
-        self._quorum_id = plan.quorum_id
+        with self._failure_lock:
+            self._quorum_id = plan.quorum_id
+            self._connecting = True
         self._logger.quorum_event()
         self._logger.info(
             f"quorum {plan.quorum_id}: replica rank {plan.replica_rank} of {plan.replica_world_size}, "
@@ -437,6 +465,8 @@ class Manager:
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
             self.report_error(e)
+        finally:
+            self._connecting = False
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """The one place where a new quorum's handles reach the process group."""
@@ -444,7 +474,7 @@ class Manager:
         opts.uuid = communicator_id
         opts.handles = handles
         opts.timeout = self._timeout
-        self._pg.reconfigure(opts).wait()
+        reconfigure_group(self._pg, opts)
 
     def _configure_pg(self, plan: Plan) -> None:
         """As torchft 0.2.0: peers meet in the primary's store. Somebody in this quorum sent no handles."""
@@ -491,7 +521,7 @@ class Manager:
                     connect=partial(ManagerClient, connect_timeout=self._connect_timeout),
                     timeout=self._timeout,
                 )
-                self.load_state_dict(state["torchft"])
+                self._set_step(state["torchft"], plan.committed_quorum_id)
                 self._pending_state_dict = state  # the training thread loads it: the model is its own
         except Exception as e:
             self._logger.exception(f"healing failed: {e}")
@@ -513,13 +543,13 @@ class Manager:
         self._pending_state_dict = None
         self._before_heal = None
         self._spoiled = False
-        self._logger.info(f"healed, from step {before['step'] if before else 0}")
+        self._logger.info(f"healed, from step {before[0]['step'] if before else 0}")
         return True
 
     def _discard_unloaded_heal(self) -> None:
         """Goes back to the step whose weights this group really has, so that it is healed again."""
         if self._before_heal is not None:
-            self.load_state_dict(self._before_heal)
+            self._set_step(*self._before_heal)
         self._pending_state_dict = None
         self._before_heal = None
 
@@ -548,6 +578,7 @@ class Manager:
             raise ValueError(f"reduce_op=AVG needs a floating point tensor, this one is {tensor.dtype}; use SUM")
         try:
             self.wait_quorum()
+            self._check_peers()
             if not self._collectives_usable:
                 self._abort_collectives()  # the peers wait for what is skipped here
                 return _DummyWork(tensor)
@@ -555,13 +586,14 @@ class Manager:
                 tensor.zero_()
             op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
             work = _ManagedWork(self, self._pg.allreduce([tensor], _allreduce_options(op)), tensor)
+            self._works.append(work)
+            self._check_peers()  # what was told since the first look found no work to end
         except Exception as e:
             self._logger.exception(f"allreduce failed: {e}")
             self._report_collective_error(e)
             return _DummyWork(tensor)
-        if reduce_op == ReduceOp.AVG:
+        if reduce_op == ReduceOp.AVG and self._participating_replica_world_size > 1:
             work.on_success(partial(tensor.div_, self._participating_replica_world_size))
-        self._works.append(work)
         return work
 
     def report_error(self, e: Exception) -> None:
@@ -579,13 +611,41 @@ class Manager:
 
     def _abort_collectives(self) -> None:
         """Aborts the process group, once a step. The next quorum has a new id, as this step is not committed."""
-        if self._aborted or is_native(self._pg):  # a native group's abort is for good
+        if self._aborted:
             return
         self._aborted = True
         try:
-            self._pg.abort()
+            abort_group(self._pg)
         except Exception as e:
             self._logger.exception(f"the process group could not be aborted: {e}")
+
+    # Failures of peers
+
+    def subscribe_failures(self, callback: FailureCallback) -> None:
+        """Calls ``callback(failure)`` for each member of a quorum that the lighthouse tells is dead, on a thread of its
+        own. With ``enable_error_bus`` off it tells of none.
+        """
+        self._failure_callbacks.append(callback)
+
+    def _peer_failed(self, failure: MemberFailure) -> None:
+        """Ends what waits for a peer that died. A step whose collectives have all ended is none the worse for it."""
+        with self._failure_lock:
+            if failure.quorum_id == self._quorum_id:
+                self._failure = failure
+                if self._connecting:
+                    abort_group(self._pg)
+                elif any(not work.ended() for work in self._works):
+                    error = PeerFailed(failure)
+                    self._logger.warn(str(error))
+                    self._report_collective_error(error)
+        for callback in self._failure_callbacks:
+            callback(failure)
+
+    def _check_peers(self) -> None:
+        """Raises if a member of the present quorum is known to be dead."""
+        failure = self._failure
+        if failure is not None and failure.quorum_id == self._quorum_id:
+            raise PeerFailed(failure)
 
     def _keep_error(self, e: Exception) -> None:
         if self._errored is None:  # what came first is the cause
@@ -666,6 +726,7 @@ class Manager:
         if committed:
             self._step += 1
             self._batches_committed += participants
+            self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
         else:
             self._commit_failures += 1
@@ -740,8 +801,12 @@ class Manager:
         # There is none if the constructor failed, and stand-ins have no shutdown.
         close_client = getattr(getattr(self, "_client", None), "shutdown", None)
         if close_client is not None:
-            close_client()  # ends a quorum that the quorum thread waits for
-        self._executor.shutdown(wait=wait)
+            close_client()  # ends the rounds, and the thread that waits for them
+        if self._rounds is not None:
+            self._rounds.shutdown(wait=wait)
+            self._rounds = None
+        if self._failure_listener is not None and wait:
+            self._failure_listener.join()
 
 
 def _allreduce_options(op: ReduceOp) -> dist.AllreduceOptions:

@@ -2,5 +2,7 @@
 #include "../../csrc/errors.c"
 #include "../../csrc/event.c"
 #include "../../csrc/fork.c"
+#include "../../csrc/memory.c"
 #include "../../csrc/module.c"
+#include "../../csrc/post.c"
 #include "../../csrc/wait.c"

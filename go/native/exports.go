@@ -32,28 +32,29 @@ func tft_op_take(op C.int64_t, event *C.tft_event, number *C.int64_t, text **C.c
 	if !done {
 		return statePending
 	}
+	state, *number, *text, *length = toC(value, err)
+	return state
+}
+
+// toC turns a result into what csrc/wait.c makes a Python object of.
+func toC(value any, err error) (state C.int, number C.int64_t, text *C.char, length C.int64_t) {
 	if err != nil {
-		*text = C.CString(err.Error())
-		return stateError
+		return stateError, 0, C.CString(err.Error()), 0
 	}
 	switch v := value.(type) {
 	case nil:
-		return stateNone
+		return stateNone, 0, nil, 0
 	case int64:
-		*number = C.int64_t(v)
-		return stateInt
+		return stateInt, C.int64_t(v), nil, 0
 	case bool:
 		if v {
-			*number = 1
+			number = 1
 		}
-		return stateBool
+		return stateBool, number, nil, 0
 	case string:
-		*text = C.CString(v)
-		*length = C.int64_t(len(v))
-		return stateText
+		return stateText, 0, C.CString(v), C.int64_t(len(v))
 	default: // something that lives on: Python gets a handle to it
-		*number = C.int64_t(ops.Put(v))
-		return stateInt
+		return stateInt, C.int64_t(ops.Put(v)), nil, 0
 	}
 }
 

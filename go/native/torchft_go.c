@@ -44,6 +44,28 @@ typedef enum _PyBindGenWrapperFlags {
 
 
 PyObject *
+_wrap__torchft_go_pyapi_Forget(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t prepared;
+    const char *keywords[] = {"prepared", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &prepared)) {
+        return NULL;
+    }
+    retval = pyapi_Forget(prepared);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_Forget(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_Handles(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
 {
     if (tft_forked()) return tft_raise_forked();
@@ -58,6 +80,310 @@ _wrap__torchft_go_pyapi_Handles(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYB
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_Handles(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs));
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealAdd(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t fetch;
+    char *address;
+    char *secret;
+    bool assigned;
+    PyObject *py_assigned;
+    const char *keywords[] = {"fetch", "address", "secret", "assigned", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LssO", (char **) keywords, &fetch, &address, &secret, &py_assigned)) {
+        return NULL;
+    }
+    assigned = (bool) PyObject_IsTrue(py_assigned);
+    retval = pyapi_HealAdd(fetch, address, secret, assigned);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealAdd(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealBlockSize(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t offer;
+    const char *keywords[] = {"offer", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &offer)) {
+        return NULL;
+    }
+    retval = pyapi_HealBlockSize(offer);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealBlockSize(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealCopied(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t offer;
+    int64_t region;
+    int64_t address;
+    const char *keywords[] = {"offer", "region", "address", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLL", (char **) keywords, &offer, &region, &address)) {
+        return NULL;
+    }
+    retval = pyapi_HealCopied(offer, region, address);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealCopied(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealFetch(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t memory;
+    int64_t blockSize;
+    int64_t streams;
+    bool checked;
+    PyObject *py_checked;
+    int64_t stallUs;
+    const char *keywords[] = {"memory", "blockSize", "streams", "checked", "stallUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLOL", (char **) keywords, &memory, &blockSize, &streams, &py_checked, &stallUs)) {
+        return NULL;
+    }
+    checked = (bool) PyObject_IsTrue(py_checked);
+    retval = pyapi_HealFetch(memory, blockSize, streams, checked, stallUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealFetch(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealFetchEndStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t fetch;
+    const char *keywords[] = {"fetch", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &fetch)) {
+        return NULL;
+    }
+    retval = pyapi_HealFetchEndStart(fetch);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealFetchEndStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealGrant(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t server;
+    int64_t offer;
+    const char *keywords[] = {"server", "offer", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &server, &offer)) {
+        return NULL;
+    }
+    retval = pyapi_HealGrant(server, offer);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealGrant(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealOffer(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t memory;
+    const char *keywords[] = {"memory", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &memory)) {
+        return NULL;
+    }
+    retval = pyapi_HealOffer(memory);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealOffer(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealOfferEndStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t offer;
+    const char *keywords[] = {"offer", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &offer)) {
+        return NULL;
+    }
+    retval = pyapi_HealOfferEndStart(offer);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealOfferEndStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealPort(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t server;
+    const char *keywords[] = {"server", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &server)) {
+        return NULL;
+    }
+    retval = pyapi_HealPort(server);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealPort(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealRevokeStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t offer;
+    int64_t graceUs;
+    int64_t timeoutUs;
+    const char *keywords[] = {"offer", "graceUs", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLL", (char **) keywords, &offer, &graceUs, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_HealRevokeStart(offer, graceUs, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealRevokeStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealServed(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t grant;
+    const char *keywords[] = {"grant", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &grant)) {
+        return NULL;
+    }
+    retval = pyapi_HealServed(grant);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealServed(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t patienceUs;
+    int64_t bytesPerSecond;
+    const char *keywords[] = {"patienceUs", "bytesPerSecond", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &patienceUs, &bytesPerSecond)) {
+        return NULL;
+    }
+    retval = pyapi_HealServerStart(patienceUs, bytesPerSecond);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealWaitStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t fetch;
+    int64_t timeoutUs;
+    const char *keywords[] = {"fetch", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &fetch, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_HealWaitStart(fetch, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealWaitStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -191,6 +517,29 @@ PyObject * _wrap__torchft_go_pyapi_LighthouseServerStart(PyObject * PYBINDGEN_UN
 
 
 PyObject *
+_wrap__torchft_go_pyapi_ManagerChangeStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerChangeStart(handle, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerChangeStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -238,6 +587,29 @@ PyObject * _wrap__torchft_go_pyapi_ManagerClientStart(PyObject * PYBINDGEN_UNUSE
 
 
 PyObject *
+_wrap__torchft_go_pyapi_ManagerFailureStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerFailureStart(handle, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerFailureStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -255,14 +627,15 @@ _wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), P
     PyObject *py_initSync;
     char *reconfigureHandle;
     int64_t groupWorldSize;
-    const char *keywords[] = {"handle", "groupRank", "step", "checkpointMetadata", "shrinkOnly", "timeoutUs", "commitFailures", "initSync", "reconfigureHandle", "groupWorldSize", NULL};
+    int64_t committedQuorumID;
+    const char *keywords[] = {"handle", "groupRank", "step", "checkpointMetadata", "shrinkOnly", "timeoutUs", "commitFailures", "initSync", "reconfigureHandle", "groupWorldSize", "committedQuorumID", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLsOLLOsL", (char **) keywords, &handle, &groupRank, &step, &checkpointMetadata, &py_shrinkOnly, &timeoutUs, &commitFailures, &py_initSync, &reconfigureHandle, &groupWorldSize)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLsOLLOsLL", (char **) keywords, &handle, &groupRank, &step, &checkpointMetadata, &py_shrinkOnly, &timeoutUs, &commitFailures, &py_initSync, &reconfigureHandle, &groupWorldSize, &committedQuorumID)) {
         return NULL;
     }
     shrinkOnly = (bool) PyObject_IsTrue(py_shrinkOnly);
     initSync = (bool) PyObject_IsTrue(py_initSync);
-    retval = pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize);
+    retval = pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize, committedQuorumID);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -270,6 +643,35 @@ _wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), P
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t groupRank;
+    char *checkpointMetadata;
+    bool initSync;
+    PyObject *py_initSync;
+    char *reconfigureHandle;
+    int64_t groupWorldSize;
+    const char *keywords[] = {"handle", "groupRank", "checkpointMetadata", "initSync", "reconfigureHandle", "groupWorldSize", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLsOsL", (char **) keywords, &handle, &groupRank, &checkpointMetadata, &py_initSync, &reconfigureHandle, &groupWorldSize)) {
+        return NULL;
+    }
+    initSync = (bool) PyObject_IsTrue(py_initSync);
+    retval = pyapi_ManagerRoundPrepare(handle, groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -304,31 +706,26 @@ PyObject * _wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSE
 
 
 PyObject *
-_wrap__torchft_go_pyapi_ManagerShouldCommitStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+_wrap__torchft_go_pyapi_ManagerVotePrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
     PyObject *py_retval;
     int64_t retval;
     int64_t handle;
     int64_t groupRank;
-    int64_t step;
-    bool vote;
-    PyObject *py_vote;
-    int64_t timeoutUs;
-    const char *keywords[] = {"handle", "groupRank", "step", "vote", "timeoutUs", NULL};
+    const char *keywords[] = {"handle", "groupRank", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLOL", (char **) keywords, &handle, &groupRank, &step, &py_vote, &timeoutUs)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &groupRank)) {
         return NULL;
     }
-    vote = (bool) PyObject_IsTrue(py_vote);
-    retval = pyapi_ManagerShouldCommitStart(handle, groupRank, step, vote, timeoutUs);
+    retval = pyapi_ManagerVotePrepare(handle, groupRank);
     if (PyErr_Occurred()) {
         return NULL;
     }
     py_retval = Py_BuildValue((char *) "L", retval);
     return py_retval;
 }
-PyObject * _wrap__torchft_go_pyapi_ManagerShouldCommitStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+PyObject * _wrap__torchft_go_pyapi_ManagerVotePrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -402,6 +799,30 @@ PyObject * _wrap__torchft_go_pyapi_Address(PyObject * PYBINDGEN_UNUSED(dummy), P
 
 
 PyObject *
+_wrap__torchft_go_pyapi_HealSecret(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    char *retval;
+    int64_t grant;
+    const char *keywords[] = {"grant", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &grant)) {
+        return NULL;
+    }
+    retval = pyapi_HealSecret(grant);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealSecret(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_LighthouseCommandHelp(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -449,20 +870,38 @@ _wrap__torchft_go_pyapi_SetLogLevel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject
 PyObject * _wrap__torchft_go_pyapi_SetLogLevel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 static PyMethodDef _torchft_go_functions[] = {
+    {(char *) "pyapi_Forget", (PyCFunction) _wrap__torchft_go_pyapi_Forget, METH_KEYWORDS|METH_VARARGS, "pyapi_Forget(prepared)\n\ntype: prepared: int64_t" },
     {(char *) "pyapi_Handles", (PyCFunction) _wrap__torchft_go_pyapi_Handles, METH_NOARGS, "pyapi_Handles()\n\n" },
+    {(char *) "pyapi_HealAdd", (PyCFunction) _wrap__torchft_go_pyapi_HealAdd, METH_KEYWORDS|METH_VARARGS, "pyapi_HealAdd(fetch, address, secret, assigned)\n\ntype: fetch: int64_t\ntype: address: char *\ntype: secret: char *\ntype: assigned: bool" },
+    {(char *) "pyapi_HealBlockSize", (PyCFunction) _wrap__torchft_go_pyapi_HealBlockSize, METH_KEYWORDS|METH_VARARGS, "pyapi_HealBlockSize(offer)\n\ntype: offer: int64_t" },
+    {(char *) "pyapi_HealCopied", (PyCFunction) _wrap__torchft_go_pyapi_HealCopied, METH_KEYWORDS|METH_VARARGS, "pyapi_HealCopied(offer, region, address)\n\ntype: offer: int64_t\ntype: region: int64_t\ntype: address: int64_t" },
+    {(char *) "pyapi_HealFetch", (PyCFunction) _wrap__torchft_go_pyapi_HealFetch, METH_KEYWORDS|METH_VARARGS, "pyapi_HealFetch(memory, blockSize, streams, checked, stallUs)\n\ntype: memory: int64_t\ntype: blockSize: int64_t\ntype: streams: int64_t\ntype: checked: bool\ntype: stallUs: int64_t" },
+    {(char *) "pyapi_HealFetchEndStart", (PyCFunction) _wrap__torchft_go_pyapi_HealFetchEndStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealFetchEndStart(fetch)\n\ntype: fetch: int64_t" },
+    {(char *) "pyapi_HealGrant", (PyCFunction) _wrap__torchft_go_pyapi_HealGrant, METH_KEYWORDS|METH_VARARGS, "pyapi_HealGrant(server, offer)\n\ntype: server: int64_t\ntype: offer: int64_t" },
+    {(char *) "pyapi_HealOffer", (PyCFunction) _wrap__torchft_go_pyapi_HealOffer, METH_KEYWORDS|METH_VARARGS, "pyapi_HealOffer(memory)\n\ntype: memory: int64_t" },
+    {(char *) "pyapi_HealOfferEndStart", (PyCFunction) _wrap__torchft_go_pyapi_HealOfferEndStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealOfferEndStart(offer)\n\ntype: offer: int64_t" },
+    {(char *) "pyapi_HealPort", (PyCFunction) _wrap__torchft_go_pyapi_HealPort, METH_KEYWORDS|METH_VARARGS, "pyapi_HealPort(server)\n\ntype: server: int64_t" },
+    {(char *) "pyapi_HealRevokeStart", (PyCFunction) _wrap__torchft_go_pyapi_HealRevokeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealRevokeStart(offer, graceUs, timeoutUs)\n\ntype: offer: int64_t\ntype: graceUs: int64_t\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_HealServed", (PyCFunction) _wrap__torchft_go_pyapi_HealServed, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServed(grant)\n\ntype: grant: int64_t" },
+    {(char *) "pyapi_HealServerStart", (PyCFunction) _wrap__torchft_go_pyapi_HealServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServerStart(patienceUs, bytesPerSecond)\n\ntype: patienceUs: int64_t\ntype: bytesPerSecond: int64_t" },
+    {(char *) "pyapi_HealWaitStart", (PyCFunction) _wrap__torchft_go_pyapi_HealWaitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealWaitStart(fetch, timeoutUs)\n\ntype: fetch: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseCommandStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandStart(arguments, hostname)\n\ntype: arguments: char *\ntype: hostname: char *" },
     {(char *) "pyapi_LighthouseHeartbeatStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseHeartbeatStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, replicaID, address, storeAddress, step, worldSize, shrinkOnly, data, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: address: char *\ntype: storeAddress: char *\ntype: step: int64_t\ntype: worldSize: int64_t\ntype: shrinkOnly: bool\ntype: data: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseServerStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, killToken)\n\ntype: bind: char *\ntype: hostname: char *\ntype: minReplicas: int64_t\ntype: joinTimeoutMs: int64_t\ntype: quorumTickMs: int64_t\ntype: heartbeatTimeoutMs: int64_t\ntype: killToken: char *" },
+    {(char *) "pyapi_ManagerChangeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerChangeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerChangeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerCheckpointMetadataStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t" },
-    {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: checkpointMetadata: char *\ntype: shrinkOnly: bool\ntype: timeoutUs: int64_t\ntype: commitFailures: int64_t\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t" },
+    {(char *) "pyapi_ManagerFailureStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerFailureStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerFailureStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize, committedQuorumID)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: checkpointMetadata: char *\ntype: shrinkOnly: bool\ntype: timeoutUs: int64_t\ntype: commitFailures: int64_t\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t\ntype: committedQuorumID: int64_t" },
+    {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: checkpointMetadata: char *\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t" },
     {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, killToken)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: killToken: char *" },
-    {(char *) "pyapi_ManagerShouldCommitStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerShouldCommitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerShouldCommitStart(handle, groupRank, step, vote, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: vote: bool\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_ManagerVotePrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerVotePrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerVotePrepare(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ProbeStart", (PyCFunction) _wrap__torchft_go_pyapi_ProbeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ProbeStart(outcome, delayUs, timeoutUs)\n\ntype: outcome: char *\ntype: delayUs: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ReleaseStart", (PyCFunction) _wrap__torchft_go_pyapi_ReleaseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ReleaseStart(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_Address", (PyCFunction) _wrap__torchft_go_pyapi_Address, METH_KEYWORDS|METH_VARARGS, "pyapi_Address(handle)\n\ntype: handle: int64_t" },
+    {(char *) "pyapi_HealSecret", (PyCFunction) _wrap__torchft_go_pyapi_HealSecret, METH_KEYWORDS|METH_VARARGS, "pyapi_HealSecret(grant)\n\ntype: grant: int64_t" },
     {(char *) "pyapi_LighthouseCommandHelp", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandHelp, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandHelp(arguments)\n\ntype: arguments: char *" },
     {(char *) "pyapi_SetLogLevel", (PyCFunction) _wrap__torchft_go_pyapi_SetLogLevel, METH_KEYWORDS|METH_VARARGS, "pyapi_SetLogLevel(level)\n\ntype: level: char *" },
     {NULL, NULL, 0, NULL}

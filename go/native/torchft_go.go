@@ -45,9 +45,189 @@ func pyapi_Address(handle C.longlong) *C.char {
 	return C.CString(cret)
 }
 
+//export pyapi_Forget
+func pyapi_Forget(prepared C.longlong) C.char {
+	cret, __err := pyapi.Forget(int64(prepared))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
 //export pyapi_Handles
 func pyapi_Handles() C.longlong {
 	cret, __err := pyapi.Handles()
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealAdd
+func pyapi_HealAdd(fetch C.longlong, address *C.char, secret *C.char, assigned C.char) C.char {
+	cret, __err := pyapi.HealAdd(int64(fetch), C.GoString(address), C.GoString(secret), boolPyToGo(assigned))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
+//export pyapi_HealBlockSize
+func pyapi_HealBlockSize(offer C.longlong) C.longlong {
+	cret, __err := pyapi.HealBlockSize(int64(offer))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealCopied
+func pyapi_HealCopied(offer C.longlong, region C.longlong, address C.longlong) C.char {
+	cret, __err := pyapi.HealCopied(int64(offer), int64(region), int64(address))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
+//export pyapi_HealFetch
+func pyapi_HealFetch(memory C.longlong, blockSize C.longlong, streams C.longlong, checked C.char, stallUs C.longlong) C.longlong {
+	cret, __err := pyapi.HealFetch(int64(memory), int64(blockSize), int64(streams), boolPyToGo(checked), int64(stallUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealFetchEndStart
+func pyapi_HealFetchEndStart(fetch C.longlong) C.longlong {
+	cret, __err := pyapi.HealFetchEndStart(int64(fetch))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealGrant
+func pyapi_HealGrant(server C.longlong, offer C.longlong) C.longlong {
+	cret, __err := pyapi.HealGrant(int64(server), int64(offer))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealOffer
+func pyapi_HealOffer(memory C.longlong) C.longlong {
+	cret, __err := pyapi.HealOffer(int64(memory))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealOfferEndStart
+func pyapi_HealOfferEndStart(offer C.longlong) C.longlong {
+	cret, __err := pyapi.HealOfferEndStart(int64(offer))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealPort
+func pyapi_HealPort(server C.longlong) C.longlong {
+	cret, __err := pyapi.HealPort(int64(server))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealRevokeStart
+func pyapi_HealRevokeStart(offer C.longlong, graceUs C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.HealRevokeStart(int64(offer), int64(graceUs), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealSecret
+func pyapi_HealSecret(grant C.longlong) *C.char {
+	cret, __err := pyapi.HealSecret(int64(grant))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export pyapi_HealServed
+func pyapi_HealServed(grant C.longlong) C.longlong {
+	cret, __err := pyapi.HealServed(int64(grant))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealServerStart
+func pyapi_HealServerStart(patienceUs C.longlong, bytesPerSecond C.longlong) C.longlong {
+	cret, __err := pyapi.HealServerStart(int64(patienceUs), int64(bytesPerSecond))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealWaitStart
+func pyapi_HealWaitStart(fetch C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.HealWaitStart(int64(fetch), int64(timeoutUs))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -129,6 +309,18 @@ func pyapi_LighthouseServerStart(bind *C.char, hostname *C.char, minReplicas C.l
 	return C.longlong(cret)
 }
 
+//export pyapi_ManagerChangeStart
+func pyapi_ManagerChangeStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerChangeStart(int64(handle), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export pyapi_ManagerCheckpointMetadataStart
 func pyapi_ManagerCheckpointMetadataStart(handle C.longlong, groupRank C.longlong, timeoutUs C.longlong) C.longlong {
 	cret, __err := pyapi.ManagerCheckpointMetadataStart(int64(handle), int64(groupRank), int64(timeoutUs))
@@ -153,9 +345,33 @@ func pyapi_ManagerClientStart(addr *C.char, connectTimeoutUs C.longlong) C.longl
 	return C.longlong(cret)
 }
 
+//export pyapi_ManagerFailureStart
+func pyapi_ManagerFailureStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerFailureStart(int64(handle), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export pyapi_ManagerQuorumStart
-func pyapi_ManagerQuorumStart(handle C.longlong, groupRank C.longlong, step C.longlong, checkpointMetadata *C.char, shrinkOnly C.char, timeoutUs C.longlong, commitFailures C.longlong, initSync C.char, reconfigureHandle *C.char, groupWorldSize C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerQuorumStart(int64(handle), int64(groupRank), int64(step), C.GoString(checkpointMetadata), boolPyToGo(shrinkOnly), int64(timeoutUs), int64(commitFailures), boolPyToGo(initSync), C.GoString(reconfigureHandle), int64(groupWorldSize))
+func pyapi_ManagerQuorumStart(handle C.longlong, groupRank C.longlong, step C.longlong, checkpointMetadata *C.char, shrinkOnly C.char, timeoutUs C.longlong, commitFailures C.longlong, initSync C.char, reconfigureHandle *C.char, groupWorldSize C.longlong, committedQuorumID C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerQuorumStart(int64(handle), int64(groupRank), int64(step), C.GoString(checkpointMetadata), boolPyToGo(shrinkOnly), int64(timeoutUs), int64(commitFailures), boolPyToGo(initSync), C.GoString(reconfigureHandle), int64(groupWorldSize), int64(committedQuorumID))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_ManagerRoundPrepare
+func pyapi_ManagerRoundPrepare(handle C.longlong, groupRank C.longlong, checkpointMetadata *C.char, initSync C.char, reconfigureHandle *C.char, groupWorldSize C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerRoundPrepare(int64(handle), int64(groupRank), C.GoString(checkpointMetadata), boolPyToGo(initSync), C.GoString(reconfigureHandle), int64(groupWorldSize))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -177,9 +393,9 @@ func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostnam
 	return C.longlong(cret)
 }
 
-//export pyapi_ManagerShouldCommitStart
-func pyapi_ManagerShouldCommitStart(handle C.longlong, groupRank C.longlong, step C.longlong, vote C.char, timeoutUs C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerShouldCommitStart(int64(handle), int64(groupRank), int64(step), boolPyToGo(vote), int64(timeoutUs))
+//export pyapi_ManagerVotePrepare
+func pyapi_ManagerVotePrepare(handle C.longlong, groupRank C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerVotePrepare(int64(handle), int64(groupRank))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

@@ -62,5 +62,11 @@ func parseCommand(arguments string) (lighthouse.Config, error) {
 }
 
 func startLighthouse(cfg lighthouse.Config) int64 {
-	return ops.Start(bindTimeout, func(context.Context) (any, error) { return lighthouse.New(cfg) })
+	return ops.Start(bindTimeout, func(context.Context) (any, error) {
+		server, err := lighthouse.New(cfg)
+		if err != nil {
+			return nil, err
+		}
+		return ops.NewBusyServer(server), nil
+	})
 }

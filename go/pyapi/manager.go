@@ -7,6 +7,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/pyapi/ops"
+	"github.com/torchft/torchft/go/pyapi/rank"
 	"github.com/torchft/torchft/go/recovery"
 )
 
@@ -44,14 +45,17 @@ func ManagerClientStart(addr string, connectTimeoutUs int64) (op int64, err erro
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
 		client, err := manager.Dial(ctx, addr, timeout)
-		return client, connectFailed(err)
+		if err != nil {
+			return nil, connectFailed(err)
+		}
+		return rank.New(client), nil
 	}), nil
 }
 
 // ManagerQuorumStart waits for the group and for the lighthouse; the result is the JSON of quorumResult.
-func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string, shrinkOnly bool, timeoutUs, commitFailures int64, initSync bool, reconfigureHandle string, groupWorldSize int64) (op int64, err error) {
+func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string, shrinkOnly bool, timeoutUs, commitFailures int64, initSync bool, reconfigureHandle string, groupWorldSize, committedQuorumID int64) (op int64, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*manager.Client](handle)
+	client, err := ops.Get[*rank.Client](handle)
 	if err != nil {
 		return 0, err
 	}
@@ -64,6 +68,7 @@ func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string
 		CommitFailures:     commitFailures,
 		Handle:             reconfigureHandle,
 		GroupWorldSize:     groupWorldSize,
+		CommittedQuorumID:  committedQuorumID,
 	}
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
 		result, err := client.Quorum(ctx, args)
@@ -77,26 +82,13 @@ func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string
 // ManagerCheckpointMetadataStart asks what a group rank announced; the result is text.
 func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*manager.Client](handle)
+	client, err := ops.Get[*rank.Client](handle)
 	if err != nil {
 		return 0, err
 	}
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
 		metadata, err := client.CheckpointMetadata(ctx, groupRank)
 		return metadata, callFailed(err)
-	}), nil
-}
-
-// ManagerShouldCommitStart votes and waits for the group; the result is a bool.
-func ManagerShouldCommitStart(handle, groupRank, step int64, vote bool, timeoutUs int64) (op int64, err error) {
-	defer ops.Guard(&err)
-	client, err := ops.Get[*manager.Client](handle)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
-		commit, err := client.ShouldCommit(ctx, groupRank, step, vote)
-		return commit, callFailed(err)
 	}), nil
 }
 
@@ -130,6 +122,7 @@ type quorumResult struct {
 	MaxWorldSize             int64    `json:"max_world_size"`
 	Heal                     bool     `json:"heal"`
 	CommitFailures           int64    `json:"commit_failures"`
+	CommittedQuorumID        int64    `json:"committed_quorum_id"`
 	ReplicaIDs               []string `json:"replica_ids"`
 	ReconfigureHandles       []string `json:"reconfigure_handles"`
 	ReplicasWithoutHandles   []string `json:"replicas_without_handles"`
@@ -147,6 +140,7 @@ func newQuorumResult(r recovery.Result) quorumResult {
 		MaxWorldSize:           r.MaxWorldSize,
 		Heal:                   r.Heal,
 		CommitFailures:         r.CommitFailures,
+		CommittedQuorumID:      r.CommittedQuorumID,
 		ReplicaIDs:             orEmpty(r.ReplicaIDs),
 		ReconfigureHandles:     orEmpty(r.Handles),
 		ReplicasWithoutHandles: orEmpty(r.WithoutHandles),

@@ -12,17 +12,12 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"runtime"
 	"strings"
 	"time"
 
+	"github.com/torchft/torchft/go/heal"
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
-
-// maxProcs bounds Go's threads in a training process: the core waits on sockets and computes next to
-// nothing, and hosts with many cores would get a thread for each. (One would be too few: an operation then starts only
-// when the thread that asked for it has let go, which doubled the time of a commit vote.)
-const maxProcs = 4
 
 // bindTimeout bounds the start of a server that waits for nobody; only the lookup of a host name can take long.
 const bindTimeout = time.Minute
@@ -35,10 +30,8 @@ var logLevel slog.LevelVar
 func init() {
 	logLevel.Set(slog.LevelWarn)
 	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: &logLevel})))
-
-	if os.Getenv("GOMAXPROCS") == "" {
-		runtime.GOMAXPROCS(min(maxProcs, runtime.GOMAXPROCS(0)))
-	}
+	ops.Quiet()
+	heal.Working = ops.Busy
 }
 
 func micros(us int64) time.Duration { return time.Duration(us) * time.Microsecond }

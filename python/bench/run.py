@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import heal_stall
+import process_groups
+import recovery
 import startup
 import step
 import throughput
@@ -27,8 +29,15 @@ from common import REPOSITORY, Side
 from processes import ours_path
 from published import REQUIREMENTS, PublishedUnavailable, install
 
-PARTS = {"startup": startup, "step": step, "throughput": throughput, "heal_stall": heal_stall}
-ROUNDS = {"startup": 10, "step": 20, "throughput": 12, "heal_stall": 10}
+PARTS = {
+    "startup": startup,
+    "step": step,
+    "throughput": throughput,
+    "heal_stall": heal_stall,
+    "process_groups": process_groups,
+    "recovery": recovery,
+}
+ROUNDS = {"startup": 10, "step": 20, "throughput": 12, "heal_stall": 10, "process_groups": 8, "recovery": 5}
 OURS = "ours"
 
 

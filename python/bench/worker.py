@@ -138,14 +138,19 @@ class Worker:
         failed = count - (self.manager.current_step() - first) if self.manager else 0
         return {"step": times, "failed": failed}
 
-    # heal_stall.py
+    # heal_stall.py, recovery.py
 
     def do_survive(self, compute_ms: float) -> dict[str, Any]:
         """Run steps until the parent says stop; return when each began and ended (seconds, a clock all share)."""
         emit("surviving")
         steps = []
+        together = 0
         while self.commands.poll() is None:
             steps.append(self._step(compute_ms))
+            _, _, committed, participants = steps[-1]
+            if committed and participants != together:
+                together = participants
+                emit("committed", participants=participants)
         return {"steps": steps}
 
     def do_join(self, lighthouse: str, settle: int, compute_ms: float) -> dict[str, Any]:

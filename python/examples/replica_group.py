@@ -37,7 +37,8 @@ class Group:
 
     def start(self, lighthouse: str, train_args: list[str], torchrun_args: list[str] | None = None) -> None:
         """Starts the group, or starts it again after `kill`."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(self.nproc)]
+        # standalone: a free port for each group, which older releases of torchrun do not take by themselves
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.nproc)]
         command += [*(torchrun_args or []), str(TRAIN_SCRIPT), "--events", str(self._folder), *train_args]
         env = {
             "REPLICA_GROUP_ID": str(self.number),

@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from torch.utils.data import DistributedSampler
+from waiting import wait_for
 
 from torchft.coordination import LighthouseServer
 from train_ddp import load_images
@@ -24,7 +24,6 @@ import process_tree  # noqa: E402
 from replica_group import Event, Group  # noqa: E402
 
 # Generous: the processes of a job share two cores, and PyTorch takes seconds to import.
-START_S = 120
 ENOUGH_STEPS = ["--steps", "100", "--overtime", "1000000"]
 
 
@@ -47,19 +46,6 @@ def new_group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
     yield new
     for group in made:
         group.kill()
-
-
-def wait_for(condition: Callable[[], object], what: str, *groups: Group, seconds: float = START_S) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        for group in groups:
-            group.follow()
-        if condition():
-            return
-        logs = "\n".join(f"{group.log}:\n{group.log.read_text(errors='replace')[-3000:]}" for group in groups)
-        assert not any(group.status for group in groups), f"a group failed before: {what}\n{logs}"
-        assert time.monotonic() < deadline, f"{seconds:g} s passed before: {what}\n{logs}"
-        time.sleep(0.05)
 
 
 def rank_events(group: Group, folder: Path, rank: int) -> list[Event]:

@@ -19,11 +19,13 @@ from torch.distributed import TCPStore
 
 import torchft
 from torchft import Manager, Optimizer, ProcessGroupGloo
+from torchft.process_group import ProcessGroupBabyGloo
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights: differs from group to group")
 parser.add_argument("--compute_s", type=float, default=0.04, help="seconds between zero_grad and the forward pass")
+parser.add_argument("--isolated", action="store_true", help="run the collectives in a process of their own")
 args = parser.parse_args()
 
 commands = Commands()
@@ -57,7 +59,7 @@ def load_state_dict(state: dict[str, dict]) -> None:
 # What torchrun's agent does: it hosts the group's store.
 store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
 manager = Manager(
-    pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+    pg=(ProcessGroupBabyGloo if args.isolated else ProcessGroupGloo)(timeout=timedelta(seconds=10)),
     load_state_dict=load_state_dict,
     state_dict=state_dict,
     min_replica_size=1,

@@ -32,6 +32,8 @@ def test_exports_are_the_objects_of_their_modules() -> None:
     assert torchft.Optimizer is optim.OptimizerWrapper
     assert torchft.DistributedDataParallel is ddp.DistributedDataParallel
     assert torchft.DistributedSampler is data.DistributedSampler
+    assert torchft.ProcessGroupBabyNCCL is process_group.ProcessGroupBabyNCCL
+    assert torchft.ProcessGroupBabyXCCL is process_group.ProcessGroupBabyXCCL
     assert torchft.ProcessGroupGloo is process_group.ProcessGroupGloo
     assert torchft.ProcessGroupNCCL is process_group.ProcessGroupNCCL
     assert torchft.ProcessGroupXCCL is process_group.ProcessGroupXCCL
@@ -41,39 +43,23 @@ def test_exports_are_the_objects_of_their_modules() -> None:
 
 
 def test_exports_are_pinned() -> None:
-    assert [*torchft.__all__, *sorted(torchft._NOT_YET)] == [
+    assert torchft.__all__ == [
         "DistributedDataParallel",
         "DistributedSampler",
         "Manager",
         "Optimizer",
+        "ProcessGroupBabyNCCL",
+        "ProcessGroupBabyXCCL",
         "ProcessGroupGloo",
         "ProcessGroupNCCL",
         "ProcessGroupXCCL",
-        "ProcessGroupBabyNCCL",
-        "ProcessGroupBabyXCCL",
     ]
 
 
-def test_star_import_needs_nothing_that_is_missing() -> None:
+def test_star_import() -> None:
     namespace: dict[str, object] = {}
     exec("from torchft import *", namespace)
     assert set(torchft.__all__) <= set(namespace)
-
-
-@pytest.mark.parametrize("name", ["ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL"])
-def test_an_export_appears_when_process_group_defines_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchft import process_group
-
-    if not hasattr(process_group, name):
-        with pytest.raises(AttributeError, match=f"does not have {name} yet: torchft.process_group does not define it"):
-            getattr(torchft, name)
-        with pytest.raises(ImportError, match=name):
-            exec(f"from torchft import {name}")
-    group = type(name, (), {})
-    monkeypatch.setattr(process_group, name, group, raising=False)
-    monkeypatch.delitem(vars(torchft), name, raising=False)
-    assert getattr(torchft, name) is group
-    monkeypatch.delitem(vars(torchft), name)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

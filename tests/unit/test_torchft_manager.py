@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -89,6 +90,7 @@ def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
         replica_ids=[],
         reconfigure_handles=[],
         replicas_without_handles=[],
+        committed_quorum_id=0,
     )
     result = QuorumResult()
     assert vars(result) == defaults
@@ -288,3 +290,25 @@ def test_a_bad_argument_of_a_call_is_named(
 
 def test_the_longest_timedelta_is_a_timeout(groups: Callable[..., Groups]) -> None:
     assert ask(groups(1).client(0), timeout=timedelta.max).quorum_id > 0
+
+
+@pytest.mark.parametrize(
+    ("committed", "heals"),
+    [
+        ((7, 9), [True, False]),
+        ((9, 9), [False, False]),
+        ((-1, 9), [True, False]),  # the first one comes from a checkpoint on disk
+        ((0, 9), [False, False]),  # it does not say, as the published package's
+    ],
+)
+def test_an_equal_step_of_an_older_quorum_is_behind(
+    groups: Callable[..., Groups], committed: tuple[int, int], heals: list[bool]
+) -> None:
+    """Two groups were apart, and each committed a step without the other."""
+    two = groups(2)
+    clients = [two.client(0), two.client(1)]
+    for client, quorum_id in zip(clients, committed):
+        client._committed_quorum_id = quorum_id
+    results = [f.result() for f in two.together(*(partial(ask, client, step=5) for client in clients))]
+    assert [result.heal for result in results] == heals
+    assert {result.committed_quorum_id for result in results} == {0 if 0 in committed else 9}

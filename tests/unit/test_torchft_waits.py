@@ -49,16 +49,31 @@ class Cluster:
                 timeout=timeout,
                 commit_failures=0,
             ),
+            "ManagerClient._begin_round": lambda: self.client._end_round(self.begin_round(timeout), None),
             "ManagerClient.should_commit": lambda: self.client.should_commit(0, 0, True, timeout),
             "ManagerClient": lambda: ManagerClient(self.silent, timeout),
             "ManagerServer": lambda: manager_server(self.silent, timeout),
         }
+
+    def begin_round(self, timeout: timedelta) -> object:
+        return self.client._begin_round(
+            group_rank=0,
+            step=0,
+            checkpoint_metadata="",
+            shrink_only=False,
+            timeout=timeout,
+            commit_failures=0,
+            init_sync=True,
+            reconfigure_handle="",
+            first=True,
+        )
 
 
 WAITS = [
     "LighthouseClient.quorum",
     "LighthouseClient",
     "ManagerClient._quorum",
+    "ManagerClient._begin_round",
     "ManagerClient.should_commit",
     "ManagerClient",
     "ManagerServer",
@@ -114,6 +129,8 @@ def settled_handles(expected: int) -> int:
 
 @pytest.mark.parametrize("name", WAITS)
 def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
+    with pytest.raises((TimeoutError, RuntimeError)):
+        cluster.waits(timedelta(milliseconds=20))[name]()  # what stays prepared for the next call is no leak
     handles = native().pyapi_Handles()
     sent: list[float] = []
 
@@ -219,9 +236,50 @@ def test_handles_do_not_leak(cluster: Cluster) -> None:
             probe("panic")
         with pytest.raises(RuntimeError):
             cluster.client._checkpoint_metadata(9, LONG)
-    with pytest.raises(TimeoutError):
-        cluster.client.should_commit(0, 0, True, timedelta(milliseconds=10))
-    assert native().pyapi_Handles() == handles
+        with pytest.raises(TimeoutError):
+            cluster.client.should_commit(0, 0, True, timedelta(microseconds=1))
+    cluster.client.shutdown()
+    assert settled_handles(handles - 1) == handles - 1
+
+
+def test_calls_of_what_was_prepared(cluster: Cluster) -> None:
+    go = native()
+    vote = go.pyapi_ManagerVotePrepare(cluster.client._handle, 0)
+    with pytest.raises(TypeError, match="at most 6 numbers"):
+        go.post(vote, *range(7))
+    with pytest.raises(TypeError, match="at most 6 numbers"):
+        go.post()
+    with pytest.raises(TypeError):
+        go.post(vote, "text")
+    with pytest.raises(OverflowError):
+        go.post(vote, 2**64)
+    with pytest.raises(ValueError, match="PyCapsule"):
+        go.collect(object())
+    dropped = [go.post(vote, 0, 1, 20_000) for _ in range(50)]
+    del dropped  # nobody collects them
+    with pytest.raises((TimeoutError, RuntimeError)):  # one of those that were dropped may come later than this one
+        go.collect(go.post(vote, 0, 1, 20_000))
+    assert go.pyapi_Forget(vote)
+    assert not go.pyapi_Forget(vote)
+    with pytest.raises(RuntimeError, match="shut down"):
+        go.collect(go.post(vote, 0, 1, MINUTE_US))
+
+
+def test_calls_from_many_threads_get_their_own_answers(cluster: Cluster) -> None:
+    other = ManagerClient(cluster.manager.address(), LONG)
+    votes: dict[int, list[bool]] = {0: [], 1: []}
+
+    def vote(client: ManagerClient, rank: int) -> None:
+        for step in range(200):
+            votes[rank].append(client.should_commit(rank, step, step % 3 != rank, LONG))
+
+    threads = [threading.Thread(target=vote, args=args) for args in ((cluster.client, 0), (other, 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert votes[0] == votes[1] == [step % 3 == 2 for step in range(200)]
+    other.shutdown()
 
 
 def test_the_last_reference_ends_what_is_behind_it(cluster: Cluster) -> None:
@@ -290,7 +348,9 @@ FORKED = "RuntimeError: torchft's native library was loaded before this process 
 def test_every_entry_refuses_a_forked_child(cluster: Cluster) -> None:
     for name, call in cluster.waits(LONG).items():
         assert in_child(call).startswith(FORKED), name
-    entries = [name for name in dir(native()) if name.startswith("pyapi_") or name in ("run", "open")]
+    entries = [
+        name for name in dir(native()) if name.startswith("pyapi_") or name in ("run", "open", "post", "collect")
+    ]
     assert len(entries) > 12
     for name in entries:
         assert in_child(getattr(native(), name)).startswith(FORKED), name
@@ -330,16 +390,16 @@ def test_a_daemon_thread_that_waits_does_not_disturb_the_exit() -> None:
         import threading
         from datetime import timedelta
         from torchft.coordination import LighthouseClient, LighthouseServer
-        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
+        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=9)
         clients = [LighthouseClient(server.address(), timedelta(seconds=60)) for _ in range(4)]
-        def wait(client):
+        def wait(client, name):
             while True:
                 try:
-                    client.quorum("me", timedelta(milliseconds=3))
+                    client.quorum(name, timedelta(milliseconds=3))
                 except TimeoutError:
                     pass
-        for client in clients:
-            threading.Thread(target=wait, args=(client,), daemon=True).start()
+        for i, client in enumerate(clients):
+            threading.Thread(target=wait, args=(client, f"me{i}"), daemon=True).start()
         threading.Event().wait(0.2)
         print("main ends")
     """

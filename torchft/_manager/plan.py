@@ -33,6 +33,7 @@ class Plan:
     handles: list[str]
     without_handles: list[str]  # replica_ids, where the manager server told
     max_step: int
+    committed_quorum_id: int  # in which the weights of max_step were made; -1: none, 0: not known
     # None: this group contributes zeros (it is a spare, or behind the others)
     participating_rank: Optional[int]
     participants: int
@@ -90,6 +91,7 @@ def make_plan(
         handles=result.reconfigure_handles,
         without_handles=result.replicas_without_handles,
         max_step=result.max_step,
+        committed_quorum_id=result.committed_quorum_id,
         participating_rank=rank,
         participants=participants,
         sources=sources,

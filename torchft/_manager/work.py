@@ -58,7 +58,8 @@ class _ManagedWork(dist._Work):
         self._work = work
         self._value = value
         self._on_success: Optional[Callable[[], object]] = None
-        self._lock = threading.Lock()
+        # Reentrant: a failure aborts the process group, which may complete this work's future there and then.
+        self._lock = threading.RLock()
         self._succeeded: Optional[bool] = None  # None until it ended
         self._future: Optional[_ManagedFuture[object]] = None
 
@@ -90,6 +91,10 @@ class _ManagedWork(dist._Work):
         except Exception as e:
             return self._end(e)
         return self._end(None)
+
+    def ended(self) -> bool:
+        """Whether the collective has ended, well or not."""
+        return self._succeeded is not None or self._work.is_completed()
 
     def drain(self, timeout: timedelta) -> None:
         """Waits until the backend is through with the collective, whatever came of it."""

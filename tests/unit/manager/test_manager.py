@@ -493,6 +493,46 @@ def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: 
     assert [call.kwargs["step"] for call in fixture.client._quorum.call_args_list] == [0, 0]
 
 
+def test_says_in_which_quorum_its_weights_were_made(fixture: Fixture, make_quorum: Quorum) -> None:
+    said: list[int] = []
+    result = make_quorum(quorum_id=7)
+
+    def ask(**_: Any) -> Any:
+        said.append(fixture.client._committed_quorum_id)
+        return result
+
+    fixture.client._quorum.side_effect = ask
+    manager = fixture.manager()
+
+    def step() -> bool:
+        manager.start_quorum()
+        return manager.should_commit()
+
+    assert step() and step()
+    assert said == [-1, 7]  # none yet, then the first one's
+    manager.start_quorum()
+    manager.report_error(RuntimeError("not committed"))
+    assert not manager.should_commit()
+
+    result = healing(make_quorum, committed_quorum_id=30)  # to what was made in quorum 30, in a quorum of its own
+    fixture.transport.recv_checkpoint.side_effect = RuntimeError("source died")
+    assert not step()
+    fixture.transport.recv_checkpoint.side_effect = None
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    manager.wait_quorum()  # fetched and never loaded
+    manager.start_quorum()
+    manager.report_error(RuntimeError("not committed"))
+    assert not manager.should_commit()  # but healed
+    result = make_quorum(quorum_id=40)
+    assert step() and step()
+    assert said == [-1, 7, 7, 7, 7, 7, 30, 40]
+
+    manager.load_state_dict({"step": 3, "batches_committed": 6})
+    assert step()
+    assert said[-1] == -1, "weights of a checkpoint"
+
+
 def test_state_dict_functions_may_come_later(fixture: Fixture, make_quorum: Quorum) -> None:
     manager = fixture.manager(load_state_dict=None, state_dict=None)
     extra: list[Any] = []

@@ -26,6 +26,7 @@ def result(**fields: Any) -> Any:
         replica_ids=["a", "b", "c"],
         reconfigure_handles=["ha", "hb", "hc"],
         replicas_without_handles=[],
+        committed_quorum_id=6,
     )
     return SimpleNamespace(**{**values, **fields})
 

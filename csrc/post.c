@@ -1,0 +1,166 @@
+/* Requests that are made at every step. A thread of Python's that calls into Go leaves one of Go's processors "in a
+ * system call", and Go's monitor thread wakes up every 20 microseconds for milliseconds to look at it: that costs more
+ * than the request. So these go through a pipe that a goroutine reads, and their results come back by a call from Go to
+ * C. What does not change from one request to the next was prepared before, by a call of the ordinary kind. */
+#include "event.h"
+#include "torchft.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define NUMBERS 6
+
+/* What travels through the pipe; a write of less than PIPE_BUF bytes is never torn. go/native/posts.go knows it too. */
+typedef struct {
+  int64_t call;     /* address of a tft_call */
+  int64_t prepared; /* handle of what to call; 0: give the call up */
+  int64_t numbers[NUMBERS];
+} message;
+
+struct tft_call {
+  tft_event event;
+  pthread_mutex_t mutex;
+  int owners; /* Python's capsule, and Go until the call ends */
+  int handed_out; /* the GIL guards it */
+  int state;
+  int64_t number;
+  char *text;
+  int64_t length;
+};
+
+extern int tft_posts_open(void); /* go/native/posts.go */
+
+static const char *const NAME = "torchft call";
+static int pipe_end = -1; /* the GIL guards it */
+
+static int send_message(const message *m) {
+  if (pipe_end < 0 && (pipe_end = tft_posts_open()) < 0) {
+    PyErr_SetString(PyExc_RuntimeError, "torchft: no pipe could be made, too many open files");
+    return -1;
+  }
+  ssize_t n;
+  do
+    n = write(pipe_end, m, sizeof *m);
+  while (n < 0 && errno == EINTR);
+  if (n == (ssize_t)sizeof *m)
+    return 0;
+  PyErr_Format(PyExc_RuntimeError, "torchft: the native core takes no more requests: %s", strerror(errno));
+  return -1;
+}
+
+static void release(tft_call *call) {
+  pthread_mutex_lock(&call->mutex);
+  int left = --call->owners;
+  pthread_mutex_unlock(&call->mutex);
+  if (left > 0)
+    return;
+  free(call->text);
+  tft_event_destroy(&call->event);
+  pthread_mutex_destroy(&call->mutex);
+  free(call);
+}
+
+/* In a forked child the call is the parent's, and a thread that does not exist here may hold its mutex. */
+static void release_capsule(PyObject *capsule) {
+  if (!tft_forked())
+    release(PyCapsule_GetPointer(capsule, NAME));
+}
+
+/* Called by Go, once for each call. */
+void tft_call_end(tft_call *call, int state, int64_t number, char *text, int64_t length) {
+  call->state = state;
+  call->number = number;
+  call->text = text;
+  call->length = length;
+  tft_event_set(&call->event);
+  release(call);
+}
+
+static tft_call *new_call(void) {
+  tft_call *call = calloc(1, sizeof *call);
+  if (call == NULL) {
+    PyErr_NoMemory();
+    return NULL;
+  }
+  tft_event_init(&call->event);
+  pthread_mutex_init(&call->mutex, NULL);
+  call->owners = 1;
+  return call;
+}
+
+/* post(prepared, *numbers): start a call; the result is for collect. */
+PyObject *tft_post(PyObject *module, PyObject *args) {
+  if (tft_forked())
+    return tft_raise_forked();
+  message m = {0};
+  Py_ssize_t n = PyTuple_Size(args);
+  if (n < 1 || n > 1 + NUMBERS) {
+    PyErr_Format(PyExc_TypeError, "post(prepared, *numbers): at most %d numbers", NUMBERS);
+    return NULL;
+  }
+  m.prepared = PyLong_AsLongLong(PyTuple_GetItem(args, 0));
+  for (Py_ssize_t i = 1; i < n; i++)
+    m.numbers[i - 1] = PyLong_AsLongLong(PyTuple_GetItem(args, i));
+  if (PyErr_Occurred())
+    return NULL;
+  if (m.prepared <= 0) { /* Go would take it for a call to give up, and never end this one */
+    PyErr_SetString(PyExc_RuntimeError, "this object is shut down");
+    return NULL;
+  }
+  tft_call *call = new_call();
+  if (call == NULL)
+    return NULL;
+  PyObject *capsule = PyCapsule_New(call, NAME, release_capsule);
+  if (capsule == NULL) {
+    release(call);
+    return NULL;
+  }
+  m.call = (int64_t)(intptr_t)call;
+  call->owners = 2;
+  if (send_message(&m) < 0) {
+    call->owners = 1; /* Go never heard of it */
+    Py_DECREF(capsule);
+    return NULL;
+  }
+  return capsule;
+}
+
+/* collect(call): wait for the result, which is handed out once; Ctrl-C gives the call up. */
+PyObject *tft_collect(PyObject *module, PyObject *args) {
+  if (tft_forked())
+    return tft_raise_forked();
+  PyObject *capsule = NULL;
+  if (!PyArg_ParseTuple(args, "O", &capsule))
+    return NULL;
+  tft_call *call = PyCapsule_GetPointer(capsule, NAME);
+  if (call == NULL)
+    return NULL;
+  for (;;) {
+    int ended;
+    const long slice = tft_slice_ms();
+    Py_BEGIN_ALLOW_THREADS
+    ended = tft_event_wait(&call->event, slice);
+    Py_END_ALLOW_THREADS
+    if (ended) {
+      if (call->handed_out) {
+        PyErr_SetString(PyExc_RuntimeError, "collect(call): the result was handed out already");
+        return NULL;
+      }
+      call->handed_out = 1;
+      char *text = call->text;
+      call->text = NULL;
+      return tft_result(call->state, call->number, text, call->length);
+    }
+    if (PyErr_CheckSignals() < 0) {
+      PyObject *type, *value, *traceback;
+      PyErr_Fetch(&type, &value, &traceback);
+      const message give_up = {.call = (int64_t)(intptr_t)call};
+      if (send_message(&give_up) < 0)
+        PyErr_Clear(); /* it ends with its deadline */
+      PyErr_Restore(type, value, traceback);
+      return NULL;
+    }
+  }
+}

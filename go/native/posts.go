@@ -1,0 +1,62 @@
+package main
+
+/*
+#include <stdint.h>
+#include "event.h"
+*/
+import "C"
+
+import (
+	"log/slog"
+	"os"
+	"syscall"
+	"unsafe"
+
+	"github.com/torchft/torchft/go/pyapi/ops"
+)
+
+// message is what csrc/post.c writes into the pipe.
+type message struct {
+	call     *C.tft_call
+	prepared int64 // 0: give the call up
+	numbers  [ops.Numbers]int64
+}
+
+const messageSize = int(unsafe.Sizeof(message{}))
+
+// tft_posts_open makes the pipe that requests come through, and returns the end to write to, or -1.
+//
+//export tft_posts_open
+func tft_posts_open() C.int {
+	var ends [2]int
+	if err := syscall.Pipe2(ends[:], syscall.O_CLOEXEC|syscall.O_NONBLOCK); err != nil {
+		slog.Error("torchft: no pipe could be made", "error", err)
+		return -1
+	}
+	go readPosts(os.NewFile(uintptr(ends[0]), "torchft requests"))
+	return C.int(ends[1])
+}
+
+// readPosts serves requests for as long as the process lives. Nobody but csrc/post.c writes, and only whole messages.
+func readPosts(pipe *os.File) {
+	calls := ops.NewCalls[*C.tft_call](func(call *C.tft_call, value any, err error) {
+		state, number, text, length := toC(value, err)
+		C.tft_call_end(call, state, number, text, length)
+	})
+	var messages [16]message
+	buffer := unsafe.Slice((*byte)(unsafe.Pointer(&messages)), len(messages)*messageSize)
+	for {
+		n, err := pipe.Read(buffer)
+		if err != nil {
+			slog.Error("torchft: requests cannot be read", "error", err)
+			return
+		}
+		for _, m := range messages[:n/messageSize] {
+			if m.prepared == 0 {
+				calls.GiveUp(m.call)
+			} else {
+				calls.Start(m.call, m.prepared, m.numbers)
+			}
+		}
+	}
+}

@@ -1,0 +1,42 @@
+package ops_test
+
+import (
+	"os"
+	"runtime"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/pyapi/ops"
+)
+
+type idle struct{ closer }
+
+func (*idle) Address() string { return "http://here:1" }
+
+func TestProcessorsFollowTheWork(t *testing.T) {
+	if runtime.NumCPU() < 2 || os.Getenv("GOMAXPROCS") != "" {
+		t.Skip("there is no choice of processors")
+	}
+	t.Cleanup(func() { runtime.GOMAXPROCS(runtime.NumCPU()) })
+	many := min(4, runtime.NumCPU())
+	ops.Quiet()
+	require.Equal(t, 1, runtime.GOMAXPROCS(0))
+	first, second := ops.Busy(), ops.Busy()
+	require.Equal(t, many, runtime.GOMAXPROCS(0))
+	first()
+	first()
+	require.Equal(t, many, runtime.GOMAXPROCS(0), "the second is busy still")
+	second()
+	require.Equal(t, 1, runtime.GOMAXPROCS(0))
+
+	s := &idle{}
+	busy := ops.NewBusyServer(s)
+	require.Equal(t, "http://here:1", busy.Address())
+	require.Equal(t, many, runtime.GOMAXPROCS(0))
+	ops.Quiet()
+	require.Equal(t, many, runtime.GOMAXPROCS(0))
+	busy.Shutdown()
+	require.Equal(t, 1, s.closed)
+	require.Equal(t, 1, runtime.GOMAXPROCS(0))
+}

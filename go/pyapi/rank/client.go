@@ -1,0 +1,74 @@
+// Package rank is the client of one rank that does the same step after step, and remembers what the last one brought.
+package rank
+
+import (
+	"slices"
+	"sync"
+
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/recovery"
+)
+
+// Client is a rank's client and what it has to remember between quorum rounds.
+type Client struct {
+	*manager.Client
+	// Closed is closed by Close.
+	Closed chan struct{}
+	// Change holds a value while a changed quorum waits to be looked at.
+	Change chan struct{}
+
+	mu   sync.Mutex
+	last *recovery.Result // of the last round
+}
+
+// New returns a client over a connection, which it owns.
+func New(client *manager.Client) *Client {
+	return &Client{Client: client, Closed: make(chan struct{}), Change: make(chan struct{}, 1)}
+}
+
+// Close ends the calls and whoever waits for a change. It is called once, by the handle's release.
+func (c *Client) Close() error {
+	close(c.Closed)
+	return c.Client.Close()
+}
+
+// Tell lets Change have a value.
+func (c *Client) Tell() {
+	select {
+	case c.Change <- struct{}{}:
+	default: // one is waiting already
+	}
+}
+
+// Changed remembers a round's result and reports whether it asks for more than one more step.
+func (c *Client) Changed(r recovery.Result) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	before := c.last
+	c.last = &r
+	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || !sameButStep(*before, r)
+}
+
+func sameButStep(a, b recovery.Result) bool {
+	return a.QuorumID == b.QuorumID &&
+		a.ReplicaRank == b.ReplicaRank &&
+		a.ReplicaWorldSize == b.ReplicaWorldSize &&
+		a.StoreAddress == b.StoreAddress &&
+		sameNumber(a.MaxReplicaRank, b.MaxReplicaRank) &&
+		a.MaxWorldSize == b.MaxWorldSize &&
+		a.Heal == b.Heal &&
+		a.CommitFailures == b.CommitFailures &&
+		a.CommittedQuorumID == b.CommittedQuorumID &&
+		slices.Equal(a.Sources, b.Sources) &&
+		slices.Equal(a.RecoverDstReplicaRank, b.RecoverDstReplicaRank) &&
+		slices.Equal(a.ReplicaIDs, b.ReplicaIDs) &&
+		slices.Equal(a.Handles, b.Handles) &&
+		slices.Equal(a.WithoutHandles, b.WithoutHandles)
+}
+
+func sameNumber(a, b *int64) bool {
+	if a == nil || b == nil {
+		return a == b
+	}
+	return *a == *b
+}

@@ -1,0 +1,117 @@
+package pyapi
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/pyapi/ops"
+	"github.com/torchft/torchft/go/pyapi/rank"
+)
+
+// ManagerRoundPrepare prepares ManagerQuorumStart for a rank that does the same step after step. The numbers of a call
+// are step, commitFailures, shrinkOnly, timeoutUs, committedQuorumID, and first: that the caller does not know the last
+// result. The result is the JSON of quorumResult, or, where nothing but the step differs from the last round and nobody heals, the number
+// max_step. Every other result also ends ManagerChangeStart.
+func ManagerRoundPrepare(handle, groupRank int64, checkpointMetadata string, initSync bool, reconfigureHandle string, groupWorldSize int64) (prepared int64, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
+		step, commitFailures, shrinkOnly, timeoutUs := n[0], n[1], n[2] != 0, n[3]
+		committedQuorumID, first := n[4], n[5] != 0
+		return micros(timeoutUs), func(ctx context.Context) (any, error) {
+			result, err := client.Quorum(ctx, manager.QuorumArgs{
+				GroupRank:          groupRank,
+				Step:               step,
+				CheckpointMetadata: checkpointMetadata,
+				ShrinkOnly:         shrinkOnly,
+				InitSync:           initSync,
+				CommitFailures:     commitFailures,
+				Handle:             reconfigureHandle,
+				GroupWorldSize:     groupWorldSize,
+				CommittedQuorumID:  committedQuorumID,
+			})
+			if err != nil {
+				return nil, callFailed(err)
+			}
+			if !client.Changed(result) && !first {
+				return result.MaxStep, nil
+			}
+			client.Tell()
+			return toJSON(newQuorumResult(result))
+		}
+	})), nil
+}
+
+// ManagerVotePrepare prepares a vote, which waits for the group's; the result is a bool. The numbers of a call are
+// step, vote and timeoutUs.
+func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
+		step, vote, timeoutUs := n[0], n[1] != 0, n[2]
+		return micros(timeoutUs), func(ctx context.Context) (any, error) {
+			commit, err := client.ShouldCommit(ctx, groupRank, step, vote)
+			return commit, callFailed(err)
+		}
+	})), nil
+}
+
+// Forget ends what was prepared; calls in progress go on.
+func Forget(prepared int64) (found bool, err error) {
+	defer ops.Guard(&err)
+	return ops.Remove(prepared) != nil, nil
+}
+
+// ManagerChangeStart waits for a round that brings a change; the result is false if there was none in time.
+func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+		select {
+		case <-client.Change:
+			return true, nil
+		case <-client.Closed:
+			return nil, errors.New("the client is closed")
+		case <-ctx.Done():
+			return false, nil
+		}
+	}), nil
+}
+
+// ManagerFailureStart waits until the lighthouse tells of a member that failed; the result is JSON, or nothing if none did
+// in time.
+func ManagerFailureStart(handle, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+		select {
+		case f := <-client.Failures():
+			return toJSON(memberFailure{f.QuorumID, f.ReplicaID, f.Reason})
+		case <-client.Closed:
+			return nil, errors.New("the client is closed")
+		case <-ctx.Done():
+			return nil, nil
+		}
+	}), nil
+}
+
+// memberFailure has the attributes of MemberFailure in torchft/_torchft.py, under the same names.
+type memberFailure struct {
+	QuorumID  int64  `json:"quorum_id"`
+	ReplicaID string `json:"replica_id"`
+	Reason    string `json:"reason"`
+}

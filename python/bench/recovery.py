@@ -1,0 +1,106 @@
+"""From a death to the survivors' next commit: one of the groups gets SIGKILL (it dies) or SIGSTOP (it hangs).
+
+Steps of 50 ms on plain Gloo, with two groups and with four, and the lighthouse's own defaults for heartbeats (5 s); its
+join timeout is 10 s. Measured from the signal to the end of the first step that a survivor commits without the victim;
+of several survivors the slowest counts. All processes of a round are new.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from common import START_TIMEOUT_S, Progress, Side, Spread, markdown_table, rotated, start_groups, verdict
+from processes import Job
+
+GOAL_KILL = 0.1
+GOAL_STOP_S = 5.5
+COMPUTE_MS = 50
+TRAIN_S = 2.0
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+# A hung peer of the published package holds the others until the collective's timeout: 30 s here.
+PATIENCE_S = 90
+
+
+def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+    """Return, per fault and number of groups, the seconds of each side and the steps that survivors lost."""
+    result: dict[str, Any] = {}
+    for fault in SIGNALS:
+        for groups in (2, 4):
+            rows: dict[str, list[dict[str, float]]] = {ours.name: [], published.name: []}
+            for number in range(rounds):
+                for side in rotated((ours, published), number):
+                    rows[side.name].append(_round(side, fault, groups))
+                progress(
+                    f"recovery, {fault}, {groups} groups, round {number + 1}/{rounds}: "
+                    + ", ".join(f"{name} {mine[-1]['seconds']:.2f} s" for name, mine in rows.items())
+                )
+            ratios = [a["seconds"] / b["seconds"] for a, b in zip(rows[ours.name], rows[published.name])]
+            result[f"{fault}, {groups} groups"] = {
+                "sides": {
+                    name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]}
+                    for name, mine in rows.items()
+                },
+                "ratio": vars(Spread.of(ratios)),
+            }
+    return result
+
+
+def _round(side: Side, fault: str, groups: int) -> dict[str, float]:
+    with Job() as job:
+        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
+        everybody = start_groups(job, side, groups, 1)
+        everybody.do(START_TIMEOUT_S, do="state", mb=1)
+        everybody.do(START_TIMEOUT_S, do="manager", lighthouse=address)
+        for child in everybody.children:
+            child.send(do="survive", compute_ms=COMPUTE_MS)
+        _wait_for_commits(job, everybody.children, groups)
+        time.sleep(TRAIN_S)
+
+        *survivors, victim = everybody.children
+        struck = time.monotonic()
+        if fault == "kill":
+            victim.kill()
+        else:
+            os.kill(victim.pid, signal.SIGSTOP)
+        try:
+            _wait_for_commits(job, survivors, groups - 1)
+        finally:
+            if fault == "stop":
+                os.kill(victim.pid, signal.SIGCONT)
+        for child in survivors:
+            child.send(do="stop")
+        job.wait(lambda: all(child.of("survive") for child in survivors), PATIENCE_S, "the survivors stop")
+        seconds, lost = [], []
+        for child in survivors:
+            steps = child.of("survive")[-1]["steps"]
+            alone = [end for _, end, ok, participants in steps if end > struck and ok and participants == groups - 1]
+            seconds.append(alone[0] - struck)
+            lost.append(sum(not ok for begin, _, ok, _ in steps if struck - 10 < begin < alone[0]))
+        return {"seconds": max(seconds), "lost": max(lost)}
+
+
+def _wait_for_commits(job: Job, children: list[Any], participants: int) -> None:
+    job.wait(
+        lambda: all(any(e["participants"] == participants for e in child.of("committed")) for child in children),
+        PATIENCE_S,
+        f"a commit of {participants} groups",
+    )
+
+
+def tables(result: dict[str, Any], ours: str, published: str) -> str:
+    """Return the result as Markdown."""
+    rows = []
+    for case, figures in result.items():
+        ratio = Spread(**figures["ratio"])
+        for name in (ours, published):
+            seconds = Spread(**figures["sides"][name]["seconds"])
+            goal = ""
+            if name == ours:
+                met = ratio.median <= GOAL_KILL if case.startswith("kill") else seconds.median <= GOAL_STOP_S
+                said = f"<= {GOAL_KILL:g}" if case.startswith("kill") else f"<= {GOAL_STOP_S:g} s"
+                goal = f"{ratio.text(3)} (goal {said}: {verdict(met)})"
+            rows.append([case, name, seconds.text(), f"{figures['sides'][name]['lost']['median']:g}", goal])
+    return markdown_table(["fault", "package", "signal to next commit, s", "steps lost", "ratio"], rows)

@@ -1,0 +1,103 @@
+"""A group that dies while its connections to the others stay open: nothing but the lighthouse's word can tell them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from torchft._torchft import MemberFailure
+from torchft.manager import Manager
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    # The heartbeat timeout is as long as the collectives' own: what is faster is the broken connection.
+    with Cluster(min_replicas=1, heartbeat_timeout_ms=30_000, join_timeout_ms=10_000) as built:
+        yield built
+
+
+def step(manager: Manager) -> tuple[bool, int]:
+    manager.start_quorum()
+    manager.allreduce(torch.ones(4)).wait()
+    return manager.should_commit(), manager.num_participants()
+
+
+def die_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, list[tuple[bool, int]]]]:
+    """All groups commit a step and lose the last of them in the next; how long the others took, how they went on."""
+    together, died, ended = Gate(), Gate(), Gate()
+
+    def start(rank: Rank) -> Manager:
+        manager = rank.start_manager(init_sync=False)
+        cluster.wait_for_healthy(survivors + 1)
+        assert step(manager) == (True, survivors + 1)
+        return manager
+
+    def victim(rank: Rank) -> None:
+        manager = start(rank)
+        manager.start_quorum()
+        manager.wait_quorum()
+        together.wait()
+        assert manager._manager is not None
+        manager._manager.shutdown()  # the process group's connections stay, as those of a stopped process do
+        died.open()
+        ended.wait()
+
+    def survivor(rank: Rank) -> tuple[float, bool, list[tuple[bool, int]]]:
+        manager = start(rank)
+        manager.start_quorum()
+        work = manager.allreduce(torch.ones(4))  # in which the victim never takes part
+        together.open()
+        died.wait()
+        began = time.monotonic()
+        assert not work.wait()
+        committed = manager.should_commit()
+        took = time.monotonic() - began
+        return took, committed, [step(manager) for _ in range(3)]
+
+    groups = [cluster.start(survivor, group=group) for group in range(survivors)]
+    cluster.start(victim, group=survivors)
+    try:
+        return results(*groups)
+    finally:
+        ended.open()
+
+
+@pytest.mark.parametrize("survivors", [1, 3])
+def test_survivors_of_a_silent_death_go_on_at_once(cluster: Cluster, survivors: int) -> None:
+    for took, committed, after in die_in_a_step(cluster, survivors):
+        assert not committed
+        assert took < DEADLINE.total_seconds() / 3, "0.2 s on an idle machine"
+        assert after == [(True, survivors)] * 3
+
+
+def test_failures_are_told_to_who_subscribed_and_not_without_the_bus(cluster: Cluster) -> None:
+    told: dict[int, list[MemberFailure]] = {0: [], 1: []}
+    ready, ended = Gate(), Gate()
+
+    def listen(rank: Rank) -> None:
+        manager = rank.start_manager(init_sync=False, enable_error_bus=rank.group == 0)
+        manager.subscribe_failures(told[rank.group].append)
+        manager.subscribe_failures(lambda failure: ready.open())
+        cluster.wait_for_healthy(3)
+        step(manager)
+        ended.wait()
+
+    def leave(rank: Rank) -> str:
+        manager = rank.start_manager(init_sync=False)
+        cluster.wait_for_healthy(3)
+        step(manager)
+        manager.shutdown()
+        return manager._replica_id
+
+    for group in range(2):
+        cluster.start(listen, group=group)
+    (who,) = results(cluster.start(leave, group=2))
+    ready.wait()
+    ended.open()
+    assert [failure.replica_id for failure in told[0]] == [who]
+    assert "its connection broke" in told[0][0].reason
+    assert told[1] == []

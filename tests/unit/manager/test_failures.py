@@ -1,0 +1,117 @@
+"""What a failure of a peer, told by the lighthouse, does to a step."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import torch
+from torch.distributed import Work
+
+from torchft._torchft import MemberFailure
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupDummy
+
+if TYPE_CHECKING:
+    from tests.unit.manager.conftest import Fixture
+
+
+class PendingWork(Work):
+    """An operation that ends only with the abort of its group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        self.future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.future
+
+
+class PendingGroup(ProcessGroupDummy):
+    """Its abort ends what is in flight before it returns, on the thread that aborts."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.works: list[PendingWork] = []
+        self.aborts = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def allreduce(self, tensors: Any, opts: Any) -> Work:
+        self.meanwhile()
+        self.works.append(PendingWork())
+        return self.works[-1]
+
+    def abort(self) -> None:
+        self.aborts += 1
+        for work in self.works:
+            if not work.future.done():
+                work.future.set_exception(RuntimeError("aborted"))
+
+
+def started(fixture: Fixture) -> tuple[Manager, PendingGroup]:
+    group = PendingGroup()
+    manager = fixture.manager(pg=group)
+    manager.start_quorum()
+    manager.wait_quorum()
+    return manager, group
+
+
+def failure(quorum_id: int = 1) -> MemberFailure:
+    return MemberFailure(quorum_id, "group_0:uuid", "its connection broke")
+
+
+def test_a_failure_ends_what_is_in_flight(fixture: Fixture) -> None:
+    manager, group = started(fixture)
+    work = manager.allreduce(torch.ones(1))
+    manager._peer_failed(failure())
+    assert not work.wait() and group.aborts == 1
+    assert not manager.should_commit()
+    assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+
+
+def test_a_failure_told_while_the_first_collective_begins(fixture: Fixture) -> None:
+    """The thread that hears of it finds no work in flight yet."""
+    manager, group = started(fixture)
+    group.meanwhile = lambda: manager._peer_failed(failure())
+    manager.allreduce(torch.ones(1)).wait()
+    assert group.aborts == 1
+    assert not manager.should_commit()
+
+
+def test_a_failure_in_another_quorum_does_nothing(fixture: Fixture) -> None:
+    manager, group = started(fixture)
+    manager._peer_failed(failure(quorum_id=0))
+    work = manager.allreduce(torch.ones(1))
+    manager._peer_failed(failure(quorum_id=0))
+    group.works[0].future.set_result(None)
+    assert work.wait() and manager.should_commit() and group.aborts == 0
+
+
+def test_a_failure_after_the_last_collective_costs_nothing(fixture: Fixture) -> None:
+    manager, group = started(fixture)
+    work = manager.allreduce(torch.ones(1))
+    group.works[0].future.set_result(None)
+    assert work.wait()
+    manager._peer_failed(failure())
+    assert manager.should_commit() and group.aborts == 0
+
+
+def test_an_abort_that_ends_the_work_whose_error_caused_it(fixture: Fixture) -> None:
+    """Waiting for a work gives up after a while, and aborts the group, which completes the very same work."""
+    manager, group = started(fixture)
+    work = manager.allreduce(torch.ones(1))
+    future = work.get_future()
+    waiter = threading.Thread(target=work.wait, args=[timedelta(milliseconds=50)], daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    future.wait()
+    assert group.aborts == 1 and not manager.should_commit()

@@ -1,0 +1,218 @@
+"""Quorum rounds: who follows a result, and that everyone who waits for a round comes back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Optional
+from unittest.mock import MagicMock
+
+import pytest
+
+from torchft._manager.rounds import NativeRounds, Round, ThreadRounds, make_rounds
+from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumResult
+
+LONG = timedelta(seconds=60)
+REQUEST: dict[str, Any] = {
+    "group_rank": 0,
+    "step": 0,
+    "checkpoint_metadata": "here",
+    "shrink_only": False,
+    "timeout": LONG,
+    "commit_failures": 0,
+    "init_sync": True,
+    "reconfigure_handle": "handle",
+}
+
+
+class FakeClient:
+    """Ends rounds and tells of changes when the test says so."""
+
+    def __init__(self) -> None:
+        self.results: queue.SimpleQueue[QuorumResult | BaseException | None] = queue.SimpleQueue()
+        self.changes: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
+        self.requests: list[dict[str, Any]] = []
+
+    def _begin_round(self, **request: Any) -> object:
+        self.requests.append(request)
+        return object()
+
+    def _end_round(self, begun: object, last: Optional[QuorumResult]) -> QuorumResult:
+        result = self.results.get(timeout=20)
+        if isinstance(result, BaseException):
+            raise result
+        if result is None:
+            assert last is not None
+            return last
+        return result
+
+    def _wait_change(self, timeout: timedelta) -> bool:
+        change = self.changes.get(timeout=20)
+        if isinstance(change, Exception):
+            raise change
+        return change
+
+
+class Followed:
+    """Notes who followed which result."""
+
+    def __init__(self, error: Optional[Exception] = None) -> None:
+        self.by: list[tuple[QuorumResult, str]] = []
+        self._error = error
+
+    def __call__(self, result: QuorumResult) -> None:
+        self.by.append((result, threading.current_thread().name))
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def client() -> Iterator[FakeClient]:
+    client = FakeClient()
+    yield client
+    client.changes.put(RuntimeError("closed"))
+
+
+def begin(rounds: NativeRounds, follow: Followed, **changes: Any) -> Round:
+    return rounds.begin(follow, **{**REQUEST, **changes})
+
+
+def first_round(rounds: NativeRounds, client: FakeClient) -> QuorumResult:
+    """One round that brings a change, so that the next can do without."""
+    followed, result = Followed(), QuorumResult(quorum_id=1)
+    begun = begin(rounds, followed)
+    client.results.put(result)
+    client.changes.put(True)
+    begun.result()
+    assert followed.by == [(result, "torchft_quorum")]
+    return result
+
+
+def test_a_change_is_followed_by_the_thread_without_anyone_asking(client: FakeClient) -> None:
+    rounds, followed = NativeRounds(client), Followed()
+    begun = begin(rounds, followed)
+    client.results.put(QuorumResult(quorum_id=1))
+    client.changes.put(True)
+    begun._ended.wait(20)
+    assert [who for _, who in followed.by] == ["torchft_quorum"]
+    begun.result()
+    assert len(followed.by) == 1
+
+
+def test_what_brings_no_change_is_followed_by_whoever_asks(client: FakeClient) -> None:
+    rounds = NativeRounds(client)
+    result = first_round(rounds, client)
+    followed = Followed()
+    begun = begin(rounds, followed, step=1)
+    client.results.put(None)
+    begun.result()
+    begun.result()
+    assert followed.by == [(result, threading.current_thread().name)]
+    assert [request["first"] for request in client.requests] == [True, False]
+
+
+def test_many_may_wait_for_a_round(client: FakeClient) -> None:
+    rounds = NativeRounds(client)
+    first_round(rounds, client)
+    followed = Followed()
+    begun = begin(rounds, followed)
+    waiting = [threading.Thread(target=begun.result) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    client.results.put(None)
+    for thread in waiting:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(followed.by) == 1
+
+
+@pytest.mark.parametrize("error", [TimeoutError("no quorum"), RuntimeError("lighthouse")])
+def test_an_error_reaches_all_who_ask_and_the_next_round_starts_afresh(client: FakeClient, error: Exception) -> None:
+    rounds = NativeRounds(client)
+    first_round(rounds, client)
+    begun = begin(rounds, Followed())
+    client.results.put(error)
+    for _ in range(2):
+        with pytest.raises(type(error), match=str(error)):
+            begun.result()
+    begun.wait()  # does not raise
+    begin(rounds, Followed())
+    assert client.requests[-1]["first"], "the result of the failed round is not known"
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_an_error_while_following_reaches_who_asks(client: FakeClient, changed: bool) -> None:
+    rounds = NativeRounds(client)
+    first_round(rounds, client)
+    begun = begin(rounds, Followed(ValueError("cannot heal")))
+    client.results.put(QuorumResult(quorum_id=2) if changed else None)
+    if changed:
+        client.changes.put(True)
+    with pytest.raises(ValueError, match="cannot heal"):
+        begun.result()
+
+
+def test_ctrl_c_is_raised_at_once_and_ends_the_round(client: FakeClient) -> None:
+    rounds = NativeRounds(client)
+    begun = begin(rounds, Followed())
+    client.results.put(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        begun.wait()
+    begun.wait()
+
+
+def test_a_client_that_is_shut_down_ends_the_round_that_nobody_will_follow(client: FakeClient) -> None:
+    rounds = NativeRounds(client)
+    begun = begin(rounds, Followed())
+    client.results.put(QuorumResult(quorum_id=1))  # a change, and the thread never hears of it
+    client.changes.put(RuntimeError("the client is closed"))
+    with pytest.raises(RuntimeError, match="closed"):
+        begun.result()
+    rounds.shutdown(wait=True)
+    with pytest.raises(RuntimeError, match="closed"):
+        begin(rounds, Followed())
+
+
+def test_a_wait_for_changes_that_ends_without_one_begins_anew(client: FakeClient) -> None:
+    rounds = NativeRounds(client)
+    client.changes.put(False)
+    first_round(rounds, client)
+
+
+def test_a_stand_in_is_asked_on_a_thread() -> None:
+    stand_in, followed = MagicMock(spec=ManagerClient), Followed()
+    stand_in._quorum.return_value = result = QuorumResult(quorum_id=3)
+    rounds = make_rounds(stand_in)
+    assert isinstance(rounds, ThreadRounds)
+    rounds.begin(followed, **REQUEST).result()
+    stand_in._quorum.assert_called_once_with(**REQUEST)
+    assert followed.by == [(result, "torchft_quorum")]
+    stand_in._quorum.side_effect = TimeoutError("no quorum")
+    begun = rounds.begin(followed, **REQUEST)
+    with pytest.raises(TimeoutError, match="no quorum"):
+        begun.result()
+    rounds.shutdown(wait=True)
+
+
+def test_rounds_of_the_native_core() -> None:
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    server = ManagerServer("g", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "store:1", 1, LONG, LONG, 0)
+    client = ManagerClient(server.address(), LONG)
+    rounds, followed = make_rounds(client), Followed()
+    assert isinstance(rounds, NativeRounds)
+    for step in range(4):
+        rounds.begin(followed, **{**REQUEST, "step": step}).result()
+        assert followed.by[-1][0].max_step == step
+        assert client.should_commit(0, step, True, LONG)
+    rounds.begin(followed, **{**REQUEST, "step": 4, "commit_failures": 1}).result()  # a new quorum
+    threads = [name for _, name in followed.by]
+    here = threading.current_thread().name
+    assert threads == ["torchft_quorum", here, here, here, "torchft_quorum"]
+    assert followed.by[1][0] is followed.by[0][0], "the very same result again"
+    assert followed.by[4][0].quorum_id > followed.by[3][0].quorum_id
+    client.shutdown()
+    rounds.shutdown(wait=True)
+    server.shutdown()
+    lighthouse.shutdown()

@@ -1,0 +1,92 @@
+"""The calls of each step: what was prepared for them, and results that are handed out once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer
+
+SOON = timedelta(seconds=20)
+RANKS = 4
+
+
+@pytest.fixture
+def client() -> Iterator[ManagerClient]:
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    server = ManagerServer(
+        replica_id="group",
+        lighthouse_addr=lighthouse.address(),
+        hostname="127.0.0.1",
+        bind="127.0.0.1:0",
+        store_addr="store:1",
+        world_size=RANKS,
+        heartbeat_interval=timedelta(milliseconds=100),
+        connect_timeout=SOON,
+        quorum_retries=0,
+    )
+    client = ManagerClient(server.address(), SOON)
+    yield client
+    client.shutdown()
+    server.shutdown()
+    lighthouse.shutdown()
+
+
+def test_threads_vote_for_several_ranks_over_one_client(client: ManagerClient) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(RANKS) as threads:
+            for step in range(20):
+                votes = [
+                    threads.submit(client.should_commit, rank, step, rank != 2 or step % 2 == 0, SOON)
+                    for rank in range(RANKS)
+                ]
+                assert [vote.result() for vote in votes] == [step % 2 == 0] * RANKS
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_nothing_is_posted_without_something_prepared(client: ManagerClient) -> None:
+    """As for a client that another thread shuts down: such a call would never end."""
+    with pytest.raises(RuntimeError, match="this object is shut down"):
+        client._go.post(0, 1)
+
+
+def test_a_client_that_was_shut_down_has_nothing_prepared(client: ManagerClient) -> None:
+    go = client._go
+    before = go.pyapi_Handles()
+    with pytest.raises(TimeoutError):
+        client.should_commit(0, 0, True, timedelta(milliseconds=10))
+    assert go.pyapi_Handles() == before + 1
+    client.shutdown()
+    assert go.pyapi_Handles() == before - 1
+    for call in (lambda: client.should_commit(0, 0, True, SOON), lambda: begin(client)):
+        with pytest.raises(RuntimeError, match="this object is shut down"):
+            call()
+
+
+def begin(client: ManagerClient) -> Any:
+    return client._begin_round(0, 0, "", False, SOON, 0, True, "", True)
+
+
+def test_a_result_is_handed_out_once() -> None:
+    """In a process of its own: it would end it."""
+    code = """
+from torchft._torchft import _load
+go = _load()
+call = go.post(1 << 60)  # nothing of that name
+for _ in range(2):
+    try:
+        go.collect(call)
+    except RuntimeError as e:
+        print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["this object is shut down", "collect(call): the result was handed out already"]

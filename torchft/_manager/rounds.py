@@ -1,0 +1,233 @@
+"""Quorum rounds: begun by the training thread, which goes on and asks for the result when it needs it.
+
+What follows from a quorum that brings a change (new peers, a heal) must not wait until the training thread asks: others
+are waiting for it. So a thread of its own follows such quorums. One that brings nothing new is followed by whoever asks
+first, and wakes nobody else: most steps cost no switch of threads.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Optional, Protocol
+
+from torchft import _torchft
+
+if TYPE_CHECKING:
+    from torchft._torchft import ManagerClient, QuorumResult
+
+Follow = Callable[["QuorumResult"], None]
+
+# After this long without a change the wait for one begins anew; nothing depends on it.
+_LONGEST_WAIT = timedelta(hours=1)
+
+
+class Round:
+    """One quorum round of this rank, which ends when its result has been followed."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: Optional[BaseException] = None
+
+    def end(self, error: Optional[BaseException] = None) -> None:
+        """Ends the round; what came first counts."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+    def ended(self) -> bool:
+        """Whether the round has ended."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Returns when the round has ended, whatever came of it."""
+        self._ended.wait()
+
+    def result(self) -> None:
+        """Returns when the result has been followed.
+
+        Raises:
+            BaseException: what the round, or following it, failed with.
+        """
+        self.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Rounds(Protocol):
+    """What begins the rounds of one rank, one after the other."""
+
+    def begin(self, follow: Follow, **request: Any) -> Round:
+        """Begins a round.
+
+        Args:
+            follow: does what the result asks for; called once, on any thread.
+            request: the arguments of ``ManagerClient._quorum``.
+        """
+        ...
+
+    def shutdown(self, wait: bool) -> None:
+        """Ends what runs in the background. The client is shut down before.
+
+        Args:
+            wait: until it has ended.
+        """
+        ...
+
+
+def make_rounds(client: ManagerClient) -> Rounds:
+    """Rounds over a client; one that only stands in for ours is asked on a thread, by ``_quorum``."""
+    return NativeRounds(client) if type(client) is _torchft.ManagerClient else ThreadRounds(client)
+
+
+class _Thread:
+    """A thread that starts when it is first needed. It is a daemon: Python joins others before it exits, and after
+    Ctrl-C a process would so wait, alive to its peers, until the quorum's timeout.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._thread: Optional[threading.Thread] = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="torchft_quorum", daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _NativeRound(Round):
+    """A round in the native core.
+
+    Args:
+        take: waits for the result, the last one itself where nothing but the step differs from it.
+        follow: does what a result asks for.
+        last: the last result.
+    """
+
+    def __init__(self, take: Callable[[], QuorumResult], follow: Follow, last: Optional[QuorumResult]) -> None:
+        super().__init__()
+        self._take = take
+        self._follow = follow
+        self._last = last
+        self._lock = threading.Lock()
+        self._result: Optional[QuorumResult] = None
+
+    def wait(self) -> None:
+        if not self._ended.is_set():
+            self._get()
+            super().wait()
+
+    def follow_change(self) -> None:
+        """For the thread that follows changes."""
+        self._get()
+        if not self._ended.is_set() and self._result is not None:
+            self._try(self._follow, self._result)
+
+    def _get(self) -> None:
+        with self._lock:
+            if self._result is not None or self._ended.is_set():
+                return
+            try:
+                self._result = self._take()
+            except BaseException as e:
+                self.end(e)
+                if isinstance(e, KeyboardInterrupt):
+                    raise
+                return
+            if self._result is self._last:
+                self._try(self._follow, self._result)
+                if isinstance(self._error, KeyboardInterrupt):  # who only waits would not hear of it
+                    raise self._error
+
+    def _try(self, follow: Follow, result: QuorumResult) -> None:
+        try:
+            follow(result)
+        except BaseException as e:
+            self.end(e)
+        else:
+            self.end()
+
+
+class NativeRounds:
+    """Rounds that run in the native core, which knows which of them bring a change."""
+
+    def __init__(self, client: ManagerClient) -> None:
+        self._client = client
+        self._last: Optional[QuorumResult] = None
+        self._lock = threading.Lock()
+        self._round: Optional[_NativeRound] = None
+        self._closed: Optional[Exception] = None
+        self._thread = _Thread(self._follow_changes)
+
+    def begin(self, follow: Follow, **request: Any) -> Round:
+        self._thread.start()
+        last, self._last = self._last, None
+
+        def take() -> QuorumResult:
+            self._last = result = self._client._end_round(op, last)
+            return result
+
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            op = self._client._begin_round(first=last is None, **request)
+            self._round = _NativeRound(take, follow, last)
+            return self._round
+
+    def shutdown(self, wait: bool) -> None:
+        if wait:
+            self._thread.join()
+
+    def _follow_changes(self) -> None:
+        while True:
+            try:
+                changed = self._client._wait_change(_LONGEST_WAIT)
+            except Exception as e:  # the client is shut down
+                with self._lock:
+                    self._closed = e
+                    if self._round is not None:
+                        self._round.end(e)
+                return
+            if changed:
+                with self._lock:
+                    begun = self._round
+                if begun is not None:
+                    begun.follow_change()
+                del begun  # keep nothing of a step alive until the next change
+
+
+class ThreadRounds:
+    """Rounds that run on a thread."""
+
+    def __init__(self, client: ManagerClient) -> None:
+        self._client = client
+        self._begun: queue.SimpleQueue[Optional[tuple[Round, Callable[[], None]]]] = queue.SimpleQueue()
+        self._thread = _Thread(self._run)
+
+    def begin(self, follow: Follow, **request: Any) -> Round:
+        begun = Round()
+        self._begun.put((begun, lambda: follow(self._client._quorum(**request))))
+        self._thread.start()
+        return begun
+
+    def shutdown(self, wait: bool) -> None:
+        self._begun.put(None)
+        if wait:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._begun.get()) is not None:
+            begun, call = item
+            try:
+                call()
+            except BaseException as e:
+                begun.end(e)
+            else:
+                begun.end()
+            del item, begun, call  # keep nothing of a step alive until the next one

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import traceback
 import uuid
 from datetime import timedelta
 from functools import partial
@@ -23,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ReduceOp, TCPStore
 
-from torchft._manager import recovery
+from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureListener, PeerFailed
 from torchft._manager.log import _ManagerLogger
+from torchft._manager.peers import check_process_group, configure_by_store
 from torchft._manager.plan import Plan, WorldSizeMode, make_plan
+from torchft._manager.recovery import Position, Recovery
 from torchft._manager.rounds import Round, Rounds, make_rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
@@ -37,6 +38,7 @@ from torchft._manager.settings import (
     REPLICA_ID_KEY,
     TIMEOUT_SEC_ENV,
     TORCH_FR_DUMP_TEMP_FILE_ENV,
+    check_limits,
     check_positive,
     extract_trailing_digits,
     failure_bus_from_env,
@@ -51,7 +53,7 @@ from torchft.addresses import announced_host, announced_store_host
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.futures import future_timeout
 from torchft.process_group.native import abort_group, native_error, reconfigure_group
-from torchft.process_group.reconfigure import ReconfigureOptions, supports_reconfigure
+from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.utils import get_stream_context
 from torchft.work import _DummyWork
 
@@ -89,18 +91,6 @@ try:
     import triton  # noqa: F401
 except ImportError:
     IS_TRITON_AVAILABLE = False
-
-
-class ExceptionWithTraceback(Exception):
-    """An exception with its traceback as text, so that it says where it came from on another thread."""
-
-    def __init__(self, e: Exception) -> None:
-        super().__init__(e)
-        self.original_exception = e
-        self.stack_trace: str = "".join(traceback.format_exception(type(e), e, e.__traceback__))
-
-    def __str__(self) -> str:
-        return f"{self.original_exception}\n{self.stack_trace}"
 
 
 class Manager:
@@ -180,16 +170,8 @@ class Manager:
             heartbeat_interval=heartbeat_interval,
             quorum_retries=quorum_retries,
         )
-        if min_replica_size < 1:
-            raise ValueError(f"min_replica_size={min_replica_size}: at least 1 group has to take part in a step")
-        if max_retries is not None and max_retries < 0:
-            raise ValueError(f"max_retries={max_retries}: allowed are None, 0 and more")
-        if not supports_reconfigure(pg):
-            raise ValueError(
-                f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive "
-                "the loss of a peer; use one of torchft.process_group, or make a native one with "
-                "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
-            )
+        check_limits(min_replica_size, max_retries)
+        check_process_group(pg)
         self._settings = settings
         self._group_rank = settings.group_rank
         self._group_world_size = settings.group_world_size
@@ -206,8 +188,7 @@ class Manager:
         self._step = 0
         self._batches_committed = 0
         self._commit_failures = 0
-        # In which quorum the weights were made. Two groups that were apart can be at one step with different weights.
-        self._committed_quorum_id = -1  # in none since this process began
+        self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
         self._commit_hooks: List[CommitHook] = []
 
         self._user_state = UserState(self._timeout.total_seconds())
@@ -224,8 +205,6 @@ class Manager:
         self._participating_replica_rank: Optional[int] = None
         self._participating_replica_world_size = 0
         self._healing = False
-        self._pending_state_dict: Optional[Dict[str, Any]] = None
-        self._before_heal: Optional[tuple[Dict[str, int], int]] = None
         self._plan: Optional[Plan] = None
         self._plan_of: tuple[Optional[QuorumResult], bool] = (None, True)
         self._rounds: Optional[Rounds] = None
@@ -242,8 +221,6 @@ class Manager:
         self._connecting = False  # the process group gets the peers of a new quorum
         self._failure_callbacks: List[FailureCallback] = []
         self._failure_listener: Optional[FailureListener] = None
-        # A load that failed may have changed some of the weights: until one succeeds they are of no step.
-        self._spoiled = False
         self._works: List[_ManagedWork] = []
 
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
@@ -255,6 +232,14 @@ class Manager:
         self._manager: Optional[ManagerServer] = None
         self._checkpoint_transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
             timeout=self._timeout, num_chunks=0
+        )
+        self._recovery = Recovery(
+            transport=self._checkpoint_transport,
+            user_state=self._user_state,
+            group_rank=self._group_rank,
+            connect=lambda address: ManagerClient(address, connect_timeout=self._connect_timeout),
+            timeout=self._timeout,
+            logger=lambda: self._logger,
         )
         try:
             self._join_group(replica_id, hostname)
@@ -336,12 +321,7 @@ class Manager:
 
     def load_state_dict(self, state_dict: Dict[str, int]) -> None:
         """Sets step and batches_committed, as :meth:`state_dict` gave them."""
-        self._set_step(state_dict, committed_quorum_id=-1)
-
-    def _set_step(self, state_dict: Dict[str, int], committed_quorum_id: int) -> None:
-        self._step = state_dict["step"]
-        self._batches_committed = state_dict["batches_committed"]
-        self._committed_quorum_id = committed_quorum_id
+        self._position = Position(state_dict["step"], state_dict["batches_committed"], committed_quorum_id=-1)
 
     def state_dict(self) -> Dict[str, int]:
         """What a checkpoint must keep of the Manager."""
@@ -349,6 +329,18 @@ class Manager:
 
     def _manager_state_dict(self) -> Dict[str, Any]:
         return {"user": self._user_state.read(), "torchft": self.state_dict()}
+
+    @property
+    def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
+        return self._recovery.pending
+
+    @property
+    def _position(self) -> Position:
+        return Position(self._step, self._batches_committed, self._committed_quorum_id)
+
+    @_position.setter
+    def _position(self, position: Position) -> None:
+        self._step, self._batches_committed, self._committed_quorum_id = position
 
     # Quorum
 
@@ -414,16 +406,12 @@ class Manager:
         self._participating_replica_rank = plan.participating_rank
         self._participating_replica_world_size = plan.divisor
         self._healing = plan.heal
-        if self._spoiled and not plan.heal:
-            raise RuntimeError(
-                f"a heal of this group failed while its state was loaded, so its weights are of no step, and quorum "
-                f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
-            )
+        self._recovery.check(plan)
         if self._device_index is not None:
             torch.accelerator.set_device_index(self._device_index)
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, also one whose heal fails.
-            self._before_heal = self.state_dict(), self._committed_quorum_id
+            self._recovery.begin(self._position)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id:
             self._follow_quorum(plan)
@@ -461,7 +449,7 @@ class Manager:
             if plan.handles:
                 self._reconfigure_pg(plan.quorum_id, plan.handles)
             else:
-                self._configure_pg(plan)
+                configure_by_store(self._pg, plan, self._replica_id, self._settings)
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
             self.report_error(e)
@@ -476,82 +464,32 @@ class Manager:
         opts.timeout = self._timeout
         reconfigure_group(self._pg, opts)
 
-    def _configure_pg(self, plan: Plan) -> None:
-        """As torchft 0.2.0: peers meet in the primary's store. Somebody in this quorum sent no handles."""
-        configure = getattr(self._pg, "configure", None)
-        if configure is None:
-            if self._replica_id in plan.without_handles:
-                who = f"the lighthouse at {self._settings.lighthouse_addr} does not pass them on"
-            else:
-                who = f"missing are those of {plan.without_handles or plan.replica_ids}"
-            raise RuntimeError(
-                f"{type(self._pg).__name__} can only be rebuilt from reconfigure handles, and quorum "
-                f"{plan.quorum_id} came without: {who} (torchft 0.2.0 has none)"
-            )
-        configure(
-            f"{plan.store_address}/torchft/{plan.quorum_id}/{self._group_rank}",
-            self._replica_id,
-            plan.replica_rank,
-            plan.replica_world_size,
-            quorum_id=plan.quorum_id,
-            group_rank=self._group_rank,
-            group_world_size=self._group_world_size,
-            global_ranks=[global_rank(i, self._group_rank, self._group_world_size) for i in plan.replica_ids],
-        )
-
     # Healing
 
     def _recover(self, plan: Plan) -> None:
         """Serves this group's state, or fetches a peer's. A failure costs this group the step, and nobody else."""
         try:
             if plan.recover_dst:
-                self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
-                self._checkpoint_transport.send_checkpoint(
-                    dst_ranks=plan.recover_dst,
-                    step=plan.max_step,
-                    state_dict=self._manager_state_dict(),
-                    timeout=self._timeout,
-                )
+                self._recovery.serve(plan, self._manager_state_dict)
             if plan.heal:
-                self._logger.info(f"healing to step {plan.max_step} from {plan.sources[0].manager_address}")
-                state = recovery.fetch_state(
-                    plan,
-                    group_rank=self._group_rank,
-                    transport=self._checkpoint_transport,
-                    connect=partial(ManagerClient, connect_timeout=self._connect_timeout),
-                    timeout=self._timeout,
-                )
-                self._set_step(state["torchft"], plan.committed_quorum_id)
-                self._pending_state_dict = state  # the training thread loads it: the model is its own
+                self._position = self._recovery.fetch(plan)
         except Exception as e:
             self._logger.exception(f"healing failed: {e}")
             self._keep_error(e)  # the peers still count on this group in their collectives
 
     def _apply_pending_state_dict(self) -> bool:
         """Loads what a heal fetched. False if there is nothing, or the user's function failed."""
-        state, before = self._pending_state_dict, self._before_heal
-        if state is None:
-            return False
         try:
-            self._user_state.load(state["user"])
+            return self._recovery.load()
         except Exception as e:
-            self._logger.exception(f"the state of a peer could not be loaded: {e}")
-            self._pending_state_dict = None
-            self._spoiled = True
-            self._keep_error(e)  # the peers still count on this group in their collectives
+            self._keep_error(e)
             return False
-        self._pending_state_dict = None
-        self._before_heal = None
-        self._spoiled = False
-        self._logger.info(f"healed, from step {before[0]['step'] if before else 0}")
-        return True
 
     def _discard_unloaded_heal(self) -> None:
         """Goes back to the step whose weights this group really has, so that it is healed again."""
-        if self._before_heal is not None:
-            self._set_step(*self._before_heal)
-        self._pending_state_dict = None
-        self._before_heal = None
+        before = self._recovery.discard()
+        if before is not None:
+            self._position = before
 
     # Collectives
 

@@ -1,48 +1,143 @@
-"""Healing, seen from the group that heals."""
+"""Healing: this group's state goes to those that are behind, a peer's state comes here when this group is.
+
+A heal has three moments. It is *fetched* on the quorum thread, while the model runs. It is *loaded* on the training
+thread, because the model is its own. Until then it can be *discarded*, and the group is again where its weights are.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 from torchft._manager.plan import Plan
+from torchft._manager.state import UserState
 
 if TYPE_CHECKING:
+    from torchft._manager.log import _ManagerLogger
     from torchft._torchft import ManagerClient
     from torchft.checkpointing.transport import CheckpointTransport
 
 
-def fetch_state(
-    plan: Plan,
-    *,
-    group_rank: int,
-    transport: CheckpointTransport[dict[str, Any]],
-    connect: Callable[[str], ManagerClient],
-    timeout: timedelta,
-) -> dict[str, Any]:
-    """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group.
+class Position(NamedTuple):
+    """Which state a group has."""
+
+    step: int
+    batches_committed: int
+    # In which quorum the weights were made: two groups that were apart can be at one step with different weights.
+    committed_quorum_id: int
+
+
+class Recovery:
+    """Serves state and fetches it, for one rank.
 
     Args:
-        plan: of a group that heals.
-        group_rank: which rank of the source serves this one.
         transport: moves the bytes.
+        user_state: reads and loads the user's part.
+        group_rank: which rank of a source serves this one.
         connect: opens a client to a manager server.
         timeout: for asking where the state is, and again for fetching it.
+        logger: gives the Manager's logger; it is made after this.
 
-    Returns:
-        ``{"user": {key: value}, "torchft": {"step": int, "batches_committed": int}}``.
-
-    Raises:
-        RuntimeError: the source cannot be reached, or serves another step than it was asked for.
-        TimeoutError: it took longer than the timeout.
+    Attributes:
+        pending: what was fetched and is not loaded yet.
     """
-    source = plan.sources[0]
-    # Only needed for this one question; it closes when it is dropped.
-    metadata = connect(source.manager_address)._checkpoint_metadata(group_rank, timeout=timeout)
-    state = transport.recv_checkpoint(
-        src_rank=source.replica_rank, metadata=metadata, step=plan.max_step, timeout=timeout
-    )
-    served = state["torchft"]["step"]
-    if served != plan.max_step:
-        raise RuntimeError(f"{source.manager_address} served the state of step {served} instead of {plan.max_step}")
-    return state
+
+    def __init__(
+        self,
+        *,
+        transport: CheckpointTransport[Any],
+        user_state: UserState,
+        group_rank: int,
+        connect: Callable[[str], ManagerClient],
+        timeout: timedelta,
+        logger: Callable[[], _ManagerLogger],
+    ) -> None:
+        self._transport = transport
+        self._user_state = user_state
+        self._group_rank = group_rank
+        self._connect = connect
+        self._timeout = timeout
+        self._logger = logger
+        self.pending: Optional[dict[str, Any]] = None
+        self._before: Optional[Position] = None
+        # A load that failed may have changed some of the weights: until one succeeds they are of no step.
+        self._spoiled = False
+
+    def check(self, plan: Plan) -> None:
+        """Raises RuntimeError if the weights are of no step, and there is no group to heal from."""
+        if self._spoiled and not plan.heal:
+            raise RuntimeError(
+                f"a heal of this group failed while its state was loaded, so its weights are of no step, and quorum "
+                f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
+            )
+
+    def begin(self, before: Position) -> None:
+        """A heal begins in a group that has this state. Until it is loaded, :meth:`discard` gives it back."""
+        self._before = before
+
+    def serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
+        """Offers the state that ``read`` gives to the groups that need it.
+
+        Raises:
+            Exception: the user's function failed, or the transport did.
+        """
+        self._logger().info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
+        self._transport.send_checkpoint(
+            dst_ranks=plan.recover_dst, step=plan.max_step, state_dict=read(), timeout=self._timeout
+        )
+
+    def fetch(self, plan: Plan) -> Position:
+        """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group.
+
+        Returns:
+            what this group has once that state is loaded.
+
+        Raises:
+            RuntimeError: the source cannot be reached, or serves another step than it was asked for.
+            TimeoutError: it took longer than the timeout.
+        """
+        source = plan.sources[0]
+        self._logger().info(f"healing to step {plan.max_step} from {source.manager_address}")
+        # Only needed for this one question; it closes when it is dropped.
+        client = self._connect(source.manager_address)
+        metadata = client._checkpoint_metadata(self._group_rank, timeout=self._timeout)
+        state = self._transport.recv_checkpoint(
+            src_rank=source.replica_rank, metadata=metadata, step=plan.max_step, timeout=self._timeout
+        )
+        served = state["torchft"]
+        if served["step"] != plan.max_step:
+            raise RuntimeError(
+                f"{source.manager_address} served the state of step {served['step']} instead of {plan.max_step}"
+            )
+        self.pending = state
+        return Position(served["step"], served["batches_committed"], plan.committed_quorum_id)
+
+    def load(self) -> bool:
+        """Loads what was fetched, on the training thread. False if there is nothing.
+
+        Raises:
+            Exception: the user's function failed; the weights are then of no step.
+        """
+        state, before = self.pending, self._before
+        if state is None:
+            return False
+        self.pending = None
+        try:
+            self._user_state.load(state["user"])
+        except Exception as e:
+            self._spoiled = True
+            self._logger().exception(f"the state of a peer could not be loaded: {e}")
+            raise
+        self._before = None
+        self._spoiled = False
+        self._logger().info(f"healed, from step {before.step if before else 0}")
+        return True
+
+    def discard(self) -> Optional[Position]:
+        """Forgets a heal that was not loaded.
+
+        Returns:
+            what this group really has, so that it is healed again; None if there was no heal.
+        """
+        before, self._before, self.pending = self._before, None, None
+        return before

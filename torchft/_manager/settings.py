@@ -177,6 +177,14 @@ def _check(settings: Settings) -> None:
         raise ValueError(f"quorum_retries={settings.quorum_retries}: allowed are 0 and more")
 
 
+def check_limits(min_replica_size: int, max_retries: Optional[int]) -> None:
+    """Raises ValueError unless these arguments of the Manager are in their range."""
+    if min_replica_size < 1:
+        raise ValueError(f"min_replica_size={min_replica_size}: at least 1 group has to take part in a step")
+    if max_retries is not None and max_retries < 0:
+        raise ValueError(f"max_retries={max_retries}: allowed are None, 0 and more")
+
+
 def check_positive(name: str, value: timedelta) -> None:
     """Raises ValueError unless the duration is longer than zero."""
     if not isinstance(value, timedelta):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import uuid
 from datetime import timedelta
 from functools import partial
@@ -82,6 +83,8 @@ T = TypeVar("T")
 
 # How long an aborted collective may take to end. Gloo's take some 10 ms.
 _ABORT_TIMEOUT = timedelta(seconds=1)
+# Between two aborts of a group that connects.
+_ABORT_AGAIN_SEC = 0.05
 
 CommitHook = Callable[[int, bool, int], None]
 FailureCallback = Callable[[MemberFailure], None]
@@ -214,9 +217,9 @@ class Manager:
         # A failed heal spoils this group's step, but its peers still count on it in their collectives.
         self._collectives_usable = True
         self._aborted = False
-        # The last member that died, by what the lighthouse told. The lock: its thread ends the collectives of one step,
-        # and never of the next.
-        self._failure: Optional[MemberFailure] = None
+        # Of each quorum that is followed, or may be yet, the first member that died, by what the lighthouse told. The
+        # lock: its thread ends the collectives of one step, and never of the next.
+        self._failures: Dict[int, MemberFailure] = {}
         self._failure_lock = threading.Lock()
         self._connecting = False  # the process group gets the peers of a new quorum
         self._failure_callbacks: List[FailureCallback] = []
@@ -437,6 +440,7 @@ class Manager:
         with self._failure_lock:
             self._quorum_id = plan.quorum_id
             self._connecting = True
+            self._failures = {q: failure for q, failure in self._failures.items() if q >= plan.quorum_id}
         self._logger.quorum_event()
         self._logger.info(
             f"quorum {plan.quorum_id}: replica rank {plan.replica_rank} of {plan.replica_world_size}, "
@@ -446,6 +450,7 @@ class Manager:
             # PyTorch's flight recorder appends the rank: each quorum's dump gets a file of its own
             os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._original_fr_dump_temp_file}_quorum{plan.quorum_id}_"
         try:
+            self._check_peers()
             if plan.handles:
                 self._reconfigure_pg(plan.quorum_id, plan.handles)
             else:
@@ -568,21 +573,24 @@ class Manager:
     def _peer_failed(self, failure: MemberFailure) -> None:
         """Ends what waits for a peer that died. A step whose collectives have all ended is none the worse for it."""
         with self._failure_lock:
-            if failure.quorum_id == self._quorum_id:
-                self._failure = failure
-                if self._connecting:
-                    abort_group(self._pg)
-                elif any(not work.ended() for work in self._works):
-                    error = PeerFailed(failure)
-                    self._logger.warn(str(error))
-                    self._report_collective_error(error)
+            if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
+                self._failures.setdefault(failure.quorum_id, failure)
+            mine = failure.quorum_id == self._quorum_id
+            if mine and not self._connecting and any(not work.ended() for work in self._works):
+                error = PeerFailed(failure)
+                self._logger.warn(str(error))
+                self._report_collective_error(error)
+        # An abort that comes before the group has begun to connect finds nothing to end.
+        while self._connecting and failure.quorum_id == self._quorum_id:
+            abort_group(self._pg)
+            time.sleep(_ABORT_AGAIN_SEC)
         for callback in self._failure_callbacks:
             callback(failure)
 
     def _check_peers(self) -> None:
         """Raises if a member of the present quorum is known to be dead."""
-        failure = self._failure
-        if failure is not None and failure.quorum_id == self._quorum_id:
+        failure = self._failures.get(self._quorum_id)
+        if failure is not None:
             raise PeerFailed(failure)
 
     def _keep_error(self, e: Exception) -> None:

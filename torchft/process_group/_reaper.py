@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import threading
 import time
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -21,7 +22,7 @@ _pending: set[threading.Thread] = set()
 _EXIT_TIMEOUT_SEC = 1.0
 
 
-def reap(box: list[object]) -> None:
+def reap(box: list[Any]) -> None:
     """Drops the only element of `box`, elsewhere.
 
     The caller must hold no other reference: whoever drops the last one waits.
@@ -32,7 +33,7 @@ def reap(box: list[object]) -> None:
     thread.start()
 
 
-def _destroy(box: list[object]) -> None:
+def _destroy(box: list[Any]) -> None:
     try:
         # PyTorch 2.7 keeps the GIL while it destroys a ProcessGroup, whose backend joins threads that may
         # need it. A backend is destroyed without: it goes last.

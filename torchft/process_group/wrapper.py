@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from torchft.process_group._attempt import Attempt
 from torchft.process_group._operations import Operations, refused
 from torchft.process_group._reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
@@ -71,6 +72,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._operations: Optional[Operations] = None
         self._checker: Optional[Checker] = None
         self._aborted: Optional[Exception] = None
+        self._attempt: Optional[Attempt[tuple[BaseProcessGroup, Optional[Operations], Store]]] = None
         self._reconfigure_timeout: Optional[timedelta] = None
         self._quorum_id: Optional[int] = None
         self._global_ranks: Optional[list[int]] = None
@@ -146,10 +148,23 @@ class ProcessGroupWrapper(ProcessGroup):
         if not 0 <= rank < world_size:
             raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
         self._release(RuntimeError(f"{self.getBackendName()} was given other peers"))
-        store = create_store_client(store_addr, timeout=self._connect_timeout)
-        pg = self._create_pg(store, rank, world_size)
+
+        def connect() -> tuple[BaseProcessGroup, Optional[Operations], Store]:
+            store = create_store_client(store_addr, timeout=self._connect_timeout)
+            pg = self._create_pg(store, rank, world_size)
+            return pg, self._watch(pg, store, rank, world_size), store
+
+        def discard(made: tuple[BaseProcessGroup, Optional[Operations], Store]) -> None:
+            if made[1] is not None:
+                made[1].end(RuntimeError("the connection was given up"))
+            self._drop([made[0]])
+
+        self._attempt = attempt = Attempt(connect, discard)
+        try:
+            pg, self._operations, store = attempt.result()
+        finally:
+            self._attempt = None
         _owners.add(self)
-        self._operations = self._watch(pg, store, rank, world_size)
         if enabled():
             self._check_with(PrefixStore("check", store), rank, world_size)
         self._pg = pg
@@ -253,6 +268,9 @@ class ProcessGroupWrapper(ProcessGroup):
             self._end_operations(error)
             abort_group(self.parent)
             return
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.give_up(error)
         self._release(error)
 
     def shutdown(self) -> None:
@@ -279,16 +297,19 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def _release(self, error: Exception) -> None:
         """Abandons the parent: whoever waits in it gets an error, its own or this one, and the caller does not wait."""
-        pg, self._pg = self._pg, None
-        if pg is None:
+        if self._pg is None:
             return
+        box: list[BaseProcessGroup] = [self._pg]
+        self._pg = None
         self._end_operations(error)
+        self._drop(box)
+
+    def _drop(self, box: list[BaseProcessGroup]) -> None:
+        """Destroys the only element of `box`, elsewhere. The caller holds no other reference."""
         try:
-            self._interrupt(pg)
+            self._interrupt(box[0])
         except Exception:
             _logger.exception("%s: could not abort the old group", self.getBackendName())
-        box: list[object] = [pg]
-        del pg
         reap(box)
 
     def _check_with(self, store: Store, rank: int, world_size: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import torch
 from torch.distributed import Work
 
-from torchft._torchft import MemberFailure
+from torchft._torchft import MemberFailure, QuorumResult
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupDummy
 
@@ -43,6 +43,12 @@ class PendingGroup(ProcessGroupDummy):
         self.works: list[PendingWork] = []
         self.aborts = 0
         self.meanwhile: Callable[[], None] = lambda: None
+        self.connecting: Callable[[], None] = lambda: None
+        self.on_abort: Callable[[], None] = lambda: None
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        self.connecting()
+        super().configure(*args, **kwargs)
 
     def allreduce(self, tensors: Any, opts: Any) -> Work:
         self.meanwhile()
@@ -51,6 +57,7 @@ class PendingGroup(ProcessGroupDummy):
 
     def abort(self) -> None:
         self.aborts += 1
+        self.on_abort()
         for work in self.works:
             if not work.future.done():
                 work.future.set_exception(RuntimeError("aborted"))
@@ -93,6 +100,47 @@ def test_a_failure_in_another_quorum_does_nothing(fixture: Fixture) -> None:
     manager._peer_failed(failure(quorum_id=0))
     group.works[0].future.set_result(None)
     assert work.wait() and manager.should_commit() and group.aborts == 0
+
+
+def test_a_failure_in_a_quorum_that_is_not_followed_yet(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult]
+) -> None:
+    """The lighthouse may tell of a death in the next quorum before this rank has looked at that quorum."""
+    manager, group = started(fixture)
+    work = manager.allreduce(torch.ones(1))
+    manager._peer_failed(failure(quorum_id=2))
+    manager._peer_failed(failure(quorum_id=0))  # a late one takes nothing away
+    group.works[0].future.set_result(None)
+    assert work.wait() and manager.should_commit() and group.aborts == 0
+    fixture.client._quorum.return_value = make_quorum(quorum_id=2)
+    manager.start_quorum()
+    manager.allreduce(torch.ones(1)).wait()
+    assert len(group.works) == 1, "nothing is begun with a dead peer"
+    assert not manager.should_commit()
+    assert "group_0:uuid of quorum 2 failed" in str(manager.errored())
+    fixture.client._quorum.return_value = make_quorum(quorum_id=3)
+    manager.start_quorum()
+    work = manager.allreduce(torch.ones(1))
+    group.works[-1].future.set_result(None)
+    assert work.wait() and manager.should_commit()
+
+
+def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
+    """To wait for a dead peer would take until the timeout."""
+    group = PendingGroup()
+    aborted = threading.Event()
+
+    def connect() -> None:
+        threading.Thread(target=manager._peer_failed, args=[failure()], daemon=True).start()
+        assert aborted.wait(10)
+        raise RuntimeError("aborted")
+
+    manager = fixture.manager(pg=group)
+    group.connecting, group.on_abort = connect, aborted.set
+    manager.start_quorum()
+    manager.wait_quorum()
+    manager.allreduce(torch.ones(1)).wait()
+    assert not manager.should_commit() and not group.works
 
 
 def test_a_failure_after_the_last_collective_costs_nothing(fixture: Fixture) -> None:

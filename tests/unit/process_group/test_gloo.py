@@ -42,6 +42,31 @@ def pair(store: TCPStore) -> list[ProcessGroupGloo]:
     return groups
 
 
+def test_an_abort_ends_a_connection_that_a_dead_peer_holds_up(store: TCPStore) -> None:
+    """The peer died between the quorum and the connection: nobody but an abort ends the wait for it."""
+    group = gloo()
+    where = meeting(store)
+    began = time.monotonic()
+    aborter = threading.Timer(0.2, group.abort)
+    aborter.start()
+    with pytest.raises(RuntimeError, match="was aborted"):
+        group.configure(where, "survivor", 0, 2)
+    assert time.monotonic() - began < SOON
+    aborter.join()
+    groups = [group, gloo()]
+    connect(groups, store)
+    tensors = [torch.ones(1) for _ in groups]
+    on_ranks(2, lambda rank: groups[rank].allreduce([tensors[rank]], ReduceOp.SUM).wait())
+    assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
+    # Its peer comes after all: what is made too late is destroyed.
+    late = gloo()
+    late.configure(where, "late", 1, 2)
+    with pytest.raises(RuntimeError):
+        late.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    for made in [*groups, late]:
+        made.shutdown()
+
+
 # Peers in other processes
 
 

@@ -1,0 +1,68 @@
+"""Connecting with new peers, which an abort can end.
+
+PyTorch's stores and Gloo wait in C++ for a peer that does not come, until a timeout, and nothing ends that: a peer
+that dies between the quorum and the connection would hold up the others for as long.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Callable, Generic, Optional, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Attempt(Generic[T]):
+    """A call on a thread of its own, for which nobody waits any more after `give_up`.
+
+    Args:
+        call: what may wait for peers.
+        discard: gets what `call` made too late.
+    """
+
+    def __init__(self, call: Callable[[], T], discard: Callable[[T], None]) -> None:
+        self._call = call
+        self._discard = discard
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._value: list[T] = []
+        self._error: Optional[BaseException] = None
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        threading.Thread(target=self._run, name="torchft_connect", daemon=True).start()
+
+    def result(self) -> T:
+        """Waits for the end.
+
+        Raises:
+            BaseException: what the call raised, or what `give_up` was given.
+        """
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value.pop()
+
+    def give_up(self, error: Exception) -> None:
+        """Ends the wait with this error, unless the call has ended."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._error = error
+                self._ended.set()
+
+    def _run(self) -> None:
+        error: Optional[BaseException] = None
+        made: list[T] = []
+        try:
+            if self._device is not None:
+                torch.accelerator.set_device_index(self._device)
+            made.append(self._call())
+        except BaseException as e:
+            error = e
+        with self._lock:
+            late = self._ended.is_set()
+            if not late:
+                self._value, self._error = made, error
+                self._ended.set()
+        if late and made:
+            self._discard(made.pop())

@@ -8,28 +8,22 @@ the same weights. Ends with status 1 when they do not, or when anything else goe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import process_tree
 from replica_group import Group
 
+from torchft.launch.job import tail
+from torchft.launch.lighthouse import LaunchError, lighthouse
+
 BAR = 24  # characters
-
-
-class DemoError(Exception):
-    """What went wrong, and the logs that say more."""
-
-    def __init__(self, message: str, *logs: Path) -> None:
-        super().__init__(message)
-        self.logs = logs
+# How long the survivor waits before it goes on alone: heartbeats come every 100 ms, and a group whose last one is older
+# than this is out.
+LIGHTHOUSE_OPTIONS = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
 
 
 def main() -> int:
@@ -40,14 +34,14 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     groups = [Group(number, args.groups, folder, args.nproc) for number in range(args.groups)]
     try:
-        with lighthouse(folder) as address:
+        with lighthouse(folder / "lighthouse.log", LIGHTHOUSE_OPTIONS) as address:
             killed_at = train(args, groups, address)
         print_table(groups, killed_at)
         check(groups)
-    except DemoError as error:
+    except LaunchError as error:
         print(f"\nfailed: {error}")
         for log in error.logs:
-            print(f"\nthe end of {log}:", *log.read_text(errors="replace").splitlines()[-20:], sep="\n")
+            print(f"\nthe end of {log}:\n{tail(log)}")
         return 1
     except KeyboardInterrupt:
         print(f"\ninterrupted; the logs are in {folder}")
@@ -58,34 +52,6 @@ def main() -> int:
     if not args.logs:
         shutil.rmtree(folder)
     return 0
-
-
-@contextlib.contextmanager
-def lighthouse(folder: Path) -> Iterator[str]:
-    """The torchft_lighthouse command, on a free port. Gives its address."""
-    beside = Path(sys.executable).parent
-    command = shutil.which("torchft_lighthouse", path=str(beside)) or shutil.which("torchft_lighthouse")
-    if command is None:
-        raise DemoError(f"no torchft_lighthouse in {beside} or on PATH: install the package (pip install -e .)")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    # How long the survivor waits before it goes on alone: heartbeats come every 100 ms, and a
-    # group whose last one is older than this is out.
-    options = ["--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
-    log = folder / "lighthouse.log"
-    process = process_tree.start([command, "--min_replicas", "1", "--bind", f"127.0.0.1:{port}", *options], log)
-    try:
-        deadline = time.monotonic() + 20
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise DemoError("the lighthouse did not start", log)
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process_tree.kill_tree(process)
 
 
 def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
@@ -103,7 +69,7 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
         for group in groups:
             group.follow()
             if group.status:
-                raise DemoError(f"group {group.number} ended with status {group.status}", group.log)
+                raise LaunchError(f"group {group.number} ended with status {group.status}", group.log)
         if not killed_at and all(group.step() >= args.kill_at for group in groups):
             killed_at = time.time()
             victim.kill()
@@ -112,9 +78,9 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
         progress.show(groups)
         back = victim.state == "done" or victim.time_to_heal() is not None
         if groups[0].state == "done" and not (killed_at and back):
-            raise DemoError(f"the run was over before the kill at step {args.kill_at}: raise --steps")
+            raise LaunchError(f"the run was over before the kill at step {args.kill_at}: raise --steps")
         if time.monotonic() > deadline:
-            raise DemoError(f"not done after {args.time_limit:g} s", *(group.log for group in groups))
+            raise LaunchError(f"not done after {args.time_limit:g} s", *(group.log for group in groups))
     for group in groups:
         group.follow()
     progress.show(groups)
@@ -184,11 +150,11 @@ def check(groups: list[Group]) -> None:
     logs = [group.log for group in groups]
     ends = [end for group in groups for end in group.ends()]
     if any(end["event"] != "end" for end in ends):
-        raise DemoError("a rank did not reach the end", *logs)
+        raise LaunchError("a rank did not reach the end", *logs)
     if len({(end["step"], end["sha256"]) for end in ends}) > 1:
-        raise DemoError("the weights differ", *logs)
+        raise LaunchError("the weights differ", *logs)
     if groups[-1].time_to_heal() is None:
-        raise DemoError("the killed group did not heal from another one", groups[-1].log)
+        raise LaunchError("the killed group did not heal from another one", groups[-1].log)
     print("equal")
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import process_tree
+from torchft.launch.group import ReplicaGroup
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train_ddp.py"
 Event = dict[str, Any]
@@ -28,35 +25,32 @@ class Group:
         self.log = folder / f"group-{number}.log"
         self.state = "not started"
         self.events: list[Event] = []
-        self.started = math.nan  # when it was started last
         self._folder = folder / "events"
         self._groups = groups
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ReplicaGroup | None = None
         self._offset = 0
         self._healed = False  # since the last start
 
     def start(self, lighthouse: str, train_args: list[str], torchrun_args: list[str] | None = None) -> None:
         """Starts the group, or starts it again after `kill`."""
-        # standalone: a free port for each group, which older releases of torchrun do not take by themselves
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.nproc)]
-        command += [*(torchrun_args or []), str(TRAIN_SCRIPT), "--events", str(self._folder), *train_args]
-        env = {
-            "REPLICA_GROUP_ID": str(self.number),
-            "NUM_REPLICA_GROUPS": str(self._groups),
-            "TORCHFT_LIGHTHOUSE": lighthouse,
-        }
         self.state = "starting" if self._process is None else "starting again"
         self._healed = False
-        self.started = time.time()
-        self._process = process_tree.start(command, self.log, env)
+        command = [str(TRAIN_SCRIPT), "--events", str(self._folder), *train_args]
+        self._process = ReplicaGroup(self.number, self._groups, command, self.log, self.nproc, torchrun_args)
+        self._process.start(lighthouse)
 
     def kill(self) -> list[int]:
         """SIGKILL for torchrun and everything below it. Returns the pids."""
-        pids = [] if self._process is None else process_tree.kill_tree(self._process)
+        pids = [] if self._process is None else self._process.kill()
         if pids:
             self.follow()  # what it still wrote belongs to this life
             self.state = "killed"
         return pids
+
+    @property
+    def started(self) -> float:
+        """When it was started last."""
+        return math.nan if self._process is None else self._process.started
 
     @property
     def pid(self) -> int:
@@ -67,7 +61,7 @@ class Group:
     @property
     def status(self) -> int | None:
         """The exit status of torchrun, None while it runs."""
-        return None if self._process is None else self._process.poll()
+        return None if self._process is None else self._process.status
 
     def follow(self) -> None:
         """Reads what was written since the last call."""

@@ -13,11 +13,11 @@ from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_
 from waiting import wait_for
 
 from torchft.coordination import LighthouseServer
+from torchft.launch import process_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python" / "examples"))
 
-import process_tree  # noqa: E402
 from replica_group import Group  # noqa: E402
 
 KILLS = 10

@@ -15,12 +15,12 @@ from torch.utils.data import DistributedSampler
 from waiting import wait_for
 
 from torchft.coordination import LighthouseServer
+from torchft.launch import process_tree
 from train_ddp import load_images
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python" / "examples"))
 
-import process_tree  # noqa: E402
 from replica_group import Event, Group  # noqa: E402
 
 # Generous: the processes of a job share two cores, and PyTorch takes seconds to import.

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from torchft.launch import process_tree
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "python" / "examples"
 sys.path.insert(0, str(EXAMPLES))
-
-import process_tree  # noqa: E402
 
 
 @pytest.fixture(scope="module")

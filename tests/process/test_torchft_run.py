@@ -1,0 +1,98 @@
+"""`torchft run`, as a user types it: groups that die come back, it grows and shrinks, Ctrl-C leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import ours_path
+
+from torchft.launch import process_tree
+
+MEMBER = Path(__file__).resolve().parent / "member.py"
+FOREVER = "1000000000"
+
+
+class Command:
+    """A running `torchft run`, and what it prints."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.log = folder / "output"
+        self.env = {"PYTHONPATH": ours_path(), "XDG_RUNTIME_DIR": str(folder)}
+        options = ["--log-dir", str(folder / "logs"), *arguments]
+        self.process = process_tree.start([sys.executable, "-m", "torchft.cli", "run", *options], self.log, self.env)
+
+    def wait(self, until: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not until():
+            assert self.process.poll() is None, f"ended before: {what}\n{self.report()}"
+            assert time.monotonic() < deadline, f"{seconds:g} s passed before: {what}\n{self.report()}"
+            time.sleep(0.05)
+
+    def shows(self, pattern: str) -> bool:
+        return re.search(pattern, self.log.read_text(), re.M) is not None
+
+    def report(self) -> str:
+        logs = sorted(self.folder.glob("logs/*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in [self.log, *logs])
+
+
+@pytest.mark.timeout(240)
+def test_it_kills_restarts_grows_shrinks_and_ends(tmp_path: Path) -> None:
+    run = Command(tmp_path, "--replicas", "2:3", "--kill-every", "10s", "--seed", "1", str(MEMBER), FOREVER)
+    try:
+        run.wait(lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train")
+        run.wait(lambda: run.shows(r"^group \d .* killed"), "one is killed")
+        run.wait(lambda: run.shows(r"^group \d .* training.*\(started again"), "it trains again")
+
+        scale = [sys.executable, "-m", "torchft.cli", "scale"]
+        said = tmp_path / "scale"
+        assert process_tree.start([*scale, "3"], said, run.env).wait(30) == 0, said.read_text()
+        run.wait(lambda: run.shows(r"^group 2 .* training"), "a third one trains")
+        assert process_tree.start([*scale, "2"], said, run.env).wait(30) == 0, said.read_text()
+        run.wait(lambda: run.shows(r"^group 2 .* left"), "the third one has left")
+        assert process_tree.start([*scale, "4"], said, run.env).wait(30) == 1
+        assert "4 replica groups are not allowed; allowed: 1 to 3" in said.read_text()
+
+        pids = process_tree.tree(run.process.pid)
+        assert len(pids) >= 4
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(30) == 130, run.report()
+        deadline = time.monotonic() + 10
+        while process_tree.alive(pids):
+            assert time.monotonic() < deadline, f"{process_tree.alive(pids)} are left"
+            time.sleep(0.05)
+        assert os.listdir(tmp_path / "torchft") == [], "its socket is gone"
+    finally:
+        process_tree.kill_tree(run.process)
+
+
+@pytest.mark.timeout(240)
+def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
+    run = Command(tmp_path, "--replicas", "2", str(MEMBER), "50")
+    try:
+        assert run.process.wait(120) == 0, run.report()
+        assert run.shows(r"^group 0 .* done") and run.shows(r"^group 1 .* done") and run.shows(r"^done: 2 groups")
+    finally:
+        process_tree.kill_tree(run.process)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_script_that_fails_at_once_is_given_up_and_its_log_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("raise RuntimeError('out of cheese')\n")
+    run = Command(tmp_path, "--replicas", "1", str(script))
+    try:
+        assert run.process.wait(200) == 1
+        assert "group 0 ended 3 times before it took part in a step" in run.log.read_text()
+        assert "the end of" in run.log.read_text() and "broken.py" in run.log.read_text()
+    finally:
+        process_tree.kill_tree(run.process)

@@ -1,0 +1,121 @@
+"""What is given on the command line, and what is answered to that which cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from torchft.cli import main
+from torchft.cli.arguments import duration, positive, replicas
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10", 10.0), ("10s", 10.0), ("1.5m", 90.0), ("500ms", 0.5), ("2h", 7200.0)]
+)
+def test_a_duration(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "-1s", "10 s", "ten", "1d", "1e3s", "inf", "nan"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="allowed: a time above 0"):
+        duration(text)
+
+
+@pytest.mark.parametrize(("text", "counts"), [("1", (1, 1)), ("2", (2, 2)), ("2:8", (2, 8)), ("3:3", (3, 3))])
+def test_how_many_replicas(text: str, counts: tuple[int, int]) -> None:
+    assert replicas(text) == counts
+
+
+@pytest.mark.parametrize("text", ["0", "", "-1", "2:", ":2", "8:2", "0:3", "two", "1:2:3"])
+def test_what_is_no_number_of_replicas(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="N:MAX"):
+        replicas(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", ""])
+def test_what_is_not_positive(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="at least 1"):
+        positive(text)
+
+
+def exits(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as e:
+        return int(e.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["statsu"], "'statsu' is no command (did you mean status?); there are run,"),
+        (["xyzzy"], "'xyzzy' is no command; there are run,"),
+        (["run"], "required: script"),
+        (
+            ["run", "--replica", "2", "x.py"],
+            "--replica is not understood (did you mean --replicas?); see torchft run --help",
+        ),
+        (["run", "--replicas", "0", "x.py"], "argument --replicas: '0' is not allowed; allowed: N or N:MAX"),
+        (["run", "--kill-every", "often", "x.py"], "'often' is not allowed; allowed: a time above 0 like 500ms"),
+        (["run", "missing/train.py"], "script 'missing/train.py' is no file, and there is no folder missing"),
+        (
+            ["run", "--replicas", "2", "--min-replicas", "3", __file__],
+            "--min-replicas 3 is not allowed; allowed: at most",
+        ),
+        (["scale", "none"], "'none' is not allowed; allowed: a whole number"),
+        (["status", "--lighthous", "x"], "(did you mean --lighthouse?)"),
+    ],
+)
+def test_what_is_not_understood_ends_with_2_and_says_why(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exits(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_answered_with_its_neighbour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train_mine.py").touch()
+    assert exits(["run", str(tmp_path / "train_mien.py")]) == 2
+    assert "did you mean train_mine.py?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["status", "--lighthouse", "localhost:29510"], "'localhost:29510' is not allowed; allowed: http://host:port"),
+        (["status", "--lighthouse", "http://127.0.0.1:9"], "no lighthouse answered within 5 s (http://127.0.0.1:9: "),
+        (["kill", "--lighthouse", "http://127.0.0.1:9,http://127.0.0.1:7", "a"], "http://127.0.0.1:7: "),
+    ],
+)
+def test_a_lighthouse_that_is_not_there_ends_with_1_and_says_what_was_tried(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exits(arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exits(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for command in ("run", "scale", "lighthouse", "status", "kill", "doctor"):
+        assert f"\n  {command} " in listed
+        assert exits([command, "--help"]) == 0
+        assert command in capsys.readouterr().out
+
+
+def test_underscores_are_hyphens_and_the_rest_belongs_to_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchft.cli import run
+
+    seen = []
+    monkeypatch.setattr(run, "_run", lambda args: seen.append(args) or 0)
+    assert (
+        exits(["run", "--nproc_per_node=2", "--kill_every", "10s", __file__, "--replicas", "9", "--lr_min", "1"]) == 0
+    )
+    (args,) = seen
+    assert (args.nproc_per_node, args.kill_every, args.replicas) == (2, 10.0, (2, 2))
+    assert args.script_args == ["--replicas", "9", "--lr_min", "1"]

@@ -1,0 +1,55 @@
+"""`torchft doctor` finds what is wrong, and says what to do."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+
+from torchft.cli import main
+from torchft.coordination import LighthouseClient, LighthouseServer
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main(["doctor", "--quick", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_a_machine_in_order(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
+    status, said = doctor(capsys)
+    assert "the native library loads" in said and "announces itself as 127.0.0.1" in said
+    assert status == 0 and "BAD" not in said
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 29510), reuse_port=True):
+        _, said = doctor(capsys)
+    assert "port 29510, the lighthouse's default, is not free" in said and "--bind" in said
+
+
+def test_a_host_setting_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "no-such-interface.invalid")
+    status, said = doctor(capsys)
+    assert status == 1 and "no-such-interface.invalid" in said
+
+
+def test_a_lighthouse_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = doctor(capsys, "--lighthouse", "http://127.0.0.1:9")
+    assert status == 1 and "no lighthouse answered" in said
+
+
+def test_a_group_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    try:
+        second = timedelta(seconds=1)
+        LighthouseClient(server.address(), 10 * second).quorum(
+            "lost", timeout=10 * second, address="http://127.0.0.1:9"
+        )
+        status, said = doctor(capsys, "--lighthouse", server.address())
+    finally:
+        server.shutdown()
+    assert "the lighthouse answers" in said and "clock agrees" in said
+    assert status == 1 and "the manager of lost at http://127.0.0.1:9 cannot be reached" in said
+    assert "TORCHFT_HOST" in said

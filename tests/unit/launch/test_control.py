@@ -1,0 +1,69 @@
+"""Another process of the same user changes a running job."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchft.launch import control
+from torchft.launch.control import Control
+
+
+class FakeJob:
+    def __init__(self) -> None:
+        self.replicas = 2
+
+    def scale(self, replicas: int) -> None:
+        if replicas > 4:
+            raise ValueError(f"{replicas} replica groups are not allowed; allowed: 1 to 4")
+        self.replicas = replicas
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    job, end = FakeJob(), threading.Event()
+    server = Control()
+
+    def look() -> None:
+        while not end.wait(0.01):
+            server.look(job)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield job
+    end.set()
+    thread.join()
+    server.close()
+    assert control.running() == {}
+
+
+def test_the_only_job_is_meant(job: FakeJob) -> None:
+    assert control.running().keys() == {os.getpid()}
+    assert control.scale(4) == "4 replica groups"
+    assert job.replicas == 4
+
+
+def test_what_the_job_refuses_reaches_the_caller(job: FakeJob) -> None:
+    with pytest.raises(ValueError, match="9 replica groups are not allowed; allowed: 1 to 4"):
+        control.scale(9, os.getpid())
+    with pytest.raises(ValueError, match="no job of yours runs as process 1;"):
+        control.scale(3, 1)
+    assert job.replicas == 2
+
+
+def test_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="which job\\? name one with --pid; running: none"):
+        control.scale(3)
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "torchft").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="only this user can enter"):
+        Control()

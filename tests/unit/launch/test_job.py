@@ -1,0 +1,148 @@
+"""How a job looks after its groups: which are started again, when it gives up, how it grows and shrinks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchft.launch import job as module
+from torchft.launch.job import LocalJob
+from torchft.launch.lighthouse import LaunchError
+from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
+
+
+class FakeGroup:
+    """A group whose life is told by the test."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.starts = 0
+        self.status: int | None = None
+        self.terminated = 0
+        self.log = Path(f"group-{number}.log")
+        self.port = ""
+
+    def start(self, lighthouse: str, env: dict[str, str]) -> None:
+        self.starts += 1
+        self.status = None
+        self.port = env["TORCHFT_MANAGER_PORT"]
+
+    def kill(self) -> list[int]:
+        if self.status is None:
+            self.status = -9
+        return []
+
+    def terminate(self) -> None:
+        self.terminated += 1
+
+
+class Cluster:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, replicas: int, most: int, **options: Any) -> None:
+        self.now = 0.0
+        self.groups: list[FakeGroup] = []
+        self.training: dict[int, int] = {}  # group: step
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module, "status", lambda lighthouse: self._status())
+        self.job = LocalJob(self._make, replicas, most, "http://lighthouse", **options)  # type: ignore[arg-type]
+
+    def _make(self, number: int) -> FakeGroup:
+        self.groups.append(FakeGroup(number))
+        return self.groups[-1]
+
+    def _status(self) -> list[dict[str, Any]]:
+        return [
+            {"address": f"http://host:{self.groups[i].port}", "step": step, "in_quorum": True}
+            for i, step in self.training.items()
+        ]
+
+    def pass_time(self, seconds: float) -> bool:
+        self.now += seconds
+        return self.job.tick()
+
+    def states(self) -> list[str]:
+        return [member.state for member in self.job.members]
+
+
+@pytest.mark.parametrize(("fruitless", "delay"), [(0, 0.0), (1, 1.0), (2, 5.0), (FRUITLESS_LIVES, None)])
+def test_how_long_until_a_restart(fruitless: int, delay: float | None) -> None:
+    assert restart_delay(fruitless) == delay
+
+
+def test_a_group_that_dies_in_training_is_started_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5, 1: 5}
+    assert cluster.pass_time(1)
+    assert cluster.states() == ["training", "training"]
+    cluster.groups[1].status = -9
+    cluster.training = {0: 6}
+    assert cluster.pass_time(1)
+    assert cluster.pass_time(0)
+    assert cluster.groups[1].starts == 2 and cluster.states()[1] == "starting again"
+
+
+def test_one_that_never_gets_to_a_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 1, 1)
+    for life in range(1, FRUITLESS_LIVES):
+        cluster.groups[0].status = 1
+        cluster.pass_time(0)
+        assert cluster.pass_time(0.5) and cluster.groups[0].starts == life, "not at once"
+        cluster.pass_time(5)
+        assert cluster.groups[0].starts == life + 1
+    cluster.groups[0].status = 1
+    with pytest.raises(
+        LaunchError, match="group 0 ended 3 times before it took part in a step, the last time with status 1"
+    ):
+        cluster.pass_time(0)
+
+
+def test_the_job_is_over_when_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.groups[0].status = 0
+    assert cluster.pass_time(1)
+    cluster.groups[1].status = 0
+    assert not cluster.pass_time(1)
+    assert cluster.states() == ["done", "done"] and [group.starts for group in cluster.groups] == [1, 1]
+
+
+def test_kills_spare_the_last_one_and_repeat_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = []
+    for _ in range(2):
+        cluster = Cluster(monkeypatch, 3, 3, kill_every=10.0, seed=7)
+        cluster.training = {0: 1, 1: 1, 2: 1}
+        cluster.pass_time(9)
+        assert cluster.job.kills == 0
+        cluster.pass_time(1)
+        assert cluster.job.kills == 1
+        killed.append([group.status for group in cluster.groups])
+        assert killed[-1].count(-9) == 1
+    assert killed[0] == killed[1]
+
+    alone = Cluster(monkeypatch, 2, 2, kill_every=10.0)
+    alone.training = {0: 1}  # the other one has not joined yet
+    alone.pass_time(30)
+    assert alone.job.kills == 0
+
+
+def test_growing_and_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 1, 3)
+    cluster.job.scale(3)
+    assert [group.starts for group in cluster.groups] == [1, 1, 1]
+    cluster.job.scale(2)
+    assert [group.terminated for group in cluster.groups] == [0, 0, 1]
+    with pytest.raises(ValueError, match="group 2 is still leaving"):
+        cluster.job.scale(3)
+    cluster.groups[2].status = 143
+    cluster.pass_time(1)
+    assert cluster.states()[2] == "left"
+    assert cluster.pass_time(60) and cluster.groups[2].starts == 1, "it is not started again"
+    cluster.job.scale(3)
+    assert cluster.groups[2].starts == 2
+    cluster.groups[2].status = 1
+    cluster.pass_time(1)
+    cluster.job.scale(2)  # while it waits to be started again
+    assert cluster.pass_time(60) and cluster.states()[2] == "left" and cluster.groups[2].starts == 2
+    for wrong in (0, 4):
+        with pytest.raises(ValueError, match=f"{wrong} replica groups are not allowed; allowed: 1 to 3"):
+            cluster.job.scale(wrong)

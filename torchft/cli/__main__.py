@@ -1,0 +1,3 @@
+from torchft.cli import entry
+
+entry()

@@ -1,0 +1,68 @@
+"""Arguments that are not understood: the error names what comes nearest. And the kinds of values that commands take."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn, Sequence
+
+_SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags with hyphens and underscores alike; an unknown one is answered with the nearest that there is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(sys.argv[1:] if args is None else args, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            self.error(f"{unknown[0]} is not understood{nearest(unknown[0], flags)}; see {self.prog} --help")
+        return parsed
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        name, equals, value = arg_string.partition("=")
+        return super()._parse_optional(name.replace("_", "-") + equals + value if name.startswith("--") else arg_string)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean X?)`` or nothing."""
+    found = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def duration(text: str) -> float:
+    """Seconds: ``10s``, ``1.5m``, ``500ms``, ``10``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text)
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a time above 0 like 500ms, 10s or 2m")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number of at least 1")
+    return int(text)
+
+
+def replicas(text: str) -> tuple[int, int]:
+    """How many replica groups at first, and at most: ``2`` or ``2:8``."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least = int(match[1]) if match else 0
+    most = int(match[2] or least) if match else 0
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed: N or N:MAX with N of at least 1 and MAX not below it"
+        )
+    return least, most

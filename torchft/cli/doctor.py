@@ -1,0 +1,207 @@
+"""``torchft doctor``: what is wrong here, or on the way to the lighthouse and the other groups, and what to do."""
+
+from __future__ import annotations
+
+import email.utils
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchft.cli.arguments import Parser
+from torchft.cli.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
+from torchft.cli.status import printable
+
+_CONNECT_SEC = 3.0
+_MOST_SKEW_SEC = 2.0  # the HTTP date has whole seconds
+_FEW_FILES = 4096
+_SMALL_SHM = 1 << 30  # bytes
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_MARKS = {"ok": "ok   ", "warn": "warn ", "bad": "BAD  "}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. ``advice`` says what to do about it."""
+
+    state: str  # ok, warn, bad
+    text: str
+    advice: str = ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="torchft doctor", description=__doc__)
+    parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
+    parser.add_argument("--quick", action="store_true", help="do not start PyTorch, so nothing is said of GPUs")
+    args = parser.parse_args(arguments)
+    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, _own_address]
+    if not args.quick:
+        checks.append(_torch)
+    if args.lighthouse or os.environ.get(LIGHTHOUSE_ENV):
+        checks.append(lambda: _lighthouse(args.lighthouse))
+    else:
+        checks.append(_port)
+    worst = "ok"
+    for check in checks:
+        for finding in check():
+            print(f"{_MARKS[finding.state]} {finding.text}" + (f"\n      {finding.advice}" if finding.advice else ""))
+            worst = max(worst, finding.state, key=["ok", "warn", "bad"].index)
+    print({"ok": "nothing is wrong", "warn": "nothing is broken", "bad": "see the lines marked BAD"}[worst])
+    return 1 if worst == "bad" else 0
+
+
+def _versions() -> Iterator[Finding]:
+    import torchft
+
+    yield Finding("ok", f"torchft {torchft.__version__}, Python {sys.version.split()[0]}")
+    try:
+        from torchft._torchft import _load
+
+        _load()
+        yield Finding("ok", "the native library loads")
+    except (ImportError, ValueError) as e:
+        yield Finding("bad", f"the native library does not load: {e}", "build it with `pip install .`")
+    try:
+        yield Finding("ok", f"torch {importlib.metadata.version('torch')} is installed")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("bad", "PyTorch is not installed", "pip install 'torch>=2.7'")
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _FEW_FILES:
+        yield Finding(
+            "warn", f"at most {soft} open files: few for a lighthouse of a large job", f"ulimit -n {min(hard, 1 << 16)}"
+        )
+    else:
+        yield Finding("ok", f"up to {soft} open files")
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        yield Finding("warn", "there is no /dev/shm", "isolated process groups and data loaders need shared memory")
+        return
+    if free < _SMALL_SHM:
+        yield Finding("warn", f"{free >> 20} MiB of shared memory are free", "in a container: --shm-size=8g or more")
+    else:
+        yield Finding("ok", f"{free >> 30} GiB of shared memory are free")
+
+
+def _own_address() -> Iterator[Finding]:
+    from torchft.addresses import announced_host
+
+    where = os.environ.get(LIGHTHOUSE_ENV, "").split(",")[0]
+    try:
+        host = announced_host(where)
+    except ValueError as e:
+        yield Finding("bad", str(e))
+        return
+    try:
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection((host, port), timeout=_CONNECT_SEC).close()
+    except OSError as e:
+        yield Finding(
+            "bad",
+            f"this machine announces itself as {host}, and cannot connect to that: {e}",
+            "set TORCHFT_HOST to an address or a network interface that the other machines reach",
+        )
+        return
+    yield Finding("ok", f"this machine announces itself as {host}")
+    if where and host in _LOOPBACK and urlsplit(where).hostname not in _LOOPBACK:
+        yield Finding("warn", f"{host} cannot be reached from other machines", "set TORCHFT_HOST")
+
+
+def _torch() -> Iterator[Finding]:
+    # In a process of its own: a CUDA that crashes must not end this one.
+    script = (
+        "import torch, torch.distributed as d; print(d.is_gloo_available(), d.is_nccl_available(), "
+        "torch.cuda.device_count() if torch.cuda.is_available() else 0, "
+        "'.'.join(map(str, torch.cuda.nccl.version())) if d.is_nccl_available() and torch.cuda.is_available() else '-')"
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        yield Finding("bad", "PyTorch did not start within 120 s", "look for a full disk or a driver that hangs")
+        return
+    if done.returncode != 0:
+        yield Finding("bad", "PyTorch does not start: " + (done.stderr.strip().splitlines() or ["it says nothing"])[-1])
+        return
+    gloo, nccl, devices, version = done.stdout.split()[-4:]
+    yield Finding("ok", "Gloo is there") if gloo == "True" else Finding("bad", "this PyTorch has no Gloo")
+    if devices == "0":
+        yield Finding("ok", "no GPU: groups use Gloo")
+    elif nccl == "True":
+        yield Finding("ok", f"{devices} GPUs, NCCL {version}")
+    else:
+        yield Finding("warn", f"{devices} GPUs, and this PyTorch has no NCCL", "install a CUDA build of PyTorch")
+
+
+def _port() -> Iterator[Finding]:
+    try:
+        socket.create_server(("", 29510)).close()
+    except OSError as e:
+        yield Finding(
+            "warn", f"port 29510, the lighthouse's default, is not free: {e}", "give it another: --bind [::]:PORT"
+        )
+        return
+    yield Finding("ok", f"port 29510 is free for a lighthouse ({LIGHTHOUSE_ENV} is not set)")
+
+
+def _lighthouse(addresses: str | None) -> Iterator[Finding]:
+    try:
+        lighthouse = Lighthouse(addresses)
+        began = time.monotonic()
+        status = lighthouse.get("/status")
+    except Unanswered as e:
+        yield Finding("bad", str(e))
+        return
+    took = time.monotonic() - began
+    yield Finding("ok", f"the lighthouse answers after {1000 * took:.0f} ms and knows {len(status['members'])} groups")
+    yield from _clock(lighthouse.addresses[0])
+    for member in status["members"]:
+        yield from _reach(member)
+
+
+def _clock(address: str) -> Iterator[Finding]:
+    try:
+        with urllib.request.urlopen(f"{address}/status", timeout=_CONNECT_SEC) as response:
+            there = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp()
+    except (OSError, TypeError, ValueError):
+        return
+    skew = time.time() - there
+    if abs(skew) > _MOST_SKEW_SEC:
+        yield Finding(
+            "warn",
+            f"this machine's clock is {skew:+.0f} s off the lighthouse's",
+            "nothing depends on it but the times in logs; run an NTP client",
+        )
+    else:
+        yield Finding("ok", "this machine's clock agrees with the lighthouse's")
+
+
+def _reach(member: dict[str, Any]) -> Iterator[Finding]:
+    name = printable(member["replica_id"])
+    places = [("manager", member.get("address")), ("store", member.get("store_address"))]
+    for what, address in places:
+        if not address:
+            continue
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        try:
+            socket.create_connection((parts.hostname or "", parts.port or 0), timeout=_CONNECT_SEC).close()
+        except (OSError, ValueError) as e:
+            yield Finding(
+                "bad",
+                f"the {what} of {name} at {printable(address)} cannot be reached from here: {e}",
+                "set TORCHFT_HOST where that group runs, and open its ports to the other groups",
+            )
+            return
+    yield Finding("ok", f"{name} can be reached")

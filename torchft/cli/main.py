@@ -1,0 +1,98 @@
+"""Which command was given, and what it exits with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torchft
+from torchft.cli.arguments import Parser, nearest, positive
+
+_ABOUT = """\
+Per-step fault tolerance for PyTorch training.
+
+commands:
+{commands}
+
+`torchft COMMAND --help` says more of each.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command; returns the exit status: 0, 1 when it failed, 2 when it was not understood, 130 after Ctrl-C."""
+    names = list(_COMMANDS)
+    about = _ABOUT.format(commands="\n".join(f"  {name:12}{text}" for name, (text, _) in _COMMANDS.items()))
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(f"usage: torchft COMMAND ...\n\n{about}", end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"torchft {torchft.__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in _COMMANDS:
+        print(f"torchft: {name!r} is no command{nearest(name, names)}; there are {', '.join(names)}", file=sys.stderr)
+        return 2
+    try:
+        return _COMMANDS[name][1](rest)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        sys.stderr.close()
+        return 1
+
+
+def _lighthouse(arguments: Sequence[str]) -> int:
+    from torchft._torchft import lighthouse_main
+
+    sys.argv = ["torchft lighthouse", *arguments]
+    lighthouse_main()
+    return 0
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from torchft.cli import run
+
+    return run.main(arguments)
+
+
+def _scale(arguments: Sequence[str]) -> int:
+    from torchft.launch import control
+
+    parser = Parser(prog="torchft scale", description="Adds groups to a job of `torchft run`, or ends its last ones.")
+    parser.add_argument("replicas", type=positive, help="how many groups there should be")
+    parser.add_argument("--pid", type=int, help="of the job's `torchft run`; needed where several run")
+    args = parser.parse_args(arguments)
+    try:
+        print(control.scale(args.replicas, args.pid))
+    except (ValueError, OSError) as e:
+        print(f"torchft scale: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _status(arguments: Sequence[str]) -> int:
+    from torchft.cli import status
+
+    return status.main(arguments)
+
+
+def _kill(arguments: Sequence[str]) -> int:
+    from torchft.cli import kill
+
+    return kill.main(arguments)
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from torchft.cli import doctor
+
+    return doctor.main(arguments)
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "run": ("a lighthouse and replica groups of a script, on this machine", _run),
+    "scale": ("change the number of groups of a running `torchft run`", _scale),
+    "lighthouse": ("the lighthouse alone (as torchft_lighthouse)", _lighthouse),
+    "status": ("the groups of a job, and why there is no quorum", _status),
+    "kill": ("end one replica group", _kill),
+    "doctor": ("what is wrong with this machine or with the way to the lighthouse", _doctor),
+}

@@ -1,0 +1,107 @@
+"""``torchft run``: a whole job on this machine, which survives the death of any of its groups."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchft.cli.arguments import Parser, duration, nearest, positive, replicas
+from torchft.launch.control import Control
+from torchft.launch.group import ReplicaGroup
+from torchft.launch.job import LocalJob, tail
+from torchft.launch.lighthouse import LaunchError, lighthouse
+from torchft.launch.progress import Progress
+
+_ABOUT = """\
+Starts a lighthouse and replica groups of a script, each a torchrun of its own; starts again what dies; shows one line
+for each group, and ends when all groups have finished. Ctrl-C ends all of it, and leaves nothing behind.
+
+The script finds REPLICA_GROUP_ID and NUM_REPLICA_GROUPS in its environment, and all that torchrun sets.
+
+  torchft run --replicas 2 --kill-every 30s train_ddp.py --steps 5000
+  torchft run --replicas 2:8 train.py        # and later, in another terminal: torchft scale 4
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = _parse(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    args.log_dir.mkdir(parents=True, exist_ok=True)
+    print(f"logs: {args.log_dir}", flush=True)
+    try:
+        return _run(args)
+    except LaunchError as e:
+        print(f"\ntorchft run: {e}", file=sys.stderr)
+        for log in e.logs:
+            print(f"\nthe end of {log}:\n{tail(log)}", file=sys.stderr)
+        return 1
+
+
+def _run(args: Any) -> int:
+    first, most = args.replicas
+
+    def make_group(number: int) -> ReplicaGroup:
+        log = args.log_dir / f"group-{number}.log"
+        return ReplicaGroup(number, first, [str(args.script), *args.script_args], log, args.nproc_per_node)
+
+    options = ["--min_replicas", str(args.min_replicas), "--join_timeout_ms", str(round(1000 * args.join_timeout))]
+    with lighthouse(args.log_dir / "lighthouse.log", options, args.bind) as address:
+        print(f"lighthouse: {address}", flush=True)
+        job = LocalJob(make_group, first, most, address, args.kill_every, args.seed)
+        control = None
+        try:
+            control = Control()
+            job.run(Progress().show, control.look)
+        except KeyboardInterrupt:
+            print("\ninterrupted: ending the groups (Ctrl-C again: at once)", file=sys.stderr)
+            job.end()
+            return 130
+        finally:
+            job.kill()
+            if control is not None:
+                control.close()
+        print(f"done: {len(job.members)} groups" + (f", {job.kills} kills" if args.kill_every else ""))
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> Any:
+    parser = Parser(prog="torchft run", description=_ABOUT)
+    parser.add_argument("--replicas", type=replicas, default=(2, 2), metavar="N[:MAX]", help="replica groups (2)")
+    parser.add_argument("--nproc-per-node", type=positive, default=1, metavar="N", help="ranks of a group (1)")
+    parser.add_argument("--min-replicas", type=positive, default=1, metavar="N", help="fewest groups that train (1)")
+    parser.add_argument(
+        "--join-timeout",
+        type=duration,
+        default=10.0,
+        metavar="TIME",
+        help="how long to wait for groups that start (10s)",
+    )
+    parser.add_argument("--kill-every", type=duration, metavar="TIME", help="kill a random group every so often")
+    parser.add_argument("--seed", type=int, help="of the choice of who is killed")
+    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="of the lighthouse (a free port)")
+    parser.add_argument(
+        "--log-dir", type=Path, default=None, metavar="DIR", help="for the logs (torchft-logs/ and the time)"
+    )
+    parser.add_argument("script", type=Path, help="what each rank runs")
+    parser.add_argument("script_args", nargs="...", metavar="...", help="its arguments")
+    args = parser.parse_args(arguments)
+    if not args.script.is_file():
+        parser.error(f"script {str(args.script)!r} is no file{_alike(args.script)}")
+    if args.min_replicas > args.replicas[0]:
+        parser.error(
+            f"--min-replicas {args.min_replicas} is not allowed; allowed: at most --replicas ({args.replicas[0]})"
+        )
+    if args.log_dir is None:
+        args.log_dir = Path("torchft-logs") / time.strftime("%Y%m%d-%H%M%S")
+    return args
+
+
+def _alike(script: Path) -> str:
+    if not script.parent.is_dir():
+        return f", and there is no folder {script.parent}"
+    return nearest(script.name, [path.name for path in script.parent.glob("*.py")])

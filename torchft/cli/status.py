@@ -1,0 +1,66 @@
+"""``torchft status``: who is in the job, and why there is no quorum."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchft.cli.arguments import Parser, duration
+from torchft.cli.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="torchft status", description="The replica groups that a lighthouse knows.")
+    parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
+    parser.add_argument(
+        "--watch", type=duration, nargs="?", const=1.0, metavar="TIME", help="again every so often (1s)"
+    )
+    parser.add_argument("--json", action="store_true", help="as the lighthouse says it")
+    args = parser.parse_args(arguments)
+    try:
+        lighthouse = Lighthouse(args.lighthouse)
+        while True:
+            status = lighthouse.get("/status")
+            if args.watch and sys.stdout.isatty():
+                print("\x1b[H\x1b[J", end="")
+            print(json.dumps(status) if args.json else table(status), flush=True)
+            if not args.watch:
+                return 0
+            time.sleep(args.watch)
+    except Unanswered as e:
+        print(f"torchft status: {e}", file=sys.stderr)
+        return 1
+
+
+def table(status: dict[str, Any]) -> str:
+    """What a lighthouse says, for people."""
+    members = status["members"]
+    head = f"quorum {status['quorum_id']}: {len(status['quorum'])} groups, step {status['max_step']}"
+    if status["quorum_id"] == 0:
+        head = "no quorum yet"
+    lines = [head, f"next: {status['reason']}"] if status["reason"] else [head]
+    if not members:
+        return "\n".join([*lines, "no replica group is known"])
+    width = max(len("group"), *(len(printable(member["replica_id"])) for member in members))
+    lines += ["", f"{'group':{width}}  {'state':9}  {'step':>9}  {'heard of':>9}  address"]
+    for member in members:
+        heard = f"{member['heartbeat_age_ms'] / 1000:.1f} s"
+        name, address = printable(member["replica_id"]), printable(member.get("address") or "")
+        lines.append(f"{name:{width}}  {state(member):9}  {member['step']:>9}  {heard:>9}  {address}")
+    return "\n".join(lines)
+
+
+def state(member: dict[str, Any]) -> str:
+    if not member["healthy"]:
+        return "dead"
+    if member["waiting"]:
+        return "waiting"
+    return "training" if member["in_quorum"] else "joining"
+
+
+def printable(text: str) -> str:
+    """A name that a stranger chose, without what would move a terminal's cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -1,0 +1,100 @@
+"""How another process of the same user changes a running job: `torchft scale`.
+
+A socket of the job's own in a folder that only this user can enter; one line of JSON each way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from torchft.launch.job import LocalJob
+
+_ANSWER_SEC = 5.0
+_LONGEST = 4096  # bytes of a request
+
+
+class Control:
+    """Answers requests of other processes. To be looked after by the job's own loop, and closed."""
+
+    def __init__(self) -> None:
+        self.path = _folder() / f"{os.getpid()}.sock"
+        self.path.unlink(missing_ok=True)  # of a process long gone, with the same number
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(self.path))
+        self._socket.listen()
+        self._socket.setblocking(False)
+
+    def look(self, job: LocalJob) -> None:
+        """Answers one request, if there is any. Never waits long."""
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(1.0)
+            connection.sendall(json.dumps(_answer(connection.recv(_LONGEST), job)).encode() + b"\n")
+
+    def close(self) -> None:
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _answer(request: bytes, job: LocalJob) -> dict[str, str]:
+    try:
+        replicas = json.loads(request)["replicas"]
+        if not isinstance(replicas, int):
+            raise ValueError(f"replicas={replicas!r} is not allowed; allowed: a whole number")
+        job.scale(replicas)
+    except (ValueError, KeyError, TypeError) as e:
+        return {"error": str(e)}
+    return {"done": f"{replicas} replica groups"}
+
+
+def scale(replicas: int, pid: int | None = None) -> str:
+    """Tells the job of process ``pid``, or the only one of this user, how many groups it should have.
+
+    Raises:
+        ValueError: there is no such job, there are several, or it refused.
+        OSError: it does not answer.
+    """
+    jobs = running()
+    if pid is not None and pid not in jobs:
+        raise ValueError(f"no job of yours runs as process {pid}; running: {_names(jobs)}")
+    if pid is None and len(jobs) != 1:
+        raise ValueError(f"which job? name one with --pid; running: {_names(jobs)}")
+    path = jobs[pid if pid is not None else next(iter(jobs))]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_ANSWER_SEC)
+        connection.connect(str(path))
+        connection.sendall(json.dumps({"replicas": replicas}).encode())
+        connection.shutdown(socket.SHUT_WR)
+        answer = json.loads(connection.makefile("rb").readline())
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return str(answer["done"])
+
+
+def running() -> dict[int, Path]:
+    """The jobs of this user on this machine, by process."""
+    jobs = {int(path.stem): path for path in _folder().glob("*.sock") if path.stem.isdigit()}
+    return {pid: path for pid, path in jobs.items() if Path(f"/proc/{pid}").exists()}
+
+
+def _names(jobs: dict[int, Path]) -> str:
+    return ", ".join(str(pid) for pid in sorted(jobs)) or "none"
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "torchft" if base else Path(tempfile.gettempdir()) / f"torchft-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} must be a folder that only this user can enter")
+    return folder

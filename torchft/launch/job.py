@@ -1,0 +1,213 @@
+"""A job on this machine: keeps its replica groups running until all of them have finished."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import urllib.request
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+from urllib.parse import urlsplit
+
+from torchft.launch.group import ReplicaGroup
+from torchft.launch.lighthouse import LaunchError, free_port
+from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
+
+_TICK_SEC = 0.1
+_ASK_EVERY_SEC = 0.5
+# How long groups that are told to end may take before they are killed.
+_END_SEC = 10.0
+_RATE_OVER_SEC = 5.0
+
+
+@dataclass
+class Member:
+    """What is known of one group."""
+
+    group: ReplicaGroup
+    port: int = 0  # of its manager server: how the lighthouse's members are told apart
+    state: str = "starting"
+    step: int = 0
+    fruitless: int = 0  # lives in a row without a step
+    took_part: bool = False  # in this life
+    restart_at: float | None = None
+    leaving: bool = False
+    history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
+
+    @property
+    def running(self) -> bool:
+        return self.group.starts > 0 and self.group.status is None
+
+    @property
+    def rate(self) -> float:
+        """Steps per second, lately."""
+        if len(self.history) < 2:
+            return 0.0
+        (began, first), (now, last) = self.history[0], self.history[-1]
+        return (last - first) / (now - began)
+
+
+class LocalJob:
+    """Replica groups of one script, under one lighthouse.
+
+    Args:
+        make_group: makes group ``number``, not started yet.
+        replicas: how many there are at first.
+        most: up to how many ``scale`` may go.
+        lighthouse: its address.
+        kill_every: seconds between two kills of a group chosen at random; None: no kills.
+        seed: of that choice.
+    """
+
+    def __init__(
+        self,
+        make_group: Callable[[int], ReplicaGroup],
+        replicas: int,
+        most: int,
+        lighthouse: str,
+        kill_every: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.members: list[Member] = []
+        self.most = most
+        self.kills = 0
+        self._make_group = make_group
+        self._lighthouse = lighthouse
+        self._kill_every = kill_every
+        self._choice = random.Random(seed)
+        self._next_kill = time.monotonic() + (kill_every or 0.0)
+        self._asked = 0.0
+        self.scale(replicas)
+
+    def scale(self, replicas: int) -> None:
+        """Adds groups, or tells the last ones to end.
+
+        Raises:
+            ValueError: fewer than one, or more than ``most``.
+        """
+        if not 1 <= replicas <= self.most:
+            raise ValueError(f"{replicas} replica groups are not allowed; allowed: 1 to {self.most}")
+        for member in self.members[replicas:]:
+            if member.state not in ("done", "left", "leaving"):
+                member.leaving, member.state, member.restart_at = True, "leaving", None
+                member.group.terminate()
+        for number in range(replicas):
+            if number == len(self.members):
+                self.members.append(Member(self._make_group(number)))
+            elif not self.members[number].leaving:
+                continue
+            elif self.members[number].running:
+                raise ValueError(f"group {number} is still leaving; try again when it is gone")
+            else:
+                self.members[number].leaving = False
+            self._start(self.members[number])
+
+    def tick(self) -> bool:
+        """Looks after all groups. Returns whether any of them still has something to do.
+
+        Raises:
+            LaunchError: a group does not start.
+        """
+        now = time.monotonic()
+        if now - self._asked > _ASK_EVERY_SEC:
+            self._asked = now
+            self._ask(now)
+        for member in self.members:
+            self._look_after(member, now)
+        if self._kill_every is not None and now >= self._next_kill:
+            self._next_kill = now + self._kill_every
+            self._kill_one()
+        return any(member.running or member.restart_at is not None for member in self.members)
+
+    def run(self, show: Callable[[LocalJob], None], each_tick: Callable[[LocalJob], None] = lambda job: None) -> None:
+        """Until all groups have finished."""
+        while self.tick():
+            show(self)
+            each_tick(self)
+            time.sleep(_TICK_SEC)
+        show(self)
+
+    def end(self) -> None:
+        """Tells all groups to end, and kills those that take too long."""
+        for member in self.members:
+            member.group.terminate()
+        deadline = time.monotonic() + _END_SEC
+        while any(member.running for member in self.members) and time.monotonic() < deadline:
+            time.sleep(_TICK_SEC)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        for member in self.members:
+            member.group.kill()
+
+    def _start(self, member: Member) -> None:
+        member.port = free_port()
+        member.state = "starting" if member.group.starts == 0 else "starting again"
+        member.took_part, member.restart_at, member.step = False, None, 0
+        member.history.clear()
+        member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port)})
+
+    def _look_after(self, member: Member, now: float) -> None:
+        status = member.group.status
+        if status is None:
+            return
+        if member.leaving:
+            member.state = "left"
+        elif member.restart_at is not None:
+            if now >= member.restart_at:
+                self._start(member)
+        elif status == 0:
+            member.state = "done"
+        else:
+            member.fruitless = 0 if member.took_part else member.fruitless + 1
+            delay = restart_delay(member.fruitless)
+            if delay is None:
+                raise LaunchError(
+                    f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, "
+                    f"the last time with status {status}",
+                    member.group.log,
+                )
+            if member.state != "killed":
+                member.state = f"ended with status {status}"
+            member.restart_at = now + delay
+
+    def _kill_one(self) -> None:
+        candidates = [member for member in self.members if member.running and member.took_part and not member.leaving]
+        if len(candidates) < 2:  # somebody has to survive
+            return
+        victim = self._choice.choice(candidates)
+        victim.group.kill()
+        victim.state = "killed"
+        self.kills += 1
+
+    def _ask(self, now: float) -> None:
+        """What the lighthouse says of the groups. One that does not answer says nothing."""
+        members = {urlsplit(said["address"]).port: said for said in status(self._lighthouse) if said.get("address")}
+        for member in self.members:
+            said = members.get(member.port)
+            if said is None or not member.running or member.leaving:
+                continue
+            member.step = said["step"]
+            member.state = "training" if said["in_quorum"] else "waiting"
+            member.took_part = member.took_part or said["in_quorum"]
+            member.history.append((now, member.step))
+            while now - member.history[0][0] > _RATE_OVER_SEC:
+                member.history.popleft()
+
+
+def status(lighthouse: str) -> list[dict[str, Any]]:
+    """The members that a lighthouse knows; none if it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{lighthouse}/status", timeout=1) as response:
+            return list(json.load(response)["members"])
+    except (OSError, ValueError, KeyError):
+        return []
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The end of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

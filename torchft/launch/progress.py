@@ -1,0 +1,39 @@
+"""One line for each replica group: updated in place on a terminal, printed now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from torchft.launch.job import LocalJob, Member
+
+_EVERY_SEC = 10.0  # between two lines of a group that only trains on
+
+
+class Progress:
+    def __init__(self) -> None:
+        self._in_place = sys.stdout.isatty()
+        self._drawn = 0
+        self._last: dict[int, tuple[str, float]] = {}  # state and time of a group's last line
+
+    def show(self, job: LocalJob) -> None:
+        if self._in_place:
+            up = f"\x1b[{self._drawn}A" if self._drawn else ""
+            print(up + "\n".join(f"\x1b[2K{line(member)}" for member in job.members), flush=True)
+            self._drawn = len(job.members)
+            return
+        for member in job.members:
+            number = member.group.number
+            state, when = self._last.get(number, ("", 0.0))
+            if state != member.state or time.monotonic() - when > _EVERY_SEC:
+                self._last[number] = (member.state, time.monotonic())
+                print(line(member), flush=True)
+
+
+def line(member: Member) -> str:
+    """What is to be known of a group, in one line."""
+    text = f"group {member.group.number:<3d} step {member.step:>8d}  {member.state}"
+    if member.state == "training":
+        text += f", {member.rate:.1f} steps/s"
+    restarts = member.group.starts - 1
+    return text + (f"  (started again {restarts} times)" if restarts > 1 else "  (started again)" if restarts else "")

@@ -179,6 +179,7 @@ class QuorumResult:
         replicas_without_handles: participants that sent none.
         committed_quorum_id: in which the weights of ``max_step`` were made; -1: in none since their groups began, 0:
             not every participant says it.
+        replay: this group may reduce again what it kept of ``max_step``: it is up to date, and all participants replay.
     """
 
     quorum_id: int = 0
@@ -197,6 +198,7 @@ class QuorumResult:
     reconfigure_handles: list[str] = field(default_factory=list)
     replicas_without_handles: list[str] = field(default_factory=list)
     committed_quorum_id: int = 0
+    replay: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,7 @@ class ManagerServer(_Server):
         heartbeat_interval (timedelta): time between heartbeats, more than 0.
         connect_timeout (timedelta): how long to try to reach the lighthouse, more than 0.
         quorum_retries (int): how often a request that the lighthouse refused is sent again, at least 0.
+        replays_failed_steps (bool): tells the other groups that this one's ranks replay a step that failed.
 
     Raises:
         ValueError: an argument that is not allowed.
@@ -265,6 +268,7 @@ class ManagerServer(_Server):
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
         quorum_retries: int,
+        replays_failed_steps: bool = False,
     ) -> None:
         self._serve(
             "pyapi_ManagerServerStart",
@@ -277,6 +281,7 @@ class ManagerServer(_Server):
             _micros("heartbeat_interval", heartbeat_interval),
             _micros("connect_timeout", connect_timeout),
             _integer("quorum_retries", quorum_retries, 0),
+            replays_failed_steps,
             os.environ.get(KILL_TOKEN_ENV, ""),
         )
 

@@ -32,6 +32,9 @@ type ServerConfig struct {
 	// QuorumRetries is how often a quorum request that the lighthouse refused is made again. While the
 	// lighthouse is away, requests are repeated until the deadline regardless.
 	QuorumRetries int64
+	// ReplaysFailedSteps: the ranks keep what they reduce, and reduce it again with who is left when a peer dies. The
+	// others are told.
+	ReplaysFailedSteps bool
 	// KillToken allows kill to those who send it; empty means that of the environment (TORCHFT_KILL_TOKEN),
 	// and without one there kill is disabled.
 	KillToken string

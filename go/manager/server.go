@@ -89,10 +89,11 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 
 func (s *Server) newMachine() *round.Machine {
 	return round.NewMachine(round.Group{
-		ReplicaID:    s.cfg.ReplicaID,
-		Address:      s.address,
-		StoreAddress: s.cfg.StoreAddr,
-		WorldSize:    s.cfg.WorldSize,
+		ReplicaID:          s.cfg.ReplicaID,
+		Address:            s.address,
+		StoreAddress:       s.cfg.StoreAddr,
+		WorldSize:          s.cfg.WorldSize,
+		ReplaysFailedSteps: s.cfg.ReplaysFailedSteps,
 	})
 }
 

@@ -689,13 +689,16 @@ _wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSED(dummy), P
     int64_t heartbeatIntervalUs;
     int64_t connectTimeoutUs;
     int64_t quorumRetries;
+    bool replaysFailedSteps;
+    PyObject *py_replaysFailedSteps;
     char *killToken;
-    const char *keywords[] = {"replicaID", "lighthouseAddr", "hostname", "bind", "storeAddr", "worldSize", "heartbeatIntervalUs", "connectTimeoutUs", "quorumRetries", "killToken", NULL};
+    const char *keywords[] = {"replicaID", "lighthouseAddr", "hostname", "bind", "storeAddr", "worldSize", "heartbeatIntervalUs", "connectTimeoutUs", "quorumRetries", "replaysFailedSteps", "killToken", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sssssLLLLs", (char **) keywords, &replicaID, &lighthouseAddr, &hostname, &bind, &storeAddr, &worldSize, &heartbeatIntervalUs, &connectTimeoutUs, &quorumRetries, &killToken)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sssssLLLLOs", (char **) keywords, &replicaID, &lighthouseAddr, &hostname, &bind, &storeAddr, &worldSize, &heartbeatIntervalUs, &connectTimeoutUs, &quorumRetries, &py_replaysFailedSteps, &killToken)) {
         return NULL;
     }
-    retval = pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, killToken);
+    replaysFailedSteps = (bool) PyObject_IsTrue(py_replaysFailedSteps);
+    retval = pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, killToken);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -896,7 +899,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerFailureStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerFailureStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerFailureStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize, committedQuorumID)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: checkpointMetadata: char *\ntype: shrinkOnly: bool\ntype: timeoutUs: int64_t\ntype: commitFailures: int64_t\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t\ntype: committedQuorumID: int64_t" },
     {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: checkpointMetadata: char *\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t" },
-    {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, killToken)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: killToken: char *" },
+    {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, killToken)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: replaysFailedSteps: bool\ntype: killToken: char *" },
     {(char *) "pyapi_ManagerVotePrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerVotePrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerVotePrepare(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ProbeStart", (PyCFunction) _wrap__torchft_go_pyapi_ProbeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ProbeStart(outcome, delayUs, timeoutUs)\n\ntype: outcome: char *\ntype: delayUs: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ReleaseStart", (PyCFunction) _wrap__torchft_go_pyapi_ReleaseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ReleaseStart(handle)\n\ntype: handle: int64_t" },

@@ -382,8 +382,8 @@ func pyapi_ManagerRoundPrepare(handle C.longlong, groupRank C.longlong, checkpoi
 }
 
 //export pyapi_ManagerServerStart
-func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostname *C.char, bind *C.char, storeAddr *C.char, worldSize C.longlong, heartbeatIntervalUs C.longlong, connectTimeoutUs C.longlong, quorumRetries C.longlong, killToken *C.char) C.longlong {
-	cret, __err := pyapi.ManagerServerStart(C.GoString(replicaID), C.GoString(lighthouseAddr), C.GoString(hostname), C.GoString(bind), C.GoString(storeAddr), int64(worldSize), int64(heartbeatIntervalUs), int64(connectTimeoutUs), int64(quorumRetries), C.GoString(killToken))
+func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostname *C.char, bind *C.char, storeAddr *C.char, worldSize C.longlong, heartbeatIntervalUs C.longlong, connectTimeoutUs C.longlong, quorumRetries C.longlong, replaysFailedSteps C.char, killToken *C.char) C.longlong {
+	cret, __err := pyapi.ManagerServerStart(C.GoString(replicaID), C.GoString(lighthouseAddr), C.GoString(hostname), C.GoString(bind), C.GoString(storeAddr), int64(worldSize), int64(heartbeatIntervalUs), int64(connectTimeoutUs), int64(quorumRetries), boolPyToGo(replaysFailedSteps), C.GoString(killToken))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

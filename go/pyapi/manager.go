@@ -12,19 +12,20 @@ import (
 )
 
 // ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and ReleaseStart.
-func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries int64, killToken string) (op int64, err error) {
+func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries int64, replaysFailedSteps bool, killToken string) (op int64, err error) {
 	defer ops.Guard(&err)
 	cfg := manager.ServerConfig{
-		ReplicaID:         replicaID,
-		LighthouseAddr:    lighthouseAddr,
-		Hostname:          hostname,
-		Bind:              bind,
-		StoreAddr:         storeAddr,
-		WorldSize:         worldSize,
-		HeartbeatInterval: micros(heartbeatIntervalUs),
-		ConnectTimeout:    micros(connectTimeoutUs),
-		QuorumRetries:     quorumRetries,
-		KillToken:         killToken,
+		ReplicaID:          replicaID,
+		LighthouseAddr:     lighthouseAddr,
+		Hostname:           hostname,
+		Bind:               bind,
+		StoreAddr:          storeAddr,
+		WorldSize:          worldSize,
+		HeartbeatInterval:  micros(heartbeatIntervalUs),
+		ConnectTimeout:     micros(connectTimeoutUs),
+		QuorumRetries:      quorumRetries,
+		ReplaysFailedSteps: replaysFailedSteps,
+		KillToken:          killToken,
 	}
 	// An address that cannot be connected to is a RuntimeError, whatever is wrong with it.
 	if _, err := rpc.ParseAddress("lighthouse_addr", lighthouseAddr); err != nil {
@@ -123,6 +124,7 @@ type quorumResult struct {
 	Heal                     bool     `json:"heal"`
 	CommitFailures           int64    `json:"commit_failures"`
 	CommittedQuorumID        int64    `json:"committed_quorum_id"`
+	Replay                   bool     `json:"replay"`
 	ReplicaIDs               []string `json:"replica_ids"`
 	ReconfigureHandles       []string `json:"reconfigure_handles"`
 	ReplicasWithoutHandles   []string `json:"replicas_without_handles"`
@@ -141,6 +143,7 @@ func newQuorumResult(r recovery.Result) quorumResult {
 		Heal:                   r.Heal,
 		CommitFailures:         r.CommitFailures,
 		CommittedQuorumID:      r.CommittedQuorumID,
+		Replay:                 r.Replay,
 		ReplicaIDs:             orEmpty(r.ReplicaIDs),
 		ReconfigureHandles:     orEmpty(r.Handles),
 		ReplicasWithoutHandles: orEmpty(r.WithoutHandles),

@@ -30,7 +30,7 @@ func (m *Member) SetState(s State) {
 // SameButState reports whether two members say the same of themselves, whatever their states are.
 func (m *Member) SameButState(o *Member) bool {
 	return m.ReplicaID == o.ReplicaID && m.Address == o.Address && m.StoreAddress == o.StoreAddress &&
-		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly && m.Data == o.Data &&
+		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly && m.ReplaysFailedSteps == o.ReplaysFailedSteps && m.Data == o.Data &&
 		slices.Equal(m.Handles, o.Handles) && bytes.Equal(m.Unknown, o.Unknown)
 }
 
@@ -52,11 +52,14 @@ func RevisionOf(members []Member) Revision {
 		text(m.Data)
 		text(string(m.Unknown))
 		buf = binary.AppendUvarint(buf, m.WorldSize)
+		flags := byte(0)
 		if m.ShrinkOnly {
-			buf = append(buf, 1)
-		} else {
-			buf = append(buf, 0)
+			flags |= 1
 		}
+		if m.ReplaysFailedSteps {
+			flags |= 2
+		}
+		buf = append(buf, flags)
 		buf = binary.AppendUvarint(buf, uint64(len(m.Handles)))
 		for _, h := range m.Handles {
 			text(h)

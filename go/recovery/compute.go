@@ -57,6 +57,7 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 	r.StoreAddress = members[primary].StoreAddress
 
 	assign(&r, members, upToDate, primary, groupRank, initSync && r.MaxStep == 0)
+	r.Replay = replays(members, r)
 	return r, nil
 }
 
@@ -77,6 +78,18 @@ func newest(members []quorum.Member, step int64) int64 {
 		}
 	}
 	return latest
+}
+
+// replays decides whether a group reduces again what it kept of a step that failed. The gradients must be of the weights
+// that it has now: if somebody committed the step it heals instead, and its gradients were part of that commit. The
+// others compare nothing: whoever is at max_step has equal weights, so that gradients kept there and gradients just made
+// may be averaged.
+//
+// A peer that does not announce it computes the step anew. Nobody keeps it waiting, or is kept waiting by it, in a
+// collective for as long as that takes: then all compute anew.
+func replays(members []quorum.Member, r Result) bool {
+	silent := slices.ContainsFunc(members, func(m quorum.Member) bool { return !m.ReplaysFailedSteps })
+	return r.MaxReplicaRank != nil && !r.Heal && !silent
 }
 
 // assign spreads the groups that must heal over those that can serve them. Who heals is the same for all

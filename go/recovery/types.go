@@ -26,7 +26,9 @@ type Result struct {
 	// CommittedQuorumID is in which quorum the state of the members that are up to date was made: after a heal
 	// it is that of this group. -1: in none, 0: somebody in the quorum does not say.
 	CommittedQuorumID int64
-	ReplicaIDs        []string
-	Handles           []string // of this group rank, one per member in order; empty unless all sent them
-	WithoutHandles    []string // replica_ids of the members that sent none
+	// Replay: a group that kept what it reduced in an attempt at MaxStep that failed reduces it again in this quorum.
+	Replay         bool
+	ReplicaIDs     []string
+	Handles        []string // of this group rank, one per member in order; empty unless all sent them
+	WithoutHandles []string // replica_ids of the members that sent none
 }

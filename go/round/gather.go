@@ -98,12 +98,13 @@ func (m *Machine) askLighthouse() Action {
 		KnownQuorumID: m.knownQuorumID,
 		Deadline:      first.Deadline,
 		Member: quorum.Member{
-			ReplicaID:         m.group.ReplicaID,
-			Address:           m.group.Address,
-			StoreAddress:      m.group.StoreAddress,
-			WorldSize:         uint64(m.group.WorldSize),
-			Step:              first.Step,
-			CommittedQuorumID: first.CommittedQuorumID,
+			ReplicaID:          m.group.ReplicaID,
+			Address:            m.group.Address,
+			StoreAddress:       m.group.StoreAddress,
+			WorldSize:          uint64(m.group.WorldSize),
+			Step:               first.Step,
+			CommittedQuorumID:  first.CommittedQuorumID,
+			ReplaysFailedSteps: m.group.ReplaysFailedSteps,
 		},
 	}
 	silent := slices.ContainsFunc(g.asked, func(a *QuorumAsked) bool { return a.CommittedQuorumID == 0 })

@@ -45,8 +45,10 @@ type QuorumMember struct {
 	// The quorum in which the weights of this step were made; -1: in none since the group began, 0: it does not say.
 	// Where all members say it, those that reached the largest step in an older quorum count as behind.
 	CommittedQuorumId int64 `protobuf:"varint,100,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Its ranks keep what they reduce, and reduce it again with who is left when a peer dies in mid-step.
+	ReplaysFailedSteps bool `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *QuorumMember) Reset() {
@@ -147,6 +149,13 @@ func (x *QuorumMember) GetCommittedQuorumId() int64 {
 		return x.CommittedQuorumId
 	}
 	return 0
+}
+
+func (x *QuorumMember) GetReplaysFailedSteps() bool {
+	if x != nil {
+		return x.ReplaysFailedSteps
+	}
+	return false
 }
 
 type Quorum struct {
@@ -528,8 +537,10 @@ type ManagerQuorumResponse struct {
 	ReplicasWithoutHandles []string `protobuf:"bytes,100,rep,name=replicas_without_handles,json=replicasWithoutHandles,proto3" json:"replicas_without_handles,omitempty"`
 	// In which quorum the weights of max_step were made: a rank that heals has these. -1: in none, 0: not all say it.
 	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// This group may reduce again what it kept of max_step: it is up to date, does not heal, and all participants replay.
+	Replay        bool `protobuf:"varint,140,opt,name=replay,proto3" json:"replay,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ManagerQuorumResponse) Reset() {
@@ -672,6 +683,13 @@ func (x *ManagerQuorumResponse) GetCommittedQuorumId() int64 {
 		return x.CommittedQuorumId
 	}
 	return 0
+}
+
+func (x *ManagerQuorumResponse) GetReplay() bool {
+	if x != nil {
+		return x.Replay
+	}
+	return false
 }
 
 type CheckpointMetadataRequest struct {
@@ -1993,7 +2011,7 @@ var File_torchft_proto protoreflect.FileDescriptor
 
 const file_torchft_proto_rawDesc = "" +
 	"\n" +
-	"\rtorchft.proto\x12\atorchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xde\x02\n" +
+	"\rtorchft.proto\x12\atorchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\x91\x03\n" +
 	"\fQuorumMember\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
@@ -2007,7 +2025,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04data\x18\a \x01(\tR\x04data\x12'\n" +
 	"\x0fcommit_failures\x18\b \x01(\x03R\x0ecommitFailures\x12/\n" +
 	"\x13reconfigure_handles\x18\t \x03(\tR\x12reconfigureHandles\x12.\n" +
-	"\x13committed_quorum_id\x18d \x01(\x03R\x11committedQuorumId\"\x96\x01\n" +
+	"\x13committed_quorum_id\x18d \x01(\x03R\x11committedQuorumId\x121\n" +
+	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\"\x96\x01\n" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
 	"\fparticipants\x18\x02 \x03(\v2\x15.torchft.QuorumMemberR\fparticipants\x124\n" +
@@ -2033,7 +2052,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12-\n" +
 	"\x12reconfigure_handle\x18\a \x01(\tR\x11reconfigureHandle\x12(\n" +
 	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\x12.\n" +
-	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\"\xfd\x05\n" +
+	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\"\x96\x06\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +
@@ -2052,7 +2071,8 @@ const file_torchft_proto_rawDesc = "" +
 	"replicaIds\x12/\n" +
 	"\x13reconfigure_handles\x18\x0e \x03(\tR\x12reconfigureHandles\x128\n" +
 	"\x18replicas_without_handles\x18d \x03(\tR\x16replicasWithoutHandles\x12.\n" +
-	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumIdB\x1b\n" +
+	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x12\x17\n" +
+	"\x06replay\x18\x8c\x01 \x01(\bR\x06replayB\x1b\n" +
 	"\x19_recover_src_replica_rankB\x13\n" +
 	"\x11_max_replica_rank\"/\n" +
 	"\x19CheckpointMetadataRequest\x12\x12\n" +

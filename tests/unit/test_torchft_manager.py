@@ -20,9 +20,9 @@ SOON = timedelta(seconds=20)
 class Groups:
     """A lighthouse, and the manager servers of replica groups."""
 
-    def __init__(self, groups: int, world_size: int = 1) -> None:
+    def __init__(self, groups: int, world_size: int = 1, replays: tuple[bool, ...] = (False, False, False)) -> None:
         self.lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=groups)
-        self.servers = [self.server(f"group{i}", world_size) for i in range(groups)]
+        self.servers = [self.server(f"group{i}", world_size, replays_failed_steps=replays[i]) for i in range(groups)]
         self.threads = ThreadPoolExecutor(groups * world_size)
 
     def server(self, replica_id: str, world_size: int = 1, **changed: Any) -> ManagerServer:
@@ -59,8 +59,8 @@ class Groups:
 def groups() -> Iterator[Callable[..., Groups]]:
     made: list[Groups] = []
 
-    def make(*args: int) -> Groups:
-        made.append(Groups(*args))
+    def make(*args: int, **more: Any) -> Groups:
+        made.append(Groups(*args, **more))
         return made[-1]
 
     yield make
@@ -91,6 +91,7 @@ def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
         reconfigure_handles=[],
         replicas_without_handles=[],
         committed_quorum_id=0,
+        replay=False,
     )
     result = QuorumResult()
     assert vars(result) == defaults
@@ -312,3 +313,13 @@ def test_an_equal_step_of_an_older_quorum_is_behind(
     results = [f.result() for f in two.together(*(partial(ask, client, step=5) for client in clients))]
     assert [result.heal for result in results] == heals
     assert {result.committed_quorum_id for result in results} == {0 if 0 in committed else 9}
+
+
+@pytest.mark.parametrize(("announced", "replay"), [((True, True), True), ((True, False), False)])
+def test_a_step_is_replayed_where_all_groups_announce_it(
+    groups: Callable[..., Groups], announced: tuple[bool, bool], replay: bool
+) -> None:
+    two = groups(2, replays=announced)
+    clients = [two.client(0), two.client(1)]
+    results = [f.result() for f in two.together(*(partial(ask, client, step=5) for client in clients))]
+    assert [result.replay for result in results] == [replay, replay]

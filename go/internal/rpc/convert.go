@@ -10,17 +10,18 @@ import (
 // MemberFromProto keeps the fields this version does not know, as bytes.
 func MemberFromProto(m *torchftpb.QuorumMember) quorum.Member {
 	return quorum.Member{
-		ReplicaID:         m.GetReplicaId(),
-		Address:           m.GetAddress(),
-		StoreAddress:      m.GetStoreAddress(),
-		Step:              m.GetStep(),
-		WorldSize:         m.GetWorldSize(),
-		ShrinkOnly:        m.GetShrinkOnly(),
-		Data:              m.GetData(),
-		CommitFailures:    m.GetCommitFailures(),
-		CommittedQuorumID: m.GetCommittedQuorumId(),
-		Handles:           m.GetReconfigureHandles(),
-		Unknown:           m.ProtoReflect().GetUnknown(),
+		ReplicaID:          m.GetReplicaId(),
+		Address:            m.GetAddress(),
+		StoreAddress:       m.GetStoreAddress(),
+		Step:               m.GetStep(),
+		WorldSize:          m.GetWorldSize(),
+		ShrinkOnly:         m.GetShrinkOnly(),
+		Data:               m.GetData(),
+		CommitFailures:     m.GetCommitFailures(),
+		CommittedQuorumID:  m.GetCommittedQuorumId(),
+		ReplaysFailedSteps: m.GetReplaysFailedSteps(),
+		Handles:            m.GetReconfigureHandles(),
+		Unknown:            m.ProtoReflect().GetUnknown(),
 	}
 }
 
@@ -36,6 +37,7 @@ func MemberToProto(m quorum.Member) *torchftpb.QuorumMember {
 		Data:               m.Data,
 		CommitFailures:     m.CommitFailures,
 		CommittedQuorumId:  m.CommittedQuorumID,
+		ReplaysFailedSteps: m.ReplaysFailedSteps,
 		ReconfigureHandles: m.Handles,
 	}
 	if len(m.Unknown) > 0 {

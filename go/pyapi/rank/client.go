@@ -59,6 +59,7 @@ func sameButStep(a, b recovery.Result) bool {
 		a.Heal == b.Heal &&
 		a.CommitFailures == b.CommitFailures &&
 		a.CommittedQuorumID == b.CommittedQuorumID &&
+		a.Replay == b.Replay &&
 		slices.Equal(a.Sources, b.Sources) &&
 		slices.Equal(a.RecoverDstReplicaRank, b.RecoverDstReplicaRank) &&
 		slices.Equal(a.ReplicaIDs, b.ReplicaIDs) &&

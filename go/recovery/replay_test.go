@@ -1,0 +1,50 @@
+package recovery
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Who reduces again what it kept of a step that failed.
+func TestReplay(t *testing.T) {
+	for _, c := range []struct {
+		name      string
+		steps     []int64
+		committed []int64 // nil: all in quorum 6
+		silent    []int   // who does not announce that it replays
+		initSync  bool
+		want      []bool
+	}{
+		{name: "all lost the step", steps: []int64{5, 5, 5}, want: []bool{true, true, true}},
+		{name: "alone", steps: []int64{5}, want: []bool{true}},
+		{name: "somebody committed it", steps: []int64{6, 5, 5}, want: []bool{true, false, false}},
+		{name: "somebody committed it in the newer quorum", steps: []int64{6, 6, 5}, committed: []int64{7, 6, 6}, want: []bool{true, false, false}},
+		{name: "one joins", steps: []int64{5, 0, 5}, committed: []int64{6, -1, 6}, want: []bool{true, false, true}},
+		{name: "one does not announce it", steps: []int64{5, 5, 5}, silent: []int{2}, want: []bool{false, false, false}},
+		{name: "one that joins does not announce it", steps: []int64{5, 5, 0}, silent: []int{2}, want: []bool{false, false, false}},
+		{name: "the first step, all but one heal", steps: []int64{0, 0, 0}, committed: []int64{-1, -1, -1}, initSync: true, want: []bool{true, false, false}},
+		{name: "the first step without init_sync", steps: []int64{0, 0}, committed: []int64{-1, -1}, want: []bool{true, true}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			q := at(c.steps...)
+			for i := range q.Members {
+				q.Members[i].ReplaysFailedSteps = true
+				q.Members[i].CommittedQuorumID = 6
+				if c.committed != nil {
+					q.Members[i].CommittedQuorumID = c.committed[i]
+				}
+			}
+			for _, i := range c.silent {
+				q.Members[i].ReplaysFailedSteps = false
+			}
+			var got []bool
+			for _, m := range q.Members {
+				r, err := Compute(m.ReplicaID, 0, q, c.initSync)
+				require.NoError(t, err)
+				got = append(got, r.Replay)
+			}
+			require.Equal(t, c.want, got)
+		})
+	}
+}

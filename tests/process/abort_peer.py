@@ -36,6 +36,8 @@ from torchft.process_group import (
 TIMEOUT = timedelta(seconds=600)
 CONNECT = timedelta(seconds=60)
 STUCK_SEC = 0.2
+# Sooner than the test gives up
+HANGS_SEC = 40
 # Wait for one of the others, so that no operation of one completes another's.
 OPERATIONS: dict[str, Callable[[Any], dist.Work]] = {
     "allreduce": lambda group: group.allreduce([torch.ones(16)], ReduceOp.SUM),
@@ -171,7 +173,6 @@ class Rank:
     def leave(self, drop: bool) -> dict[str, Any]:
         """Answers with an operation in flight, after which this process ends."""
         global kept
-        faulthandler.dump_traceback_later(40)  # says where, if it does not end
         OPERATIONS["allreduce"](self.group)
         if not drop:
             kept = self.group  # as torch.distributed keeps the world
@@ -189,9 +190,11 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         do = command.pop("do")
+        faulthandler.dump_traceback_later(HANGS_SEC)  # says where, also if it does not end after `leave`
         emit(do, **getattr(rank, do)(**command))
         if do == "leave":
             return
+        faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ class Job:
         for child in self.children:
             state = "running" if child.returncode is None else f"exit {child.returncode}"
             last = "\n".join(json.dumps(e)[:300] for e in child.events[-3:])
-            parts.append(f"--- {child.name} ({state})\n{last}\n{child.log_tail(12)}")
+            parts.append(f"--- {child.name} ({state})\n{last}\n{child.log_tail(40)}")
         return "\n".join(parts)
 
     def _check_alive(self, what: str) -> None:

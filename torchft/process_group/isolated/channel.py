@@ -33,6 +33,9 @@ _logger: logging.Logger = logging.getLogger(__name__)
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
 
+# How long it takes at most until the end of a worker is read after a request could not be sent for it.
+_LAST_WORDS_SEC = 1.0
+
 # Devices have nothing better to offer across processes than to be asked.
 _ASK_DEVICE_EVERY_SEC = 0.0005
 
@@ -42,6 +45,15 @@ _READ_ABOVE = 64
 
 _ANSWERS_AT_ONCE = 1 << 14  # bytes
 _ANSWERS_SIZE = 1 << 20  # bytes: what an unprivileged process may ask for
+
+
+class WorkerDied(RuntimeError):
+    """The worker's process has ended without a word."""
+
+
+def copied(error: Exception) -> Exception:
+    """The same error for one more to raise: a raised exception carries its traceback."""
+    return type(error)(*error.args)
 
 
 @dataclass
@@ -139,9 +151,10 @@ class Channel:
         self._send_poll = select.poll()
         self._send_poll.register(self._requests, select.POLLOUT)
 
-        self._send_lock = threading.Lock()
+        # A garbage collection may close this on a thread that is in here already.
+        self._send_lock = threading.RLock()
         # Guards what follows.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ids = itertools.count(1)
         self._ops: dict[int, _OpMetadata] = {}
         self._leading = False
@@ -234,7 +247,7 @@ class Channel:
                 except BlockingIOError:
                     pass
                 except OSError:
-                    error = self._worker_died()
+                    error = self._why_it_died()
                     break
                 deadline = deadline or time.monotonic() + max(timeout, _UNRESPONSIVE_SEC)
                 self._send_poll.poll(100)
@@ -521,13 +534,20 @@ class Channel:
     # The end
 
     def _worker_died(self) -> Exception:
-        return RuntimeError(f"{self._name}: the worker process died")
+        return WorkerDied(f"{self._name}: the worker process died")
+
+    def _why_it_died(self) -> Exception:
+        """For whoever could not send: what it said last may not have been read yet."""
+        deadline = time.monotonic() + _LAST_WORDS_SEC
+        while self._broken is None and time.monotonic() < deadline:
+            self._read_what_is_there()
+            # Somebody else reads, or the kernel is not through with its descriptors.
+            time.sleep(0.001)
+        return self._worker_died()
 
     def _error(self) -> Exception:
-        error = self._broken
-        assert error is not None
-        # A new one for everybody: a raised exception carries its traceback.
-        return type(error)(*error.args)
+        assert self._broken is not None
+        return copied(self._broken)
 
     @property
     def broken(self) -> Optional[Exception]:

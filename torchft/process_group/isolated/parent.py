@@ -31,16 +31,13 @@ from torchft.futures import _devices
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.channel import Channel, _OpMetadata
+from torchft.process_group.isolated.channel import Channel, _OpMetadata, copied
 from torchft.process_group.isolated.sharing import Lease, Sharing
-from torchft.process_group.isolated.standby import Worker, Workers
+from torchft.process_group.isolated.standby import Worker, Workers, started
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
 
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
 STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
-
-# Where nobody has started a worker yet, PyTorch is imported first.
-_START_SEC = 60.0
 
 # What the worker's own deadline for connecting is given to arrive.
 _GRACE_SEC = 1.0
@@ -74,7 +71,7 @@ class _BabyWork(Work):
         if not op.done and not self._channel.wait(op, seconds):
             raise _timed_out(seconds)
         if op.error is not None:
-            raise _copy(op.error)
+            raise copied(op.error)
         if op.marks:
             if seconds is not None and not self._channel.reach(op, began + seconds):
                 raise _timed_out(seconds)
@@ -191,12 +188,12 @@ class ProcessGroupBaby(ProcessGroup):
             "device": _current_device(),
             "environment": dict(os.environ),
         }
-        self._worker = worker = self._workers.take()
-        weakref.finalize(self, worker.end, RuntimeError(f"{self._name} is gone"))
-        channel = worker.channel
         try:
-            self._ask(channel, protocol.PING, b"", _START_SEC, "start")
-            self._ask(channel, protocol.CONFIGURE, json.dumps(message).encode(), timeout, "connect with its peers")
+            worker = started(self._take)
+            request = json.dumps(message).encode()
+            # The next one forks while this one connects.
+            prepare = self._workers.prepare
+            worker.ask(protocol.CONFIGURE, request, timeout + _GRACE_SEC, "connect with its peers", prepare)
         except BaseException:
             self._end(RuntimeError(f"{self._name} has no peers until it is configured again"))
             raise
@@ -206,15 +203,10 @@ class ProcessGroupBaby(ProcessGroup):
         self._peers = rank, world_size
         self._warm = True
 
-    def _ask(self, channel: Channel, kind: int, rest: bytes, timeout: float, what: str) -> None:
-        op = channel.start(kind, rest, [], None, timeout)
-        if kind == protocol.CONFIGURE:
-            # The next one forks while this one connects.
-            self._workers.prepare()
-        if not channel.wait(op, timeout + _GRACE_SEC):
-            raise RuntimeError(f"{self._name}: the worker timed out: it did not {what} within {timeout} s")
-        if op.error is not None:
-            raise _copy(op.error)
+    def _take(self) -> Worker:
+        # Known at once, so that an abort ends it, too.
+        self._worker = worker = self._workers.take()
+        return worker
 
     def get_reconfigure_handle(self) -> str:
         """What peers need to find this group.
@@ -226,8 +218,7 @@ class ProcessGroupBaby(ProcessGroup):
             Exception: why there is no worker.
         """
         if not self._warm:
-            channel = self._workers.first().channel
-            self._ask(channel, protocol.PING, b"", _START_SEC, "start")
+            started(self._workers.first)
             self._warm = True
         return super().get_reconfigure_handle()
 
@@ -301,12 +292,11 @@ class ProcessGroupBaby(ProcessGroup):
         self._workers.close()
 
     def _end(self, error: Exception) -> None:
-        worker, self._worker, self._peers = self._worker, None, None
+        self._worker = self._peers = None
         checker, self._checker = self._checker, None
         if checker is not None:
             checker.close(error)
-        if worker is not None:
-            worker.end(error)
+        self._workers.end(error)
 
     # Operations
 
@@ -323,7 +313,7 @@ class ProcessGroupBaby(ProcessGroup):
         """
         worker = self._worker
         if worker is None or self._peers is None:
-            raise _copy(self._aborted) if self._aborted else AssertionError("process group not initialized")
+            raise copied(self._aborted) if self._aborted else AssertionError("process group not initialized")
         if self._checker is not None:
             self._checker.check(name, arguments, arguments[-1])
         channel = worker.channel
@@ -558,11 +548,6 @@ def _current_device() -> int:
 
 def _timed_out(seconds: Optional[float]) -> Exception:
     return RuntimeError(f"Operation timed out: it did not complete within {seconds} s")
-
-
-def _copy(error: Exception) -> Exception:
-    # A raised exception carries its traceback: everybody gets one of his own.
-    return type(error)(*error.args)
 
 
 def _as_timeout(timeout: Union[float, timedelta]) -> timedelta:

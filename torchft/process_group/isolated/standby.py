@@ -17,12 +17,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import Any, Callable, Optional
 
 from torchft.futures import _TIMEOUT_MANAGER
-from torchft.process_group.isolated.channel import Channel, send
+from torchft.process_group.isolated import protocol
+from torchft.process_group.isolated.channel import Channel, WorkerDied, copied, send
 from torchft.process_group.isolated.sharing import Sharing
+
+# Where nobody has started a worker yet, PyTorch is imported first.
+_START_SEC = 60.0
+
+# So many workers may die in a row before the first of them has answered.
+_ATTEMPTS = 5
 
 # A group that is shut down is often followed by another. Until then the server costs memory, but no time.
 _LINGER = timedelta(seconds=10)
@@ -42,6 +50,10 @@ _START = (
 )
 
 
+class WorkerTimedOut(RuntimeError):
+    """The worker's process did not answer in time."""
+
+
 class Server:
     """The fork server. Starting it does not wait for it: what is asked of it meanwhile it does when it is up."""
 
@@ -57,7 +69,8 @@ class Server:
                 stdin=subprocess.DEVNULL,
             )
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        # A garbage collection may end a group on a thread that is in here already: so RLock, here and below.
+        self._lock = threading.RLock()
 
     @property
     def pid(self) -> int:
@@ -106,11 +119,12 @@ class Server:
         """Ends the server and all its workers."""
         with self._lock:
             self._control.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SEC)
-        except subprocess.TimeoutExpired:
-            # It still imports, say.
-            self._process.kill()
+            return
+        # It still imports, say.
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SEC)
 
     def forget(self) -> None:
@@ -126,8 +140,9 @@ class _Servers:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._server: Optional[Server] = None
+        self._retired: list[Server] = []
         self._users = 0
         self._end: Any = None
 
@@ -150,6 +165,13 @@ class _Servers:
         with self._lock:
             return self._alive()
 
+    def retire(self, server: Server) -> None:
+        """It is asked for no more workers, but ends only when no group needs a worker: some may have one of its."""
+        with self._lock:
+            if self._server is server:
+                self._server = None
+                self._retired.append(server)
+
     def _alive(self) -> Server:
         if self._server is not None and not self._server.alive():
             self._server.close()
@@ -160,22 +182,27 @@ class _Servers:
 
     def _expire(self) -> None:
         with self._lock:
-            if self._users:
-                return
-            server, self._server = self._server, None
-        if server is not None:
+            servers = [] if self._users else self._all()
+        for server in servers:
             server.close()
 
     def close(self) -> None:
         """Ends the server now."""
         with self._lock:
-            server, self._server = self._server, None
-        if server is not None:
+            servers = self._all()
+        for server in servers:
             server.close()
 
-    def forget(self) -> None:
+    def _all(self) -> list[Server]:
+        servers, self._retired = self._retired, []
         if self._server is not None:
-            self._server.forget()
+            servers.append(self._server)
+            self._server = None
+        return servers
+
+    def forget(self) -> None:
+        for server in self._all():
+            server.forget()
         self._reset()
 
 
@@ -199,18 +226,49 @@ class Worker:
         name: str,
         sharings: Callable[[int, Callable[[bytes, Optional[int]], None]], Sharing],
     ) -> None:
+        self._name = name
+        self._number, self._ended = -1, -1
         self.channel = channel = Channel(name, sharings, self._broken)
-        self._server = servers.get()
         try:
+            self._server = servers.get()
             self._number, self._ended = self._server.spawn(
                 message, channel.worker_requests.fileno(), channel.worker_answers
             )
+        except OSError as e:
+            # The server died in this moment, say.
+            channel.close(WorkerDied(f"{name}: the worker could not be started: {e}"))
         except BaseException as e:
-            self._number, self._ended = -1, -1
             channel.close(RuntimeError(f"{name}: the worker could not be started: {e}"))
+            raise
         finally:
             channel.worker_requests.close()
             os.close(channel.worker_answers)
+
+    def ask(
+        self, kind: int, rest: bytes, timeout: float, what: str, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Sends a request and waits for its answer.
+
+        Args:
+            timeout: in seconds.
+            what: the worker does for it; for the error.
+            meanwhile: called when it is sent.
+
+        Raises:
+            WorkerDied: it has no answer for that reason.
+            WorkerTimedOut: nor for that.
+            Exception: the worker's own error.
+        """
+        op = self.channel.start(kind, rest, [], None, timeout)
+        meanwhile()
+        if not self.channel.wait(op, timeout):
+            raise WorkerTimedOut(f"{self._name}: the worker timed out: it did not {what} within {timeout:.1f} s")
+        if op.error is not None:
+            raise copied(op.error)
+
+    def blame_server(self) -> None:
+        """The next worker comes from another server: this one's may be what hangs."""
+        servers.retire(self._server)
 
     def _broken(self) -> None:
         if self._number < 0:
@@ -252,8 +310,9 @@ class Workers:
     def __init__(self, make: Callable[[], Worker], standby: bool) -> None:
         self._make = make
         self._standby = standby
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._next: Optional[Worker] = None
+        self._given: Optional[Worker] = None
         self._used = False
 
     def prepare(self) -> None:
@@ -274,16 +333,25 @@ class Workers:
             return self._next
 
     def take(self) -> Worker:
-        """The worker that stands by, or a new one."""
+        """The worker that stands by, or a new one. Only an answer shows that it lives; see `started`."""
         self.prepare()
         with self._lock:
             worker, self._next = self._next, None
-        if worker is not None and not worker.channel.lost():
-            return worker
-        return self._make()
+            if worker is None or worker.channel.lost():
+                worker = self._make()
+            self._given = worker
+        return worker
+
+    def end(self, error: Exception) -> None:
+        """Ends the worker that was taken last, if any."""
+        with self._lock:
+            worker, self._given = self._given, None
+        if worker is not None:
+            worker.end(error)
 
     def close(self) -> None:
-        """Ends the worker that stands by; until `prepare` is called again the server is not needed."""
+        """Ends all workers; until `prepare` is called again the server is not needed."""
+        self.end(RuntimeError("the group is gone"))
         with self._lock:
             worker, self._next = self._next, None
             used, self._used = self._used, False
@@ -291,3 +359,30 @@ class Workers:
             worker.end(RuntimeError("the group was shut down"))
         if used:
             servers.release()
+
+
+def started(get: Callable[[], Worker]) -> Worker:
+    """A worker that has answered: one that dies before is replaced.
+
+    A worker that stands by dies with its server, all of them in the same moment, but nobody is told at once. One
+    that answers was not among them.
+
+    Args:
+        get: gives one, another one after the last has died.
+
+    Raises:
+        Exception: the worker's own error; or too many have died, or 60 s passed.
+    """
+    deadline = time.monotonic() + _START_SEC
+    for attempt in itertools.count(1):
+        worker = get()
+        try:
+            worker.ask(protocol.PING, b"", max(0.0, deadline - time.monotonic()), "start")
+            break
+        except WorkerDied:
+            if attempt == _ATTEMPTS:
+                raise
+        except WorkerTimedOut:
+            worker.blame_server()
+            raise
+    return worker

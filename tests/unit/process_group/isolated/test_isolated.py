@@ -452,6 +452,118 @@ def test_a_server_that_died_is_replaced(store: TCPStore) -> None:
     group.shutdown()
 
 
+def test_a_standby_whose_death_nobody_has_noticed_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies with its server, a moment before or after somebody looks."""
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    wait_until(lambda: len(workers()) == 1, "it stands by")
+    (ready,) = workers()
+    monkeypatch.setattr(channel_module.Channel, "lost", lambda channel: channel.broken is not None)
+    os.kill(ready, signal.SIGKILL)
+    wait_until(lambda: ready not in workers(), "it is gone")
+    group.configure(meeting(store), "replica", 0, 1)
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+@pytest.mark.parametrize("standby_too", [False, True])
+def test_a_server_that_dies_while_it_is_asked_is_replaced(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool
+) -> None:
+    """The request for a worker is lost with it."""
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
+    if standby_too:
+        wait_until(lambda: len(workers()) == 1, "it stands by")
+    old = server()
+    for pid in (old, *workers()):
+        os.kill(pid, signal.SIGSTOP)
+    asked = threading.Event()
+    start = channel_module.Channel.start
+
+    def tell(channel: Any, *args: Any) -> Any:
+        op = start(channel, *args)
+        asked.set()
+        return op
+
+    monkeypatch.setattr(channel_module.Channel, "start", tell)
+
+    def kill() -> None:
+        assert asked.wait(20)
+        os.kill(old, signal.SIGKILL)
+
+    results = in_threads([lambda: group.configure(meeting(store), "replica", 0, 1), kill])
+    assert results == [None, None]
+    assert server() != old
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
+    old = server()
+    monkeypatch.setattr(standby, "_START_SEC", 0.3)
+    os.kill(old, signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match="timed out: it did not start within"):
+        group.configure(meeting(store), "replica", 0, 1)
+    monkeypatch.undo()
+    group.configure(meeting(store), "replica", 0, 1)
+    assert server() != old
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+    # As when nobody has needed a worker for a while
+    standby.servers._expire()
+    wait_until(lambda: not Path(f"/proc/{old}").exists(), "it is killed")
+
+
+def test_workers_that_die_again_and_again_are_given_up(store: TCPStore) -> None:
+    # Not above: workers import this module for other tests.
+    from tests.unit.process_group.isolated.dying import ProcessGroupBabyDying
+
+    group = ProcessGroupBabyDying(TIMEOUT)
+    with pytest.raises(RuntimeError, match="dying: the worker process died"):
+        group.configure(meeting(store), "replica", 0, 1)
+    with pytest.raises(RuntimeError, match="dying: the worker process died"):
+        group.get_reconfigure_handle()
+    group.shutdown()
+
+
+def test_an_abort_while_the_worker_starts(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
+    pid = server()
+    os.kill(pid, signal.SIGSTOP)
+
+    def abort() -> None:
+        wait_until(lambda: group._worker is not None, "it is asked")
+        group.abort()
+
+    try:
+        error, _ = in_threads([lambda: group.configure(meeting(store), "replica", 0, 1), abort])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert isinstance(error, RuntimeError) and "was aborted" in str(error)
+    group.shutdown()
+
+
+def test_a_group_that_is_collected_while_its_thread_holds_the_locks(store: TCPStore) -> None:
+    """The garbage collector runs wherever it likes, and there ends the groups that nobody refers to."""
+    group: Any = ProcessGroupBabyGloo(TIMEOUT)
+    group.configure(meeting(store), "replica", 0, 1)
+    channel, shared = group._worker.channel, standby.servers._server
+    assert shared is not None
+    group.itself = group
+
+    def collect() -> None:
+        with standby.servers._lock, shared._lock, channel._lock, channel._send_lock:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    del group
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert channel.broken is not None
+    wait_until(lambda: not workers(), "its workers end")
+
+
 def test_a_standby_is_small(alone: ProcessGroup) -> None:
     wait_until(lambda: len(workers()) == 2, "one works and one stands by")
     for pid in workers():
@@ -483,6 +595,22 @@ def test_a_class_that_the_worker_cannot_find(store: TCPStore) -> None:
         pass
 
     group = Local(TIMEOUT)
+    with pytest.raises(RuntimeError, match="<locals>"):
+        group.configure(meeting(store), "replica", 0, 1)
+    group.shutdown()
+
+
+def test_the_last_words_of_a_worker_are_read_first(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that cannot be sent any more shows the end of the worker sooner than its answers do."""
+    monkeypatch.setattr(channel_module.Channel, "lost", lambda channel: channel.broken is not None)
+
+    class Local(ProcessGroupBabyGloo):
+        pass
+
+    group = Local(TIMEOUT)
+    channel: Any = group._workers._next.channel  # type: ignore[union-attr]
+    wait_until(lambda: channel._poll.poll(0), "the worker has said why")
+    wait_until(lambda: not workers(), "and has ended")
     with pytest.raises(RuntimeError, match="<locals>"):
         group.configure(meeting(store), "replica", 0, 1)
     group.shutdown()

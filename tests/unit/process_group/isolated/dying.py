@@ -1,0 +1,17 @@
+"""A group whose worker dies before it can say why, as one that the kernel kills for memory does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import ClassVar
+
+from torchft.process_group import ProcessGroupBabyGloo
+
+# The fork server runs `python -c`, and its workers are its children.
+if sys.argv[0] == "-c":
+    os._exit(1)
+
+
+class ProcessGroupBabyDying(ProcessGroupBabyGloo):
+    _name: ClassVar[str] = "dying"

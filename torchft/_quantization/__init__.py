@@ -1,0 +1,1 @@
+"""How numbers become 8-bit codes: see `torchft.quantization`."""

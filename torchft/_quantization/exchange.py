@@ -1,0 +1,318 @@
+"""How codes get from rank to rank.
+
+On a device (NCCL, XCCL) collectives are queued on a stream, so all of them are queued at once, and the host goes on.
+
+Gloo works on the host: the second exchange can be started only when the first is over, on a thread of our own, while
+the trainer starts other collectives. Gloo takes collectives for the same that are started as the n-th by each rank, so
+the thread must start none. It sends and receives, with tags that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from datetime import timedelta
+from typing import Any, Callable, Optional, Sequence, cast
+
+import torch
+from torch.distributed import ProcessGroup as BaseProcessGroup
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch.futures import Future
+
+from torchft.utils import get_stream_context, record_event
+
+# Of sends and receives; large, so that nobody else's are the same.
+_DESCRIPTION_TAG = 0x71F7_0001
+_SCATTER_TAG = 0x71F7_0002
+_GATHER_TAG = 0x71F7_0003
+
+_DESCRIPTION_BYTES = 512
+
+
+class Exchange:
+    """Two exchanges of a buffer with a slice for each rank."""
+
+    rank: int
+
+    def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Slice i of the result is what rank i has in the slice of this rank."""
+        raise NotImplementedError
+
+    def gather(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Slice i of the result is slice i of rank i."""
+        raise NotImplementedError
+
+
+def start(
+    run: Callable[[Exchange], None],
+    what: str,
+    tensors: Sequence[torch.Tensor],
+    result: object,
+    pg: BaseProcessGroup,
+    stream: Optional[torch.Stream],
+) -> Work:
+    """Runs a function that exchanges buffers among the ranks of a group, without waiting for it.
+
+    Args:
+        run: the function.
+        what: it does; the same on all ranks.
+        tensors: that it reads and writes.
+        result: what the future of the work gives.
+        pg: the group.
+        stream: where a device does its part.
+    """
+    device = tensors[0].device
+    if device.type == "cpu" or "gloo" in _backend_name(pg).lower():
+        return _HostWork(run, what, device, result, pg, stream)
+    return _StreamWork(run, tensors, result, pg, stream)
+
+
+def _backend_name(pg: BaseProcessGroup) -> str:
+    return pg.getBackendName() if hasattr(pg, "getBackendName") else pg.name()
+
+
+# On a device
+
+
+class _StreamExchange(Exchange):
+    def __init__(self, pg: BaseProcessGroup) -> None:
+        self._pg: Any = pg
+        self.rank = pg.rank()
+
+    def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(buffer)
+        self._pg.alltoall_base(received, buffer, [], [], AllToAllOptions()).wait()
+        return received
+
+    def gather(self, buffer: torch.Tensor) -> torch.Tensor:
+        mine = buffer.view(self._pg.size(), -1)[self.rank].clone()
+        self._pg.allgather_into_tensor_coalesced([buffer], [mine], AllgatherOptions()).wait()
+        return buffer
+
+
+class _StreamWork(Work):
+    """Everything is queued; whoever waits orders the current stream behind it."""
+
+    def __init__(
+        self,
+        run: Callable[[Exchange], None],
+        tensors: Sequence[torch.Tensor],
+        result: object,
+        pg: BaseProcessGroup,
+        stream: Optional[torch.Stream],
+    ) -> None:
+        super().__init__()
+        self._result = result
+        before = record_event()
+        own = torch.Stream(tensors[0].device) if stream is None else stream
+        with get_stream_context(own):
+            own.wait_event(cast(torch.Event, before))
+            run(_StreamExchange(pg))
+            for tensor in tensors:
+                tensor.record_stream(own)
+            self._event = record_event()
+            self._future: Future[object] = Future(devices=[tensors[0].device])
+            self._future.set_result(result)  # done for those whose stream waits for this one
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        self._event.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[object]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def is_success(self) -> bool:
+        return self._event.query()
+
+    def result(self) -> Any:
+        return self._result
+
+
+# On the host
+
+
+class _HostExchange(Exchange):
+    def __init__(self, pg: BaseProcessGroup, what: str, device: torch.device) -> None:
+        self._pg: Any = pg
+        self._ranks = pg.size()
+        self.rank = pg.rank()
+        self._what = what
+        self._device = device
+        self.peers = weakref.ref(_peers(pg))
+
+    def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
+        self._compare()
+        mine = buffer.cpu().view(self._ranks, -1)
+        received = torch.empty_like(mine)
+        received[self.rank] = mine[self.rank]
+        self._swap(_SCATTER_TAG, lambda peer: mine[peer], lambda peer: received[peer])
+        return received.view(-1).to(self._device)
+
+    def gather(self, buffer: torch.Tensor) -> torch.Tensor:
+        all = buffer.cpu().view(self._ranks, -1)
+        self._swap(_GATHER_TAG, lambda peer: all[self.rank], lambda peer: all[peer])
+        return all.view(-1).to(self._device)
+
+    def _swap(self, tag: int, sent: Callable[[int], torch.Tensor], received: Callable[[int], torch.Tensor]) -> None:
+        """Sends to and receives from every peer, and waits for it."""
+        if _peers(self._pg) is not self.peers():
+            raise RuntimeError("the process group got other peers in the middle of a quantized collective")
+        others = [peer for peer in range(self._ranks) if peer != self.rank]
+        works = [self._pg.recv([received(peer)], peer, tag) for peer in others]
+        works += [self._pg.send([sent(peer)], peer, tag) for peer in others]
+        for work in works:
+            work.wait()
+
+    def _compare(self) -> None:
+        """Raises if a peer is about to do something else: the sizes of what is exchanged depend on it."""
+        all = torch.zeros(self._ranks, _DESCRIPTION_BYTES, dtype=torch.uint8)
+        all[self.rank] = _encode(self._what)
+        self._swap(_DESCRIPTION_TAG, lambda peer: all[self.rank], lambda peer: all[peer])
+        for peer in range(self._ranks):
+            if not torch.equal(all[peer], all[self.rank]):
+                raise ValueError(
+                    f"the ranks want different things: rank {self.rank} {_decode(all[self.rank])!r}, "
+                    f"rank {peer} {_decode(all[peer])!r}; shapes, dtypes, their order, the reduction and "
+                    "TORCHFT_QUANTIZATION_FORMAT have to be the same in all groups"
+                )
+
+
+def _encode(what: str) -> torch.Tensor:
+    """A text of fixed length; of a longer one its beginning, and a digest."""
+    text = what.encode()
+    if len(text) > _DESCRIPTION_BYTES:
+        digest = hashlib.blake2b(text, digest_size=8).hexdigest().encode()
+        text = text[: _DESCRIPTION_BYTES - 32] + b" ... " + digest
+    return torch.frombuffer(bytearray(text.ljust(_DESCRIPTION_BYTES)), dtype=torch.uint8)
+
+
+def _decode(text: torch.Tensor) -> str:
+    return bytes(text.tolist()).decode(errors="replace").rstrip()
+
+
+def _peers(pg: Any) -> Any:
+    """What a group has as long as its peers stay: its innermost group, or the process that has it."""
+    while hasattr(pg, "parent"):
+        pg = pg.parent
+    return getattr(pg, "_worker", None) or pg
+
+
+# The work among each set of peers that was started last: works among the same peers run one after the other.
+_last: weakref.WeakKeyDictionary[Any, _HostWork] = weakref.WeakKeyDictionary()
+_last_lock = threading.Lock()
+
+
+class _HostWork(Work):
+    """A thread that exchanges and computes, and ends with it."""
+
+    def __init__(
+        self,
+        run: Callable[[Exchange], None],
+        what: str,
+        device: torch.device,
+        result: object,
+        pg: BaseProcessGroup,
+        stream: Optional[torch.Stream],
+    ) -> None:
+        super().__init__()
+        self._result = result
+        self._error: Optional[Exception] = None
+        self._ended = threading.Event()
+        self._future: Optional[Future[object]] = None
+        self._lock = threading.Lock()
+        self._device = device
+        exchange = _HostExchange(pg, what, device)
+        on_device = device.type != "cpu"
+        before = record_event() if on_device else None
+        own = torch.Stream(device) if on_device and stream is None else stream
+        peers = _peers(pg)
+        with _last_lock:
+            previous = _last.get(peers)
+            _last[peers] = self
+
+        def work() -> None:
+            try:
+                if previous is not None:
+                    previous._ended.wait()  # it ends: its sends and receives have deadlines
+                    if previous._error is not None:
+                        raise previous._error
+                with torch.no_grad(), get_stream_context(own if on_device else None):
+                    if own is not None and before is not None:
+                        own.wait_event(cast(torch.Event, before))
+                    run(exchange)
+                    if own is not None and on_device:
+                        own.synchronize()
+            except Exception as e:
+                self._error = e
+            self._end()
+
+        if previous is not None and previous._ended.is_set():
+            previous = None
+        threading.Thread(target=work, name="torchft_quantized", daemon=True).start()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: Future[object]) -> None:
+        if self._error is not None:
+            # pyrefly: ignore [bad-argument-type]  # typed as a result
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._result)
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        """Waits until the result is there.
+
+        Raises:
+            TimeoutError: not in time.
+            Exception: why there is none.
+        """
+        seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
+        if not self._ended.wait(seconds):
+            raise TimeoutError(f"a quantized collective did not complete within {seconds} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
+        self.wait(timeout)
+
+    def get_future(self) -> Future[object]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = future = Future(devices=None if self._device.type == "cpu" else [self._device])
+            ended = self._ended.is_set()
+        if ended:
+            self._complete(future)
+        return future
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> Any:
+        return self._result

@@ -1,0 +1,128 @@
+"""The formats of codes, and where in a buffer they lie. Decided here for both implementations, plain and Triton."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Sequence
+
+import torch
+
+FORMAT_ENV = "TORCHFT_QUANTIZATION_FORMAT"
+
+# Elements that share a scale.
+BLOCK = 2048
+SCALE_BYTES = 4
+# Slices begin where a device reads fastest.
+_ALIGN = 16
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Format(Enum):
+    """What a code is. A block's scale is the smallest power of two with which its largest code fits.
+
+    Attributes:
+        exponent: of the largest code: it is ``mantissa * 2**exponent`` with ``1 <= mantissa < 2``.
+        mantissa_bits: those of float32 for that mantissa. A block whose largest value has a larger one needs the next
+            scale.
+    """
+
+    FP8 = "fp8"  # float8_e4m3fn: sign, 4 bits of exponent, 3 of mantissa; at most 448 = 1.75 * 2**8
+    INT8 = "int8"  # -127 to 127; -128 is NaN; 127 = 1.984375 * 2**6
+
+    @property
+    def exponent(self) -> int:
+        return 8 if self is Format.FP8 else 6
+
+    @property
+    def mantissa_bits(self) -> int:
+        return 0x600000 if self is Format.FP8 else 0x7E0000
+
+    @property
+    def nan(self) -> int:
+        return 0x7F if self is Format.FP8 else 0x80
+
+
+def format_from_env() -> Format:
+    """The format that TORCHFT_QUANTIZATION_FORMAT asks for.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    text = os.environ.get(FORMAT_ENV, Format.FP8.value)
+    try:
+        return Format(text)
+    except ValueError:
+        raise ValueError(f"{FORMAT_ENV}={text!r}: allowed are {', '.join(f.value for f in Format)}") from None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one tensor occupies in each slice.
+
+    Attributes:
+        chunk: elements of the tensor in a slice; the last slices may have fewer of them, and zeros instead.
+        codes: byte in the slice at which they begin.
+        scales: number, counted in float32 from the beginning of the slice, of their first scale.
+    """
+
+    numel: int
+    chunk: int
+    codes: int
+    scales: int
+
+    @property
+    def blocks(self) -> int:
+        return math.ceil(self.chunk / BLOCK)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A buffer of one slice for each rank: the codes of all tensors, then the scales of all blocks."""
+
+    parts: tuple[Part, ...]
+    slices: int
+    slice_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.slices * self.slice_bytes
+
+
+def make_layout(numels: Sequence[int], slices: int) -> Layout:
+    """Where tensors of so many elements lie, each cut into as many chunks as there are slices."""
+    chunks = [math.ceil(numel / slices) for numel in numels]
+    codes = _round_up(sum(chunks), SCALE_BYTES)
+    parts, code, scale = [], 0, codes // SCALE_BYTES
+    for numel, chunk in zip(numels, chunks):
+        part = Part(numel, chunk, code, scale)
+        parts.append(part)
+        code += chunk
+        scale += part.blocks
+    return Layout(tuple(parts), slices, _round_up(scale * SCALE_BYTES, _ALIGN))
+
+
+def _round_up(n: int, to: int) -> int:
+    return math.ceil(n / to) * to
+
+
+def check_tensors(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses what cannot be quantized.
+
+    Raises:
+        ValueError: naming the tensor, and what is allowed.
+    """
+    for i, tensor in enumerate(tensors):
+        what = f"{name if len(tensors) == 1 else f'{name}[{i}]'} of shape {tuple(tensor.shape)}"
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(str(d) for d in DTYPES)
+            raise ValueError(f"{what} is {tensor.dtype}, which cannot be quantized: allowed are {allowed}")
+        if tensor.layout != torch.strided or hasattr(tensor, "to_local"):
+            raise ValueError(
+                f"{what} is {type(tensor).__name__}, {tensor.layout}: only dense local tensors are allowed"
+            )
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"{what} is on {tensor.device}, {name}[0] on {tensors[0].device}: one device is allowed")

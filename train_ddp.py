@@ -122,6 +122,7 @@ def main() -> None:
             healing=healing,
             loss=loss.item(),
             indices=indices.tolist(),
+            recovery=manager.recovery_seconds() if healing else None,
         )
         if healing or not committed:
             continue  # this batch did not count: take it again

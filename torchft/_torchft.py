@@ -180,6 +180,8 @@ class QuorumResult:
         committed_quorum_id: in which the weights of ``max_step`` were made; -1: in none since their groups began, 0:
             not every participant says it.
         replay: this group may reduce again what it kept of ``max_step``: it is up to date, and all participants replay.
+        helper_manager_addresses: managers of further groups that offer ``max_step`` to this one; empty unless ``heal``.
+        help_dst_replica_ranks: groups that heal from another one, and ask this one for what both have alike.
     """
 
     quorum_id: int = 0
@@ -199,6 +201,8 @@ class QuorumResult:
     replicas_without_handles: list[str] = field(default_factory=list)
     committed_quorum_id: int = 0
     replay: bool = False
+    helper_manager_addresses: list[str] = field(default_factory=list)
+    help_dst_replica_ranks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

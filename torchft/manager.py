@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, TypeVar
@@ -45,6 +46,7 @@ from torchft._manager.settings import (
     failure_bus_from_env,
     get_timeout,
     global_rank,
+    heal_sources_from_env,
     resolve,
 )
 from torchft._manager.state import DEFAULT_KEY, UserState
@@ -211,6 +213,7 @@ class Manager:
         self._healing = False
         self._plan: Optional[Plan] = None
         self._plan_of: tuple[Optional[QuorumResult], bool] = (None, True)
+        self._asked = 0.0  # when, by time.monotonic()
         self._rounds: Optional[Rounds] = None
         self._round: Optional[Round] = None
 
@@ -241,8 +244,10 @@ class Manager:
             transport=self._checkpoint_transport,
             user_state=self._user_state,
             group_rank=self._group_rank,
-            connect=lambda address: ManagerClient(address, connect_timeout=self._connect_timeout),
+            connect=lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
             timeout=self._timeout,
+            connect_timeout=self._connect_timeout,
+            sources=heal_sources_from_env(),
             logger=lambda: self._logger,
         )
         try:
@@ -376,6 +381,7 @@ class Manager:
             self._aborted = False
             self._healing = False
             self._works = []
+        self._asked = time.monotonic()
         self._client._committed_quorum_id = self._committed_quorum_id
         self._round = self._rounds.begin(
             partial(self._follow, allow_heal),
@@ -415,11 +421,12 @@ class Manager:
             torch.accelerator.set_device_index(self._device_index)
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, also one whose heal fails.
-            self._recovery.begin(self._position)
+            self._recovery.begin(self._position, self._asked)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id:
-            self._follow_quorum(plan)
-        if plan.recover_dst or plan.heal:
+            with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
+                self._follow_quorum(plan)
+        if plan.recover_dst or plan.help_dst or plan.heal:
             with get_stream_context(self._recovery_stream):
                 self._recover(plan)
 
@@ -475,8 +482,7 @@ class Manager:
     def _recover(self, plan: Plan) -> None:
         """Serves this group's state, or fetches a peer's. A failure costs this group the step, and nobody else."""
         try:
-            if plan.recover_dst:
-                self._recovery.serve(plan, self._manager_state_dict)
+            self._recovery.serve(plan, self._manager_state_dict)
             if plan.heal:
                 self._position = self._recovery.fetch(plan)
         except Exception as e:
@@ -738,6 +744,12 @@ class Manager:
         """Groups that take part in the step. Waits for the quorum."""
         self.wait_quorum()
         return self._participating_replica_world_size
+
+    def recovery_seconds(self) -> Dict[str, float]:
+        """Where the seconds of this rank's last heal went: ``quorum`` (waiting for one), ``reconfigure`` (the process
+        group got its peers), ``transfer`` and ``load``. All are 0 if it never healed.
+        """
+        return dict(self._recovery.phases.seconds)
 
     def is_participating(self) -> bool:
         """Whether this group's gradients count in this step."""

@@ -101,6 +101,27 @@ func TestHealingComesOverTheWire(t *testing.T) {
 	})
 }
 
+func TestHelpComesOverTheWire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 3)
+		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)
+		ask := func(g *fttest.Group, step, committed int64) (asked answers) {
+			for rank := range int64(2) {
+				asked = append(asked, g.QuorumWith(manager.QuorumArgs{GroupRank: rank, Step: step, CommittedQuorumID: committed}, time.Minute))
+			}
+			return asked
+		}
+		got := append(append(ask(a, 7, 5), ask(b, 0, -1)...), ask(d, 7, 5)...).results(t)
+		for rank, helper := range []*fttest.Group{d, a} { // the ranks of b heal from different groups
+			require.True(t, got[2+rank].Heal)
+			assert.Equal(t, []string{helper.Server.Address()}, got[2+rank].Helpers)
+		}
+		for i, want := range [][]int64{nil, {1}, nil, nil, {1}, nil} {
+			assert.Equal(t, want, got[i].HelpDstReplicaRank)
+		}
+	})
+}
+
 // Both committed the step before, each in a quorum of its own: their weights differ, and only that tells.
 func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -37,6 +37,8 @@ func resultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 		ReplicaIds:             r.ReplicaIDs,
 		ReconfigureHandles:     r.Handles,
 		ReplicasWithoutHandles: r.WithoutHandles,
+		HelperManagerAddresses: r.Helpers,
+		HelpDstReplicaRanks:    r.HelpDstReplicaRank,
 	}
 	if len(r.Sources) > 0 {
 		p.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
@@ -63,6 +65,8 @@ func resultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 		ReplicaIDs:            p.GetReplicaIds(),
 		Handles:               p.GetReconfigureHandles(),
 		WithoutHandles:        p.GetReplicasWithoutHandles(),
+		Helpers:               p.GetHelperManagerAddresses(),
+		HelpDstReplicaRank:    p.GetHelpDstReplicaRanks(),
 	}
 	if p.RecoverSrcReplicaRank != nil {
 		r.Sources = []recovery.Source{{ReplicaRank: p.GetRecoverSrcReplicaRank(), ManagerAddress: p.GetRecoverSrcManagerAddress()}}

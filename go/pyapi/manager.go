@@ -128,6 +128,8 @@ type quorumResult struct {
 	ReplicaIDs               []string `json:"replica_ids"`
 	ReconfigureHandles       []string `json:"reconfigure_handles"`
 	ReplicasWithoutHandles   []string `json:"replicas_without_handles"`
+	HelperManagerAddresses   []string `json:"helper_manager_addresses"`
+	HelpDstReplicaRanks      []int64  `json:"help_dst_replica_ranks"`
 }
 
 func newQuorumResult(r recovery.Result) quorumResult {
@@ -147,6 +149,8 @@ func newQuorumResult(r recovery.Result) quorumResult {
 		ReplicaIDs:             orEmpty(r.ReplicaIDs),
 		ReconfigureHandles:     orEmpty(r.Handles),
 		ReplicasWithoutHandles: orEmpty(r.WithoutHandles),
+		HelperManagerAddresses: orEmpty(r.Helpers),
+		HelpDstReplicaRanks:    orEmpty(r.HelpDstReplicaRank),
 	}
 	if len(r.Sources) > 0 {
 		q.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress

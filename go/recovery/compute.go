@@ -100,7 +100,7 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 	}
 	healing := int64(0) // index among the groups that heal
 	next := 0           // sources before this group
-	for i, m := range members {
+	for i := range members {
 		if next < len(sources) && sources[next] == i {
 			next++
 			continue
@@ -111,8 +111,15 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 		if sources[first] == int(r.ReplicaRank) {
 			r.RecoverDstReplicaRank = append(r.RecoverDstReplicaRank, int64(i))
 		}
-		if m.ReplicaID != r.ReplicaIDs[r.ReplicaRank] {
+		helpers := helpersOf(members, sources, first)
+		if slices.Contains(helpers, int(r.ReplicaRank)) {
+			r.HelpDstReplicaRank = append(r.HelpDstReplicaRank, int64(i))
+		}
+		if int64(i) != r.ReplicaRank {
 			continue
+		}
+		for _, helper := range helpers {
+			r.Helpers = append(r.Helpers, members[helper].Address)
 		}
 		r.Heal = true
 		r.Sources = make([]Source, len(sources))
@@ -121,6 +128,22 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 			r.Sources[j] = Source{ReplicaRank: int64(rank), ManagerAddress: members[rank].Address}
 		}
 	}
+}
+
+// maxHelpers bounds the sources of one group: with four of them its own network is the limit.
+const maxHelpers = 3
+
+// helpersOf are those that follow the assigned source, so that each source has about as many to help as others have.
+// Only members that say in which quorum their weights were made know that they help.
+func helpersOf(members []quorum.Member, sources []int, assigned int64) []int {
+	var helpers []int
+	for j := 1; j < len(sources) && j <= maxHelpers; j++ {
+		i := sources[(int(assigned)+j)%len(sources)]
+		if members[i].CommittedQuorumID != 0 {
+			helpers = append(helpers, i)
+		}
+	}
+	return helpers
 }
 
 // handles are those of one group rank. A member of 0.2.0 has none, and then the whole quorum meets at the

@@ -207,7 +207,7 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			plans[i], err = Compute(string(rune('a'+i)), groupRank, q, initSync)
 			require.NoError(t, err)
 		}
-		healing, served := 0, map[int64]int64{}
+		healing, served, helped := 0, map[int64]int64{}, map[int64][]string{}
 		for i, p := range plans {
 			require.Equal(t, int64(i), p.ReplicaRank)
 			require.Equal(t, plans[0].StoreAddress, p.StoreAddress, "all meet at one store")
@@ -226,14 +226,59 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 				require.NotContains(t, served, d, "two groups serve one")
 				served[d] = p.ReplicaRank
 			}
+			for _, d := range p.HelpDstReplicaRank {
+				require.False(t, p.Heal, "who heals does not help")
+				require.NotEqual(t, plans[d].Sources[0].ReplicaRank, p.ReplicaRank, "a source helps its own target")
+				helped[d] = append(helped[d], fmt.Sprint("http://", p.ReplicaIDs[i]))
+			}
 		}
 		require.Len(t, served, healing)
 		for d, s := range served {
 			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "both ends agree")
+			require.ElementsMatch(t, helped[d], plans[d].Helpers, "and those who help")
+			require.LessOrEqual(t, len(plans[d].Helpers), maxHelpers)
 			for _, source := range plans[d].Sources {
 				require.False(t, plans[source.ReplicaRank].Heal, "a source is up to date")
 			}
 		}
+	}
+}
+
+// Up-to-date groups help those that heal from another one: the next few, of ours, each about as often as the others.
+func TestWhoHelps(t *testing.T) {
+	for _, c := range []struct {
+		name      string
+		steps     []int64
+		committed []int64
+		helpers   map[string][]string // by who heals
+	}{
+		{"one of two sources", []int64{5, 0, 5}, []int64{9, -1, 9}, map[string][]string{"b": {"c"}}},
+		{"no other source", []int64{5, 0}, []int64{9, -1}, map[string][]string{"b": nil}},
+		{"two that heal begin at different ones", []int64{5, 5, 5, 0, 0}, []int64{9, 9, 9, -1, -1},
+			map[string][]string{"d": {"b", "c"}, "e": {"c", "a"}}},
+		{"no more than three", []int64{0, 5, 5, 5, 5, 5}, []int64{-1, 9, 9, 9, 9, 9}, map[string][]string{"a": {"c", "d", "e"}}},
+		{"a published group does not", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9}, map[string][]string{"b": {"d"}}},
+		{"weights of an older quorum do not", []int64{5, 0, 5}, []int64{9, -1, 8}, map[string][]string{"b": nil, "c": nil}},
+		{"at the first step all differ", []int64{0, 0, 0}, []int64{-1, -1, -1}, map[string][]string{"b": nil, "c": nil}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			q := at(c.steps...)
+			for i := range q.Members {
+				q.Members[i].CommittedQuorumID = c.committed[i]
+			}
+			for _, m := range q.Members {
+				r, err := Compute(m.ReplicaID, 0, q, true)
+				require.NoError(t, err)
+				var want []string
+				for _, id := range c.helpers[m.ReplicaID] {
+					want = append(want, "http://"+id)
+				}
+				require.Equal(t, want, r.Helpers)
+				if _, heals := c.helpers[m.ReplicaID]; heals {
+					require.True(t, r.Heal)
+				}
+			}
+		})
 	}
 }
 

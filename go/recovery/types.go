@@ -13,16 +13,19 @@ type Result struct {
 	QuorumID         int64
 	ReplicaRank      int64 // of this group among the quorum's members
 	ReplicaWorldSize int64
-	// Sources is empty unless this group heals. Today the first one is used; it is a list so that a
-	// group can heal from several.
+	// Sources is empty unless this group heals. The first one is assigned to it, in the published package too.
 	Sources               []Source
 	RecoverDstReplicaRank []int64 // the groups that heal from this one
-	StoreAddress          string  // rendezvous store of this rank
-	MaxStep               int64
-	MaxReplicaRank        *int64 // among the members at MaxStep; nil if this group is behind
-	MaxWorldSize          int64  // members at MaxStep
-	Heal                  bool
-	CommitFailures        int64 // the largest any member reports
+	// Helpers are the manager servers of further sources, who offer the same step to this group if it heals. What they
+	// have byte for byte as the assigned one spares that one. Groups of the published package do not help.
+	Helpers            []string
+	HelpDstReplicaRank []int64 // the groups that this one helps
+	StoreAddress       string  // rendezvous store of this rank
+	MaxStep            int64
+	MaxReplicaRank     *int64 // among the members at MaxStep; nil if this group is behind
+	MaxWorldSize       int64  // members at MaxStep
+	Heal               bool
+	CommitFailures     int64 // the largest any member reports
 	// CommittedQuorumID is in which quorum the state of the members that are up to date was made: after a heal
 	// it is that of this group. -1: in none, 0: somebody in the quorum does not say.
 	CommittedQuorumID int64

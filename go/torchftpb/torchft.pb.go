@@ -538,9 +538,13 @@ type ManagerQuorumResponse struct {
 	// In which quorum the weights of max_step were made: a rank that heals has these. -1: in none, 0: not all say it.
 	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	// This group may reduce again what it kept of max_step: it is up to date, does not heal, and all participants replay.
-	Replay        bool `protobuf:"varint,140,opt,name=replay,proto3" json:"replay,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Replay bool `protobuf:"varint,140,opt,name=replay,proto3" json:"replay,omitempty"`
+	// Manager servers of further groups that offer max_step to this one, if it heals.
+	HelperManagerAddresses []string `protobuf:"bytes,120,rep,name=helper_manager_addresses,json=helperManagerAddresses,proto3" json:"helper_manager_addresses,omitempty"`
+	// Groups that heal from another one, and ask this one for what both have alike.
+	HelpDstReplicaRanks []int64 `protobuf:"varint,121,rep,packed,name=help_dst_replica_ranks,json=helpDstReplicaRanks,proto3" json:"help_dst_replica_ranks,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
 }
 
 func (x *ManagerQuorumResponse) Reset() {
@@ -690,6 +694,20 @@ func (x *ManagerQuorumResponse) GetReplay() bool {
 		return x.Replay
 	}
 	return false
+}
+
+func (x *ManagerQuorumResponse) GetHelperManagerAddresses() []string {
+	if x != nil {
+		return x.HelperManagerAddresses
+	}
+	return nil
+}
+
+func (x *ManagerQuorumResponse) GetHelpDstReplicaRanks() []int64 {
+	if x != nil {
+		return x.HelpDstReplicaRanks
+	}
+	return nil
 }
 
 type CheckpointMetadataRequest struct {
@@ -2052,7 +2070,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12-\n" +
 	"\x12reconfigure_handle\x18\a \x01(\tR\x11reconfigureHandle\x12(\n" +
 	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\x12.\n" +
-	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\"\x96\x06\n" +
+	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\"\x85\a\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +
@@ -2072,7 +2090,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13reconfigure_handles\x18\x0e \x03(\tR\x12reconfigureHandles\x128\n" +
 	"\x18replicas_without_handles\x18d \x03(\tR\x16replicasWithoutHandles\x12.\n" +
 	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x12\x17\n" +
-	"\x06replay\x18\x8c\x01 \x01(\bR\x06replayB\x1b\n" +
+	"\x06replay\x18\x8c\x01 \x01(\bR\x06replay\x128\n" +
+	"\x18helper_manager_addresses\x18x \x03(\tR\x16helperManagerAddresses\x123\n" +
+	"\x16help_dst_replica_ranks\x18y \x03(\x03R\x13helpDstReplicaRanksB\x1b\n" +
 	"\x19_recover_src_replica_rankB\x13\n" +
 	"\x11_max_replica_rank\"/\n" +
 	"\x19CheckpointMetadataRequest\x12\x12\n" +

@@ -24,6 +24,12 @@ BAR = 24  # characters
 # How long the survivor waits before it goes on alone: heartbeats come every 100 ms, and a group whose last one is older
 # than this is out.
 LIGHTHOUSE_OPTIONS = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
+PHASES = {
+    "quorum": "waiting for a quorum",
+    "reconfigure": "connecting to its peers",
+    "transfer": "fetching the weights",
+    "load": "loading them",
+}
 
 
 def main() -> int:
@@ -130,6 +136,7 @@ def print_table(groups: list[Group], killed_at: float) -> None:
         ),
         ("from its restart to healed", [*nothing, seconds(victim.time_to_heal())]),
         ("  of it until PyTorch was ready", [*nothing, seconds(victim.time_to_start())]),
+        *((f"  {what}", [*nothing, seconds(victim.recovery(phase))]) for phase, what in PHASES.items()),
         ("accuracy on held-out images", [f"{group.ends()[0].get('accuracy', 0):.2%}" for group in groups]),
     ]
     print("\n" + " " * 34 + "".join(f"{f'group {group.number}':>12}" for group in groups))

@@ -111,9 +111,19 @@ class Group:
 
     def time_to_heal(self) -> float | None:
         """Seconds from the last start (Python and PyTorch included) to the first step with the others' weights."""
+        healed = self._first_heal()
+        return None if healed is None else healed["time"] - self.started
+
+    def recovery(self, phase: str) -> float | None:
+        """Seconds of a phase of that heal, as `Manager.recovery_seconds` names them."""
+        healed = self._first_heal()
+        return None if healed is None else healed["recovery"][phase]
+
+    def _first_heal(self) -> Event | None:
+        """The first step since the last start that was committed with the others' weights."""
         for event in self.commits():
             if event["time"] > self.started and event["healing"] and event["step"] > 1:
-                return event["time"] - self.started
+                return event
         return None
 
     def time_to_start(self) -> float | None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from torchft.checkpointing import HTTPTransport, _receive, http_transport
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo, _reaper
@@ -72,6 +73,53 @@ class Loop:
 def cluster() -> Iterator[Cluster]:
     with Cluster() as built:
         yield built
+
+
+def test_an_up_to_date_group_helps_to_heal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three groups; the third comes later, is assigned one of the others, and gets blocks from both."""
+    monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
+    served: dict[int, int] = {}
+    heard_done = http_transport._Handler._heard_done
+
+    def note(self: Any, grant: Any) -> bool:
+        try:
+            return heard_done(self, grant)
+        finally:
+            served[self.server.server_port] = grant.served
+
+    monkeypatch.setattr(http_transport._Handler, "_heard_done", note)
+    transports: list[HTTPTransport[Any]] = []
+
+    def train(rank: Rank) -> int:
+        weights = torch.full((2 << 20,), 1.0)
+        # slow enough for the helper to have its share
+        transports.append(HTTPTransport(DEADLINE, 0, bandwidth_limit=16 << 20))
+        manager = rank.start_manager(
+            load_state_dict=lambda state: weights.copy_(state["w"]),
+            state_dict=lambda: {"w": weights},
+            checkpoint_transport=transports[-1],
+        )
+        rank.cluster.wait_for_healthy(2)
+        while manager.current_step() < 6:
+            if manager.current_step() == 3:
+                three.open()
+                rank.cluster.wait_for_healthy(3)
+            manager.start_quorum()
+            gradient = torch.ones(2 << 20)
+            manager.allreduce(gradient).wait()
+            if manager.should_commit():
+                weights += gradient
+        assert rank.group < 2 or manager.recovery_seconds()["transfer"] > 0
+        return int(weights.sum())
+
+    three = Gate()
+    with Cluster(min_replicas=2) as cluster:
+        first = [cluster.start(train, group=group) for group in range(2)]
+        cluster.wait(three)
+        sums = results(*first, cluster.start(train, group=2))
+    assert len(set(sums)) == 1
+    ports = [transport._server.server_port for transport in transports[:2]]
+    assert all(served.get(port, 0) > 0 for port in ports), "both gave some of it"
 
 
 def test_init_sync_makes_groups_equal() -> None:

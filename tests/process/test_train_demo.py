@@ -68,6 +68,10 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     assert 0 < float(next_commit) < 20 and unit == "s" and killed == "killed"
     heal, unit = rows["from its restart to healed"]
     assert 0 < float(heal) < 120 and unit == "s"
+    phases = ["waiting for a quorum", "connecting to its peers", "fetching the weights", "loading them"]
+    spent = [float(rows[phase][0]) for phase in phases]
+    assert sum(spent) < float(heal)
+    assert spent == [round(seconds, 2) for seconds in back["recovery"].values()] and sum(spent) > 0
     assert all(90 < float(cell.rstrip("%")) <= 100 for cell in rows["accuracy on held-out images"])
     digests = re.findall(r"group \d rank 0  ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
     assert len(digests) == 2 and len(set(digests)) == 1

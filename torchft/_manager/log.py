@@ -1,4 +1,5 @@
-"""What the Manager says: lines for people, and one record for each quorum, commit and error for machines."""
+"""What the Manager says: lines for people, and one record for each quorum, commit, recovery and error for
+machines."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import os
 from typing import TYPE_CHECKING, Any, Optional
 
 if TYPE_CHECKING:
+    from torchft._manager.phases import Phases
     from torchft.manager import Manager
 
 _quorums = logging.getLogger("torchft_quorums")
 _commits = logging.getLogger("torchft_commits")
 _errors = logging.getLogger("torchft_errors")
+_recoveries = logging.getLogger("torchft_recoveries")
 
 
 class _ManagerLogger:
@@ -44,6 +47,11 @@ class _ManagerLogger:
     def error_event(self, error: Optional[Exception]) -> None:
         self._event(_errors, logging.ERROR, str(error), error=str(error))
 
+    def recovery_event(self, from_step: int, phases: Phases) -> None:
+        text = f"healed from step {from_step} in {phases}"
+        self.info(text)
+        self._event(_recoveries, logging.INFO, text, from_step=from_step, bytes=phases.received, **_named(phases))
+
     def _event(self, logger: logging.Logger, level: int, msg: str, **fields: Any) -> None:
         # These records are for exporters: without a handler of their own they would reach Python's handler of last
         # resort and print empty lines.
@@ -61,3 +69,7 @@ class _ManagerLogger:
                 **fields,
             },
         )
+
+
+def _named(phases: Phases) -> dict[str, float]:
+    return {f"{name}_seconds": seconds for name, seconds in phases.seconds.items()}

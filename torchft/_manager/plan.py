@@ -37,13 +37,14 @@ class Plan:
     # None: this group contributes zeros (it is a spare, or behind the others)
     participating_rank: Optional[int]
     participants: int
-    # Where to heal from, None if this group need not. A list, so that several sources can follow.
-    sources: list[Source]
-    recover_dst: list[int]
+    source: Optional[Source]  # to heal from, None if this group need not
+    helpers: list[str]  # manager servers of further groups that offer the same step
+    recover_dst: list[int]  # groups that heal from this one
+    help_dst: list[int]  # groups that heal from another one, and may ask this one
 
     @property
     def heal(self) -> bool:
-        return bool(self.sources)
+        return self.source is not None
 
     @property
     def divisor(self) -> int:
@@ -79,9 +80,9 @@ def make_plan(
         participants = min(participants, min_replica_size)
         if rank is not None and rank >= min_replica_size:
             rank = None
-    sources = []
+    source = None
     if allow_heal and result.heal and result.recover_src_replica_rank is not None:
-        sources = [Source(result.recover_src_replica_rank, result.recover_src_manager_address)]
+        source = Source(result.recover_src_replica_rank, result.recover_src_manager_address)
     return Plan(
         quorum_id=result.quorum_id,
         replica_rank=result.replica_rank,
@@ -94,6 +95,8 @@ def make_plan(
         committed_quorum_id=result.committed_quorum_id,
         participating_rank=rank,
         participants=participants,
-        sources=sources,
+        source=source,
+        helpers=result.helper_manager_addresses if source is not None else [],
         recover_dst=result.recover_dst_replica_ranks if allow_heal else [],
+        help_dst=result.help_dst_replica_ranks if allow_heal else [],
     )

@@ -6,16 +6,23 @@ thread, because the model is its own. Until then it can be *discarded*, and the 
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
-from torchft._manager.plan import Plan
+from torchft._manager.phases import Phases, tensor_bytes
+from torchft._manager.plan import Plan, Source
 from torchft._manager.state import UserState
 
 if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
     from torchft._torchft import ManagerClient
     from torchft.checkpointing.transport import CheckpointTransport
+
+
+# A helper that is not reached in this time helps nobody.
+_HELPER_TIMEOUT = timedelta(seconds=3)
 
 
 class Position(NamedTuple):
@@ -34,12 +41,15 @@ class Recovery:
         transport: moves the bytes.
         user_state: reads and loads the user's part.
         group_rank: which rank of a source serves this one.
-        connect: opens a client to a manager server.
+        connect: opens a client to a manager server, within a time.
         timeout: for asking where the state is, and again for fetching it.
+        connect_timeout: for reaching the source's manager server.
+        sources: how many groups this one asks for one state, and whether (if more than 1) it helps others so.
         logger: gives the Manager's logger; it is made after this.
 
     Attributes:
         pending: what was fetched and is not loaded yet.
+        phases: where the seconds of the heal went that is under way, or was the last.
     """
 
     def __init__(
@@ -48,8 +58,10 @@ class Recovery:
         transport: CheckpointTransport[Any],
         user_state: UserState,
         group_rank: int,
-        connect: Callable[[str], ManagerClient],
+        connect: Callable[[str, timedelta], ManagerClient],
         timeout: timedelta,
+        connect_timeout: timedelta,
+        sources: int,
         logger: Callable[[], _ManagerLogger],
     ) -> None:
         self._transport = transport
@@ -57,8 +69,12 @@ class Recovery:
         self._group_rank = group_rank
         self._connect = connect
         self._timeout = timeout
+        self._connect_timeout = connect_timeout
+        # A transport that only stands in for ours has any attribute, and takes no helpers.
+        self._helpers = sources - 1 if getattr(transport, "several_sources", False) is True else 0
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
+        self.phases = Phases()
         self._before: Optional[Position] = None
         # A load that failed may have changed some of the weights: until one succeeds they are of no step.
         self._spoiled = False
@@ -71,20 +87,32 @@ class Recovery:
                 f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
             )
 
-    def begin(self, before: Position) -> None:
-        """A heal begins in a group that has this state. Until it is loaded, :meth:`discard` gives it back."""
+    def begin(self, before: Position, asked: float) -> None:
+        """A heal begins in a group that has this state. Until it is loaded, :meth:`discard` gives it back.
+
+        Args:
+            before: the state.
+            asked: when the quorum was asked for that says so, by time.monotonic().
+        """
         self._before = before
+        self.phases = Phases(quorum=time.monotonic() - asked)
 
     def serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
-        """Offers the state that ``read`` gives to the groups that need it.
+        """Offers the state that ``read`` gives to the groups that heal from this one, or may ask it for help.
 
         Raises:
             Exception: the user's function failed, or the transport did.
         """
-        self._logger().info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
-        self._transport.send_checkpoint(
-            dst_ranks=plan.recover_dst, step=plan.max_step, state_dict=read(), timeout=self._timeout
-        )
+        if plan.recover_dst:
+            self._logger().info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
+            self._transport.send_checkpoint(
+                dst_ranks=plan.recover_dst, step=plan.max_step, state_dict=read(), timeout=self._timeout
+            )
+        elif plan.help_dst and self._helpers > 0:
+            try:
+                self._transport.help_checkpoint(plan.max_step, read())
+            except Exception as e:  # it has another source
+                self._logger().exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
 
     def fetch(self, plan: Plan) -> Position:
         """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group.
@@ -96,21 +124,29 @@ class Recovery:
             RuntimeError: the source cannot be reached, or serves another step than it was asked for.
             TimeoutError: it took longer than the timeout.
         """
-        source = plan.sources[0]
+        assert plan.source is not None
+        source: Source = plan.source
         self._logger().info(f"healing to step {plan.max_step} from {source.manager_address}")
-        # Only needed for this one question; it closes when it is dropped.
-        client = self._connect(source.manager_address)
-        metadata = client._checkpoint_metadata(self._group_rank, timeout=self._timeout)
-        state = self._transport.recv_checkpoint(
-            src_rank=source.replica_rank, metadata=metadata, step=plan.max_step, timeout=self._timeout
-        )
+        with self.phases.measure("transfer"):
+            metadata = self._ask(source.manager_address, self._connect_timeout, self._timeout)
+            asked = [partial(self._ask, a, _HELPER_TIMEOUT, _HELPER_TIMEOUT) for a in plan.helpers[: self._helpers]]
+            several: dict[str, Any] = {"helpers": asked} if asked else {}
+            state = self._transport.recv_checkpoint(
+                src_rank=source.replica_rank, metadata=metadata, step=plan.max_step, timeout=self._timeout, **several
+            )
         served = state["torchft"]
         if served["step"] != plan.max_step:
             raise RuntimeError(
                 f"{source.manager_address} served the state of step {served['step']} instead of {plan.max_step}"
             )
+        self.phases.received = tensor_bytes(state)
         self.pending = state
         return Position(served["step"], served["batches_committed"], plan.committed_quorum_id)
+
+    def _ask(self, manager_address: str, connect_timeout: timedelta, timeout: timedelta) -> str:
+        """Where this rank's counterpart in a group offers its state."""
+        # The client is only needed for this one question; it closes when it is dropped.
+        return self._connect(manager_address, connect_timeout)._checkpoint_metadata(self._group_rank, timeout=timeout)
 
     def load(self) -> bool:
         """Loads what was fetched, on the training thread. False if there is nothing.
@@ -123,14 +159,15 @@ class Recovery:
             return False
         self.pending = None
         try:
-            self._user_state.load(state["user"])
+            with self.phases.measure("load"):
+                self._user_state.load(state["user"])
         except Exception as e:
             self._spoiled = True
             self._logger().exception(f"the state of a peer could not be loaded: {e}")
             raise
         self._before = None
         self._spoiled = False
-        self._logger().info(f"healed, from step {before.step if before else 0}")
+        self._logger().recovery_event(before.step if before else 0, self.phases)
         return True
 
     def discard(self) -> Optional[Position]:

@@ -16,7 +16,11 @@ QUORUM_TIMEOUT_SEC_ENV: str = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_SEC_ENV: str = "TORCHFT_CONNECT_TIMEOUT_SEC"
 QUORUM_RETRIES_ENV: str = "TORCHFT_QUORUM_RETRIES"
 FAILURE_BUS_ENV: str = "TORCHFT_FAILURE_BUS"
+HEAL_SOURCES_ENV: str = "TORCHFT_HEAL_SOURCES"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
+
+# The assigned one, and as many more as a quorum names to each group that heals (go/recovery).
+MAX_SOURCES = 4
 
 # Which attempt of the workers this is. torchrun keeps the group's store over a restart of its workers.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
@@ -120,6 +124,14 @@ def failure_bus_from_env() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{FAILURE_BUS_ENV}={value!r}: allowed are 0 (off) and 1 (on)")
     return value == "1"
+
+
+def heal_sources_from_env() -> int:
+    """How many groups are asked for one state, as TORCHFT_HEAL_SOURCES says."""
+    sources = int_from_env(HEAL_SOURCES_ENV, MAX_SOURCES)
+    if not 1 <= sources <= MAX_SOURCES:
+        raise ValueError(f"{HEAL_SOURCES_ENV}={sources}: allowed are 1 (the assigned one) to {MAX_SOURCES}")
+    return sources
 
 
 def int_from_env(name: str, default: int) -> int:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from http.client import HTTPException
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
 
 from torchft.addresses import host_port
 from torchft.checkpointing._checkpoint import FULL
@@ -16,7 +16,7 @@ from torchft.checkpointing._http_client import Answer, Refused, ask, describe
 from torchft.checkpointing._lending import Fetch, Status
 from torchft.checkpointing._places import Places
 from torchft.checkpointing._progress import Progress
-from torchft.checkpointing.transport import CheckpointError
+from torchft.checkpointing.transport import CheckpointError, Helper
 from torchft.http import _DeadlineSocket
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -24,7 +24,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 _SLICE = 0.5  # seconds between two looks at the progress
 _ATTEMPTS = 4  # in a row in which nothing arrives
 _PAUSE = 0.1  # seconds before the second; doubles
+_HELP_AFTER = 0.1  # seconds; what takes less is not worth the questions to further sources
 _HELPER_CONNECT = 3.0  # seconds in which a further source must answer
+_HELPER_END = 1.0  # seconds for a thread that talks to a further source, when its connection was cut
 
 
 class Lost(CheckpointError):
@@ -102,17 +104,17 @@ class Helpers:
     None of them is needed: what goes wrong with one is logged, and the others go on.
     """
 
-    def __init__(self, transfer: Transfer, metadata: Sequence[str], step: int, deadline: float, token: str) -> None:
+    def __init__(self, transfer: Transfer, helpers: Sequence[Helper], step: int, deadline: float, token: str) -> None:
         self._transfer = transfer
         self._step = step
         self._deadline = deadline
         self._token = token
         self._over = threading.Event()
-        self._complete = False
         self._lock = threading.Lock()
+        self._talking: Set[Optional[int]] = set()
         self._sockets: List[_DeadlineSocket] = []
         self._threads = [
-            threading.Thread(target=self._ask, args=(one,), daemon=True, name="torchft-helper") for one in metadata
+            threading.Thread(target=self._ask, args=(one,), daemon=True, name="torchft-helper") for one in helpers
         ]
 
     def __enter__(self) -> Helpers:
@@ -123,27 +125,30 @@ class Helpers:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._over.set()
-            if not self._complete:
-                for sock in self._sockets:
-                    sock.abort()
-        for thread in self._threads:
-            thread.join(_HELPER_CONNECT + 1)
-
-    def done(self) -> None:
-        """Everything is here: the helpers are told."""
-        self._complete = True
+            for sock in self._sockets:
+                sock.abort()
+            talking = [thread for thread in self._threads if thread.ident in self._talking]
+        # Those that have no connection yet end by themselves, and do nothing more: nobody waits for a dead group.
+        for thread in talking:
+            thread.join(_HELPER_END)
 
     def _connected(self, sock: _DeadlineSocket) -> None:
         with self._lock:
+            self._talking.add(threading.get_ident())
             self._sockets.append(sock)
             if self._over.is_set():
                 sock.abort()
 
-    def _ask(self, metadata: str) -> None:
-        what = describe(metadata, self._step, FULL)
-        # it answers at once, or is of no use
-        deadline = min(self._deadline, time.monotonic() + _HELPER_CONNECT)
+    def _ask(self, helper: Helper) -> None:
+        if self._over.wait(_HELP_AFTER):
+            return
         try:
+            metadata = helper()
+            if self._over.is_set():
+                return
+            what = describe(metadata, self._step, FULL)
+            # it answers at once, or is of no use
+            deadline = min(self._deadline, time.monotonic() + _HELPER_CONNECT)
             with ask(metadata, self._step, FULL, deadline, self._token, True, self._connected) as answer:
                 if answer.control is None or answer.sock is None:
                     return
@@ -155,11 +160,9 @@ class Helpers:
                     logger.info("%s: its state has another structure than the assigned source's", what)
                     return
                 self._over.wait(max(0.0, self._deadline - time.monotonic()))
-                answer.sock.deadline = time.monotonic() + 1
-                if self._complete:
-                    _say_done(answer)
-        except (CheckpointError, TimeoutError, ValueError, RuntimeError) as error:
-            logger.info("a further source does not help: %s", error)
+        except Exception as error:
+            if not self._over.is_set():
+                logger.info("a further source does not help: %s", error)
 
 
 def receive(
@@ -173,7 +176,7 @@ def receive(
     checked: bool = True,
     own: Optional[Callable[[], object]] = None,
     stock: Callable[[Answer], Any],
-    helpers: Sequence[str] = (),
+    helpers: Sequence[Helper] = (),
 ) -> Any:
     """Fetches a state.
 
@@ -184,7 +187,7 @@ def receive(
         checked: whether blocks carry checksums
         own: gives the state that is here already, to be filled in place
         stock: reads the answer of a source that does not know the native data plane
-        helpers: metadata of further sources
+        helpers: give the metadata of further sources
 
     Raises:
         CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
@@ -201,9 +204,8 @@ def receive(
                     if answer.control is None:
                         return stock(answer)
                     transfer, ticket = _open(go, answer, transfer, own, checked, what)
-                    with Helpers(transfer, helpers if checked else (), step, deadline, token) as others:
+                    with Helpers(transfer, helpers if checked else (), step, deadline, token):
                         status = transfer.run(host_port(answer.host, ticket.port), ticket.secret, deadline, progress)
-                        others.done()
                     _say_done(answer)
                 logger.info("%s: %s, digest %s", what, _summary(status, time.monotonic() - start), status.digest)
                 return transfer.state()

@@ -42,11 +42,12 @@ class Source:
         self._closed = False
         self._readers = 0
         self._receivers = 0
+        self._lent = False
         self._served: Counter[str] = collections.Counter()
         self._drop_at = float("inf")
         self._retired: List[Offer] = []  # replaced; to be freed by a thread that has the time
 
-    def publish(self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool) -> None:
+    def publish(self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool, lent: bool = False) -> None:
         """Offers a checkpoint instead of the last one.
 
         Args:
@@ -54,6 +55,7 @@ class Source:
             checkpoint: the checkpoint
             receivers: how many replica groups will fetch it
             copy: whether to copy it
+            lent: whether all of its readers have another source too: `disallow` cuts them off at once
         """
         if self._offer is not None:
             # a caller that forgot to disallow the last one may change its tensors now
@@ -61,6 +63,7 @@ class Source:
         offer = Offer(checkpoint, copy)
         with self._cond:
             self._receivers = receivers
+            self._lent = lent
             self._set_offer(step, offer)
 
     def allow(self, step: int) -> None:
@@ -109,8 +112,8 @@ class Source:
                 return
             if self._allowed:
                 self._allowed = False
-                self._drop_at = time.monotonic() + self._keep
-            if not offer.copies:
+                self._drop_at = time.monotonic() + (0.0 if self._lent else self._keep)
+            if not offer.copies and not self._lent:
                 self._cond.wait_for(lambda: self._readers == 0, timeout)
             keep_copy = offer.copies and not self._all_received(offer.checkpoint)
         offer.close(keep_copy, timeout)

@@ -27,7 +27,7 @@ from torchft.checkpointing._receive import receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
 from torchft.checkpointing._stream import read_object
 from torchft.checkpointing._token import checkpoint_token
-from torchft.checkpointing.transport import CheckpointError, CheckpointTransport
+from torchft.checkpointing.transport import CheckpointError, CheckpointTransport, Helper
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class HTTPTransport(CheckpointTransport[T]):
     Raises:
         ValueError: a timeout that is not positive, a negative number of chunks or bandwidth
     """
+
+    several_sources = True
 
     def __init__(
         self,
@@ -116,6 +118,9 @@ class HTTPTransport(CheckpointTransport[T]):
         checkpoint = Checkpoint(state_dict, self._num_chunks)
         self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=self._wants_copy(checkpoint))
 
+    def help_checkpoint(self, step: int, state_dict: T) -> None:
+        self._source.publish(step, Checkpoint(state_dict, self._num_chunks), receivers=0, copy=False, lent=True)
+
     def _wants_copy(self, checkpoint: Checkpoint) -> bool:
         if self._snapshot is not None:
             return self._snapshot
@@ -141,13 +146,13 @@ class HTTPTransport(CheckpointTransport[T]):
         self._source.disallow(self._timeout)
 
     def recv_checkpoint(
-        self, src_rank: int, metadata: str, step: int, timeout: timedelta, helpers: Sequence[str] = ()
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta, helpers: Sequence[Helper] = ()
     ) -> T:
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
-            helpers: metadata of further groups that offer this step. What they have byte for byte as the source has it
-                may come from them.
+            helpers: give the metadata of further groups that offer this step. What they have byte for byte as the
+                source has it may come from them.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         token = checkpoint_token()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Generic, List, TypeVar
+from typing import Callable, ClassVar, Generic, List, TypeVar
 
 T = TypeVar("T")
+
+# Gives the metadata of a further group that offers a checkpoint. It may take its time, or raise.
+Helper = Callable[[], str]
 
 
 class CheckpointError(RuntimeError):
@@ -22,7 +25,13 @@ class CheckpointTransport(Generic[T], ABC):
 
     The source calls `send_checkpoint`, then `disallow_checkpoint` before it changes the state that it sent.
     The target calls `recv_checkpoint` with the source's `metadata`, which travels through the managers.
+
+    Attributes:
+        several_sources: whether groups that the target is not assigned to can help: then `help_checkpoint` is called
+            there, and `recv_checkpoint` here with `helpers`, a list of `Helper`.
     """
+
+    several_sources: ClassVar[bool] = False
 
     @abstractmethod
     def metadata(self) -> str:
@@ -44,6 +53,15 @@ class CheckpointTransport(Generic[T], ABC):
         Raises:
             TimeoutError: not done in time
         """
+
+    def help_checkpoint(self, step: int, state_dict: T) -> None:
+        """Offers the state to targets of other sources, until `disallow_checkpoint`, which does not wait for them.
+
+        Args:
+            step: the step that the state belongs to
+            state_dict: the state
+        """
+        raise NotImplementedError(f"{type(self).__name__} moves a checkpoint from one source")
 
     def disallow_checkpoint(self) -> None:
         """Called when the state is about to change: afterwards nobody reads the tensors that were sent.

@@ -46,7 +46,7 @@ func (c *Client) Changed(r recovery.Result) bool {
 	defer c.mu.Unlock()
 	before := c.last
 	c.last = &r
-	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || !sameButStep(*before, r)
+	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || len(r.HelpDstReplicaRank) > 0 || !sameButStep(*before, r)
 }
 
 func sameButStep(a, b recovery.Result) bool {
@@ -62,6 +62,8 @@ func sameButStep(a, b recovery.Result) bool {
 		a.Replay == b.Replay &&
 		slices.Equal(a.Sources, b.Sources) &&
 		slices.Equal(a.RecoverDstReplicaRank, b.RecoverDstReplicaRank) &&
+		slices.Equal(a.Helpers, b.Helpers) &&
+		slices.Equal(a.HelpDstReplicaRank, b.HelpDstReplicaRank) &&
 		slices.Equal(a.ReplicaIDs, b.ReplicaIDs) &&
 		slices.Equal(a.Handles, b.Handles) &&
 		slices.Equal(a.WithoutHandles, b.WithoutHandles)

@@ -30,6 +30,8 @@ func TestARoundBringsAChange(t *testing.T) {
 		"ReplicaWorldSize":      change(func(r *recovery.Result) { r.ReplicaWorldSize = 3 }),
 		"Sources":               change(func(r *recovery.Result) { r.Sources = []recovery.Source{{ReplicaRank: 1}} }),
 		"RecoverDstReplicaRank": change(func(r *recovery.Result) { r.RecoverDstReplicaRank = []int64{0} }),
+		"Helpers":               change(func(r *recovery.Result) { r.Helpers = []string{"http://a"} }),
+		"HelpDstReplicaRank":    change(func(r *recovery.Result) { r.HelpDstReplicaRank = []int64{0} }),
 		"StoreAddress":          change(func(r *recovery.Result) { r.StoreAddress = "store:2" }),
 		"MaxReplicaRank":        change(func(r *recovery.Result) { r.MaxReplicaRank = nil }),
 		"MaxWorldSize":          change(func(r *recovery.Result) { r.MaxWorldSize = 1 }),
@@ -49,7 +51,7 @@ func TestARoundBringsAChange(t *testing.T) {
 		})
 	}
 	// A field added to Result must be looked at too: the step is the only one that may differ.
-	require.Equal(t, 16, reflect.TypeFor[recovery.Result]().NumField())
+	require.Equal(t, 18, reflect.TypeFor[recovery.Result]().NumField())
 }
 
 func TestOnlyTheStepDiffers(t *testing.T) {

@@ -23,7 +23,7 @@ import torch
 import torchft.checkpointing.http_transport as http_transport
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 from torchft._torchft import _load
-from torchft.checkpointing import HTTPTransport, _encoding, _lending
+from torchft.checkpointing import HTTPTransport, _encoding, _lending, _receive
 from torchft.checkpointing._progress import Progress, describe
 from torchft.checkpointing._stream import read_object
 from torchft.checkpointing.transport import CheckpointError
@@ -188,31 +188,71 @@ def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
 # Several sources
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers are asked from the beginning, not only where a transfer takes its time."""
+    monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
+
+
 def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{i}": torch.randn(MB) for i in range(4)}
-    sources = [make(bandwidth_limit=60 * MB) for _ in range(2)]
-    for source in sources:
-        source.send_checkpoint([1], 1, {k: v.clone() for k, v in state.items()}, TIMEOUT)
-    served: list[int] = []
-    handler = sources[0]._server.RequestHandlerClass
+    assigned, helper = (make(bandwidth_limit=30 * MB) for _ in range(2))
+    assigned.send_checkpoint([1], 1, {k: v.clone() for k, v in state.items()}, TIMEOUT)
+    helper.help_checkpoint(1, {k: v.clone() for k, v in state.items()})
+    served: list[tuple[bool, int]] = []
+    handler = assigned._server.RequestHandlerClass
     heard_done = handler._heard_done
 
     def note(self: Any, grant: Any) -> bool:
-        done = heard_done(self, grant)
-        served.append(grant.served)
+        done = False
+        try:
+            done = heard_done(self, grant)
+        finally:
+            served.append((done, grant.served))
         return done
 
     monkeypatch.setattr(handler, "_heard_done", note)
-    got = make().recv_checkpoint(0, sources[0].metadata(), 1, TIMEOUT, helpers=[sources[1].metadata()])
+    got = make().recv_checkpoint(0, assigned.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
     assert_same(got, state)
     wait_until(lambda: len(served) == 2)
-    assert all(n > 0 for n in served) and sum(served) >= 16 * MB
+    assert sorted(done for done, _ in served) == [False, True]  # only the assigned one may forget the state
+    assert all(n > 0 for _, n in served) and sum(n for _, n in served) >= 16 * MB
+
+
+def test_a_helper_takes_its_memory_back_at_once(make: Any, at_once: None) -> None:
+    """Its training goes on while the target still reads; the target has the rest from the assigned source."""
+    state = {"w": torch.randn(4 * MB)}
+    assigned, helper = (make(bandwidth_limit=10 * MB) for _ in range(2))
+    assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
+    lent = state["w"].clone()
+    helper.help_checkpoint(1, {"w": lent})
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
+        wait_until(lambda: helper._source._readers > 0)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        helper.disallow_checkpoint()
+        assert time.monotonic() - begin < 5  # not the timeout of 20 s, for which a source waits for those who need it
+        lent.fill_(0)
+        assert_same(got.result(60), state)
+
+
+def test_a_helper_that_cannot_be_reached_is_not_waited_for(make: Any, at_once: None) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, {"w": torch.ones(5)}, TIMEOUT)
+    over = threading.Event()
+    try:
+        got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[lambda: str(over.wait(30))])
+        assert_same(got, {"w": torch.ones(5)})
+        assert not over.is_set()
+    finally:
+        over.set()
 
 
 @pytest.mark.parametrize("helper", ["another structure", "another step", "nobody", "garbage"])
-def test_a_helper_that_is_of_no_use(make: Any, helper: str) -> None:
+def test_a_helper_that_is_of_no_use(make: Any, helper: str, at_once: None) -> None:
     state = {"w": torch.randn(MB)}
-    source, other = make(), make()
+    source, other = make(bandwidth_limit=16 * MB), make()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     metadata = other.metadata()
     if helper == "another structure":
@@ -223,16 +263,16 @@ def test_a_helper_that_is_of_no_use(make: Any, helper: str) -> None:
         other.shutdown()
     else:
         metadata = "nonsense"
-    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[metadata])
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[lambda: metadata])
     assert_same(got, state)
 
 
-def test_a_helper_that_differs_gives_only_what_is_alike(make: Any) -> None:
+def test_a_helper_that_differs_gives_only_what_is_alike(make: Any, at_once: None) -> None:
     source, other = make(bandwidth_limit=30 * MB), make()
     state = {f"w{i}": torch.randn(MB) for i in range(3)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     other.send_checkpoint([1], 1, {**{k: v.clone() for k, v in state.items()}, "w1": torch.randn(MB)}, TIMEOUT)
-    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[other.metadata()])
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[other.metadata])
     assert_same(got, state)
 
 

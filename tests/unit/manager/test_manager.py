@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, List
 from unittest.mock import MagicMock
@@ -38,6 +39,10 @@ def peer_state(step: int = 20, user: Any = None) -> dict[str, Any]:
         "user": {"default": "weights"} if user is None else user,
         "torchft": {"step": step, "batches_committed": 40},
     }
+
+
+def manager_state(step: int, batches: int) -> dict[str, Any]:
+    return {"user": {"default": {"weights": 1}}, "torchft": {"step": step, "batches_committed": batches}}
 
 
 class FailingWork(dist._Work):
@@ -419,6 +424,105 @@ def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
     fixture.transport.recv_checkpoint.assert_called_once_with(
         src_rank=0, metadata="where", step=20, timeout=timedelta(seconds=10)
     )
+
+
+def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.transport.several_sources = True
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum, helper_manager_addresses=["http://b:1", "http://c:1"])
+    fixture.transport.recv_checkpoint = MagicMock(return_value=peer_state())
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=60))
+    helpers = fixture.transport.recv_checkpoint.call_args.kwargs["helpers"]
+    # The transport asks them when it has a use for them, and they are given up soon.
+    for helper, address in zip(helpers, ["http://b:1", "http://c:1"]):
+        assert helper() == "where"
+        fixture.client_class.assert_called_with(address, connect_timeout=timedelta(seconds=3))
+        fixture.client._checkpoint_metadata.assert_called_with(1, timeout=timedelta(seconds=3))
+
+
+def test_an_up_to_date_group_helps_targets_of_others(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.transport.several_sources = True
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(help_dst_replica_ranks=[0])
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.transport.help_checkpoint.assert_called_once_with(0, manager_state(step=0, batches=0))
+    fixture.transport.send_checkpoint.assert_not_called()
+
+
+def test_a_source_that_helps_as_well_offers_its_state_once(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.transport.several_sources = True
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(recover_dst_replica_ranks=[0], help_dst_replica_ranks=[2])
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.transport.send_checkpoint.assert_called_once()
+    fixture.transport.help_checkpoint.assert_not_called()
+
+
+def test_help_that_fails_costs_nothing(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.transport.several_sources = True
+    fixture.transport.help_checkpoint.side_effect = RuntimeError("no memory")
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(help_dst_replica_ranks=[0])
+    manager.start_quorum()
+    assert manager.should_commit() and manager.errored() is None
+
+
+@pytest.mark.parametrize("why", ["the transport", "TORCHFT_HEAL_SOURCES"])
+def test_one_source_only(fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    if why == "the transport":
+        fixture.transport.several_sources = False
+    else:
+        fixture.transport.several_sources = True
+        monkeypatch.setenv("TORCHFT_HEAL_SOURCES", "1")
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum, helper_manager_addresses=["http://b:1"])
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    assert manager.should_commit()
+    assert "helpers" not in fixture.transport.recv_checkpoint.call_args.kwargs
+    fixture.client._quorum.return_value = make_quorum(help_dst_replica_ranks=[0], quorum_id=2)
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.transport.help_checkpoint.assert_not_called()
+
+
+@pytest.mark.parametrize("value", ["0", "5", "many"])
+def test_number_of_sources_is_checked(fixture: Fixture, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TORCHFT_HEAL_SOURCES", value)
+    with pytest.raises(ValueError, match=f"TORCHFT_HEAL_SOURCES='?{value}'?"):
+        fixture.manager()
+
+
+def test_says_where_the_seconds_of_a_recovery_went(
+    fixture: Fixture, make_quorum: Quorum, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(result: Any, seconds: float = 0.05) -> Callable[..., Any]:
+        return lambda *_, **__: (time.sleep(seconds), result)[1]
+
+    manager = fixture.manager(load_state_dict=slow(None))
+    assert manager.recovery_seconds() == dict.fromkeys(["quorum", "reconfigure", "transfer", "load"], 0)
+    fixture.client._quorum.side_effect = slow(healing(make_quorum))
+    fixture.pg.configure = slow(None)  # type: ignore[method-assign]
+    fixture.transport.recv_checkpoint.side_effect = slow(peer_state(user={"default": torch.ones(1000)}))
+    caplog.set_level("INFO")
+    manager.start_quorum()
+    assert manager.should_commit()
+    seconds = manager.recovery_seconds()
+    assert set(seconds) == {"quorum", "reconfigure", "transfer", "load"}
+    assert all(0.05 <= each < 5 for each in seconds.values()), seconds
+    [record] = [r for r in caplog.records if r.name == "torchft_recoveries"]
+    assert (record.from_step, record.bytes) == (0, 4000)  # type: ignore[attr-defined]
+    assert record.load_seconds == seconds["load"]  # type: ignore[attr-defined]
+    assert f"transfer {seconds['transfer']:.2f} s (0.000 GB" in record.getMessage()
+    # A new quorum in which this group does not heal leaves them as they are.
+    fixture.client._quorum.side_effect = slow(make_quorum(quorum_id=2, max_step=21))
+    manager.start_quorum()
+    assert manager.should_commit()
+    assert manager.recovery_seconds() == seconds
 
 
 def test_sync_heal_takes_part_at_once(fixture: Fixture, make_quorum: Quorum) -> None:

@@ -27,6 +27,8 @@ def result(**fields: Any) -> Any:
         reconfigure_handles=["ha", "hb", "hc"],
         replicas_without_handles=[],
         committed_quorum_id=6,
+        helper_manager_addresses=["http://helper:1"],
+        help_dst_replica_ranks=[],
     )
     return SimpleNamespace(**{**values, **fields})
 
@@ -74,8 +76,12 @@ def test_too_few_groups_are_not_made_up_by_spares() -> None:
 
 
 def test_sources_and_destinations() -> None:
-    assert plan(result()).sources == [Source(0, "http://source:1")]
-    assert plan(result(heal=False)).sources == []
+    assert plan(result()).source == Source(0, "http://source:1")
+    assert plan(result()).helpers == ["http://helper:1"]
+    assert plan(result(heal=False)).source is None
+    assert plan(result(), allow_heal=False).helpers == []
+    assert plan(result(heal=False, help_dst_replica_ranks=[2])).help_dst == [2]
+    assert plan(result(heal=False, help_dst_replica_ranks=[2]), allow_heal=False).help_dst == []
     assert plan(result(heal=False, recover_dst_replica_ranks=[2])).recover_dst == [2]
     assert plan(result(heal=False, recover_dst_replica_ranks=[2]), allow_heal=False).recover_dst == []
 

@@ -489,6 +489,17 @@ class Manager:
             self._logger.exception(f"healing failed: {e}")
             self._keep_error(e)  # the peers still count on this group in their collectives
 
+    def finish_serving(self) -> None:
+        """Returns when no group that heals reads this one's state any more: before a change of it in mid-step.
+
+        A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does: inner steps go on while a
+        collective runs. Those of a step end only after the groups that heal have what they need.
+        """
+        if self._plan is not None and self._plan.recover_dst:
+            for work in self._works:
+                work.wait()
+            self._checkpoint_transport.disallow_checkpoint()
+
     def _apply_pending_state_dict(self) -> bool:
         """Loads what a heal fetched. False if there is nothing, or the user's function failed."""
         try:

@@ -1,0 +1,128 @@
+"""What is refused, and that the message says what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchft.local_sgd
+from tests.unit.local_sgd.one_group import OneGroup
+from torchft.local_sgd import USE_BUCKETIZATION_ENV, DiLoCo, LocalSGD
+from torchft.manager import Manager
+
+
+def test_public_names() -> None:
+    assert torchft.local_sgd.__all__ == ["USE_BUCKETIZATION_ENV", "DiLoCo", "LocalSGD", "extract_local_tensor"]
+    assert USE_BUCKETIZATION_ENV == "TORCHFT_USE_BUCKETIZATION"
+
+
+def test_the_stand_in_has_what_the_manager_has() -> None:
+    """The tests of this folder say nothing about a method that Manager lacks."""
+    for name in vars(OneGroup):
+        if not name.startswith("_") and name != "taken":
+            assert callable(getattr(Manager, name)), name
+
+
+def diloco(manager: OneGroup | None = None, **given: Any) -> DiLoCo:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    arguments: dict[str, Any] = dict(
+        model_fragments=layers,
+        inner_optimizer=torch.optim.SGD(parameters, lr=0.1),
+        outer_optimizer=torch.optim.SGD(parameters, lr=0.7),
+        sync_every=4,
+    )
+    return DiLoCo(manager or OneGroup(), **{**arguments, **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model_fragments": []}, r"model_fragments=\[\]: allowed are 1 fragment and more"),
+        ({"sync_every": 1}, "sync_every=1 with 2 model_fragments: allowed are 2 and more"),
+        ({"sync_every": 0}, "sync_every=0 with 2 model_fragments: allowed are 2 and more"),
+        ({"sync_every": 5}, "sync_every=5 with 2 model_fragments: allowed are multiples of 2"),
+        ({"fragment_sync_delay": 2}, r"fragment_sync_delay=2: allowed are 0 to 1, less than sync_every / len"),
+        ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1: allowed are 0 to 1"),
+        ({"fragment_update_alpha": 1.01}, "fragment_update_alpha=1.01: allowed are 0 to 1"),
+        ({"fragment_update_alpha": float("nan")}, "fragment_update_alpha=nan: allowed are 0 to 1"),
+        ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0: allowed are 1 and more"),
+        ({"outer_optimizer": []}, "outer_optimizer has 0 optimizers for 2 model_fragments: allowed are one for each"),
+        (
+            {"model_fragments": [nn.Linear(2, 2), nn.ReLU()]},
+            r"model_fragments\[1\] \(ReLU\) has no floating point parameters",
+        ),
+    ],
+)
+def test_diloco_refuses(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        diloco(**given)
+
+
+def test_diloco_refuses_a_quorum_in_the_background() -> None:
+    manager = OneGroup()
+    manager._use_async_quorum = True
+    with pytest.raises(ValueError, match="use_async_quorum=False"):
+        diloco(manager)
+
+
+def test_an_optimizer_that_lacks_a_parameter_is_refused() -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    outer = [torch.optim.SGD(layers[0].parameters(), lr=0.7), torch.optim.SGD([layers[1].weight], lr=0.7)]
+    with pytest.raises(ValueError, match=r"outer_optimizer of model_fragments\[1\] lacks parameter 'bias'"):
+        diloco(model_fragments=layers, outer_optimizer=outer)
+
+
+def test_fragments_that_share_a_parameter_are_refused() -> None:
+    """Tied embeddings: each of the two would send the way of the other along."""
+    first, last = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+    last.weight = first.weight
+    outer = torch.optim.SGD(first.parameters(), lr=0.7)
+    with pytest.raises(ValueError, match=r"\[1\]: parameter 'weight' belongs to model_fragments\[0\] too"):
+        diloco(model_fragments=[first, last], outer_optimizer=outer)
+
+
+def test_a_variable_that_is_neither_true_nor_false_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USE_BUCKETIZATION_ENV, "yes")
+    with pytest.raises(ValueError, match="TORCHFT_USE_BUCKETIZATION='yes': allowed are True and False"):
+        diloco()
+
+
+@pytest.mark.parametrize("sync_every", [0, -3])
+def test_local_sgd_refuses(sync_every: int) -> None:
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=f"sync_every={sync_every}: allowed are 1 and more"):
+        LocalSGD(OneGroup(), model, inner, sync_every)  # type: ignore[arg-type]
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match=r"model \(Dropout\) has no floating point parameters"):
+        LocalSGD(OneGroup(), nn.Dropout(), inner, 1)  # type: ignore[arg-type]
+
+
+class Trained(nn.Module):
+    def __init__(self, dtype: torch.dtype, trained: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.weight = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=trained)
+
+
+def test_a_type_that_cannot_be_averaged_is_refused_if_it_is_trained() -> None:
+    model = Trained(torch.complex64, trained=True)
+    inner = torch.optim.SGD([model.scale], lr=0.1)
+    with pytest.raises(ValueError, match=r"model: parameter 'weight' is torch.complex64; allowed are floating point"):
+        LocalSGD(OneGroup(), model, inner, 1)  # type: ignore[arg-type]
+
+
+def test_frozen_weights_of_whole_numbers_are_left_alone() -> None:
+    model = Trained(torch.int8, trained=False)
+    inner = torch.optim.SGD([model.scale], lr=0.1)
+    manager = OneGroup()
+    with LocalSGD(manager, model, inner, 1):  # type: ignore[arg-type]
+        inner.step()
+    assert manager.taken() == ["quorum", ("allreduce", (2,), False), "vote"]

@@ -1,0 +1,20 @@
+"""Training with rare synchronisation: LocalSGD, and DiLoCo with streamed fragments.
+
+| file | what it holds |
+|---|---|
+| ``local_sgd`` | parameters are averaged every so many steps |
+| ``diloco`` | when which fragment of a model is synchronised; the checks of the arguments |
+| ``fragment`` | one fragment: its last global parameters, what it sends, the outer step |
+| ``buckets`` | what travels in one collective |
+| ``inner_steps`` | being called after each step of the inner optimizer |
+| ``parameters`` | which parameters take part, and their local parts (DTensor) |
+
+docs/local_sgd.md says how to choose the settings and what happens when a group dies.
+"""
+
+from torchft.local_sgd.buckets import USE_BUCKETIZATION_ENV
+from torchft.local_sgd.diloco import DiLoCo
+from torchft.local_sgd.local_sgd import LocalSGD
+from torchft.local_sgd.parameters import extract_local_tensor
+
+__all__ = ["USE_BUCKETIZATION_ENV", "DiLoCo", "LocalSGD", "extract_local_tensor"]

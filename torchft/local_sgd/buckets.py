@@ -1,0 +1,75 @@
+"""What travels in one collective: each parameter for itself, or all of a type laid end to end and cut in pieces.
+
+A collective costs some tenths of a millisecond whatever its size, so that a model of many small parameters is faster
+in buckets. Where a piece begins depends on the sizes alone: all groups cut alike.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Optional, Sequence
+
+import torch
+
+USE_BUCKETIZATION_ENV: str = "TORCHFT_USE_BUCKETIZATION"
+
+_DEFAULT_CAP_MB = 1024
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory to send from and receive into.
+
+    Attributes:
+        views: one tensor for each of those that were asked for, of its shape and type.
+        pieces: the same memory as it travels, one collective a piece.
+    """
+
+    views: list[torch.Tensor]
+    pieces: list[torch.Tensor]
+
+
+def bucket_bytes(use_bucketization: bool, bucket_cap_mb: Optional[int]) -> Optional[int]:
+    """The size of a piece in bytes, None where each tensor travels for itself.
+
+    Args:
+        use_bucketization: TORCHFT_USE_BUCKETIZATION=True does the same.
+        bucket_cap_mb: in MiB; default: 1024.
+
+    Raises:
+        ValueError: the cap is not positive, or the variable is neither True nor False.
+    """
+    if bucket_cap_mb is not None and bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb}: allowed are 1 and more (MiB), None for {_DEFAULT_CAP_MB}")
+    text = os.environ.get(USE_BUCKETIZATION_ENV, "False")
+    if text not in ("True", "False", ""):
+        raise ValueError(f"{USE_BUCKETIZATION_ENV}={text!r}: allowed are True and False")
+    if not (use_bucketization or text == "True"):
+        return None
+    return (bucket_cap_mb or _DEFAULT_CAP_MB) << 20
+
+
+def allocate(like: Sequence[torch.Tensor], cap: Optional[int]) -> Buffers:
+    """Memory for tensors of these shapes, types and devices; what it holds is undefined.
+
+    Args:
+        like: the tensors; nothing is read from them.
+        cap: of a piece in bytes, None: no buckets.
+    """
+    if cap is None:
+        own = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
+        return Buffers(own, own)
+    total: dict[tuple[torch.dtype, torch.device], int] = {}
+    for t in like:
+        key = t.dtype, t.device
+        total[key] = total.get(key, 0) + t.numel()
+    flat = {key: torch.empty(numel, dtype=key[0], device=key[1]) for key, numel in total.items()}
+    used = dict.fromkeys(flat, 0)
+    views = []
+    for t in like:
+        key = t.dtype, t.device
+        views.append(flat[key][used[key] : used[key] + t.numel()].view(t.shape))
+        used[key] += t.numel()
+    pieces = [piece for whole in flat.values() for piece in whole.split(max(1, cap // whole.element_size()))]
+    return Buffers(views, pieces)

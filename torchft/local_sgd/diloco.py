@@ -1,0 +1,226 @@
+"""DiLoCo and its streamed form: when which fragment of a model is synchronised."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, List, NamedTuple, Optional
+
+import torch
+from torch import nn, optim
+
+from torchft.local_sgd.buckets import bucket_bytes
+from torchft.local_sgd.fragment import Fragment
+from torchft.local_sgd.inner_steps import InnerSteps
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class Due(NamedTuple):
+    """What is to be done after an inner step."""
+
+    start: bool
+    finish: bool
+
+
+def due(local_step: int, period: int, delay: int, in_flight: bool) -> Due:
+    """Whether a synchronisation starts now, and whether one ends.
+
+    "At least", not "equal": one that could not start, because there was no quorum, starts after a later step.
+
+    Args:
+        local_step: inner steps since the last synchronisation ended.
+        period: inner steps from the end of one to the end of the next.
+        delay: inner steps from the start of one to its end.
+        in_flight: whether one has started and not ended.
+    """
+    start = not in_flight and local_step >= period - delay
+    return Due(start, finish=(start or in_flight) and local_step >= period)
+
+
+class DiLoCo(InnerSteps):
+    """Every group trains for itself; fragment after fragment, an outer optimizer applies the average of their ways.
+
+    The algorithm is that of Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023
+    (arXiv:2311.08105), with fragments, delay and mixing of Douillard et al., "Streaming DiLoCo with overlapping
+    communication", 2025 (arXiv:2501.18512). A synchronisation is a step of the Manager: step s is about fragment
+    ``s mod n``, so that all groups have the same order, also one that joins. One that fails puts the fragment's last
+    global parameters back, and the fragment is tried again.
+
+        with DiLoCo(manager, [model], inner_optimizer=adamw, outer_optimizer=sgd, sync_every=100):
+            for batch in data:
+                adamw.zero_grad()
+                loss(model(batch)).backward()
+                adamw.step()
+
+    Args:
+        manager: of this rank, with ``use_async_quorum=False``; its state functions carry the model and the inner
+            optimizer, DiLoCo adds what it has itself.
+        model_fragments: the parts of the model; a parameter belongs to at most one.
+        inner_optimizer: whose steps are counted.
+        outer_optimizer: over all fragments, or a list with one for each. The papers' is SGD with Nesterov momentum of
+            0.9.
+        sync_every: inner steps in which every fragment is synchronised once; a multiple of their number.
+        backup_device: where the last global parameters are kept; default: the CPU.
+        pin_memory: whether they lie in pinned memory there, if the model does not.
+        use_bucketization: send parameters laid end to end; also with TORCHFT_USE_BUCKETIZATION=True. All groups must
+            agree.
+        bucket_cap_mb: size of a piece in MiB; default: 1024.
+        should_quantize: send 8 bits a value.
+        fragment_sync_delay: inner steps that run while a fragment is being averaged; less than
+            ``sync_every / len(model_fragments)``.
+        fragment_update_alpha: what a group goes on with: ``alpha`` of its own parameters, the rest global; 0 to 1.
+
+    Attributes:
+        nonfinite_syncs: synchronisations so far whose average held NaN or Inf. It is used all the same.
+
+    Raises:
+        ValueError: an argument is out of range, or fragments and outer optimizers do not fit.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        model_fragments: List[nn.Module],
+        inner_optimizer: optim.Optimizer,
+        outer_optimizer: optim.Optimizer | list[optim.Optimizer],
+        sync_every: int,
+        backup_device: Optional[torch.device] = None,
+        pin_memory: bool = True,
+        use_bucketization: bool = False,
+        bucket_cap_mb: Optional[int] = None,
+        should_quantize: bool = False,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+    ) -> None:
+        if manager._use_async_quorum:
+            raise ValueError("manager: DiLoCo needs a synchronous quorum, make the Manager with use_async_quorum=False")
+        modules = list(model_fragments)
+        _check_schedule(len(modules), sync_every, fragment_sync_delay, fragment_update_alpha)
+        optimizers = _optimizer_of_each(outer_optimizer, len(modules))
+        super().__init__(manager, inner_optimizer)
+        self._sync_every = sync_every
+        self._fragment_sync_delay = fragment_sync_delay
+        self._local_step = 0
+        self._in_flight: Optional[Fragment] = None
+        self.nonfinite_syncs = 0
+        self._fragments = [
+            Fragment(
+                f"model_fragments[{i}]",
+                module,
+                optimizer,
+                manager,
+                backup_device=torch.device(backup_device or "cpu"),
+                pin_memory=pin_memory,
+                bucket_bytes=bucket_bytes(use_bucketization, bucket_cap_mb),
+                should_quantize=should_quantize,
+                free_gradients=fragment_sync_delay == 0,
+                alpha=fragment_update_alpha,
+            )
+            for i, (module, optimizer) in enumerate(zip(modules, optimizers))
+        ]
+        _check_parameters(self._fragments, optimizers)
+        for i, fragment in enumerate(self._fragments):
+            manager.register_state_dict_fn(
+                f"StreamingDiLoCoFragment_{i}", fragment.load_state_dict, fragment.state_dict
+            )
+
+    def restore_global_parameters(self) -> None:
+        """Puts the last global parameters of all fragments into the model.
+
+        Groups have the same global parameters, while those that they train on differ: so this comes before an
+        evaluation, and at the end of the training.
+        """
+        for fragment in self._fragments:
+            fragment.restore()
+
+    def _after_step(self) -> None:
+        self._local_step += 1
+        period = self._sync_every // len(self._fragments)
+        now = due(self._local_step, period, self._fragment_sync_delay, self._in_flight is not None)
+        if now.start:
+            self._start()
+        if now.finish:
+            self._finish()
+
+    def _start(self) -> None:
+        self._manager.start_quorum()  # a group that is behind has healed when this returns, and knows the step
+        for fragment in self._fragments:
+            if fragment.refused is not None:
+                self._manager.report_error(fragment.refused)
+                raise fragment.refused
+        fragment = self._fragments[self._manager.current_step() % len(self._fragments)]
+        fragment.start()
+        self._in_flight = fragment
+        if self._fragment_sync_delay:
+            self._manager.finish_serving()  # the next inner step changes what a group that heals may still be reading
+
+    def _finish(self) -> None:
+        fragment, self._in_flight = self._in_flight, None
+        assert fragment is not None
+        self._local_step = 0
+        try:
+            fragment.wait()
+            committed = self._manager.should_commit()
+        except BaseException:
+            fragment.abort()
+            raise
+        if not committed:
+            fragment.abort()
+            return
+        if problem := fragment.nonfinite():
+            self.nonfinite_syncs += 1
+            logger.warning("%s (%d so far)", problem, self.nonfinite_syncs)
+        fragment.commit()
+
+
+def _check_schedule(fragments: int, sync_every: int, delay: int, alpha: float) -> None:
+    if fragments == 0:
+        raise ValueError("model_fragments=[]: allowed are 1 fragment and more")
+    if sync_every < fragments:
+        raise ValueError(
+            f"sync_every={sync_every} with {fragments} model_fragments: allowed are {fragments} and more, as one "
+            "fragment is synchronised at a time"
+        )
+    if sync_every % fragments:
+        raise ValueError(
+            f"sync_every={sync_every} with {fragments} model_fragments: allowed are multiples of {fragments}"
+        )
+    period = sync_every // fragments
+    if not 0 <= delay < period:
+        raise ValueError(
+            f"fragment_sync_delay={delay}: allowed are 0 to {period - 1}, less than sync_every / len(model_fragments), "
+            "as a fragment must have arrived before the next is sent"
+        )
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"fragment_update_alpha={alpha}: allowed are 0 to 1")
+
+
+def _optimizer_of_each(given: optim.Optimizer | list[optim.Optimizer], fragments: int) -> list[optim.Optimizer]:
+    if not isinstance(given, list):
+        return [given] * fragments
+    if len(given) != fragments:
+        raise ValueError(
+            f"outer_optimizer has {len(given)} optimizers for {fragments} model_fragments: allowed are one for each, "
+            "or a single one for all (not in a list)"
+        )
+    return given
+
+
+def _check_parameters(fragments: list[Fragment], optimizers: list[optim.Optimizer]) -> None:
+    owner: dict[int, str] = {}
+    for fragment, optimizer in zip(fragments, optimizers):
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in fragment.parameters.items():
+            if other := owner.get(id(parameter)):
+                raise ValueError(
+                    f"{fragment.name}: parameter {name!r} belongs to {other} too; put modules that share parameters "
+                    "into one fragment"
+                )
+            owner[id(parameter)] = fragment.name
+            if parameter.requires_grad and id(parameter) not in stepped:
+                raise ValueError(
+                    f"outer_optimizer of {fragment.name} lacks parameter {name!r}: it would never be trained"
+                )

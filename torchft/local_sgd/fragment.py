@@ -1,0 +1,216 @@
+"""One fragment of a model: the parameters that DiLoCo's groups agreed on last, what a group sends, the outer step.
+
+Where memory lies, for a fragment of size F on the model's device: nothing between two synchronisations (the backup is
+on ``backup_device``); F from the start of one to its end, for which the gradients make room when the two are at the
+same inner step; F more during the outer step if ``alpha`` is not 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Iterator, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from torchft.local_sgd import buckets
+from torchft.local_sgd.buckets import Buffers
+from torchft.local_sgd.parameters import as_gradient_of, extract_local_tensor, largest, local_part, synchronised
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+
+class Fragment:
+    """A part of the model that is synchronised at once.
+
+    Args:
+        name: in errors.
+        module: whose parameters they are.
+        outer_optimizer: steps them; others that it has are left alone.
+        manager: of this rank.
+        backup_device: where the last global parameters are kept.
+        pin_memory: whether a backup of device memory lies in pinned memory.
+        bucket_bytes: as of :func:`torchft.local_sgd.buckets.bucket_bytes`.
+        should_quantize: whether what is sent is quantized.
+        free_gradients: whether a start lets go of the gradients, as nothing will need them.
+        alpha: share of a group's own parameters in those that it goes on with.
+
+    Attributes:
+        refused: why a peer's state could not be loaded: it is another model. None: it could, or there was none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        outer_optimizer: optim.Optimizer,
+        manager: Manager,
+        *,
+        backup_device: torch.device,
+        pin_memory: bool,
+        bucket_bytes: Optional[int],
+        should_quantize: bool,
+        free_gradients: bool,
+        alpha: float,
+    ) -> None:
+        self.name = name
+        self.parameters = synchronised(module, name)
+        self.refused: Optional[ValueError] = None
+        self._outer = outer_optimizer
+        self._manager = manager
+        self._bucket_bytes = bucket_bytes
+        self._should_quantize = should_quantize
+        self._free_gradients = free_gradients
+        self._alpha = alpha
+        # Parameters as the groups agreed on them last, by name; of a DTensor the local part.
+        self._global = {n: _backup(local_part(p), backup_device, pin_memory) for n, p in self.parameters.items()}
+        self._buffers: Optional[Buffers] = None
+        self._works: list[dist._Work] = []
+        self._largest_sent: Optional[torch.Tensor] = None
+
+    # A synchronisation: start, wait, then commit or abort
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begins to average the pseudogradients: how far this group has moved from the global parameters."""
+        if self._free_gradients:
+            self._drop_gradients()
+        locals_ = [local_part(p) for p in self.parameters.values()]
+        self._buffers = buckets.allocate(locals_, self._bucket_bytes)
+        for sent, last, now in zip(self._buffers.views, self._global.values(), locals_):
+            sent.copy_(last, non_blocking=True)
+            sent.sub_(now)
+        self._largest_sent = largest(self._buffers.pieces)
+        self._works = [
+            self._manager.allreduce(piece, should_quantize=self._should_quantize) for piece in self._buffers.pieces
+        ]
+
+    def wait(self) -> None:
+        """Returns when the average is there, or has failed; the Manager knows which."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def nonfinite(self) -> Optional[str]:
+        """What is to say if the average holds NaN or Inf, None otherwise. Between :meth:`wait` and the end."""
+        assert self._buffers is not None
+        most = largest(self._buffers.pieces)
+        if most is None or most.isfinite():
+            return None
+        sent = self._largest_sent
+        own = sent is None or bool(sent.isfinite())
+        return f"{self.name}: the average holds NaN or Inf; what this group sent was {'finite' if own else 'not'}"
+
+    def commit(self) -> None:
+        """The outer step: from the last global parameters along the average to the next, and on with those.
+
+        Raises:
+            Exception: whatever the outer optimizer raises. The fragment then has the last global parameters.
+        """
+        assert self._buffers is not None
+        own = [extract_local_tensor(p) for p in self.parameters.values()] if self._alpha else None
+        self.restore()
+        try:
+            with _only_gradients_of(self._outer, self.parameters.values()):
+                for parameter, average in zip(self.parameters.values(), self._buffers.views):
+                    if parameter.requires_grad:
+                        parameter.grad = as_gradient_of(parameter, average)
+                self._outer.step()
+        except BaseException:
+            self.abort()
+            raise
+        with torch.no_grad():
+            for last, parameter in zip(self._global.values(), self.parameters.values()):
+                last.copy_(local_part(parameter))
+            if own is not None:
+                for parameter, mine in zip(self.parameters.values(), own):
+                    local_part(parameter).lerp_(mine, self._alpha)
+        self._end()
+
+    def abort(self) -> None:
+        """Gives this synchronisation up: the fragment is again where the groups agreed last."""
+        self.restore()
+        self._end()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts the last global parameters into the model."""
+        for parameter, last in zip(self.parameters.values(), self._global.values()):
+            local_part(parameter).copy_(last, non_blocking=True)
+
+    def _end(self) -> None:
+        self._drop_gradients()
+        self._buffers = None
+        self._works = []
+        self._largest_sent = None
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    # What heals a group that joins
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer optimizer's state, and the last global parameters by name (of a DTensor the local part).
+
+        The tensors are the fragment's own, not copies.
+        """
+        return {"outer_optimizer": self._outer.state_dict(), "original_parameters": dict(self._global)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over a peer's :meth:`state_dict`. The model's own parameters come with the user's state.
+
+        Raises:
+            ValueError: the peer's fragment has other parameters; nothing is changed then.
+        """
+        theirs = state["original_parameters"]
+        differences = _differences(self._global, theirs)
+        if differences:
+            self.refused = ValueError(f"{self.name} differs from that of the group to heal from: {differences}")
+            raise self.refused
+        self.refused = None
+        for name, last in self._global.items():
+            last.copy_(local_part(theirs[name]))
+        self._outer.load_state_dict(state["outer_optimizer"])
+
+
+def _backup(t: torch.Tensor, device: torch.device, pin_memory: bool) -> torch.Tensor:
+    # Pinned memory makes copies from and to a device asynchronous; beside a model on the CPU it would be of no use.
+    pinned = pin_memory and device.type == "cpu" and t.device.type != "cpu"
+    return torch.empty(t.shape, dtype=t.dtype, device=device, pin_memory=pinned).copy_(t)
+
+
+def _differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:
+    """In words, what two fragments do not have in common; empty if nothing."""
+    found = []
+    if missing := sorted(ours.keys() - theirs.keys()):
+        found.append(f"it lacks {missing}")
+    if unknown := sorted(theirs.keys() - ours.keys()):
+        found.append(f"it also has {unknown}")
+    for name in ours.keys() & theirs.keys():
+        mine, other = _kind(ours[name]), _kind(local_part(theirs[name]))
+        if mine != other:
+            found.append(f"{name!r} is {mine} here and {other} there")
+    return "; ".join(found)
+
+
+def _kind(t: torch.Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
+@contextlib.contextmanager
+def _only_gradients_of(optimizer: optim.Optimizer, parameters: Any) -> Iterator[None]:
+    """Hides the gradients of all other parameters: those of the inner steps are not for the outer optimizer."""
+    mine = {id(p) for p in parameters}
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
+    gradients = [p.grad for p in others]
+    for p in others:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in zip(others, gradients):
+            p.grad = gradient

@@ -1,0 +1,56 @@
+"""Being called after each step of an inner optimizer, for as long as a ``with`` block lasts."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Optional
+
+from torch import optim
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from torchft.manager import Manager
+
+
+class InnerSteps:
+    """Keeps healing groups from reading the state during a step of the inner optimizer, and calls :meth:`_after_step`.
+
+    Args:
+        manager: of this rank.
+        optimizer: whose steps are followed.
+    """
+
+    def __init__(self, manager: Manager, optimizer: optim.Optimizer) -> None:
+        self._manager = manager
+        self._local_optimizer = optimizer
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        if self._hooks:
+            raise RuntimeError(f"{type(self).__name__} is entered already")
+        self._hooks = [
+            self._local_optimizer.register_step_pre_hook(self._before),
+            self._local_optimizer.register_step_post_hook(self._after),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> bool:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._manager.allow_state_dict_read()  # a step that raised has left it disallowed
+        return False
+
+    def _before(self, *_: Any) -> None:
+        self._manager.disallow_state_dict_read()
+
+    def _after(self, *_: Any) -> None:
+        self._manager.allow_state_dict_read()
+        self._after_step()
+
+    def _after_step(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__}._after_step")

@@ -1,0 +1,87 @@
+"""LocalSGD: every group trains for itself, and every so many steps the parameters are averaged."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn, optim
+
+from torchft.local_sgd.inner_steps import InnerSteps
+from torchft.local_sgd.parameters import extract_local_tensor, largest, local_part, synchronised
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class LocalSGD(InnerSteps):
+    """Averages the parameters over the groups after every ``sync_every`` steps of the optimizer.
+
+    The algorithm is that of S. Stich, "Local SGD Converges Fast and Communicates Little", 2018 (arXiv:1805.09767).
+    A synchronisation is a step of the Manager. One that fails leaves each group with its own parameters, and the next
+    averages those.
+
+    The averages need memory for one copy of the parameters on their device while a synchronisation runs: until all
+    groups have voted, a group may have to go on with its own.
+
+        with LocalSGD(manager, model, optimizer, sync_every=100):
+            for batch in data:
+                optimizer.zero_grad()
+                loss(model(batch)).backward()
+                optimizer.step()
+
+    Args:
+        manager: of this rank; its state functions carry model and optimizer.
+        model: all of its floating point parameters are averaged; buffers are not.
+        optimizer: whose steps are counted.
+        sync_every: steps between two synchronisations, at least 1.
+
+    Attributes:
+        nonfinite_syncs: synchronisations so far whose average held NaN or Inf. It is used all the same.
+
+    Raises:
+        ValueError: a bad ``sync_every``, or a model without parameters.
+    """
+
+    def __init__(self, manager: Manager, model: nn.Module, optimizer: optim.Optimizer, sync_every: int) -> None:
+        if sync_every < 1:
+            raise ValueError(f"sync_every={sync_every}: allowed are 1 and more")
+        super().__init__(manager, optimizer)
+        self._model = model
+        self._sync_every = sync_every
+        self._local_step = 0
+        self._parameters = synchronised(model, "model")
+        self.nonfinite_syncs = 0
+
+    def _after_step(self) -> None:
+        self._local_step += 1
+        if self._local_step >= self._sync_every:
+            self.sync()
+
+    def sync(self) -> None:
+        """Averages the parameters now.
+
+        Raises:
+            RuntimeError, TimeoutError: as :meth:`Manager.start_quorum` and :meth:`Manager.should_commit`.
+        """
+        self._manager.start_quorum()
+        averages = [extract_local_tensor(p) for p in self._parameters.values()]
+        for work in [self._manager.allreduce(average) for average in averages]:
+            work.wait()
+        # From here on the groups have met: whatever the vote, the next synchronisation is as far away for all of them.
+        self._local_step = 0
+        if not self._manager.should_commit():
+            return
+        self._count_nonfinite(averages)
+        with torch.no_grad():
+            for parameter, average in zip(self._parameters.values(), averages):
+                local_part(parameter).copy_(average)
+
+    def _count_nonfinite(self, averages: list[torch.Tensor]) -> None:
+        most = largest(averages)
+        if most is not None and not most.isfinite():
+            self.nonfinite_syncs += 1
+            logger.warning("the averaged parameters hold NaN or Inf, for the %dth time", self.nonfinite_syncs)

@@ -1,0 +1,70 @@
+"""Which parameters of a module are synchronised, and the part of each that lies in this process."""
+
+from __future__ import annotations
+
+from typing import Iterable, Optional
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
+    """A copy of the part of ``t`` that lies in this process: of a DTensor its shard, else all of it."""
+    return local_part(t).clone()
+
+
+def local_part(t: torch.Tensor) -> torch.Tensor:
+    """The memory of ``t`` in this process, without autograd: writing to it writes to ``t``."""
+    t = t.detach()
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def as_gradient_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` in the form that ``parameter.grad`` must have: a DTensor for a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
+    """The parameters that groups average, by name: all that are floating point, frozen ones too.
+
+    Buffers (the statistics of a batch norm) stay each group's own. Frozen parameters of other types, such as quantized
+    weights, never change and so need no averaging.
+
+    Args:
+        module: the model or fragment.
+        what: its name in errors.
+
+    Raises:
+        ValueError: there are none, or one that is trained cannot be averaged.
+    """
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.dtype.is_floating_point:
+            found[name] = parameter
+        elif parameter.requires_grad:
+            raise ValueError(f"{what}: parameter {name!r} is {parameter.dtype}; allowed are floating point types")
+    if not found:
+        raise ValueError(f"{what} ({type(module).__name__}) has no floating point parameters: nothing to synchronise")
+    return found
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> Optional[torch.Tensor]:
+    """The largest absolute value of several tensors as a tensor without dimensions, NaN or Inf if one holds one.
+
+    Nothing is waited for, and nothing of the tensors' size is allocated. None if they hold no value at all.
+    """
+    held = [t for t in tensors if t.numel() > 0]
+    if not held:
+        return None
+    norms = torch._foreach_norm(held, ord=float("inf"))
+    return torch.stack([norm.float() for norm in norms]).max()

@@ -7,6 +7,9 @@ Errors, for every call:
         ``http://`` or ``https://``, the peer's refusal, use after shutdown, use in a forked child.
     KeyboardInterrupt: Ctrl-C ends every wait at once and cancels the call.
 
+Servers and clients alike are protected by the files that TORCHFT_TOKEN_FILE and TORCHFT_TLS_CERT, _KEY, _CA and
+_CLIENT_CA name when they are made; a file that cannot be used is a ValueError.
+
 The native library is loaded on first use, so that a process that forks before it uses torchft can use it in
 the child too.
 """
@@ -20,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from torchft._security import security
 from torchft.addresses import announced_host
 
 __all__ = [
@@ -35,7 +39,6 @@ __all__ = [
     "lighthouse_main",
 ]
 
-KILL_TOKEN_ENV = "TORCHFT_KILL_TOKEN"
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
 
 _INT64_MAX = 2**63 - 1
@@ -230,7 +233,7 @@ class _Server(_Native):
         self._address: str = self._go.pyapi_Address(self._handle)
 
     def address(self) -> str:
-        """``http://hostname:port`` of this server."""
+        """``http://hostname:port`` of this server, ``https://`` if it speaks TLS."""
         return self._address
 
     def shutdown(self) -> None:
@@ -286,7 +289,7 @@ class ManagerServer(_Server):
             _micros("connect_timeout", connect_timeout),
             _integer("quorum_retries", quorum_retries, 0),
             replays_failed_steps,
-            os.environ.get(KILL_TOKEN_ENV, ""),
+            security(),
         )
 
 
@@ -315,7 +318,7 @@ class ManagerClient(_Native):
         # vote for several ranks at the same time, so each has its own.
         self._round: tuple[tuple[Any, ...], int] = ((), 0)
         self._votes: dict[int, int] = {}
-        self._open("pyapi_ManagerClientStart", addr, _micros("connect_timeout", connect_timeout))
+        self._open("pyapi_ManagerClientStart", addr, _micros("connect_timeout", connect_timeout), security())
 
     def _quorum(
         self,
@@ -469,7 +472,8 @@ class LighthouseServer(_Server):
     """The one server of a job that knows who is alive and who takes part in the next step. In production it
     runs as ``torchft_lighthouse``. It ends with ``shutdown`` or the last reference.
 
-    ``TORCHFT_KILL_TOKEN`` allows killing a group from the dashboard to those who know the token.
+    ``TORCHFT_TOKEN_FILE`` and ``TORCHFT_TLS_CERT``, ``_KEY``, ``_CLIENT_CA`` protect it, as they protect a
+    :class:`ManagerServer` (docs/operating.md).
 
     Args:
         bind (str): ``host:port`` to listen on; port 0 takes a free one.
@@ -502,7 +506,7 @@ class LighthouseServer(_Server):
             _integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms, 0),
             _integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms, 1),
             _integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1),
-            os.environ.get(KILL_TOKEN_ENV, ""),
+            security(),
         )
 
 
@@ -521,7 +525,7 @@ class LighthouseClient(_Native):
     __slots__ = ()
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
-        self._open("pyapi_LighthouseClientStart", addr, _micros("connect_timeout", connect_timeout))
+        self._open("pyapi_LighthouseClientStart", addr, _micros("connect_timeout", connect_timeout), security())
 
     def quorum(
         self,

@@ -3,7 +3,6 @@ package lighthouse
 import (
 	"errors"
 	"fmt"
-	"os"
 	"strings"
 	"time"
 
@@ -32,7 +31,22 @@ func ParseArgs(args []string) (Config, error) {
 	tick := flags.Int64("quorum_tick_ms", def.QuorumTick.Milliseconds(), "how often to decide again without a request")
 	heartbeat := flags.Int64("heartbeat_timeout_ms", def.HeartbeatTimeout.Milliseconds(), "age of a heartbeat from which a replica group counts as dead")
 	grace := flags.Int64("suspect_grace_ms", def.SuspectGrace.Milliseconds(), "how long a replica group whose connection broke may take to come back before it counts as dead")
-	token := flags.String("kill_token", "", "secret that allows kill; without one kill is disabled (environment: "+rpc.KillTokenEnv+")")
+	security := rpc.SecurityFromEnv()
+	for _, file := range []struct {
+		to               *string
+		name, env, usage string
+	}{
+		{&security.TokenFile, "token_file", rpc.TokenFileEnv, "file with the job's token: who does not show it is refused"},
+		{&security.TLSCert, "tls_cert", rpc.TLSCertEnv, "certificate of this server in PEM, which makes it speak TLS"},
+		{&security.TLSKey, "tls_key", rpc.TLSKeyEnv, "key of tls_cert in PEM"},
+		{&security.TLSClientCA, "tls_client_ca", rpc.TLSClientCAEnv, "certificates in PEM that sign clients: who has none of theirs is refused"},
+		{&security.TLSCA, "tls_ca", rpc.TLSCAEnv, "certificates in PEM that sign managers, to reach them for a kill; default: the system's"},
+	} {
+		flags.StringVar(file.to, file.name, *file.to, file.usage+" (environment: "+file.env+")")
+	}
+	allowRemoteKill := flags.Bool("allow_remote_kill", def.AllowRemoteKill, "without a token_file, let other hosts end replica groups too, and not only this one")
+	maxConnections := flags.Int("max_connections", def.MaxConnections, "how many connections may be open at once")
+	maxJoins := flags.Int("max_joins_per_second", def.MaxJoinsPerSecond, "how often one address may ask to join in a second")
 
 	usage := func() string {
 		return "Serves the quorum of a torchft job.\n\nUsage: torchft_lighthouse --min_replicas N [flags]\n\n" + flags.FlagUsages() +
@@ -49,11 +63,10 @@ func ParseArgs(args []string) (Config, error) {
 	if !flags.Changed("min_replicas") {
 		return Config{}, errors.New("min_replicas is missing: give --min_replicas N with N of at least 1, see --help")
 	}
-	if !flags.Changed("kill_token") {
-		*token = os.Getenv(rpc.KillTokenEnv)
-	}
 	cfg := def
-	cfg.Bind, cfg.MinReplicas, cfg.KillToken = *bind, *minReplicas, *token
+	cfg.Bind, cfg.MinReplicas = *bind, *minReplicas
+	cfg.Security, cfg.AllowRemoteKill = security, *allowRemoteKill
+	cfg.MaxConnections, cfg.MaxJoinsPerSecond = *maxConnections, *maxJoins
 	for _, setting := range []struct {
 		name string
 		ms   int64

@@ -7,29 +7,33 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 )
 
 func TestParseArgs(t *testing.T) {
-	t.Setenv("TORCHFT_KILL_TOKEN", "from the environment")
+	token, other := fttest.File(t, "secret"), fttest.File(t, "other")
+	t.Setenv("TORCHFT_TOKEN_FILE", token)
 	cfg, err := lighthouse.ParseArgs([]string{"--min_replicas", "2"})
 	require.NoError(t, err)
 	want := lighthouse.DefaultConfig()
-	want.MinReplicas, want.KillToken = 2, "from the environment"
+	want.MinReplicas, want.Security.TokenFile = 2, token
 	assert.Equal(t, want, cfg)
 	assert.Equal(t, "[::]:29510", cfg.Bind)
 	assert.Equal(t, []time.Duration{time.Minute, 100 * time.Millisecond, 5 * time.Second}, []time.Duration{cfg.JoinTimeout, cfg.QuorumTick, cfg.HeartbeatTimeout})
 
-	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--kill_token", "x"})
+	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--token-file", other, "--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5"})
 	require.NoError(t, err)
-	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond, QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond, KillToken: "x"}, cfg)
+	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond, QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond,
+		Security: rpc.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4, MaxJoinsPerSecond: 5}, cfg)
 }
 
 func TestHelpIsUsage(t *testing.T) {
 	_, err := lighthouse.ParseArgs([]string{"--help"})
 	var help *lighthouse.Help
 	require.ErrorAs(t, err, &help)
-	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--kill_token"} {
+	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key", "--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second"} {
 		assert.Contains(t, help.Usage, flag)
 	}
 }
@@ -50,6 +54,12 @@ func TestBadArgsAreNamed(t *testing.T) {
 		{[]string{"--min_replicas", "1", "--join_timeout_ms", "9223372036854775807"}, "join_timeout_ms is 9223372036854775807: it must be at most"},
 		{[]string{"--min_replicas", "1", "--bind", "29510"}, `bind is "29510": it must be host:port`},
 		{[]string{"--min_replicas", "1", "--bind", "[::]:70000"}, `bind is "[::]:70000": it must be host:port`},
+		{[]string{"--min_replicas", "1", "--token_file", "/missing"}, `token_file (TORCHFT_TOKEN_FILE) is "/missing": it cannot be read`},
+		{[]string{"--min_replicas", "1", "--tls_cert", "/missing"}, `tls_key (TORCHFT_TLS_KEY) is ""`},
+		{[]string{"--min_replicas", "1", "--tls-client-ca", "/missing"}, `tls_cert (TORCHFT_TLS_CERT) is ""`},
+		{[]string{"--min_replicas", "1", "--max_connections", "0"}, "max_connections is 0: it must be at least 1"},
+		{[]string{"--min_replicas", "1", "--max_joins_per_second", "0"}, "max_joins_per_second is 0: it must be at least 1"},
+		{[]string{"--min_replicas", "1", "--allow_remote_kill=perhaps"}, "perhaps"},
 		{[]string{"--min_replicas", "1", "--colour", "red"}, "--colour"},
 		{[]string{"--min_replicas", "1", "now"}, `"now" is not understood`},
 	} {

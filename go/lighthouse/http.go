@@ -10,8 +10,6 @@ import (
 	"net/http"
 	"time"
 
-	"google.golang.org/grpc/metadata"
-
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -31,7 +29,7 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("GET /{$}", s.serveIndex)
 	mux.HandleFunc("GET /status", s.serveStatus)
 	mux.HandleFunc("GET /replica/{id}/kill", s.serveKillForm)
-	mux.HandleFunc("POST /replica/{id}/kill", s.serveKill)
+	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", s.serveKill))
 	return mux
 }
 
@@ -44,11 +42,11 @@ func (s *Server) serveStatus(w http.ResponseWriter, _ *http.Request) {
 }
 
 func (s *Server) serveIndex(w http.ResponseWriter, _ *http.Request) {
-	s.render(w, "index", map[string]any{"Address": s.address, "Status": s.Status(), "Kill": s.cfg.KillToken != ""})
+	s.render(w, "index", map[string]any{"Address": s.address, "Status": s.Status()})
 }
 
 func (s *Server) serveKillForm(w http.ResponseWriter, r *http.Request) {
-	s.render(w, "kill", map[string]any{"ReplicaID": r.PathValue("id")})
+	s.render(w, "kill", map[string]any{"ReplicaID": r.PathValue("id"), "Token": s.cfg.Security.HasTokens()})
 }
 
 func (s *Server) render(w http.ResponseWriter, page string, data any) {
@@ -61,24 +59,8 @@ func (s *Server) render(w http.ResponseWriter, page string, data any) {
 	}
 }
 
-// serveKill ends a replica group. A page of another site must not be able to: a browser says where a POST
-// comes from, and the token is one that such a page does not know.
+// serveKill ends a replica group.
 func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
-	if err := http.NewCrossOriginProtection().Check(r); err != nil {
-		http.Error(w, "kill is refused: the request comes from another site ("+err.Error()+")", http.StatusForbidden)
-		return
-	}
-	authorization := r.Header.Values("Authorization")
-	if len(authorization) == 0 {
-		r.Body = http.MaxBytesReader(w, r.Body, 4<<10)
-		if token := r.PostFormValue("token"); token != "" {
-			authorization = []string{rpc.Bearer(token)}
-		}
-	}
-	if check := rpc.CheckToken(s.cfg.KillToken, authorization); check != rpc.TokenOK {
-		http.Error(w, check.String(), http.StatusForbidden)
-		return
-	}
 	id := r.PathValue("id")
 	if err := s.kill(r.Context(), id); errors.Is(err, errNoSuchReplica) {
 		http.Error(w, fmt.Sprintf("replica %q is not known to this lighthouse, or did not say where its manager is", id), http.StatusNotFound)
@@ -107,12 +89,12 @@ func (s *Server) kill(ctx context.Context, replicaID string) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
-	conn, err := rpc.Dial(ctx, s.cfg.Network, "manager", address, killTimeout)
+	// A manager on this host knows by the loopback address that it may trust this lighthouse.
+	conn, err := s.security().Dial(ctx, rpc.PreferLoopback(s.cfg.Network), "manager", address, killTimeout)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = conn.Close() }()
-	ctx = metadata.AppendToOutgoingContext(ctx, "authorization", rpc.Bearer(s.cfg.KillToken))
 	_, err = torchftpb.NewManagerServiceClient(conn).Kill(ctx, &torchftpb.KillRequest{Msg: "the lighthouse was asked to"})
 	return err
 }

@@ -16,15 +16,16 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/quorum"
 )
 
 // browser is an HTTP client on a host of the cluster.
-func browser(t *testing.T, c *fttest.Cluster) *http.Client {
+func browser(t *testing.T, c *fttest.Cluster, host string) *http.Client {
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
-		return c.Net.Host("browser").Dial(ctx, addr)
+		return c.Net.Host(host).Dial(ctx, addr)
 	}}
 	t.Cleanup(transport.CloseIdleConnections)
 	return &http.Client{Transport: transport, Timeout: 10 * time.Second}
@@ -48,7 +49,7 @@ func read(t *testing.T, resp *http.Response) (int, string) {
 func TestStatusSaysWhoIsHereAndWhyThereIsNoQuorum(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		client := browser(t, c)
+		client := browser(t, c, "far")
 		code, page := get(t, client, "/")
 		assert.Equal(t, http.StatusOK, code)
 		assert.Contains(t, page, "No replica group has been here yet.")
@@ -70,7 +71,7 @@ func TestStatusSaysWhoIsHereAndWhyThereIsNoQuorum(t *testing.T) {
 		assert.Contains(t, page, "&lt;a&gt;", "names are escaped")
 		assert.Contains(t, page, "waiting for 2.0 s")
 		assert.NotContains(t, page, "<script")
-		assert.NotContains(t, page, "/kill", "there is no token, so there is nothing to offer")
+		assert.Contains(t, page, `href="/replica/%3ca%3e/kill"`)
 
 		require.NoError(t, (<-ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, 10*time.Second)).Err)
 		require.NoError(t, (<-waiting).Err)
@@ -83,7 +84,7 @@ func TestStatusSaysWhoIsHereAndWhyThereIsNoQuorum(t *testing.T) {
 
 func TestOtherPathsAndMethods(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		client := browser(t, fttest.NewCluster(t, 1))
+		client := browser(t, fttest.NewCluster(t, 1), "far")
 		for path, want := range map[string]int{"/nothing": http.StatusNotFound, "/replica//kill": http.StatusNotFound, "/replica/a/kill": http.StatusOK} {
 			code, _ := get(t, client, path)
 			assert.Equal(t, want, code, path)
@@ -95,49 +96,81 @@ func TestOtherPathsAndMethods(t *testing.T) {
 	})
 }
 
+// kill posts to the page of a replica, from a browser on some host.
+func kill(t *testing.T, c *fttest.Cluster, host, replica string, headers map[string]string, form url.Values) (int, string) {
+	t.Helper()
+	req, err := http.NewRequest(http.MethodPost, fttest.LighthouseAddr+"/replica/"+url.PathEscape(replica)+"/kill", strings.NewReader(form.Encode()))
+	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	for name, value := range headers {
+		req.Header.Set(name, value)
+	}
+	if name := headers["Host"]; name != "" {
+		req.Host = name
+	}
+	resp, err := browser(t, c, host).Do(req)
+	require.NoError(t, err)
+	return read(t, resp)
+}
+
 func TestKill(t *testing.T) {
+	const bearer = "Bearer secret"
 	for _, tc := range []struct {
-		name       string
-		configured string
-		headers    map[string]string
-		form       url.Values
-		replica    string
-		want       int
-		says       string
+		name    string
+		open    bool // there is no token
+		remote  bool // --allow_remote_kill
+		from    string
+		group   string // the host of the group; "far" if empty
+		headers map[string]string
+		form    url.Values
+		replica string
+		want    int
+		says    string
 	}{
-		{name: "disabled", headers: map[string]string{"Authorization": "Bearer secret"}, want: 403, says: "TORCHFT_KILL_TOKEN"},
-		{name: "no token", configured: "secret", want: 403, says: "authorization: Bearer"},
-		{name: "wrong token", configured: "secret", headers: map[string]string{"Authorization": "Bearer guess"}, want: 403, says: "wrong"},
-		{name: "not a bearer", configured: "secret", headers: map[string]string{"Authorization": "secret"}, want: 403, says: "wrong"},
-		{name: "another site", configured: "secret", headers: map[string]string{"Authorization": "Bearer secret", "Origin": "http://evil.example"}, want: 403, says: "another site"},
-		{name: "another site, as the browser says", configured: "secret", headers: map[string]string{"Authorization": "Bearer secret", "Sec-Fetch-Site": "cross-site"}, want: 403, says: "another site"},
-		{name: "unknown replica", configured: "secret", headers: map[string]string{"Authorization": "Bearer secret"}, replica: "b", want: 404, says: `"b"`},
-		{name: "by header", configured: "secret", headers: map[string]string{"Authorization": "Bearer secret"}, want: 200},
-		{name: "by the page's form", configured: "secret", headers: map[string]string{"Origin": fttest.LighthouseAddr}, form: url.Values{"token": {"secret"}}, want: 200},
+		{name: "no token", from: "far", want: 401, says: "wants the job's token"},
+		{name: "no token, from here", from: "lighthouse", want: 401, says: "wants the job's token"},
+		{name: "wrong token", from: "far", headers: map[string]string{"Authorization": "Bearer guess"}, want: 401, says: "not the job's"},
+		{name: "not a bearer", from: "far", headers: map[string]string{"Authorization": "secret"}, want: 401, says: "not the job's"},
+		{name: "another site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Origin": "http://evil.example"}, want: 403, says: "another site"},
+		{name: "another site, as the browser says", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Sec-Fetch-Site": "cross-site"}, want: 403, says: "another site"},
+		{name: "unknown replica", from: "far", headers: map[string]string{"Authorization": bearer}, replica: "b", want: 404, says: `"b"`},
+		{name: "by header", from: "far", headers: map[string]string{"Authorization": bearer}, want: 200},
+		{name: "by header, under any name", from: "far", headers: map[string]string{"Authorization": bearer, "Host": "alias.example"}, want: 200},
+		{name: "by the page's form", from: "far", headers: map[string]string{"Origin": fttest.LighthouseAddr}, form: url.Values{"token": {"secret"}}, want: 200},
+
+		{name: "open, from elsewhere", open: true, from: "far", group: "lighthouse", want: 403, says: "--allow_remote_kill"},
+		{name: "open, from elsewhere with any token", open: true, from: "far", group: "lighthouse", headers: map[string]string{"Authorization": bearer}, want: 403, says: "another host"},
+		{name: "open, by a proxy here", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"X-Forwarded-For": "10.0.0.1"}, want: 403, says: "another host"},
+		{name: "open, another site", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Origin": "http://evil.example"}, want: 403, says: "another site"},
+		{name: "open, another site's name for this host", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Host": "evil.example:29510", "Origin": "http://evil.example:29510"}, want: 403, says: `"evil.example:29510", is no name of this server`},
+		{name: "open, from here", open: true, from: "lighthouse", group: "lighthouse", want: 200},
+		{name: "open, by the page's form", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Origin": fttest.LighthouseAddr}, want: 200},
+		{name: "open, a manager elsewhere", open: true, from: "lighthouse", want: 502, says: "it comes from another host, and this server has no token"},
+		{name: "remote kill", open: true, remote: true, from: "far", group: "lighthouse", want: 200},
+		{name: "remote kill, another site", open: true, remote: true, from: "far", group: "lighthouse", headers: map[string]string{"Origin": "null"}, want: 403, says: "another site"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			t.Setenv("TORCHFT_KILL_TOKEN", "")
+			var security rpc.Security
+			if !tc.open {
+				security.TokenFile = fttest.File(t, "secret")
+			}
 			synctest.Test(t, func(t *testing.T) {
-				c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.KillToken = tc.configured })
+				c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.Security, cfg.AllowRemoteKill = security, tc.remote })
 				exited := make(chan int, 1)
+				host := tc.group
+				if host == "" {
+					host = "far"
+				}
 				g := c.StartGroup("a:1/2", 1, func(cfg *manager.ServerConfig) {
-					cfg.Hostname, cfg.Network = "a", c.Net.Host("a")
-					cfg.KillToken, cfg.Exit = tc.configured, func(code int) { exited <- code }
+					cfg.Hostname, cfg.Network = host, c.Net.Host(host)
+					cfg.Security, cfg.Exit = security, func(code int) { exited <- code }
 				})
 				require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
 				replica := tc.replica
 				if replica == "" {
 					replica = "a:1/2"
 				}
-				req, err := http.NewRequest(http.MethodPost, fttest.LighthouseAddr+"/replica/"+url.PathEscape(replica)+"/kill", strings.NewReader(tc.form.Encode()))
-				require.NoError(t, err)
-				req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
-				for name, value := range tc.headers {
-					req.Header.Set(name, value)
-				}
-				resp, err := browser(t, c).Do(req)
-				require.NoError(t, err)
-				code, body := read(t, resp)
+				code, body := kill(t, c, tc.from, replica, tc.headers, tc.form)
 				assert.Equal(t, tc.want, code, body)
 				assert.Contains(t, body, tc.says)
 				time.Sleep(time.Second)
@@ -149,16 +182,11 @@ func TestKill(t *testing.T) {
 
 func TestKillOfAManagerThatIsGone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.KillToken = "secret" })
+		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)
 		require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
 		g.Server.Shutdown()
-		req, err := http.NewRequest(http.MethodPost, fttest.LighthouseAddr+"/replica/a/kill", nil)
-		require.NoError(t, err)
-		req.Header.Set("Authorization", "Bearer secret")
-		resp, err := browser(t, c).Do(req)
-		require.NoError(t, err)
-		code, body := read(t, resp)
+		code, body := kill(t, c, "lighthouse", "a", nil, nil)
 		assert.Equal(t, http.StatusBadGateway, code)
 		assert.Contains(t, body, "could not connect to manager at "+g.Server.Address())
 	})

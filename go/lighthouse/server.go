@@ -21,6 +21,7 @@ type Server struct {
 	cfg     Config
 	log     *slog.Logger
 	address string
+	gate    *rpc.Gate
 	rpc     *rpc.Server
 	stop    chan struct{}
 	tasks   sync.WaitGroup
@@ -47,6 +48,12 @@ func New(cfg Config) (*Server, error) {
 		return nil, err
 	}
 	cfg = cfg.withDefaults()
+	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{
+		MaxConnections: cfg.MaxConnections, MaxJoins: cfg.MaxJoinsPerSecond, IsJoin: isJoin,
+	}, cfg.Logger)
+	if err != nil {
+		return nil, err
+	}
 	lis, err := cfg.Network.Listen(cfg.Bind)
 	if err != nil {
 		return nil, err
@@ -54,7 +61,8 @@ func New(cfg Config) (*Server, error) {
 	s := &Server{
 		cfg:     cfg,
 		log:     cfg.Logger,
-		address: rpc.Announce(cfg.Hostname, lis.Addr()),
+		address: rpc.Announce(cfg.Hostname, lis.Addr(), cfg.Security),
+		gate:    gate,
 		stop:    make(chan struct{}),
 		machine: quorum.NewMachine(cfg.policy(), time.Now()),
 	}
@@ -62,15 +70,20 @@ func New(cfg Config) (*Server, error) {
 	s.wake.Stop()
 	s.news.timer = time.AfterFunc(time.Hour, s.tellLater)
 	s.news.timer.Stop()
-	g := rpc.NewGRPC(s.log)
+	g := rpc.NewGRPC(gate, s.log)
 	g.RegisterService(serviceDesc(), service{server: s})
 	torchftpb.RegisterMemberServiceServer(g, memberService{server: s})
-	s.rpc = rpc.Serve(lis, g, s.handler(), s.log)
+	s.rpc = rpc.Serve(lis, gate, g, s.handler(), s.log)
 	rpc.Go(&s.tasks, s.log, "quorum tick", s.tick)
 	return s, nil
 }
 
-// Address is http://host:port, as managers and browsers use it.
+// isJoin picks the calls by which a member joins.
+func isJoin(method string) bool {
+	return method == torchftpb.LighthouseService_Quorum_FullMethodName || method == torchftpb.MemberService_Attend_FullMethodName
+}
+
+// Address is http://host:port, or https://, as managers and browsers use it.
 func (s *Server) Address() string { return s.address }
 
 // Shutdown answers everyone who waits, closes the port, and returns when nothing of the server is left.

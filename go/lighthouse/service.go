@@ -82,5 +82,8 @@ func checkReplicaID(id string) error {
 	if id == "" {
 		return status.Error(codes.InvalidArgument, `replica_id is "": it must be a name that no other replica group has`)
 	}
+	if len(id) > rpc.MaxReplicaID {
+		return status.Errorf(codes.InvalidArgument, "replica_id has %d bytes: allowed are %d", len(id), rpc.MaxReplicaID)
+	}
 	return nil
 }

@@ -46,6 +46,7 @@ type DialOption func(*dialOptions)
 
 type dialOptions struct {
 	network    rpc.Network
+	security   rpc.Security
 	noShortcut bool
 }
 
@@ -60,6 +61,9 @@ func dialSettings(options []DialOption) dialOptions {
 // WithNetwork connects through another network than real TCP.
 func WithNetwork(n rpc.Network) DialOption { return func(d *dialOptions) { d.network = n } }
 
+// WithSecurity shows the job's token and certificates, and checks those of the server.
+func WithSecurity(s rpc.Security) DialOption { return func(d *dialOptions) { d.security = s } }
+
 // WithoutShortcut goes over the network even to a server in this process.
 func WithoutShortcut() DialOption { return func(d *dialOptions) { d.noShortcut = true } }
 
@@ -72,7 +76,7 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 			return &Client{peer: peer, calls: server.direct()}, nil
 		}
 	}
-	conn, err := rpc.Dial(ctx, d.network, "manager", addr, connectTimeout)
+	conn, err := d.security.Dial(ctx, d.network, "manager", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}

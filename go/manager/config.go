@@ -35,9 +35,8 @@ type ServerConfig struct {
 	// ReplaysFailedSteps: the ranks keep what they reduce, and reduce it again with who is left when a peer dies. The
 	// others are told.
 	ReplaysFailedSteps bool
-	// KillToken allows kill to those who send it; empty means that of the environment (TORCHFT_KILL_TOKEN),
-	// and without one there kill is disabled.
-	KillToken string
+	// Security names the files with the job's token and certificates, for this server and for its calls to the lighthouse.
+	Security rpc.Security
 	// Exit ends the process for kill; os.Exit if nil.
 	Exit func(code int)
 	// Logger is slog.Default() if nil.
@@ -57,6 +56,9 @@ func (c ServerConfig) Validate() error {
 	}
 	if c.ReplicaID == "" {
 		return fmt.Errorf(`replica_id is "": it must be a name that no other replica group has`)
+	}
+	if len(c.ReplicaID) > rpc.MaxReplicaID {
+		return fmt.Errorf("replica_id has %d bytes: allowed are %d", len(c.ReplicaID), rpc.MaxReplicaID)
 	}
 	if c.Membership == nil {
 		if _, err := rpc.ParseAddress("lighthouse_addr", c.LighthouseAddr); err != nil {
@@ -81,13 +83,10 @@ func (c ServerConfig) Validate() error {
 	if c.QuorumRetries < 0 {
 		return fmt.Errorf("quorum_retries is %d: it must be at least 0", c.QuorumRetries)
 	}
-	return nil
+	return c.Security.Validate()
 }
 
 func (c ServerConfig) withDefaults() ServerConfig {
-	if c.KillToken == "" {
-		c.KillToken = os.Getenv(rpc.KillTokenEnv)
-	}
 	if c.Exit == nil {
 		c.Exit = os.Exit
 	}

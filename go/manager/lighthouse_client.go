@@ -38,7 +38,8 @@ type LighthouseClient struct {
 
 // DialLighthouse connects to the lighthouse at addr, trying again until connectTimeout is over.
 func DialLighthouse(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*LighthouseClient, error) {
-	conn, err := rpc.Dial(ctx, dialSettings(options).network, "lighthouse", addr, connectTimeout)
+	d := dialSettings(options)
+	conn, err := d.security.Dial(ctx, d.network, "lighthouse", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}

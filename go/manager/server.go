@@ -46,6 +46,9 @@ type answer struct {
 	err      error
 }
 
+// maxConnections are open at once to a manager server: from the ranks of its group, and from groups that heal.
+const maxConnections = 10_000
+
 // NewServer starts the server of a replica group: it is connected to the lighthouse, bound and serving on
 // return. If the lighthouse is not reached within ConnectTimeout it fails. End it with Shutdown.
 func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
@@ -53,9 +56,13 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		return nil, err
 	}
 	cfg = cfg.withDefaults()
+	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: maxConnections}, cfg.Logger)
+	if err != nil {
+		return nil, err
+	}
 	membership := cfg.Membership
 	if membership == nil {
-		client, err := DialLighthouse(ctx, cfg.LighthouseAddr, cfg.ConnectTimeout, WithNetwork(cfg.Network))
+		client, err := DialLighthouse(ctx, cfg.LighthouseAddr, cfg.ConnectTimeout, WithNetwork(cfg.Network), WithSecurity(cfg.Security))
 		if err != nil {
 			return nil, err
 		}
@@ -68,17 +75,17 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	s := &Server{
 		cfg:        cfg,
 		log:        cfg.Logger.With("replica_id", cfg.ReplicaID),
-		address:    rpc.Announce(cfg.Hostname, lis.Addr()),
+		address:    rpc.Announce(cfg.Hostname, lis.Addr(), cfg.Security),
 		membership: membership,
 		asking:     map[uint64]context.CancelFunc{},
 		presence:   presence{},
 	}
 	s.machine = s.newMachine()
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	g := rpc.NewGRPC(s.log, grpc.StatsHandler(connectionTracker{s}))
+	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}))
 	torchftpb.RegisterManagerServiceServer(g, service{server: s})
 	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
-	s.rpc = rpc.Serve(lis, g, nil, s.log)
+	s.rpc = rpc.Serve(lis, gate, g, nil, s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
 	if source, ok := membership.(FailureSource); ok {
 		rpc.Go(&s.tasks, s.log, "failures", func() { s.hearFailures(source) })
@@ -97,7 +104,7 @@ func (s *Server) newMachine() *round.Machine {
 	})
 }
 
-// Address is http://host:port, as it is announced to the other groups.
+// Address is http://host:port, or https://, as it is announced to the other groups.
 func (s *Server) Address() string { return s.address }
 
 // Shutdown answers every call that waits, closes the port and the connection to the lighthouse, and returns

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -12,7 +13,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/fttest"
@@ -121,41 +121,49 @@ func TestRanksOutsideTheGroupAreRefused(t *testing.T) {
 	})
 }
 
-func TestKillNeedsTheToken(t *testing.T) {
-	t.Setenv(rpc.KillTokenEnv, "")
+func TestKillIsForThisHostOrTheToken(t *testing.T) {
 	for _, tc := range []struct {
-		name, configured, sent string
-		want                   codes.Code
+		name, configured, sent, from string
+		want                         codes.Code
+		says                         string
 	}{
-		{"disabled", "", "secret", codes.PermissionDenied},
-		{"missing", "secret", "", codes.Unauthenticated},
-		{"wrong", "secret", "guess", codes.Unauthenticated},
-		{"right", "secret", "secret", codes.OK},
+		{"from elsewhere", "", "", "x", codes.PermissionDenied, "it comes from another host"},
+		{"from elsewhere, with any token", "", "secret", "x", codes.PermissionDenied, "it comes from another host"},
+		{"from this host", "", "", "a", codes.OK, ""},
+		{"missing", "secret", "", "x", codes.Unauthenticated, "wants the job's token"},
+		{"missing, from this host", "secret", "", "a", codes.Unauthenticated, "wants the job's token"},
+		{"wrong", "secret", "guess", "x", codes.Unauthenticated, "not the job's"},
+		{"right", "secret", "secret", "x", codes.OK, ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
+			configured, sent := security(t, tc.configured), security(t, tc.sent)
 			synctest.Test(t, func(t *testing.T) {
 				c := fttest.NewCluster(t, 1)
 				exited := make(chan int, 1)
 				g := c.StartGroup("a", 1, func(cfg *manager.ServerConfig) {
-					cfg.KillToken, cfg.Exit = tc.configured, func(code int) { exited <- code }
+					cfg.Security, cfg.Exit = configured, func(code int) { exited <- code }
 				})
-				conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
+				conn, err := sent.Dial(t.Context(), c.Net.Host(tc.from), "manager", g.Server.Address(), time.Second)
 				require.NoError(t, err)
 				defer func() { require.NoError(t, conn.Close()) }()
-				ctx := t.Context()
-				if tc.sent != "" {
-					ctx = metadata.AppendToOutgoingContext(ctx, "authorization", rpc.Bearer(tc.sent))
-				}
-				_, err = torchftpb.NewManagerServiceClient(conn).Kill(ctx, &torchftpb.KillRequest{Msg: "test"})
+				_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(), &torchftpb.KillRequest{Msg: "test"})
 				assert.Equal(t, tc.want, status.Code(err), "%v", err)
+				if tc.want != codes.OK {
+					assert.ErrorContains(t, err, tc.says)
+				}
 				time.Sleep(time.Second)
 				assert.Len(t, exited, map[bool]int{true: 1}[tc.want == codes.OK])
-				if tc.configured == "" {
-					assert.ErrorContains(t, err, rpc.KillTokenEnv)
-				}
 			})
 		})
 	}
+}
+
+// security is that of a token; without one there is none.
+func security(t *testing.T, token string) rpc.Security {
+	if token == "" {
+		return rpc.Security{}
+	}
+	return rpc.Security{TokenFile: fttest.File(t, token)}
 }
 
 func TestValidate(t *testing.T) {
@@ -163,6 +171,8 @@ func TestValidate(t *testing.T) {
 	require.NoError(t, c.ServerConfig("a", 1).Validate())
 	for setting, change := range map[string]func(*manager.ServerConfig){
 		`replica_id is ""`:                    func(c *manager.ServerConfig) { c.ReplicaID = "" },
+		`replica_id has 1025 bytes: allowed`:  func(c *manager.ServerConfig) { c.ReplicaID = strings.Repeat("a", 1025) },
+		`token_file (TORCHFT_TOKEN_FILE) is`:  func(c *manager.ServerConfig) { c.Security.TokenFile = "/missing" },
 		`replica_id is "\xff"`:                func(c *manager.ServerConfig) { c.ReplicaID = "\xff" },
 		`store_addr is "\xff"`:                func(c *manager.ServerConfig) { c.StoreAddr = "\xff" },
 		`lighthouse_addr is "localhost:1"`:    func(c *manager.ServerConfig) { c.LighthouseAddr = "localhost:1" },

@@ -4,10 +4,6 @@ import (
 	"context"
 	"time"
 
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/metadata"
-	"google.golang.org/grpc/status"
-
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -53,13 +49,8 @@ func (s service) ShouldCommit(ctx context.Context, req *torchftpb.ShouldCommitRe
 }
 
 func (s service) Kill(ctx context.Context, req *torchftpb.KillRequest) (*torchftpb.KillResponse, error) {
-	md, _ := metadata.FromIncomingContext(ctx)
-	switch check := rpc.CheckToken(s.server.cfg.KillToken, md.Get("authorization")); check {
-	case rpc.TokenOK:
-	case rpc.TokenMissing, rpc.TokenWrong:
-		return nil, status.Error(codes.Unauthenticated, check.String())
-	default:
-		return nil, status.Error(codes.PermissionDenied, check.String())
+	if err := rpc.CheckEnding(ctx, s.server.cfg.Security.HasTokens()); err != nil {
+		return nil, err
 	}
 	s.server.exit(req.GetMsg())
 	return &torchftpb.KillResponse{}, nil

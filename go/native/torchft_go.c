@@ -394,12 +394,13 @@ _wrap__torchft_go_pyapi_LighthouseClientStart(PyObject * PYBINDGEN_UNUSED(dummy)
     int64_t retval;
     char *addr;
     int64_t connectTimeoutUs;
-    const char *keywords[] = {"addr", "connectTimeoutUs", NULL};
+    char *security;
+    const char *keywords[] = {"addr", "connectTimeoutUs", "security", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sL", (char **) keywords, &addr, &connectTimeoutUs)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sLs", (char **) keywords, &addr, &connectTimeoutUs, &security)) {
         return NULL;
     }
-    retval = pyapi_LighthouseClientStart(addr, connectTimeoutUs);
+    retval = pyapi_LighthouseClientStart(addr, connectTimeoutUs, security);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -500,13 +501,13 @@ _wrap__torchft_go_pyapi_LighthouseServerStart(PyObject * PYBINDGEN_UNUSED(dummy)
     int64_t joinTimeoutMs;
     int64_t quorumTickMs;
     int64_t heartbeatTimeoutMs;
-    char *killToken;
-    const char *keywords[] = {"bind", "hostname", "minReplicas", "joinTimeoutMs", "quorumTickMs", "heartbeatTimeoutMs", "killToken", NULL};
+    char *security;
+    const char *keywords[] = {"bind", "hostname", "minReplicas", "joinTimeoutMs", "quorumTickMs", "heartbeatTimeoutMs", "security", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ssLLLLs", (char **) keywords, &bind, &hostname, &minReplicas, &joinTimeoutMs, &quorumTickMs, &heartbeatTimeoutMs, &killToken)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ssLLLLs", (char **) keywords, &bind, &hostname, &minReplicas, &joinTimeoutMs, &quorumTickMs, &heartbeatTimeoutMs, &security)) {
         return NULL;
     }
-    retval = pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, killToken);
+    retval = pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, security);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -571,12 +572,13 @@ _wrap__torchft_go_pyapi_ManagerClientStart(PyObject * PYBINDGEN_UNUSED(dummy), P
     int64_t retval;
     char *addr;
     int64_t connectTimeoutUs;
-    const char *keywords[] = {"addr", "connectTimeoutUs", NULL};
+    char *security;
+    const char *keywords[] = {"addr", "connectTimeoutUs", "security", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sL", (char **) keywords, &addr, &connectTimeoutUs)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sLs", (char **) keywords, &addr, &connectTimeoutUs, &security)) {
         return NULL;
     }
-    retval = pyapi_ManagerClientStart(addr, connectTimeoutUs);
+    retval = pyapi_ManagerClientStart(addr, connectTimeoutUs, security);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -691,14 +693,14 @@ _wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSED(dummy), P
     int64_t quorumRetries;
     bool replaysFailedSteps;
     PyObject *py_replaysFailedSteps;
-    char *killToken;
-    const char *keywords[] = {"replicaID", "lighthouseAddr", "hostname", "bind", "storeAddr", "worldSize", "heartbeatIntervalUs", "connectTimeoutUs", "quorumRetries", "replaysFailedSteps", "killToken", NULL};
+    char *security;
+    const char *keywords[] = {"replicaID", "lighthouseAddr", "hostname", "bind", "storeAddr", "worldSize", "heartbeatIntervalUs", "connectTimeoutUs", "quorumRetries", "replaysFailedSteps", "security", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sssssLLLLOs", (char **) keywords, &replicaID, &lighthouseAddr, &hostname, &bind, &storeAddr, &worldSize, &heartbeatIntervalUs, &connectTimeoutUs, &quorumRetries, &py_replaysFailedSteps, &killToken)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sssssLLLLOs", (char **) keywords, &replicaID, &lighthouseAddr, &hostname, &bind, &storeAddr, &worldSize, &heartbeatIntervalUs, &connectTimeoutUs, &quorumRetries, &py_replaysFailedSteps, &security)) {
         return NULL;
     }
     replaysFailedSteps = (bool) PyObject_IsTrue(py_replaysFailedSteps);
-    retval = pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, killToken);
+    retval = pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, security);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -888,18 +890,18 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_HealServed", (PyCFunction) _wrap__torchft_go_pyapi_HealServed, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServed(grant)\n\ntype: grant: int64_t" },
     {(char *) "pyapi_HealServerStart", (PyCFunction) _wrap__torchft_go_pyapi_HealServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServerStart(patienceUs, bytesPerSecond)\n\ntype: patienceUs: int64_t\ntype: bytesPerSecond: int64_t" },
     {(char *) "pyapi_HealWaitStart", (PyCFunction) _wrap__torchft_go_pyapi_HealWaitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealWaitStart(fetch, timeoutUs)\n\ntype: fetch: int64_t\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t" },
+    {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_LighthouseCommandStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandStart(arguments, hostname)\n\ntype: arguments: char *\ntype: hostname: char *" },
     {(char *) "pyapi_LighthouseHeartbeatStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseHeartbeatStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, replicaID, address, storeAddress, step, worldSize, shrinkOnly, data, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: address: char *\ntype: storeAddress: char *\ntype: step: int64_t\ntype: worldSize: int64_t\ntype: shrinkOnly: bool\ntype: data: char *\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_LighthouseServerStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, killToken)\n\ntype: bind: char *\ntype: hostname: char *\ntype: minReplicas: int64_t\ntype: joinTimeoutMs: int64_t\ntype: quorumTickMs: int64_t\ntype: heartbeatTimeoutMs: int64_t\ntype: killToken: char *" },
+    {(char *) "pyapi_LighthouseServerStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, security)\n\ntype: bind: char *\ntype: hostname: char *\ntype: minReplicas: int64_t\ntype: joinTimeoutMs: int64_t\ntype: quorumTickMs: int64_t\ntype: heartbeatTimeoutMs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerChangeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerChangeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerChangeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerCheckpointMetadataStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t" },
+    {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerFailureStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerFailureStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerFailureStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize, committedQuorumID)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: checkpointMetadata: char *\ntype: shrinkOnly: bool\ntype: timeoutUs: int64_t\ntype: commitFailures: int64_t\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t\ntype: committedQuorumID: int64_t" },
     {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: checkpointMetadata: char *\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t" },
-    {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, killToken)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: replaysFailedSteps: bool\ntype: killToken: char *" },
+    {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: replaysFailedSteps: bool\ntype: security: char *" },
     {(char *) "pyapi_ManagerVotePrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerVotePrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerVotePrepare(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ProbeStart", (PyCFunction) _wrap__torchft_go_pyapi_ProbeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ProbeStart(outcome, delayUs, timeoutUs)\n\ntype: outcome: char *\ntype: delayUs: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ReleaseStart", (PyCFunction) _wrap__torchft_go_pyapi_ReleaseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ReleaseStart(handle)\n\ntype: handle: int64_t" },

@@ -238,8 +238,8 @@ func pyapi_HealWaitStart(fetch C.longlong, timeoutUs C.longlong) C.longlong {
 }
 
 //export pyapi_LighthouseClientStart
-func pyapi_LighthouseClientStart(addr *C.char, connectTimeoutUs C.longlong) C.longlong {
-	cret, __err := pyapi.LighthouseClientStart(C.GoString(addr), int64(connectTimeoutUs))
+func pyapi_LighthouseClientStart(addr *C.char, connectTimeoutUs C.longlong, security *C.char) C.longlong {
+	cret, __err := pyapi.LighthouseClientStart(C.GoString(addr), int64(connectTimeoutUs), C.GoString(security))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -298,8 +298,8 @@ func pyapi_LighthouseQuorumStart(handle C.longlong, replicaID *C.char, address *
 }
 
 //export pyapi_LighthouseServerStart
-func pyapi_LighthouseServerStart(bind *C.char, hostname *C.char, minReplicas C.longlong, joinTimeoutMs C.longlong, quorumTickMs C.longlong, heartbeatTimeoutMs C.longlong, killToken *C.char) C.longlong {
-	cret, __err := pyapi.LighthouseServerStart(C.GoString(bind), C.GoString(hostname), int64(minReplicas), int64(joinTimeoutMs), int64(quorumTickMs), int64(heartbeatTimeoutMs), C.GoString(killToken))
+func pyapi_LighthouseServerStart(bind *C.char, hostname *C.char, minReplicas C.longlong, joinTimeoutMs C.longlong, quorumTickMs C.longlong, heartbeatTimeoutMs C.longlong, security *C.char) C.longlong {
+	cret, __err := pyapi.LighthouseServerStart(C.GoString(bind), C.GoString(hostname), int64(minReplicas), int64(joinTimeoutMs), int64(quorumTickMs), int64(heartbeatTimeoutMs), C.GoString(security))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -334,8 +334,8 @@ func pyapi_ManagerCheckpointMetadataStart(handle C.longlong, groupRank C.longlon
 }
 
 //export pyapi_ManagerClientStart
-func pyapi_ManagerClientStart(addr *C.char, connectTimeoutUs C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerClientStart(C.GoString(addr), int64(connectTimeoutUs))
+func pyapi_ManagerClientStart(addr *C.char, connectTimeoutUs C.longlong, security *C.char) C.longlong {
+	cret, __err := pyapi.ManagerClientStart(C.GoString(addr), int64(connectTimeoutUs), C.GoString(security))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -382,8 +382,8 @@ func pyapi_ManagerRoundPrepare(handle C.longlong, groupRank C.longlong, checkpoi
 }
 
 //export pyapi_ManagerServerStart
-func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostname *C.char, bind *C.char, storeAddr *C.char, worldSize C.longlong, heartbeatIntervalUs C.longlong, connectTimeoutUs C.longlong, quorumRetries C.longlong, replaysFailedSteps C.char, killToken *C.char) C.longlong {
-	cret, __err := pyapi.ManagerServerStart(C.GoString(replicaID), C.GoString(lighthouseAddr), C.GoString(hostname), C.GoString(bind), C.GoString(storeAddr), int64(worldSize), int64(heartbeatIntervalUs), int64(connectTimeoutUs), int64(quorumRetries), boolPyToGo(replaysFailedSteps), C.GoString(killToken))
+func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostname *C.char, bind *C.char, storeAddr *C.char, worldSize C.longlong, heartbeatIntervalUs C.longlong, connectTimeoutUs C.longlong, quorumRetries C.longlong, replaysFailedSteps C.char, security *C.char) C.longlong {
+	cret, __err := pyapi.ManagerServerStart(C.GoString(replicaID), C.GoString(lighthouseAddr), C.GoString(hostname), C.GoString(bind), C.GoString(storeAddr), int64(worldSize), int64(heartbeatIntervalUs), int64(connectTimeoutUs), int64(quorumRetries), boolPyToGo(replaysFailedSteps), C.GoString(security))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

@@ -11,10 +11,13 @@ import (
 )
 
 // LighthouseServerStart binds and serves; the result is a handle for Address and Release.
-func LighthouseServerStart(bind, hostname string, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs int64, killToken string) (op int64, err error) {
+func LighthouseServerStart(bind, hostname string, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs int64, security string) (op int64, err error) {
 	defer ops.Guard(&err)
 	cfg := lighthouse.DefaultConfig()
-	cfg.Bind, cfg.Hostname, cfg.MinReplicas, cfg.KillToken = bind, hostname, int(minReplicas), killToken
+	cfg.Bind, cfg.Hostname, cfg.MinReplicas = bind, hostname, int(minReplicas)
+	if cfg.Security, err = parseSecurity(security); err != nil {
+		return 0, err
+	}
 	if cfg.JoinTimeout, err = lighthouse.Milliseconds("join_timeout_ms", joinTimeoutMs); err != nil {
 		return 0, ops.As(ops.Value, err)
 	}

@@ -12,8 +12,12 @@ import (
 )
 
 // ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and ReleaseStart.
-func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries int64, replaysFailedSteps bool, killToken string) (op int64, err error) {
+func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries int64, replaysFailedSteps bool, security string) (op int64, err error) {
 	defer ops.Guard(&err)
+	protected, err := parseSecurity(security)
+	if err != nil {
+		return 0, err
+	}
 	cfg := manager.ServerConfig{
 		ReplicaID:          replicaID,
 		LighthouseAddr:     lighthouseAddr,
@@ -25,7 +29,7 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 		ConnectTimeout:     micros(connectTimeoutUs),
 		QuorumRetries:      quorumRetries,
 		ReplaysFailedSteps: replaysFailedSteps,
-		KillToken:          killToken,
+		Security:           protected,
 	}
 	// An address that cannot be connected to is a RuntimeError, whatever is wrong with it.
 	if _, err := rpc.ParseAddress("lighthouse_addr", lighthouseAddr); err != nil {
@@ -41,11 +45,15 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 }
 
 // ManagerClientStart connects to a manager server; the result is a handle.
-func ManagerClientStart(addr string, connectTimeoutUs int64) (op int64, err error) {
+func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (op int64, err error) {
 	defer ops.Guard(&err)
+	protected, err := parseSecurity(security)
+	if err != nil {
+		return 0, err
+	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := manager.Dial(ctx, addr, timeout)
+		client, err := manager.Dial(ctx, addr, timeout, manager.WithSecurity(protected))
 		if err != nil {
 			return nil, connectFailed(err)
 		}

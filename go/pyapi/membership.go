@@ -11,11 +11,15 @@ import (
 )
 
 // LighthouseClientStart connects to a lighthouse; the result is a handle.
-func LighthouseClientStart(addr string, connectTimeoutUs int64) (op int64, err error) {
+func LighthouseClientStart(addr string, connectTimeoutUs int64, security string) (op int64, err error) {
 	defer ops.Guard(&err)
+	protected, err := parseSecurity(security)
+	if err != nil {
+		return 0, err
+	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := manager.DialLighthouse(ctx, addr, timeout)
+		client, err := manager.DialLighthouse(ctx, addr, timeout, manager.WithSecurity(protected))
 		return client, connectFailed(err)
 	}), nil
 }

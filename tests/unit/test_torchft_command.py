@@ -65,7 +65,7 @@ def test_help_lists_every_option() -> None:
     done = start(["--help"])
     text, errors = done.communicate(timeout=60)
     assert (done.returncode, errors) == (0, "")
-    for option in ("bind", "min_replicas", "join_timeout_ms", "quorum_tick_ms", "heartbeat_timeout_ms", "kill_token"):
+    for option in ("bind", "min_replicas", "join_timeout_ms", "quorum_tick_ms", "heartbeat_timeout_ms", "token_file"):
         assert f"--{option}" in text
 
 

@@ -1,28 +1,36 @@
-"""The job's token: weights are secrets."""
+"""The job's token, as checkpoint servers want to see it: weights are secrets.
+
+These connections are not encrypted, so what is shown on them is made from the token and is not the token itself:
+whoever listens can fetch weights with it, which he saw anyway, and cannot end a group or join the job.
+"""
 
 from __future__ import annotations
 
-import os
+import hashlib
+import hmac
 
-TOKEN_FILE_ENV = "TORCHFT_TOKEN_FILE"
+from torchft._security import tokens
 
 
 def checkpoint_token() -> str:
-    """What a target shows and a source wants to see; empty where the job has none.
-
-    It is read anew each time, so that a token can be changed under a running job.
+    """What a target shows; empty where the job has no token.
 
     Raises:
-        ValueError: TORCHFT_TOKEN_FILE names a file that cannot be read, or is empty
+        ValueError: TORCHFT_TOKEN_FILE names a file that cannot be read, or holds no token
     """
-    path = os.environ.get(TOKEN_FILE_ENV, "")
-    if not path:
-        return ""
-    try:
-        with open(path, encoding="utf-8") as file:
-            token = file.read().strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{TOKEN_FILE_ENV}={path!r} cannot be read: {error}") from error
-    if not token or not token.isprintable() or not token.isascii():
-        raise ValueError(f"{TOKEN_FILE_ENV}={path!r}: allowed is one line of ASCII without control characters")
-    return token
+    return next((_derived(token) for token in tokens()), "")
+
+
+def accepts(shown: str) -> bool:
+    """Whether a source answers one who shows this.
+
+    Raises:
+        ValueError: as `checkpoint_token`
+    """
+    known = [_derived(token).encode() for token in tokens()]
+    equal = sum(hmac.compare_digest(shown.encode("utf-8", "replace"), one) for one in known)  # all: equally long
+    return not known or equal > 0
+
+
+def _derived(token: str) -> str:
+    return hmac.new(token.encode(), b"torchft checkpoint", hashlib.sha256).hexdigest()

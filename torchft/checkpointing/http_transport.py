@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 import time
@@ -26,7 +25,7 @@ from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._receive import receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
 from torchft.checkpointing._stream import read_object
-from torchft.checkpointing._token import checkpoint_token
+from torchft.checkpointing._token import accepts, checkpoint_token
 from torchft.checkpointing.transport import CheckpointError, CheckpointTransport, Helper
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 
@@ -318,9 +317,7 @@ class _Handler(BaseHTTPRequestHandler):
                 served = grant.served
 
     def _shows_token(self) -> bool:
-        token = checkpoint_token()
-        given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        return not token or hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+        return accepts((self.headers.get("Authorization") or "").removeprefix("Bearer "))
 
     def _extend_deadline(self) -> None:
         self.connection.deadline = time.monotonic() + self.server.wait_timeout

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
+from torchft._security import tokens
 from torchft.cli.arguments import Parser, nearest
 from torchft.cli.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
-
-TOKEN_ENV = "TORCHFT_KILL_TOKEN"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,8 +24,8 @@ def main(arguments: Sequence[str]) -> int:
         if len(meant) != 1:
             why = f"begins {len(meant)} names" if meant else f"is no group{nearest(args.replica_id, known)}"
             raise Unanswered(f"{args.replica_id!r} {why}; there are: {', '.join(known) or 'none'}")
-        print(lighthouse.kill(meant[0], os.environ.get(TOKEN_ENV)))
-    except Unanswered as e:
+        print(lighthouse.kill(meant[0], next(iter(tokens()), None)))
+    except (Unanswered, ValueError) as e:
         print(f"torchft kill: {e}", file=sys.stderr)
         return 1
     return 0

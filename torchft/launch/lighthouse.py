@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchft._security import TLS_CERT_ENV
 from torchft.launch import process_tree
 
 # The command starts within 0.3 s; a machine that is busy with other things takes longer.
@@ -25,7 +27,7 @@ class LaunchError(Exception):
 
 @contextlib.contextmanager
 def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iterator[str]:
-    """Runs a lighthouse, and gives its address, ``http://host:port``.
+    """Runs a lighthouse, and gives its address, ``http://host:port``, or ``https://`` if TORCHFT_TLS_CERT is set.
 
     ``bind`` is ``host:port``; port 0 takes a free one.
 
@@ -45,7 +47,7 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
             if process.poll() is not None or time.monotonic() > deadline:
                 raise LaunchError(f"the lighthouse did not start on {host}:{port}", log)
             time.sleep(0.05)
-        yield f"http://{host}:{port}"
+        yield f"{'https' if os.environ.get(TLS_CERT_ENV) else 'http'}://{host}:{port}"
     finally:
         process_tree.kill_tree(process)
 

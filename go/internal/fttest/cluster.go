@@ -12,6 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/recovery"
@@ -61,6 +62,8 @@ type Group struct {
 	Server *manager.Server
 	Ranks  []*manager.Client
 	name   string
+
+	security rpc.Security
 }
 
 // ServerConfig is a valid one for a group of this cluster.
@@ -88,7 +91,7 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 	server, err := manager.NewServer(context.Background(), cfg)
 	require.NoError(c.T, err)
 	c.T.Cleanup(server.Shutdown)
-	g := &Group{c: c, name: name, Server: server}
+	g := &Group{c: c, name: name, Server: server, security: cfg.Security}
 	for rank := range worldSize {
 		g.Ranks = append(g.Ranks, g.Dial(fmt.Sprintf("%s/%d", name, rank)))
 	}
@@ -98,7 +101,7 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 
 // Dial makes one more client of the group's server, on a host.
 func (g *Group) Dial(host string) *manager.Client {
-	client, err := manager.Dial(context.Background(), g.Server.Address(), 10*time.Second, manager.WithNetwork(g.c.Net.Host(host)))
+	client, err := manager.Dial(context.Background(), g.Server.Address(), 10*time.Second, manager.WithNetwork(g.c.Net.Host(host)), manager.WithSecurity(g.security))
 	require.NoError(g.c.T, err)
 	g.c.T.Cleanup(func() { _ = client.Close() })
 	return client

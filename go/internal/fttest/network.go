@@ -67,7 +67,11 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 		return nil, fmt.Errorf("dial %s: %w", address, syscall.ECONNREFUSED)
 	}
 	there, here := newPipe(), newPipe()
-	client := &conn{host: h, local: memAddr(h.name + ":0"), remote: l.addr, in: here, out: there}
+	from := h.name + ":0"
+	if h.name == l.host.name {
+		from = "127.0.0.1:0"
+	}
+	client := &conn{host: h, local: memAddr(from), remote: l.addr, in: here, out: there}
 	server := &conn{host: l.host, local: l.addr, remote: client.local, in: there, out: here}
 	select {
 	case l.incoming <- server:

@@ -41,12 +41,16 @@ func ParseAddress(setting, address string) (Address, error) {
 }
 
 // Announce is the address under which others reach what listens at bound. IPv6 hosts get their brackets.
-func Announce(hostname string, bound net.Addr) string {
+func Announce(hostname string, bound net.Addr, security Security) string {
 	_, port, err := net.SplitHostPort(bound.String())
 	if err != nil { // a network without ports
 		port = "0"
 	}
-	return "http://" + net.JoinHostPort(strings.Trim(hostname, "[]"), port)
+	scheme := "http://"
+	if security.ServesTLS() {
+		scheme = "https://"
+	}
+	return scheme + net.JoinHostPort(strings.Trim(hostname, "[]"), port)
 }
 
 // ValidateBind reports whether bind is host:port, where an empty host means every interface and port 0 a free one.

@@ -3,6 +3,7 @@ package rpc
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net"
 	"sync/atomic"
 	"time"
@@ -10,15 +11,13 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
-	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 )
 
 // Dial connects to a server of kind what ("lighthouse", "manager") and returns once it is connected. It tries
 // again until connectTimeout is over; the error then names the address and the time. Later, the connection
 // comes back by itself whenever it broke.
-func Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
+func (s Security) Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
 	addr, err := ParseAddress(what+" address", address)
 	if err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
@@ -28,6 +27,13 @@ func Dial(ctx context.Context, network Network, what, address string, connectTim
 	}
 	if network == nil {
 		network = TCP
+	}
+	protected, err := s.open(slog.Default())
+	if err != nil {
+		return nil, status.Error(codes.InvalidArgument, err.Error())
+	}
+	if s.TLSCA != "" && !addr.TLS {
+		return nil, status.Errorf(codes.InvalidArgument, "%s address is %q: with tls_ca (%s) it must begin with https://", what, address, TLSCAEnv)
 	}
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
@@ -40,13 +46,16 @@ func Dial(ctx context.Context, network Network, what, address string, connectTim
 		}
 		return conn, err
 	}
-	creds := insecure.NewCredentials()
+	creds := handshakes{why: &lastErr}
 	if addr.TLS {
-		creds = credentials.NewTLS(nil)
+		creds.config = protected.client
+	}
+	options := append(clientLimits(), grpc.WithTransportCredentials(creds), grpc.WithContextDialer(dialer))
+	if protected.tokens != nil {
+		options = append(options, grpc.WithPerRPCCredentials(token{protected.tokens}))
 	}
 	// The passthrough resolver leaves the name to the dialer, so that it is resolved anew at each attempt.
-	conn, err := grpc.NewClient("passthrough:///"+addr.HostPort,
-		append(clientLimits(), grpc.WithTransportCredentials(creds), grpc.WithContextDialer(dialer))...)
+	conn, err := grpc.NewClient("passthrough:///"+addr.HostPort, options...)
 	if err != nil {
 		return nil, status.Errorf(codes.InvalidArgument, "%s address is %q: %v", what, address, err)
 	}
@@ -66,6 +75,11 @@ func Dial(ctx context.Context, network Network, what, address string, connectTim
 		return nil, status.Errorf(codes.Unavailable, "could not connect to %s at %s within %s: %s", what, address, connectTimeout, why)
 	}
 	return conn, nil
+}
+
+// Dial is Security.Dial without any.
+func Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
+	return Security{}.Dial(ctx, network, what, address, connectTimeout)
 }
 
 // WithDefaultDeadline gives a call without a deadline the longest one.

@@ -9,8 +9,17 @@ import (
 )
 
 const (
-	// MaxMessage is the largest message taken, in bytes. gRPC's own 4 MiB end at about 4,000 groups with 8 handles.
+	// MaxMessage is the largest answer that a client takes, in bytes. gRPC's own 4 MiB end at about 4,000 groups with 8 handles.
 	MaxMessage = 256 << 20
+	// maxRequest is the largest message that a server takes: what one group says of itself. Published servers end there
+	// too. Whatever it says is sent to every other group.
+	maxRequest = 4 << 20
+	// maxHeader bounds the headers of a request, HTTP's and gRPC's.
+	maxHeader = 64 << 10
+	// maxStreams bounds the calls that wait at once on one connection. A rank has two or three.
+	maxStreams = 1000
+	// MaxReplicaID is the longest name of a replica group, in bytes.
+	MaxReplicaID = 1 << 10
 	// MaxWait bounds a call that came without a deadline, so that no wait is for ever.
 	MaxWait = 10 * time.Minute
 
@@ -38,12 +47,14 @@ const (
 
 func serverLimits() []grpc.ServerOption {
 	return []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(MaxMessage),
+		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxSendMsgSize(MaxMessage),
 		grpc.StaticStreamWindowSize(window),
 		grpc.StaticConnWindowSize(window),
 		grpc.ReadBufferSize(readBuffer),
 		grpc.WriteBufferSize(writeBuffer),
+		grpc.MaxHeaderListSize(maxHeader),
+		grpc.MaxConcurrentStreams(maxStreams),
 		grpc.ConnectionTimeout(sniffTimeout),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: pingAfter, Timeout: pingTimeout}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: pingAllowed, PermitWithoutStream: true}),

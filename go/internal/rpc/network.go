@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"syscall"
 )
 
@@ -46,6 +47,40 @@ func (tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
 		return nil, err
 	}
 	return tcpConn{conn.(*net.TCPConn)}, nil
+}
+
+// PreferLoopback is a network whose connections to this host's own addresses use the loopback one.
+func PreferLoopback(network Network) Network {
+	if _, real := network.(tcp); real {
+		return loopbackFirst{network}
+	}
+	return network
+}
+
+type loopbackFirst struct{ Network }
+
+func (l loopbackFirst) Dial(ctx context.Context, address string) (net.Conn, error) {
+	if host, port, err := net.SplitHostPort(address); err == nil && isThisHost(ctx, host) {
+		if conn, err := l.Network.Dial(ctx, net.JoinHostPort("127.0.0.1", port)); err == nil {
+			return conn, nil
+		} // else it listens on one of the addresses only
+	}
+	return l.Network.Dial(ctx, address)
+}
+
+// isThisHost reports whether a name stands for addresses of this machine only.
+func isThisHost(ctx context.Context, host string) bool {
+	found, err := net.DefaultResolver.LookupIPAddr(ctx, host)
+	own, ownErr := net.InterfaceAddrs()
+	if err != nil || ownErr != nil || len(found) == 0 {
+		return false
+	}
+	return !slices.ContainsFunc(found, func(ip net.IPAddr) bool {
+		return !slices.ContainsFunc(own, func(addr net.Addr) bool {
+			prefix, ok := addr.(*net.IPNet)
+			return ip.IP.IsLoopback() || ok && prefix.IP.Equal(ip.IP)
+		})
+	})
 }
 
 // tcpListener and tcpConn end a socket with shutdown(2) before they close it. A forked child (a data loader's

@@ -23,15 +23,16 @@ type Server struct {
 	stopping atomic.Bool
 }
 
-// NewGRPC makes a gRPC server with our limits. Register services on it, then Serve it.
-func NewGRPC(log *slog.Logger, options ...grpc.ServerOption) *grpc.Server {
-	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()), grpc.ChainUnaryInterceptor(recoverUnary(log)), grpc.ChainStreamInterceptor(recoverStream(log)))
+// NewGRPC makes a gRPC server with our limits behind a gate. Register services on it, then Serve it.
+func NewGRPC(gate *Gate, log *slog.Logger, options ...grpc.ServerOption) *grpc.Server {
+	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()), grpc.ChainUnaryInterceptor(recoverUnary(log)), grpc.ChainStreamInterceptor(recoverStream(log)), gate.option())
 	return grpc.NewServer(append(all, options...)...)
 }
 
 // Serve takes over lis and serves g, and handler unless it is nil, until Stop.
-func Serve(lis net.Listener, g *grpc.Server, handler http.Handler, log *slog.Logger) *Server {
+func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, log *slog.Logger) *Server {
 	s := &Server{grpc: g}
+	lis = gate.listen(lis)
 	grpcLis := lis
 	if handler != nil {
 		s.split = newSplitter(lis)
@@ -42,7 +43,7 @@ func Serve(lis net.Listener, g *grpc.Server, handler http.Handler, log *slog.Log
 			ReadTimeout:       2 * sniffTimeout,
 			WriteTimeout:      time.Minute,
 			IdleTimeout:       time.Minute,
-			MaxHeaderBytes:    64 << 10,
+			MaxHeaderBytes:    maxHeader,
 			// Whatever is neither gRPC nor HTTP ends here; that is no news for the log.
 			ErrorLog: slog.NewLogLogger(slog.NewTextHandler(io.Discard, nil), slog.LevelDebug),
 		}

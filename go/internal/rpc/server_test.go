@@ -31,12 +31,20 @@ func (heartbeats) Heartbeat(_ context.Context, req *torchftpb.LighthouseHeartbea
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil
 }
 
+// open is a gate that lets everybody in.
+func open(t *testing.T) *rpc.Gate {
+	gate, err := rpc.NewGate(rpc.Security{}, rpc.Limits{}, fttest.Quiet)
+	require.NoError(t, err)
+	return gate
+}
+
 func serve(t *testing.T, network *fttest.Network) *rpc.Server {
 	lis, err := network.Host("server").Listen(":1")
 	require.NoError(t, err)
-	g := rpc.NewGRPC(fttest.Quiet)
+	gate := open(t)
+	g := rpc.NewGRPC(gate, fttest.Quiet)
 	torchftpb.RegisterLighthouseServiceServer(g, heartbeats{})
-	s := rpc.Serve(lis, g, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s := rpc.Serve(lis, gate, g, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/panic" {
 			panic("boom")
 		}
@@ -119,7 +127,7 @@ func TestAnImmediateStopLogsNothing(t *testing.T) {
 				require.NoError(t, err)
 				var log fttest.Log
 				logger := slog.New(slog.NewTextHandler(&log, nil))
-				rpc.Serve(lis, rpc.NewGRPC(logger), handler, logger).Stop()
+				rpc.Serve(lis, open(t), rpc.NewGRPC(open(t), logger), handler, logger).Stop()
 				require.Empty(t, log.String())
 			}
 		})
@@ -132,7 +140,7 @@ func TestAListenerThatBreaksIsLogged(t *testing.T) {
 	require.NoError(t, lis.Close())
 	var log fttest.Log
 	logger := slog.New(slog.NewTextHandler(&log, nil))
-	s := rpc.Serve(lis, rpc.NewGRPC(logger), nil, logger)
+	s := rpc.Serve(lis, open(t), rpc.NewGRPC(open(t), logger), nil, logger)
 	defer s.Stop()
 	require.Eventually(t, func() bool { return log.Count("the server stopped listening") == 1 }, 10*time.Second, time.Millisecond)
 }

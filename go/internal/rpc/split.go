@@ -55,9 +55,9 @@ func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
 }
 
 func (s *splitter) sniff(conn net.Conn) {
-	_ = conn.SetReadDeadline(time.Now().Add(sniffTimeout))
+	_ = conn.SetDeadline(time.Now().Add(sniffTimeout)) // to write too: a TLS handshake does
 	start, isGRPC, err := readPreface(conn)
-	_ = conn.SetReadDeadline(time.Time{})
+	_ = conn.SetDeadline(time.Time{})
 	s.end(conn)
 	switch {
 	case err != nil:

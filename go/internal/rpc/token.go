@@ -1,52 +1,78 @@
 package rpc
 
 import (
+	"crypto/sha256"
 	"crypto/subtle"
+	"errors"
 	"strings"
 )
 
-// KillTokenEnv is the environment variable with the token that allows kill.
-const KillTokenEnv = "TORCHFT_KILL_TOKEN"
+// Tokens are the secrets of a job, one a line of its token file. The first is shown to others and each of them is
+// accepted: so a token is replaced without a moment at which two parts of the job disagree. (Add the new one as the last
+// line everywhere, move it to the top everywhere, take the old one away.)
+type Tokens []string
+
+// ParseTokens reads the content of a token file.
+func ParseTokens(content []byte) (Tokens, error) {
+	var tokens Tokens
+	for line := range strings.Lines(string(content)) {
+		line = strings.Trim(line, " \t\r\n")
+		if line == "" {
+			continue
+		}
+		if strings.ContainsFunc(line, func(r rune) bool { return r <= ' ' || r > '~' }) {
+			return nil, errors.New("allowed are lines of printable ASCII without spaces")
+		}
+		tokens = append(tokens, line)
+	}
+	if len(tokens) == 0 {
+		return nil, errors.New("it is empty: it must hold a token, such as `openssl rand -hex 32` makes one")
+	}
+	return tokens, nil
+}
 
 // Bearer is the value of the authorization header, or of gRPC's metadata, that carries a token.
 func Bearer(token string) string { return "Bearer " + token }
 
-// TokenCheck is what a request for kill gets to hear.
+// TokenCheck is what came of the token of a request.
 type TokenCheck int
 
 const (
-	TokenOK TokenCheck = iota
-	TokenDisabled
-	TokenMissing
+	TokenOK      TokenCheck = iota
+	TokenNone               // this server has no tokens, and asks for none
+	TokenMissing            // the request shows none
 	TokenWrong
 )
 
-// CheckToken compares the authorization of a request with the token that the server was given.
-func CheckToken(configured string, authorization []string) TokenCheck {
-	if configured == "" {
-		return TokenDisabled
+// Check looks at the authorization of a request. It takes equally long for every wrong token.
+func (t Tokens) Check(authorization []string) TokenCheck {
+	if len(t) == 0 {
+		return TokenNone
 	}
 	if len(authorization) == 0 {
 		return TokenMissing
 	}
 	given, ok := strings.CutPrefix(authorization[0], "Bearer ")
-	if !ok || subtle.ConstantTimeCompare([]byte(given), []byte(configured)) != 1 {
+	digest := sha256.Sum256([]byte(given)) // of one length, whatever was given
+	found := 0
+	for _, token := range t {
+		want := sha256.Sum256([]byte(token))
+		found |= subtle.ConstantTimeCompare(digest[:], want[:])
+	}
+	if !ok || found != 1 {
 		return TokenWrong
 	}
 	return TokenOK
 }
 
-// String says why a request was refused, and what to do about it.
+// String says why a request is refused, and what to do about it.
 func (c TokenCheck) String() string {
 	switch c {
-	case TokenOK:
-		return "allowed"
-	case TokenDisabled:
-		return "kill is disabled: anyone who can connect could stop the job; to enable it set " + KillTokenEnv +
-			" to the same secret for the lighthouse (or --kill_token) and for every manager"
 	case TokenMissing:
-		return "kill needs a token: send it as `authorization: Bearer TOKEN`"
+		return "this server wants the job's token: set TORCHFT_TOKEN_FILE to the same file content, or send `authorization: Bearer TOKEN`"
+	case TokenWrong:
+		return "the token is not the job's: TORCHFT_TOKEN_FILE of both sides must hold the same"
 	default:
-		return "the token for kill is wrong"
+		return "allowed"
 	}
 }

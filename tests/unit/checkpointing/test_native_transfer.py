@@ -26,6 +26,7 @@ from torchft._torchft import _load
 from torchft.checkpointing import HTTPTransport, _encoding, _lending, _receive
 from torchft.checkpointing._progress import Progress, describe
 from torchft.checkpointing._stream import read_object
+from torchft.checkpointing._token import checkpoint_token
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=20)
@@ -162,24 +163,30 @@ def test_a_published_peer_uses_the_first_address(make: Any) -> None:
 
 
 def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours = tmp_path / "ours"
     ours.write_text("secret\n")
-    theirs.write_text("guess\n")
     monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(ours))
     source = make()
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
-    for token in ("", "guess", "sécret"):
+    for token in ("", "guess", "sécret", "secret"):  # what is shown here is not the token itself
         request = f"GET /checkpoint/1/full HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
         with socket.create_connection(("localhost", source._server.server_port), timeout=10) as sock:
             sock.sendall(request.encode())
             assert sock.recv(100).startswith(b"HTTP/1.1 401"), token
     # the data port wants a secret that only comes with the ticket, so a target without the token has none
-    tokens = iter([theirs.read_text().strip(), ours.read_text().strip()])
-    monkeypatch.setattr(http_transport, "checkpoint_token", lambda: next(tokens))
-    with pytest.raises(CheckpointError, match="refused with 401: whoever fetches a checkpoint here must show"):
-        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(http_transport, "checkpoint_token", lambda: "guess")
+        with pytest.raises(CheckpointError, match="refused with 401: whoever fetches a checkpoint here must show"):
+            make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    # a new token is added to those that are accepted, and then shown
+    shown = checkpoint_token()
+    ours.write_text("new\nsecret\n")
+    assert checkpoint_token() != shown
+    assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(http_transport, "checkpoint_token", lambda: shown)
+        assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
     monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "missing"))
     with pytest.raises(ValueError, match=r"TORCHFT_TOKEN_FILE='.*missing' cannot be read"):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)

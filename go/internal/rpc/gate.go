@@ -1,0 +1,167 @@
+package rpc
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+	"google.golang.org/grpc/tap"
+)
+
+// Limits bound what strangers can ask of a server. Zero is no limit.
+type Limits struct {
+	// MaxConnections are open at once; one more is closed before it has said anything.
+	MaxConnections int
+	// MaxJoins of one address begin in a second; one more is told to come back.
+	MaxJoins int
+	// IsJoin picks the methods that MaxJoins counts.
+	IsJoin func(method string) bool
+}
+
+// Gate is what everybody passes who comes to a server: its limits, TLS, and the token.
+type Gate struct {
+	protection
+	limits  Limits
+	joins   rate
+	refused refusals
+}
+
+// NewGate reads the files of a server's security.
+func NewGate(security Security, limits Limits, log *slog.Logger) (*Gate, error) {
+	p, err := security.open(log)
+	if err != nil {
+		return nil, err
+	}
+	return &Gate{protection: p, limits: limits, joins: rate{most: limits.MaxJoins}, refused: refusals{logger: log}}, nil
+}
+
+// CheckToken looks at the authorization of a request that is no gRPC call.
+func (g *Gate) CheckToken(authorization []string) TokenCheck {
+	if g.tokens == nil {
+		return TokenNone
+	}
+	return g.tokens.get().Check(authorization)
+}
+
+// listen guards the connections of a listener.
+func (g *Gate) listen(lis net.Listener) net.Listener {
+	if g.limits.MaxConnections > 0 {
+		lis = &crowd{Listener: lis, most: g.limits.MaxConnections, refused: &g.refused}
+	}
+	if g.server != nil {
+		lis = secureListener{Listener: lis, config: g.server, refused: &g.refused}
+	}
+	return lis
+}
+
+// option guards the calls. It is a tap, which sees a call before its message is read, let alone decoded: whoever may not
+// call costs next to nothing.
+func (g *Gate) option() grpc.ServerOption { return grpc.InTapHandle(g.enter) }
+
+func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, err error) {
+	defer func() { // gRPC's own goroutine of the connection: nobody else recovers here
+		if r := recover(); r != nil {
+			g.refused.logger.Error("torchft: internal error", "in", "the gate", "panic", r, "stack", string(debug.Stack()))
+			err = status.Errorf(codes.Internal, "internal error: %v", r)
+		}
+	}()
+	switch check := g.CheckToken(call.Header.Get("authorization")); check {
+	case TokenMissing, TokenWrong:
+		g.refused.log("torchft: a call was refused", "from", addressOf(ctx), "call", call.FullMethodName, "reason", check)
+		return ctx, status.Error(codes.Unauthenticated, check.String())
+	}
+	if g.limits.MaxJoins > 0 && g.limits.IsJoin != nil && g.limits.IsJoin(call.FullMethodName) {
+		if address := hostOf(addressOf(ctx)); !g.joins.allow(address, time.Now()) {
+			g.refused.log("torchft: a call was refused", "from", address, "call", call.FullMethodName, "reason", "too many joins")
+			// Not RESOURCE_EXHAUSTED: whoever is told UNAVAILABLE waits a moment and comes back.
+			return ctx, status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)", g.limits.MaxJoins, address)
+		}
+	}
+	return ctx, nil
+}
+
+func addressOf(ctx context.Context) string {
+	if p, ok := peer.FromContext(ctx); ok {
+		return p.Addr.String()
+	}
+	return "unknown"
+}
+
+// rate counts what each address does in the current second.
+type rate struct {
+	most int
+
+	mu     sync.Mutex
+	second int64
+	seen   map[string]int // by address; as many as came in this second
+}
+
+func (r *rate) allow(address string, now time.Time) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if second := now.Unix(); second != r.second {
+		r.second, r.seen = second, map[string]int{}
+	}
+	r.seen[address]++
+	return r.seen[address] <= r.most
+}
+
+// crowd closes connections above a number.
+type crowd struct {
+	net.Listener
+	most    int
+	refused *refusals
+
+	mu   sync.Mutex
+	open int
+}
+
+func (c *crowd) Accept() (net.Conn, error) {
+	for {
+		conn, err := c.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		if c.enter() {
+			return &counted{Conn: conn, crowd: c}, nil
+		}
+		_ = conn.Close()
+		c.refused.log("torchft: a connection was refused", "from", conn.RemoteAddr().String(),
+			"reason", fmt.Sprintf("%d are open (max_connections)", c.most))
+	}
+}
+
+func (c *crowd) enter() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.open >= c.most {
+		return false
+	}
+	c.open++
+	return true
+}
+
+func (c *crowd) leave() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.open--
+}
+
+type counted struct {
+	net.Conn
+	crowd *crowd
+	once  sync.Once
+}
+
+func (c *counted) Close() error {
+	c.once.Do(c.crowd.leave)
+	return c.Conn.Close()
+}

@@ -1,0 +1,84 @@
+package rpc
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"net"
+	"sync/atomic"
+
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+)
+
+// handshakes begins each connection of a client with the certificates that its files hold at that moment, and keeps the
+// reason why one did not begin, which gRPC tells nobody.
+type handshakes struct {
+	config *watched[*tls.Config] // nil: no TLS
+	why    *atomic.Pointer[error]
+}
+
+func (h handshakes) credentials() credentials.TransportCredentials {
+	if h.config == nil {
+		return insecure.NewCredentials()
+	}
+	return credentials.NewTLS(h.config.get())
+}
+
+func (h handshakes) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := h.credentials().ClientHandshake(ctx, authority, raw)
+	if err != nil {
+		h.note(err)
+		return nil, nil, err
+	}
+	return &beginning{Conn: conn, h: h}, info, nil
+}
+
+func (handshakes) ServerHandshake(net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return nil, nil, errors.New("this is a client's")
+}
+
+func (h handshakes) Info() credentials.ProtocolInfo          { return h.credentials().Info() }
+func (h handshakes) Clone() credentials.TransportCredentials { return h }
+func (handshakes) OverrideServerName(string) error           { return nil }
+func (h handshakes) note(err error) {
+	if errors.Is(err, context.Canceled) {
+		return
+	}
+	hint := "; does it speak TLS? Its address begins with https:// then"
+	if h.config != nil {
+		hint = ""
+		if _, plain := errors.AsType[tls.RecordHeaderError](err); plain || errors.Is(err, io.EOF) {
+			hint = "; does it not speak TLS? Its address begins with http:// then"
+		}
+	}
+	err = &hinted{err, hint}
+	h.why.Store(&err)
+}
+
+type hinted struct {
+	error
+	hint string
+}
+
+func (h *hinted) Error() string { return h.error.Error() + h.hint }
+
+// beginning is a connection whose first bytes are of interest: a server that refuses a certificate says so there, and one
+// that wants TLS hangs up.
+type beginning struct {
+	net.Conn
+	h    handshakes
+	read bool // only gRPC's one reader uses it
+}
+
+func (b *beginning) Read(p []byte) (int, error) {
+	n, err := b.Conn.Read(p)
+	if !b.read {
+		b.read = true
+		if n == 0 && err != nil {
+			b.h.note(err)
+		}
+	}
+	return n, err
+}

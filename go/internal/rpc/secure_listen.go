@@ -1,0 +1,73 @@
+package rpc
+
+import (
+	"crypto/tls"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+)
+
+// secureListener hands out connections that begin with a TLS handshake when they are first read.
+type secureListener struct {
+	net.Listener
+	config  *watched[*tls.Config]
+	refused *refusals
+}
+
+func (l secureListener) Accept() (net.Conn, error) {
+	raw, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &secureConn{Conn: tls.Server(raw, l.config.get()), refused: l.refused}, nil
+}
+
+type secureConn struct {
+	*tls.Conn
+	refused *refusals
+	began   sync.Once
+}
+
+func (c *secureConn) Read(p []byte) (int, error) {
+	c.began.Do(func() {
+		if err := c.Handshake(); err != nil {
+			c.complain(err)
+		}
+	})
+	return c.Conn.Read(p)
+}
+
+func (c *secureConn) complain(err error) {
+	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
+		return // it said nothing
+	}
+	if plain, ok := errors.AsType[tls.RecordHeaderError](err); ok && plain.Conn != nil {
+		err = errors.New("it does not speak TLS, and this server does: its address begins with https://")
+		switch string(plain.RecordHeader[:]) {
+		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
+			// The connection ends in any case.
+			_, _ = io.WriteString(plain.Conn, "HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nThis port speaks TLS: use https://\n")
+		}
+	}
+	c.refused.log("torchft: a connection was refused", "from", c.RemoteAddr().String(), "reason", err)
+}
+
+// refusals logs at most one a second: whoever is refused tries again.
+type refusals struct {
+	logger *slog.Logger
+
+	mu   sync.Mutex
+	last time.Time
+}
+
+func (r *refusals) log(message string, args ...any) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if now := time.Now(); now.Sub(r.last) >= time.Second {
+		r.last = now
+		r.logger.Warn(message, args...)
+	}
+}

@@ -1,0 +1,216 @@
+package rpc
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"log/slog"
+	"os"
+)
+
+// Security names the files that protect a job's connections. Without a file, that protection is off.
+type Security struct {
+	// TokenFile holds the job's tokens, one a line (Tokens). A server with it refuses calls without one of them.
+	TokenFile string `json:"token_file"`
+	// TLSCert and TLSKey are what this end shows, PEM: a server's make it speak TLS, a client's answer a server that asks.
+	TLSCert string `json:"tls_cert"`
+	TLSKey  string `json:"tls_key"`
+	// TLSCA holds the certificates that sign servers, PEM; empty means the system's. With it, http:// is refused.
+	TLSCA string `json:"tls_ca"`
+	// TLSClientCA holds the certificates that sign clients, PEM: a server with it takes no client without one.
+	TLSClientCA string `json:"tls_client_ca"`
+}
+
+// The environment variables of a Security's files.
+const (
+	TokenFileEnv   = "TORCHFT_TOKEN_FILE"
+	TLSCertEnv     = "TORCHFT_TLS_CERT"
+	TLSKeyEnv      = "TORCHFT_TLS_KEY"
+	TLSCAEnv       = "TORCHFT_TLS_CA"
+	TLSClientCAEnv = "TORCHFT_TLS_CLIENT_CA"
+)
+
+// SecurityFromEnv is what the environment names.
+func SecurityFromEnv() Security {
+	return Security{
+		TokenFile: os.Getenv(TokenFileEnv), TLSCert: os.Getenv(TLSCertEnv), TLSKey: os.Getenv(TLSKeyEnv),
+		TLSCA: os.Getenv(TLSCAEnv), TLSClientCA: os.Getenv(TLSClientCAEnv),
+	}
+}
+
+// bad names a setting, its value, and what is allowed.
+func bad(setting, env, path string, why any) error {
+	return fmt.Errorf("%s (%s) is %q: %v", setting, env, path, why)
+}
+
+// Validate reads every file.
+func (s Security) Validate() error {
+	_, err := s.open(slog.New(slog.DiscardHandler))
+	return err
+}
+
+// ServesTLS reports whether a server of this end is reached at https://.
+func (s Security) ServesTLS() bool { return s.TLSCert != "" }
+
+// HasTokens reports whether a server of this end wants a token.
+func (s Security) HasTokens() bool { return s.TokenFile != "" }
+
+// protection is a Security with its files read. What is nil is off.
+type protection struct {
+	tokens *watched[Tokens]
+	server *watched[*tls.Config]
+	client *watched[*tls.Config]
+}
+
+func (s Security) open(log *slog.Logger) (p protection, err error) {
+	if err := s.validateNames(); err != nil {
+		return p, err
+	}
+	if s.TokenFile != "" {
+		checkPermissions(log, "token_file", s.TokenFile)
+		if p.tokens, err = watch(log, []string{s.TokenFile}, s.readTokens); err != nil {
+			return p, err
+		}
+	}
+	if s.TLSCert != "" {
+		checkPermissions(log, "tls_key", s.TLSKey)
+		if p.server, err = watch(log, s.files(s.TLSCert, s.TLSKey, s.TLSClientCA), s.serverTLS); err != nil {
+			return p, err
+		}
+	}
+	p.client, err = watch(log, s.files(s.TLSCA, s.TLSCert, s.TLSKey), s.clientTLS)
+	return p, err
+}
+
+func (s Security) validateNames() error {
+	switch {
+	case s.TLSCert != "" && s.TLSKey == "":
+		return bad("tls_key", TLSKeyEnv, "", fmt.Sprintf("tls_cert is %q and needs the file of its key", s.TLSCert))
+	case s.TLSKey != "" && s.TLSCert == "":
+		return bad("tls_cert", TLSCertEnv, "", fmt.Sprintf("tls_key is %q and needs the file of its certificate", s.TLSKey))
+	case s.TLSClientCA != "" && s.TLSCert == "":
+		return bad("tls_cert", TLSCertEnv, "", fmt.Sprintf("tls_client_ca is %q, and a server that asks for certificates needs one itself", s.TLSClientCA))
+	}
+	return nil
+}
+
+func (Security) files(paths ...string) []string {
+	var named []string
+	for _, path := range paths {
+		if path != "" {
+			named = append(named, path)
+		}
+	}
+	return named
+}
+
+// maxSecret bounds what is read of a file, in bytes: a bundle of all public authorities has a quarter of a megabyte.
+const maxSecret = 4 << 20
+
+func (s Security) readTokens() (Tokens, error) {
+	content, err := readFile(s.TokenFile)
+	if err == nil {
+		var tokens Tokens
+		if tokens, err = ParseTokens(content); err == nil {
+			return tokens, nil
+		}
+	}
+	return nil, bad("token_file", TokenFileEnv, s.TokenFile, err)
+}
+
+func readFile(path string) ([]byte, error) {
+	info, err := os.Stat(path)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("it cannot be read: %w", err)
+	case !info.Mode().IsRegular():
+		return nil, fmt.Errorf("it must be a regular file")
+	case info.Size() > maxSecret:
+		return nil, fmt.Errorf("it has %d bytes: allowed are %d", info.Size(), maxSecret)
+	}
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("it cannot be read: %w", err)
+	}
+	return content, nil
+}
+
+// serverTLS is for the one port of gRPC and HTTP. A client that can speak both, a browser, is to speak HTTP/1.1.
+func (s Security) serverTLS() (*tls.Config, error) {
+	cert, err := s.certificate()
+	if err != nil {
+		return nil, err
+	}
+	config := &tls.Config{
+		MinVersion:             tls.VersionTLS12,
+		Certificates:           []tls.Certificate{cert},
+		NextProtos:             []string{"http/1.1", "h2"},
+		SessionTicketsDisabled: true, // each connection shows its certificate anew
+	}
+	if s.TLSClientCA != "" {
+		if config.ClientCAs, err = readCA("tls_client_ca", TLSClientCAEnv, s.TLSClientCA); err != nil {
+			return nil, err
+		}
+		config.ClientAuth = tls.RequireAndVerifyClientCert
+	}
+	return config, nil
+}
+
+func (s Security) clientTLS() (*tls.Config, error) {
+	config := &tls.Config{MinVersion: tls.VersionTLS12}
+	if s.TLSCA != "" {
+		var err error
+		if config.RootCAs, err = readCA("tls_ca", TLSCAEnv, s.TLSCA); err != nil {
+			return nil, err
+		}
+	}
+	if s.TLSCert != "" {
+		cert, err := s.certificate()
+		if err != nil {
+			return nil, err
+		}
+		// Whatever authorities the server names: it says better than an empty answer why it refuses.
+		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
+	}
+	return config, nil
+}
+
+func (s Security) certificate() (tls.Certificate, error) {
+	cert, err := readFile(s.TLSCert)
+	if err != nil {
+		return tls.Certificate{}, bad("tls_cert", TLSCertEnv, s.TLSCert, err)
+	}
+	key, err := readFile(s.TLSKey)
+	if err != nil {
+		return tls.Certificate{}, bad("tls_key", TLSKeyEnv, s.TLSKey, err)
+	}
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		return tls.Certificate{}, bad("tls_cert", TLSCertEnv, s.TLSCert, fmt.Sprintf(
+			"it must be a certificate in PEM, and tls_key (%s, %q) its key: %v", TLSKeyEnv, s.TLSKey, err))
+	}
+	return pair, nil
+}
+
+func readCA(setting, env, path string) (*x509.CertPool, error) {
+	content, err := readFile(path)
+	if err != nil {
+		return nil, bad(setting, env, path, err)
+	}
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(content) {
+		return nil, bad(setting, env, path, "it must hold at least one certificate in PEM")
+	}
+	return pool, nil
+}
+
+// token is what a client shows with each call.
+type token struct{ tokens *watched[Tokens] }
+
+func (t token) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"authorization": Bearer(t.tokens.get()[0])}, nil
+}
+
+// RequireTransportSecurity is false: networks that encrypt by themselves are common, and TLSCA refuses all others.
+func (token) RequireTransportSecurity() bool { return false }

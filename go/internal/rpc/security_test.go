@@ -1,0 +1,352 @@
+package rpc_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// serveSecurely serves gRPC and HTTP on one real port, and returns it.
+func serveSecurely(t *testing.T, security rpc.Security, limits rpc.Limits) (port string, log *fttest.Log) {
+	t.Helper()
+	log = &fttest.Log{}
+	logger := slog.New(slog.NewTextHandler(log, nil))
+	gate, err := rpc.NewGate(security, limits, logger)
+	require.NoError(t, err)
+	lis, err := rpc.TCP.Listen("127.0.0.1:0")
+	require.NoError(t, err)
+	g := rpc.NewGRPC(gate, logger)
+	torchftpb.RegisterLighthouseServiceServer(g, heartbeats{})
+	s := rpc.Serve(lis, gate, g, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "page") }), logger)
+	t.Cleanup(s.Stop)
+	_, port, err = net.SplitHostPort(lis.Addr().String())
+	require.NoError(t, err)
+	return port, log
+}
+
+// beat connects and makes one call.
+func beat(t *testing.T, security rpc.Security, address string, id string) error {
+	t.Helper()
+	conn, err := security.Dial(t.Context(), nil, "lighthouse", address, time.Second)
+	if err != nil {
+		return err
+	}
+	defer func() { require.NoError(t, conn.Close()) }()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	_, err = torchftpb.NewLighthouseServiceClient(conn).Heartbeat(ctx, &torchftpb.LighthouseHeartbeatRequest{ReplicaId: id})
+	return err
+}
+
+func TestWhoIsLetIn(t *testing.T) {
+	ca, strangers := fttest.NewCA(t), fttest.NewCA(t)
+	cert, key := ca.Issue("127.0.0.1", "localhost")
+	ofStranger, keyOfStranger := strangers.Issue("127.0.0.1")
+	expired, keyOfExpired := ca.IssueExpired("127.0.0.1")
+	elsewhere, keyOfElsewhere := ca.Issue("elsewhere.example")
+	token, other := fttest.File(t, "secret\n"), fttest.File(t, "guess")
+	both := fttest.File(t, "new\nsecret")
+
+	tls := rpc.Security{TLSCert: cert, TLSKey: key}
+	mutual := rpc.Security{TLSCert: cert, TLSKey: key, TLSClientCA: ca.File}
+	all := rpc.Security{TLSCert: cert, TLSKey: key, TLSClientCA: ca.File, TLSCA: ca.File, TokenFile: token}
+	for _, tc := range []struct {
+		name           string
+		server, client rpc.Security
+		scheme         string
+		want           codes.Code
+		says           string
+	}{
+		{name: "open", scheme: "http"},
+		{name: "a token that nobody wants", client: rpc.Security{TokenFile: token}, scheme: "http"},
+		{name: "the token", server: rpc.Security{TokenFile: token}, client: rpc.Security{TokenFile: token}, scheme: "http"},
+		{name: "a token that is being replaced", server: rpc.Security{TokenFile: both}, client: rpc.Security{TokenFile: token}, scheme: "http"},
+		{name: "no token", server: rpc.Security{TokenFile: token}, scheme: "http", want: codes.Unauthenticated, says: "wants the job's token: set TORCHFT_TOKEN_FILE"},
+		{name: "wrong token", server: rpc.Security{TokenFile: token}, client: rpc.Security{TokenFile: other}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
+		{name: "a token of later", server: rpc.Security{TokenFile: token}, client: rpc.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
+		{name: "tls", server: tls, client: rpc.Security{TLSCA: ca.File}, scheme: "https"},
+		{name: "both certificates", server: mutual, client: withCA(mutual, ca.File), scheme: "https"},
+		{name: "everything", server: all, client: all, scheme: "https"},
+		{name: "everything but the token", server: all, client: withCA(mutual, ca.File), scheme: "https", want: codes.Unauthenticated, says: "wants the job's token"},
+		{name: "the server's authority is unknown", server: tls, client: rpc.Security{TLSCA: strangers.File}, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
+		{name: "and no private one was named", server: tls, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
+		{name: "the server's certificate has expired", server: rpc.Security{TLSCert: expired, TLSKey: keyOfExpired}, client: rpc.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate has expired"},
+		{name: "the server's certificate is another host's", server: rpc.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere}, client: rpc.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "127.0.0.1"},
+		{name: "no certificate", server: mutual, client: rpc.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate required"},
+		{name: "a stranger's certificate", server: mutual, client: rpc.Security{TLSCA: ca.File, TLSCert: ofStranger, TLSKey: keyOfStranger}, scheme: "https", want: codes.Unavailable, says: "tls: "},
+		{name: "an expired certificate", server: mutual, client: rpc.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, says: "expired"},
+		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, says: "does it speak TLS? Its address begins with https://"},
+		{name: "tls to plain", client: rpc.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "does it not speak TLS? Its address begins with http://"},
+		{name: "plain, where TLS was said", client: rpc.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, says: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			port, log := serveSecurely(t, tc.server, rpc.Limits{})
+			err := beat(t, tc.client, tc.scheme+"://127.0.0.1:"+port, "a")
+			require.Equal(t, tc.want, status.Code(err), "%v", err)
+			if tc.want != codes.OK {
+				assert.ErrorContains(t, err, tc.says)
+			}
+			if tc.want == codes.Unauthenticated {
+				assert.Equal(t, 1, log.Count("a call was refused"))
+			}
+		})
+	}
+}
+
+func TestHTTPOverTLS(t *testing.T) {
+	ca := fttest.NewCA(t)
+	cert, key := ca.Issue("127.0.0.1")
+	port, log := serveSecurely(t, rpc.Security{TLSCert: cert, TLSKey: key}, rpc.Limits{})
+
+	// As a browser: it could speak HTTP/2, which on this port is gRPC's.
+	transport := &http.Transport{TLSClientConfig: fttest.Trusting(t, ca.File), ForceAttemptHTTP2: true}
+	defer transport.CloseIdleConnections()
+	resp, err := (&http.Client{Transport: transport, Timeout: 10 * time.Second}).Get("https://127.0.0.1:" + port + "/")
+	require.NoError(t, err)
+	body, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	require.NoError(t, resp.Body.Close())
+	assert.Equal(t, "page", string(body))
+	assert.Equal(t, "HTTP/1.1", resp.Proto)
+
+	plain := &http.Transport{}
+	defer plain.CloseIdleConnections()
+	resp, err = (&http.Client{Transport: plain, Timeout: 10 * time.Second}).Get("http://127.0.0.1:" + port + "/")
+	require.NoError(t, err)
+	body, err = io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	require.NoError(t, resp.Body.Close())
+	assert.Equal(t, http.StatusBadRequest, resp.StatusCode)
+	assert.Contains(t, string(body), "use https://")
+	assert.Equal(t, 1, log.Count("a connection was refused"))
+}
+
+// Everything is read again when it changes, and what cannot be used changes nothing.
+func TestFilesAreReadAgain(t *testing.T) {
+	ca := fttest.NewCA(t)
+	cert, key := ca.Issue("127.0.0.1")
+	token := fttest.File(t, "first")
+	client := rpc.Security{TokenFile: fttest.File(t, "second"), TLSCA: ca.File}
+	port, log := serveSecurely(t, rpc.Security{TokenFile: token, TLSCert: cert, TLSKey: key}, rpc.Limits{})
+	address := "https://127.0.0.1:" + port
+	require.Equal(t, codes.Unauthenticated, status.Code(beat(t, client, address, "a")))
+
+	replace(t, token, "second, and more\n")
+	require.Eventually(t, func() bool {
+		_ = beat(t, client, address, "a")
+		return log.Count("what was read before is used on") > 0
+	}, 20*time.Second, 50*time.Millisecond)
+	require.Equal(t, codes.Unauthenticated, status.Code(beat(t, client, address, "a")))
+
+	replace(t, token, "second\n")
+	require.Eventually(t, func() bool { return beat(t, client, address, "a") == nil }, 20*time.Second, 50*time.Millisecond)
+
+	expired, keyOfExpired := ca.IssueExpired("127.0.0.1")
+	replace(t, cert, read(t, expired))
+	replace(t, key, read(t, keyOfExpired))
+	require.Eventually(t, func() bool {
+		err := beat(t, client, address, "a")
+		return err != nil && strings.Contains(err.Error(), "expired")
+	}, 20*time.Second, 50*time.Millisecond)
+}
+
+// replace writes a file as everyone should: beside it, and then in its place.
+func replace(t *testing.T, path, content string) {
+	require.NoError(t, os.WriteFile(path+".new", []byte(content), 0o600))
+	require.NoError(t, os.Rename(path+".new", path))
+}
+
+func read(t *testing.T, path string) string {
+	content, err := os.ReadFile(path)
+	require.NoError(t, err)
+	return string(content)
+}
+
+func TestFilesThatCannotBeUsed(t *testing.T) {
+	ca := fttest.NewCA(t)
+	cert, key := ca.Issue("a")
+	_, otherKey := ca.Issue("b")
+	empty, junk := fttest.File(t, " \n\n"), fttest.File(t, "no pem")
+	missing := filepath.Join(t.TempDir(), "missing")
+	for says, security := range map[string]rpc.Security{
+		`token_file (TORCHFT_TOKEN_FILE) is "` + missing + `": it cannot be read`:                        {TokenFile: missing},
+		`token_file (TORCHFT_TOKEN_FILE) is "` + empty + `": it is empty: it must hold a token`:          {TokenFile: empty},
+		`token_file (TORCHFT_TOKEN_FILE) is "` + junk + `": allowed are lines of printable ASCII`:        {TokenFile: junk},
+		`token_file (TORCHFT_TOKEN_FILE) is "/dev/zero": it must be a regular file`:                      {TokenFile: "/dev/zero"},
+		`tls_key (TORCHFT_TLS_KEY) is "": tls_cert is`:                                                   {TLSCert: cert},
+		`tls_cert (TORCHFT_TLS_CERT) is "": tls_key is`:                                                  {TLSKey: key},
+		`tls_cert (TORCHFT_TLS_CERT) is "": tls_client_ca is`:                                            {TLSClientCA: ca.File},
+		`tls_cert (TORCHFT_TLS_CERT) is "` + missing + `": it cannot be read`:                            {TLSCert: missing, TLSKey: key},
+		`tls_key (TORCHFT_TLS_KEY) is "` + missing + `": it cannot be read`:                              {TLSCert: cert, TLSKey: missing},
+		`tls_cert (TORCHFT_TLS_CERT) is "` + cert + `": it must be a certificate in PEM, and tls_key`:    {TLSCert: cert, TLSKey: otherKey},
+		`tls_client_ca (TORCHFT_TLS_CLIENT_CA) is "` + junk + `": it must hold at least one certificate`: {TLSCert: cert, TLSKey: key, TLSClientCA: junk},
+		`tls_ca (TORCHFT_TLS_CA) is "` + junk + `": it must hold at least one certificate`:               {TLSCA: junk},
+	} {
+		assert.ErrorContains(t, security.Validate(), says)
+		_, err := rpc.NewGate(security, rpc.Limits{}, fttest.Quiet)
+		assert.ErrorContains(t, err, says)
+		_, err = security.Dial(t.Context(), nil, "lighthouse", "http://127.0.0.1:1", time.Second)
+		assert.Equal(t, codes.InvalidArgument, status.Code(err))
+	}
+}
+
+func TestSecretsThatOthersCanReadAreWarnedAboutOnce(t *testing.T) {
+	token := fttest.File(t, "secret")
+	require.NoError(t, os.Chmod(token, 0o644))
+	log := &fttest.Log{}
+	for range 2 {
+		_, err := rpc.NewGate(rpc.Security{TokenFile: token}, rpc.Limits{}, slog.New(slog.NewTextHandler(log, nil)))
+		require.NoError(t, err)
+	}
+	assert.Equal(t, 1, log.Count("chmod 600"))
+}
+
+func TestTokens(t *testing.T) {
+	parsed, err := rpc.ParseTokens([]byte("\r\n first \nsecond\r\n\n"))
+	require.NoError(t, err)
+	require.Equal(t, rpc.Tokens{"first", "second"}, parsed)
+	for _, content := range []string{"", "\n \n", "two words", "sécret", "a\x00b"} {
+		_, err := rpc.ParseTokens([]byte(content))
+		assert.Error(t, err, "%q", content)
+	}
+	for _, tc := range []struct {
+		tokens rpc.Tokens
+		sent   []string
+		want   rpc.TokenCheck
+	}{
+		{nil, nil, rpc.TokenNone},
+		{nil, []string{"Bearer x"}, rpc.TokenNone},
+		{rpc.Tokens{"x"}, nil, rpc.TokenMissing},
+		{rpc.Tokens{"x"}, []string{"x"}, rpc.TokenWrong},
+		{rpc.Tokens{"x"}, []string{"Bearer y"}, rpc.TokenWrong},
+		{rpc.Tokens{"x"}, []string{"Bearer "}, rpc.TokenWrong},
+		{rpc.Tokens{"x"}, []string{"Bearer xx"}, rpc.TokenWrong},
+		{rpc.Tokens{"x"}, []string{"Bearer y", "Bearer x"}, rpc.TokenWrong},
+		{rpc.Tokens{"x", "y"}, []string{rpc.Bearer("x")}, rpc.TokenOK},
+		{rpc.Tokens{"x", "y"}, []string{rpc.Bearer("y")}, rpc.TokenOK},
+	} {
+		assert.Equal(t, tc.want, tc.tokens.Check(tc.sent), "%v", tc)
+	}
+}
+
+func TestWhoMayEndAProcess(t *testing.T) {
+	for _, tc := range []struct {
+		ending  rpc.Ending
+		refused string
+	}{
+		{rpc.Ending{Token: rpc.TokenNone}, "another host"},
+		{rpc.Ending{Token: rpc.TokenNone, Loopback: true}, ""},
+		{rpc.Ending{Token: rpc.TokenNone, AllowRemote: true}, ""},
+		{rpc.Ending{Token: rpc.TokenMissing, Loopback: true, AllowRemote: true}, "wants the job's token"},
+		{rpc.Ending{Token: rpc.TokenWrong, Loopback: true, AllowRemote: true}, "not the job's"},
+		{rpc.Ending{Token: rpc.TokenOK}, ""},
+	} {
+		if tc.refused == "" {
+			assert.Empty(t, tc.ending.Refusal(), "%+v", tc.ending)
+		} else {
+			assert.Contains(t, tc.ending.Refusal(), tc.refused, "%+v", tc.ending)
+		}
+	}
+	for address, want := range map[string]bool{
+		"127.0.0.1:1": true, "[::1]:1": true, "127.8.8.8": true, "[::ffff:127.0.0.1]:1": true,
+		"10.0.0.1:1": false, "localhost:1": false, "": false, "127.0.0.1.example:1": false,
+	} {
+		assert.Equal(t, want, rpc.IsLoopback(address), address)
+	}
+	for header, want := range map[string]bool{
+		"127.0.0.1:29510": true, "[::1]:1": true, "[fe80::1]": true, "10.1.2.3": true, "localhost:1": true, "LOCALHOST": true, "localhost.": true,
+		"lighthouse:1": true, "Lighthouse": true, "evil.example:29510": false, "lighthouse.evil.example": false, "": false, "10.1.2.3.example": false,
+	} {
+		assert.Equal(t, want, rpc.IsOwnHost(header, "lighthouse", ""), header)
+	}
+}
+
+func TestJoinsOfOneAddress(t *testing.T) {
+	port, _ := serveSecurely(t, rpc.Security{}, rpc.Limits{
+		MaxJoins: 1, IsJoin: func(method string) bool { return method == torchftpb.LighthouseService_Quorum_FullMethodName },
+	})
+	conn, err := rpc.Dial(t.Context(), nil, "lighthouse", "http://127.0.0.1:"+port, time.Second)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, conn.Close()) }()
+	stub := torchftpb.NewLighthouseServiceClient(conn)
+	var mu sync.Mutex
+	got := map[codes.Code]int{}
+	require.Eventually(t, func() bool { // a second may end in between
+		_, err := stub.Quorum(t.Context(), &torchftpb.LighthouseQuorumRequest{})
+		mu.Lock()
+		defer mu.Unlock()
+		got[status.Code(err)]++
+		if status.Code(err) == codes.Unavailable {
+			assert.ErrorContains(t, err, "too many joins: 1 in one second from 127.0.0.1 (max_joins_per_second)")
+		}
+		return got[codes.Unavailable] > 0 && got[codes.Unimplemented] > 1
+	}, 20*time.Second, time.Millisecond, "refused, and then let in again")
+	_, err = stub.Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{})
+	assert.NoError(t, err, "no join")
+}
+
+func TestConnectionsAreLimited(t *testing.T) {
+	port, log := serveSecurely(t, rpc.Security{}, rpc.Limits{MaxConnections: 2})
+	address := "http://127.0.0.1:" + port
+	var open []*grpc.ClientConn
+	for range 2 {
+		conn, err := rpc.Dial(t.Context(), nil, "lighthouse", address, 5*time.Second)
+		require.NoError(t, err)
+		open = append(open, conn)
+	}
+	assert.Error(t, beat(t, rpc.Security{}, address, "a"))
+	assert.Positive(t, log.Count("max_connections"))
+	require.NoError(t, open[0].Close())
+	require.Eventually(t, func() bool { return beat(t, rpc.Security{}, address, "a") == nil }, 20*time.Second, 10*time.Millisecond)
+	require.NoError(t, open[1].Close())
+}
+
+func TestRequestsAreLimited(t *testing.T) {
+	port, _ := serveSecurely(t, rpc.Security{}, rpc.Limits{})
+	address := "http://127.0.0.1:" + port
+	assert.NoError(t, beat(t, rpc.Security{}, address, strings.Repeat("x", 4<<20-16)))
+	err := beat(t, rpc.Security{}, address, strings.Repeat("x", 4<<20))
+	assert.Equal(t, codes.ResourceExhausted, status.Code(err))
+	assert.ErrorContains(t, err, fmt.Sprint(4<<20))
+	assert.NoError(t, beat(t, rpc.Security{}, address, "a"), "the server lives")
+
+	// A header that is too large ends its connection at most.
+	raw, err := net.Dial("tcp", "127.0.0.1:"+port)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, raw.Close()) }()
+	require.NoError(t, raw.SetDeadline(time.Now().Add(10*time.Second)))
+	_, err = fmt.Fprintf(raw, "GET / HTTP/1.1\r\nHost: x\r\nX: %s\r\n\r\n", strings.Repeat("x", 128<<10))
+	if err == nil {
+		answer, err := io.ReadAll(raw)
+		if err == nil || len(answer) > 0 {
+			assert.Contains(t, string(answer), "431")
+		}
+	}
+	assert.False(t, errors.Is(err, os.ErrDeadlineExceeded))
+}
+
+func withCA(s rpc.Security, file string) rpc.Security {
+	s.TLSCA = file
+	return s
+}

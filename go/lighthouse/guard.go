@@ -1,0 +1,79 @@
+package lighthouse
+
+import (
+	"fmt"
+	"net/http"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+)
+
+// guarded serves a route that changes something. A page of another site must not be able to use it, not even in a
+// browser on this host: a browser says where a POST comes from and for which host it is meant, and a token is nothing
+// that such a page knows.
+func (s *Server) guarded(what string, serve http.HandlerFunc) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		if code, why := s.refusal(w, r); code != 0 {
+			s.log.Warn("torchft: a request was refused", "request", what, "from", r.RemoteAddr, "origin", r.Header.Get("Origin"), "reason", why)
+			if code == http.StatusUnauthorized {
+				w.Header().Set("WWW-Authenticate", "Bearer")
+			}
+			http.Error(w, what+" is refused: "+why, code)
+			return
+		}
+		serve(w, r)
+	}
+}
+
+// refusal is the status code and the reason for which a request is not served; 0 if it is.
+func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why string) {
+	if err := http.NewCrossOriginProtection().Check(r); err != nil {
+		return http.StatusForbidden, "it comes from another site (" + err.Error() + ")"
+	}
+	ending := rpc.Ending{
+		Token:       s.gate.CheckToken(authorization(w, r)),
+		Loopback:    rpc.IsLoopback(r.RemoteAddr) && !forwarded(r),
+		AllowRemote: s.cfg.AllowRemoteKill,
+	}
+	if why := ending.Refusal(); why != "" {
+		if ending.Token == rpc.TokenMissing || ending.Token == rpc.TokenWrong {
+			return http.StatusUnauthorized, why
+		}
+		return http.StatusForbidden, why + ", or start the lighthouse with --allow_remote_kill"
+	}
+	if ending.Token != rpc.TokenOK && !rpc.IsOwnHost(r.Host, s.cfg.Hostname, machineName()) {
+		return http.StatusForbidden, fmt.Sprintf("the host it asks for, %q, is no name of this server: use its address, localhost or %q", r.Host, s.cfg.Hostname)
+	}
+	return 0, ""
+}
+
+// authorization is a request's header, or what the page's form says in its place.
+func authorization(w http.ResponseWriter, r *http.Request) []string {
+	if header := r.Header.Values("Authorization"); len(header) > 0 {
+		return header
+	}
+	r.Body = http.MaxBytesReader(w, r.Body, 4<<10)
+	if token := r.PostFormValue("token"); token != "" {
+		return []string{rpc.Bearer(token)}
+	}
+	return nil
+}
+
+// forwarded reports whether a proxy on this host hands on what comes from elsewhere.
+func forwarded(r *http.Request) bool {
+	for _, header := range []string{"Forwarded", "X-Forwarded-For", "X-Real-Ip", "Via"} {
+		if r.Header.Get(header) != "" {
+			return true
+		}
+	}
+	return false
+}
+
+// security is what the lighthouse shows and wants when it calls a manager. Whoever signs its clients also signs its
+// managers, unless it is told otherwise.
+func (s *Server) security() rpc.Security {
+	security := s.cfg.Security
+	if security.TLSCA == "" {
+		security.TLSCA = security.TLSClientCA
+	}
+	return security
+}

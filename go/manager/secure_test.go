@@ -1,0 +1,60 @@
+package manager_test
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/lighthouse"
+	"github.com/torchft/torchft/go/manager"
+)
+
+// Two groups of two ranks with all that there is, and strangers who miss one thing each.
+func TestAJobWithTokenAndCertificates(t *testing.T) {
+	ca, strangers := fttest.NewCA(t), fttest.NewCA(t)
+	cert, key := ca.Issue("lighthouse", "a", "b", "far")
+	all := rpc.Security{TokenFile: fttest.File(t, "secret"), TLSCert: cert, TLSKey: key, TLSCA: ca.File, TLSClientCA: ca.File}
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2, func(cfg *lighthouse.Config) { cfg.Security = all })
+		require.Equal(t, "https://lighthouse:29510", c.Lighthouse.Address())
+		secure := func(security rpc.Security) func(*manager.ServerConfig) {
+			return func(cfg *manager.ServerConfig) {
+				cfg.LighthouseAddr, cfg.Security, cfg.ConnectTimeout = c.Lighthouse.Address(), security, time.Second
+			}
+		}
+		a, b := c.StartGroup("a", 2, secure(all)), c.StartGroup("b", 2, secure(all))
+		require.Regexp(t, "^https://a:", a.Server.Address())
+		for _, r := range round(t, 1, a, b) {
+			assert.EqualValues(t, 2, r.ReplicaWorldSize)
+		}
+
+		wrong := all
+		wrong.TokenFile = ""
+		g := c.StartGroup("far", 1, secure(wrong))
+		assert.ErrorContains(t, (<-g.Quorum(0, 1, time.Minute)).Err, "this server wants the job's token")
+		g.Server.Shutdown()
+
+		for says, change := range map[string]func(*rpc.Security){
+			"certificate required": func(s *rpc.Security) { s.TLSCert, s.TLSKey, s.TLSClientCA = "", "", "" },
+			"tls: ":                func(s *rpc.Security) { s.TLSCert, s.TLSKey = strangers.Issue("far") },
+			"certificate signed by unknown authority": func(s *rpc.Security) { s.TLSCA = strangers.File },
+			"expired": func(s *rpc.Security) { s.TLSCert, s.TLSKey = ca.IssueExpired("far") },
+		} {
+			wrong := all
+			change(&wrong)
+			cfg := c.ServerConfig("far", 1)
+			secure(wrong)(&cfg)
+			_, err := manager.NewServer(t.Context(), cfg)
+			assert.ErrorContains(t, err, says)
+			assert.ErrorContains(t, err, "could not connect to lighthouse at https://lighthouse:29510 within 1s")
+		}
+		for _, r := range round(t, 2, a, b) {
+			assert.EqualValues(t, 2, r.ReplicaWorldSize, "the job goes on")
+		}
+	})
+}

@@ -1,0 +1,46 @@
+"""What protects a job's connections: a token and certificates, in files that the environment names.
+
+The Go core reads the certificates, and the token for its calls; the checkpoint servers read the token here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+TOKEN_FILE_ENV = "TORCHFT_TOKEN_FILE"
+TLS_CERT_ENV = "TORCHFT_TLS_CERT"
+_FILES = {
+    "token_file": TOKEN_FILE_ENV,
+    "tls_cert": TLS_CERT_ENV,
+    "tls_key": "TORCHFT_TLS_KEY",
+    "tls_ca": "TORCHFT_TLS_CA",
+    "tls_client_ca": "TORCHFT_TLS_CLIENT_CA",
+}
+
+
+def security() -> str:
+    """The files for the Go core, as JSON (``rpc.Security``)."""
+    return json.dumps({name: os.environ.get(env, "") for name, env in _FILES.items()})
+
+
+def tokens() -> list[str]:
+    """The job's tokens, one a line of their file: the first is shown to others, each is accepted.
+
+    Without TORCHFT_TOKEN_FILE there are none. The file is read anew each time, so that a token can be changed under a running job.
+
+    Raises:
+        ValueError: TORCHFT_TOKEN_FILE names a file that cannot be read, or holds no token
+    """
+    path = os.environ.get(TOKEN_FILE_ENV, "")
+    if not path:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.strip() for line in file]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{TOKEN_FILE_ENV}={path!r} cannot be read: {error}") from error
+    found = [line for line in lines if line]
+    if not found or not all("!" <= character <= "~" for line in found for character in line):
+        raise ValueError(f"{TOKEN_FILE_ENV}={path!r}: allowed are lines of printable ASCII, at least one, no spaces")
+    return found

@@ -27,7 +27,8 @@ def security() -> str:
 def tokens() -> list[str]:
     """The job's tokens, one a line of their file: the first is shown to others, each is accepted.
 
-    Without TORCHFT_TOKEN_FILE there are none. The file is read anew each time, so that a token can be changed under a running job.
+    Without TORCHFT_TOKEN_FILE there are none. The file is read anew each time, so that a token can be changed under a
+    running job.
 
     Raises:
         ValueError: TORCHFT_TOKEN_FILE names a file that cannot be read, or holds no token

@@ -1,0 +1,167 @@
+"""Servers and clients with a token and certificates, as the environment names them, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchft._security import security, tokens
+from torchft.checkpointing._token import accepts, checkpoint_token
+from torchft.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+
+TIMEOUT = timedelta(seconds=20)
+SOON = timedelta(seconds=1)  # of what is to fail
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ca, host, stranger (of another authority) and expired: each .pem and .key."""
+    if shutil.which("openssl") is None:
+        if os.environ.get("CI"):
+            pytest.fail("openssl not found")
+        pytest.skip("the certificates are made with openssl")
+    folder = tmp_path_factory.mktemp("authority")
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+    (folder / "ext").write_text("subjectAltName = DNS:localhost, IP:127.0.0.1\n")
+
+    def openssl(command: str) -> None:
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True, timeout=60)
+
+    for ca in ("ca", "otherca"):
+        openssl(f"req -x509 {key} -days 9 -subj /CN={ca} -keyout {ca}.key -out {ca}.pem")
+    for name, ca, until in (("host", "ca", 9), ("stranger", "otherca", 9), ("expired", "ca", -1)):
+        openssl(f"req {key} -subj /CN={name} -keyout {name}.key -out {name}.csr")
+        openssl(
+            f"x509 -req -in {name}.csr -CA {ca}.pem -CAkey {ca}.key -CAcreateserial -days {until} -extfile ext "
+            f"-out {name}.pem"
+        )
+    return folder
+
+
+def setting(monkeypatch: pytest.MonkeyPatch, **files: Any) -> None:
+    for name, path in files.items():
+        if path is None:
+            monkeypatch.delenv(f"TORCHFT_{name}", raising=False)
+        else:
+            monkeypatch.setenv(f"TORCHFT_{name}", str(path))
+
+
+@pytest.fixture
+def all_of_it(authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(0o600)
+    ca, host = authority / "ca.pem", authority / "host"
+    setting(monkeypatch, TOKEN_FILE=token, TLS_CERT=f"{host}.pem", TLS_KEY=f"{host}.key", TLS_CA=ca, TLS_CLIENT_CA=ca)
+    monkeypatch.setenv("TORCHFT_HOST", "localhost")
+
+
+def manager_server(lighthouse: str) -> ManagerServer:
+    return ManagerServer(
+        "a",
+        lighthouse,
+        "localhost",
+        "[::]:0",
+        "localhost:1",
+        1,
+        heartbeat_interval=timedelta(seconds=1),
+        connect_timeout=SOON,
+        quorum_retries=0,
+    )
+
+
+def test_everything_on(all_of_it: None, authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10)
+    server = manager_server(lighthouse.address())
+    try:
+        assert lighthouse.address().startswith("https://") and server.address().startswith("https://")
+        rank = ManagerClient(server.address(), TIMEOUT)
+        assert rank._quorum(0, 1, "", False, TIMEOUT, 0).replica_ids == ["a"]
+        LighthouseClient(lighthouse.address(), TIMEOUT).heartbeat("b", TIMEOUT)
+
+        guess = tmp_path / "guess"
+        guess.write_text("guess")
+        for token, says in ((None, "this server wants the job's token"), (guess, "the token is not the job's")):
+            with monkeypatch.context() as patch:
+                setting(patch, TOKEN_FILE=token)
+                stranger = LighthouseClient(lighthouse.address(), TIMEOUT)
+                with pytest.raises(RuntimeError, match=says):
+                    stranger.quorum("c", TIMEOUT)
+                with pytest.raises(RuntimeError, match=says):
+                    stranger.heartbeat("c", TIMEOUT)
+                # A rank of this process goes straight to its server; its group still has to ask the lighthouse.
+                unknown = manager_server(lighthouse.address())
+                with pytest.raises(RuntimeError, match=says):
+                    ManagerClient(unknown.address(), TIMEOUT)._quorum(0, 1, "", False, TIMEOUT, 0)
+                unknown.shutdown()
+
+        for files, says in (
+            ({"TLS_CA": authority / "otherca.pem"}, "certificate signed by unknown authority"),
+            ({"TLS_CERT": authority / "stranger.pem", "TLS_KEY": authority / "stranger.key"}, "tls: "),
+            ({"TLS_CERT": authority / "expired.pem", "TLS_KEY": authority / "expired.key"}, "expired"),
+            ({"TLS_CERT": None, "TLS_KEY": None, "TLS_CLIENT_CA": None}, "certificate required"),
+        ):
+            with monkeypatch.context() as patch:
+                setting(patch, **files)
+                with pytest.raises(RuntimeError, match=says):
+                    LighthouseClient(lighthouse.address(), SOON)
+                with pytest.raises(RuntimeError, match=says):
+                    manager_server(lighthouse.address())
+
+        plain = lighthouse.address().replace("https:", "http:")
+        with pytest.raises(RuntimeError, match=r"with tls_ca \(TORCHFT_TLS_CA\) it must begin with https://"):
+            LighthouseClient(plain, SOON)
+        setting(monkeypatch, TLS_CA=None)
+        with pytest.raises(RuntimeError, match="does it speak TLS"):
+            LighthouseClient(plain, SOON)
+    finally:
+        server.shutdown()
+        lighthouse.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"TOKEN_FILE": "/missing"}, r"token_file \(TORCHFT_TOKEN_FILE\) is \"/missing\": it cannot be read"),
+        ({"TLS_CERT": "/missing"}, r"tls_key \(TORCHFT_TLS_KEY\) is \"\""),
+        ({"TLS_CA": "/dev/null"}, r"tls_ca \(TORCHFT_TLS_CA\) is \"/dev/null\": it must be a regular file"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_value_error(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], says: str
+) -> None:
+    setting(monkeypatch, **files)
+    for make in (
+        lambda: LighthouseServer(bind="[::]:0", min_replicas=1),
+        lambda: LighthouseClient("http://localhost:1", SOON),
+        lambda: ManagerClient("http://localhost:1", SOON),
+        lambda: manager_server("http://localhost:1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            make()
+
+
+def test_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert tokens() == [] and checkpoint_token() == "" and accepts("")
+    file = tmp_path / "token"
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(file))
+    assert json.loads(security())["token_file"] == str(file)
+    with pytest.raises(ValueError, match="cannot be read"):
+        tokens()
+    file.write_text("\r\n new \n\nold\n")
+    assert tokens() == ["new", "old"]
+    shown = checkpoint_token()
+    file.write_text("old\nnew\n")
+    assert checkpoint_token() != shown and accepts(shown) and accepts(checkpoint_token())
+    assert not accepts("") and not accepts("old")
+    for content in ("", "\n \n", "two words", "sécret", "a\x00b"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match="allowed are lines of printable ASCII"):
+            tokens()

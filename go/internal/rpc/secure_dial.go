@@ -1,12 +1,14 @@
 package rpc
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"errors"
 	"io"
 	"net"
 	"sync/atomic"
+	"syscall"
 
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
@@ -43,8 +45,15 @@ func (h handshakes) Info() credentials.ProtocolInfo          { return h.credenti
 func (h handshakes) Clone() credentials.TransportCredentials { return h }
 func (handshakes) OverrideServerName(string) error           { return nil }
 func (h handshakes) note(err error) {
-	if errors.Is(err, context.Canceled) {
-		return
+	if errors.Is(err, context.Canceled) || errors.Is(err, net.ErrClosed) {
+		return // by this side
+	}
+	// A server that hangs up says why, but its word may get lost on the way: what an earlier attempt heard counts then.
+	mute := errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
+	if before := h.why.Load(); mute && before != nil {
+		if _, told := errors.AsType[*hinted](*before); told {
+			return
+		}
 	}
 	hint := "; does it speak TLS? Its address begins with https:// then"
 	if h.config != nil {
@@ -76,8 +85,11 @@ func (b *beginning) Read(p []byte) (int, error) {
 	n, err := b.Conn.Read(p)
 	if !b.read {
 		b.read = true
-		if n == 0 && err != nil {
+		switch {
+		case n == 0 && err != nil:
 			b.h.note(err)
+		case b.h.config == nil && bytes.HasPrefix(p[:n], []byte{21, 3}): // an alert of TLS
+			b.h.note(errors.New("it answers with an alert of TLS"))
 		}
 	}
 	return n, err

@@ -44,7 +44,8 @@ func (c *secureConn) complain(err error) {
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
 		return // it said nothing
 	}
-	if plain, ok := errors.AsType[tls.RecordHeaderError](err); ok && plain.Conn != nil {
+	plain, isPlain := errors.AsType[tls.RecordHeaderError](err)
+	if isPlain && plain.Conn != nil {
 		err = errors.New("it does not speak TLS, and this server does: its address begins with https://")
 		switch string(plain.RecordHeader[:]) {
 		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
@@ -53,6 +54,17 @@ func (c *secureConn) complain(err error) {
 		}
 	}
 	c.refused.log("torchft: a connection was refused", "from", c.RemoteAddr().String(), "reason", err)
+	if !isPlain {
+		c.linger()
+	}
+}
+
+// linger waits a moment for the other side to hang up: a connection that is closed while it still sends is reset, and what
+// it was told last, why it is refused, gets lost.
+func (c *secureConn) linger() {
+	raw := c.NetConn()
+	_ = raw.SetDeadline(time.Now().Add(time.Second))
+	_, _ = io.CopyN(io.Discard, raw, maxHeader)
 }
 
 // refusals logs at most one a second: whoever is refused tries again.

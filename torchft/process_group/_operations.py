@@ -77,7 +77,7 @@ class Operations:
             self._look(now)
         ended = self._ended
         if ended is not None:
-            return None if now - ended[0] < _GRACE_SEC else ended[1]
+            return None if now - ended[0] < _GRACE_SEC else copied(ended[1])
         if collective and self._damaged is not None and now - self._damaged > _DAMAGED_SEC:
             return RuntimeError(f"{self.name}: the connection with a peer is broken")
         return None
@@ -322,6 +322,15 @@ def refused(group: str, name: str, args: tuple[Any, ...], error: Exception) -> E
     unsupported = RuntimeError(f"{group} does not support {name} of {', '.join(kinds) or 'this'}: {text}")
     unsupported.__cause__ = error
     return unsupported
+
+
+def copied(error: Exception) -> Exception:
+    """The same error for one more to raise.
+
+    A raised exception carries the frames that it passed, and so whatever their variables hold: one that is kept would
+    keep a group alive that nobody refers to otherwise.
+    """
+    return type(error)(*error.args)
 
 
 def tensors_of(args: object) -> Iterator[torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torchft.process_group._attempt import Attempt
-from torchft.process_group._operations import Operations, refused
+from torchft.process_group._operations import Operations, copied, refused
 from torchft.process_group._reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
@@ -220,7 +220,7 @@ class ProcessGroupWrapper(ProcessGroup):
         if pg is None:
             # Not an AssertionError where an abort was the reason: that is no mistake of the caller.
             if self._aborted is not None:
-                raise self._aborted
+                raise copied(self._aborted)
             raise AssertionError("process group not initialized")
         return pg
 
@@ -291,9 +291,15 @@ class ProcessGroupWrapper(ProcessGroup):
             checker.close(error)
 
     def __del__(self) -> None:
-        # Destroying a group of Gloo waits for its operations. `_given` is missing after an error in __init__.
+        # Destroying a group of Gloo waits for its operations: not here, where the garbage collector may have chosen the
+        # thread. `_given` is missing after an error in __init__.
         if not getattr(self, "_given", True):
             self._release(RuntimeError("nobody holds the process group any more"))
+        elif getattr(self, "_pg", None) is not None and not isinstance(self._pg, ProcessGroup):
+            # A native one is left as it is; ours may be the last reference.
+            box: list[object] = [self._pg]
+            self._pg = None
+            reap(box)
 
     def _release(self, error: Exception) -> None:
         """Abandons the parent: whoever waits in it gets an error, its own or this one, and the caller does not wait."""
@@ -338,7 +344,7 @@ class ProcessGroupWrapper(ProcessGroup):
         operations = self._operations_in_flight() if self._given else self._operations
         checker = self._checker
         with self._run_context():
-            parent = self.parent
+            parent: Any = self.parent
             if checker is not None:
                 checker.check(name, args, opts)
             given = args if opts is _NO_OPTIONS else (*args, self._opts_hook(opts))
@@ -347,6 +353,8 @@ class ProcessGroupWrapper(ProcessGroup):
             except RuntimeError as e:
                 if isinstance(parent, ProcessGroup):
                     raise
+                # The error keeps this frame, which must not keep the group: its end would wait for operations.
+                parent = None
                 raise refused(self.getBackendName(), name, args, e) from e.__cause__
             if operations is not None:
                 work = operations.guard(work, name, args)

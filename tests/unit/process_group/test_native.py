@@ -94,6 +94,25 @@ def test_fewer_and_more_and_other_ranks(store: TCPStore) -> None:
         on_ranks(len(chosen), lambda rank, chosen=chosen: check(chosen[rank], rank, len(chosen)))
 
 
+def test_whoever_drops_a_wrapper_does_not_wait_for_its_operations(store: TCPStore) -> None:
+    """Nor does the thread on which the garbage collector happens to run. Gloo may lose an operation whose connection
+    breaks, and destroying the group then takes until the timeout."""
+    parents = natives(store, 2)
+    groups = [ProcessGroupWrapper(pg=pg) for pg in parents]
+    connect(groups, store)
+    silent = parents.pop()
+    parents.clear()
+    groups.pop()
+    work = groups[0].allreduce([torch.ones(1)], ReduceOp.SUM)
+    began = time.monotonic()
+    groups.clear()
+    gc.collect()
+    assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
+    abort_group(silent)
+    with pytest.raises(RuntimeError):
+        work.wait()
+
+
 def test_a_wrapper_passes_new_peers_on(store: TCPStore) -> None:
     parents = natives(store, 2)
     groups: list[ProcessGroup] = [ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper(pg=pg)) for pg in parents]

@@ -22,6 +22,7 @@ from typing import Any, Callable, Generator, Iterable, Optional, Sequence
 
 import torch
 
+from torchft.process_group._operations import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.sharing import Lease, Sharing, is_plain
 from torchft.utils import get_stream_context
@@ -49,11 +50,6 @@ _ANSWERS_SIZE = 1 << 20  # bytes: what an unprivileged process may ask for
 
 class WorkerDied(RuntimeError):
     """The worker's process has ended without a word."""
-
-
-def copied(error: Exception) -> Exception:
-    """The same error for one more to raise: a raised exception carries its traceback."""
-    return type(error)(*error.args)
 
 
 @dataclass

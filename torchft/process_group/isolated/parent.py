@@ -28,10 +28,11 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torchft.futures import _devices
+from torchft.process_group._operations import copied
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.channel import Channel, _OpMetadata, copied
+from torchft.process_group.isolated.channel import Channel, _OpMetadata
 from torchft.process_group.isolated.sharing import Lease, Sharing
 from torchft.process_group.isolated.standby import Worker, Workers, started
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client

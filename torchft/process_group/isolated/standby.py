@@ -22,8 +22,9 @@ from datetime import timedelta
 from typing import Any, Callable, Optional
 
 from torchft.futures import _TIMEOUT_MANAGER
+from torchft.process_group._operations import copied
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.channel import Channel, WorkerDied, copied, send
+from torchft.process_group.isolated.channel import Channel, WorkerDied, send
 from torchft.process_group.isolated.sharing import Sharing
 
 # Where nobody has started a worker yet, PyTorch is imported first.

@@ -252,6 +252,10 @@ class ProcessGroupWrapper(ProcessGroup):
             return self._pg.errored()
         return self._aborted
 
+    def share_buffer(self, tensor: torch.Tensor) -> bool:
+        pg = self._pg
+        return isinstance(pg, ProcessGroup) and pg.share_buffer(tensor)
+
     def abort(self, errored: bool = True) -> None:
         """Ends what is in flight, without waiting for it.
 

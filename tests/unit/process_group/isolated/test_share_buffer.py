@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import pytest
 import torch
@@ -13,7 +13,16 @@ from torch.distributed import ReduceOp, TCPStore
 
 from tests.unit.process_group.ranks import TIMEOUT, meeting
 from torchft.ddp import DistributedDataParallel
-from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupDummy, ProcessGroupGloo
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
 from torchft.process_group.isolated import host
 
 
@@ -55,6 +64,23 @@ def test_a_plain_group_leaves_a_buffer_where_it_is(store: TCPStore) -> None:
         address = buffer.data_ptr()
         assert not group.share_buffer(buffer)
         assert buffer.data_ptr() == address and not buffer.is_shared()
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda group: ProcessGroupWrapper(pg=group),
+        lambda group: FakeProcessGroupWrapper(ErrorSwallowingProcessGroupWrapper(group)),
+        lambda group: ManagedProcessGroup(SimpleNamespace(_pg=group)),  # type: ignore[arg-type]
+    ],
+    ids=["wrapper", "fake over error swallowing", "managed"],
+)
+def test_wrappers_pass_a_buffer_on(
+    group: ProcessGroupBabyGloo, wrapped: Callable[[ProcessGroup], ProcessGroup]
+) -> None:
+    buffer = torch.ones(100_000)
+    assert wrapped(group).share_buffer(buffer)
+    assert buffer.is_shared()
 
 
 def test_a_buffer_stays_where_shared_memory_is_short(

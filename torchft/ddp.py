@@ -53,7 +53,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             graph = _StaticGraph(manager, self)
             self.register_comm_hook(graph, _StaticGraph.hook)
         else:
-            self.register_comm_hook(manager, _allreduce_hook)
+            hook = _allreduce_hook if self.gradient_as_bucket_view else _copied_allreduce_hook
+            self.register_comm_hook(manager, hook)
+
+
+def _copied_allreduce_hook(manager: "Manager", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+    _refuse_replay(manager, "gradients are copies of what is reduced (gradient_as_bucket_view=False)")
+    return _allreduce_hook(manager, bucket)
+
+
+def _refuse_replay(manager: "Manager", reason: str) -> None:
+    refuse = getattr(manager, "_refuse_replay", None)  # stand-ins for a Manager need not have it
+    if refuse is not None:
+        refuse(reason)
 
 
 def _allreduce_hook(manager: "Manager", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
@@ -122,6 +134,7 @@ class _StaticGraph:
         self._arrived = {}
 
     def _reduce_pieces(self, collected: List[Tuple[dist.GradBucket, _BUCKET_FUTURE]]) -> None:
+        _refuse_replay(self._manager, "the first passes over a static graph reduce copies of the gradients")
         grads: Dict[torch.Tensor, torch.Tensor] = {}
         for bucket, _ in collected:
             grads.update(zip(bucket.parameters(), bucket.gradients()))

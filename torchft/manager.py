@@ -18,7 +18,7 @@ import uuid
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, TypeVar
+from typing import Any, Callable, Dict, Iterable, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,12 @@ from torch.distributed import PrefixStore, ReduceOp, TCPStore
 
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureListener, PeerFailed
+from torchft._manager.inputs import Inputs, Kept
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.peers import check_process_group, configure_by_store
 from torchft._manager.plan import Plan, WorldSizeMode, make_plan
 from torchft._manager.recovery import Position, Recovery
+from torchft._manager.replay import MOST_REPLAYS, Attempt, peers_fault, why_anew, why_not
 from torchft._manager.rounds import Round, Rounds, make_rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
@@ -37,6 +39,7 @@ from torchft._manager.settings import (
     MANAGER_PORT_ENV,
     QUORUM_RETRIES_ENV,
     QUORUM_TIMEOUT_SEC_ENV,
+    REPLAY_FAILED_STEP_ENV,
     REPLICA_ID_KEY,
     TIMEOUT_SEC_ENV,
     TORCH_FR_DUMP_TEMP_FILE_ENV,
@@ -48,6 +51,7 @@ from torchft._manager.settings import (
     global_rank,
     heal_sources_from_env,
     resolve,
+    switch_from_env,
 )
 from torchft._manager.state import DEFAULT_KEY, UserState
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
@@ -128,6 +132,9 @@ class Manager:
         quorum_retries: how often an error of the lighthouse is tried again.
         enable_error_bus: end collectives as soon as the lighthouse tells that a peer of them died, without waiting for
             their timeout; None: as TORCHFT_FAILURE_BUS says (on).
+        replay_failed_step: when a peer dies in mid-step, reduce this group's own gradients again with those that are
+            left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All groups must have
+            it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -162,6 +169,7 @@ class Manager:
         max_retries: Optional[int] = None,
         quorum_retries: int = 0,
         enable_error_bus: Optional[bool] = None,
+        replay_failed_step: Optional[bool] = None,
     ) -> None:
         settings = resolve(
             rank=rank,
@@ -190,12 +198,21 @@ class Manager:
         self._init_sync = init_sync
         self._max_retries = max_retries
         self._enable_error_bus = failure_bus_from_env() if enable_error_bus is None else enable_error_bus
+        if replay_failed_step is None:
+            replay_failed_step = switch_from_env(REPLAY_FAILED_STEP_ENV, default=False)
 
         self._step = 0
         self._batches_committed = 0
         self._commit_failures = 0
         self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
         self._commit_hooks: List[CommitHook] = []
+
+        self._inputs = Inputs() if replay_failed_step else None  # of this step's allreduces
+        self._replay_hooks: List[Callable[[], None]] = []
+        self._gradients: List[Callable[[], Iterable[torch.Tensor]]] = []
+        self._request: tuple[bool, bool, timedelta] = (True, False, self._quorum_timeout)  # of the last quorum
+        # The state for which the quorum of the next step is known already: a replay asked for it, and was none.
+        self._ahead: Optional[Position] = None
 
         self._user_state = UserState(self._timeout.total_seconds())
         self._load_state_dict_fns = self._user_state.load_fns
@@ -272,6 +289,7 @@ class Manager:
             store = PrefixStore(f"torchft/restart_{settings.restart_count}", store)
         self._store = store
         if self._group_rank == 0:
+            replays = {"replays_failed_steps": True} if self._inputs is not None else {}
             lighthouse_addr = settings.require_lighthouse()
             full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
             self._manager = ManagerServer(
@@ -284,6 +302,7 @@ class Manager:
                 heartbeat_interval=settings.heartbeat_interval,
                 connect_timeout=settings.connect_timeout,
                 quorum_retries=settings.quorum_retries,
+                **replays,
             )
             store.set(MANAGER_ADDR_KEY, self._manager.address())
             store.set(REPLICA_ID_KEY, full_id)
@@ -369,11 +388,25 @@ class Manager:
         Raises:
             RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
         """
+        timeout = _given("timeout", timeout, self._quorum_timeout)
+        if self._inputs is not None:
+            self._inputs.begin()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if ahead == self._position and self._request[:2] == (allow_heal, shrink_only):
+                return  # should_commit asked for this step's quorum, and waited for it
+            self._abort_collectives()  # the others count on this group in the quorum that it leaves
+        self._begin_round(allow_heal, shrink_only, timeout)
+        if not self._use_async_quorum:
+            self.wait_quorum()
+            self._heal_before_step()
+
+    def _begin_round(self, allow_heal: bool, shrink_only: bool, timeout: timedelta) -> None:
         if self._rounds is None:
             raise RuntimeError("the Manager is shut down")
         if self._round is not None:
             self._round.wait()  # its error went to whoever asked for that quorum
-        timeout = _given("timeout", timeout, self._quorum_timeout)
+        self._request = allow_heal, shrink_only, timeout
         self._discard_unloaded_heal()
         with self._failure_lock:
             self._errored = None
@@ -394,10 +427,10 @@ class Manager:
             commit_failures=self._commit_failures,
             reconfigure_handle=self._pg.get_reconfigure_handle(),
         )
-        if not self._use_async_quorum:
-            self.wait_quorum()
-            if self._healing and self._apply_pending_state_dict():
-                self._healing = False  # healed before the step began: this group takes part in it
+
+    def _heal_before_step(self) -> None:
+        if self._healing and self._apply_pending_state_dict() and not self._use_async_quorum:
+            self._healing = False  # healed before the step began: this group takes part in it
 
     def wait_quorum(self) -> None:
         """Waits until this step's quorum is known, the process group is ready and a heal has arrived.
@@ -465,7 +498,7 @@ class Manager:
                 configure_by_store(self._pg, plan, self._replica_id, self._settings)
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
-            self.report_error(e)
+            self._step_failed(e)
         finally:
             self._connecting = False
 
@@ -540,32 +573,50 @@ class Manager:
             check_quantizable(tensor, reduce_op)
         if reduce_op == ReduceOp.AVG and not tensor.dtype.is_floating_point:
             raise ValueError(f"reduce_op=AVG needs a floating point tensor, this one is {tensor.dtype}; use SUM")
+        kept = None
         try:
             self.wait_quorum()
-            self._check_peers()
-            if not self._collectives_usable:
-                self._abort_collectives()  # the peers wait for what is skipped here
-                return _DummyWork(tensor)
-            if not self.is_participating():
-                tensor.zero_()
-            op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
-            if should_quantize:
-                reduction = allreduce_quantized([tensor], op, self._pg)
-            else:
-                reduction = self._pg.allreduce([tensor], _allreduce_options(op))
-            work = _ManagedWork(self, reduction, tensor)
-            self._works.append(work)
-            self._check_peers()  # what was told since the first look found no work to end
+            if self._inputs is not None:
+                kept = self._keep(self._inputs, tensor, reduce_op, should_quantize)
+            work = self._reduce(tensor, reduce_op, should_quantize)
         except Exception as e:
             self._logger.exception(f"allreduce failed: {e}")
             self._report_collective_error(e)
+            work = None
+        if work is None:
+            if kept is not None:
+                kept.settle()
             return _DummyWork(tensor)
+        if kept is not None:
+            work.on_end(kept.settle)
+        return work
+
+    def _reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
+        """Begins to reduce a tensor with the others; None after an error."""
+        self._check_peers()
+        if not self._collectives_usable:
+            self._abort_collectives()  # the peers wait for what is skipped here
+            return None
+        if not self.is_participating():
+            tensor.zero_()
+        op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
+        if should_quantize:
+            reduction = allreduce_quantized([tensor], op, self._pg)
+        else:
+            reduction = self._pg.allreduce([tensor], _allreduce_options(op))
+        work = _ManagedWork(self, reduction, tensor)
+        self._works.append(work)
+        self._check_peers()  # what was told since the first look found no work to end
         if reduce_op == ReduceOp.AVG and self._participating_replica_world_size > 1:
             work.on_success(partial(tensor.div_, self._participating_replica_world_size))
         return work
 
     def report_error(self, e: Exception) -> None:
         """Marks the step as failed: later collectives of it are skipped, and it will not be committed."""
+        self._refuse_replay(f"the training loop reported an error: {e}")
+        self._step_failed(e)
+
+    def _step_failed(self, e: Exception) -> None:
         self._collectives_usable = False
         self._keep_error(e)
 
@@ -574,7 +625,9 @@ class Manager:
 
         Only the neighbours of a dead group see its connection break. Their abort lets the others see it too.
         """
-        self.report_error(e)
+        if not peers_fault(e):
+            self._refuse_replay(f"a collective cannot be done: {e!r}")
+        self._step_failed(e)
         self._abort_collectives()
 
     def _abort_collectives(self) -> None:
@@ -673,43 +726,56 @@ class Manager:
             TimeoutError: not all ranks of the group voted in time.
         """
         timeout = _given("timeout", timeout, self._timeout)
-        self.wait_quorum()
-        self._end_collectives()
-        if self._recovery_stream is not None:
-            self._recovery_stream.synchronize()
-        error = _pg_error(self._pg)
-        if error is not None:
-            self.report_error(error)
-        if self._healing:
-            self._apply_pending_state_dict()
-
-        participants = self._participating_replica_world_size
-        enough = participants >= self._min_replica_size
-        if not enough:
-            self._logger.warn(f"{participants} groups take part, {self._min_replica_size} are needed")
-        committed = self._client.should_commit(
-            self._group_rank, self._step, enough and self._errored is None, timeout=timeout
-        )
-        # From here on the weights may change.
-        self._checkpoint_transport.disallow_checkpoint()
+        committed = self._try_step(timeout)
+        failures = self._commit_failures
+        if not committed and self._inputs is not None:
+            committed = self._replay(self._inputs, timeout)
         self._logger.commit_event(committed)
-        step = self._step
+        step, participants = self._step, self._participating_replica_world_size
         if committed:
             self._step += 1
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
         else:
-            self._commit_failures += 1
-            self._logger.warn(f"step {step} is lost: {self._why_lost(enough)}")
+            self._commit_failures = failures + 1
+            self._logger.warn(f"step {step} is lost: {self._why_lost()}")
+        if self._inputs is not None:
+            self._inputs.begin()
         self._discard_unloaded_heal()
         self._run_commit_hooks(step, committed, participants)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise RuntimeError(
                 f"{self._commit_failures} steps in a row were not committed, max_retries={self._max_retries} allows "
-                f"{self._max_retries}; the last one: {self._why_lost(enough)}"
+                f"{self._max_retries}; the last one: {self._why_lost()}"
             )
         return committed
+
+    def _try_step(self, timeout: timedelta) -> bool:
+        """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the group."""
+        self.wait_quorum()
+        self._end_collectives()
+        if self._recovery_stream is not None:
+            self._recovery_stream.synchronize()
+        error = _pg_error(self._pg)
+        if error is not None:
+            self._step_failed(error)
+        if self._healing:
+            self._apply_pending_state_dict()
+        enough = self._enough()
+        if not enough:
+            self._logger.warn(
+                f"{self._participating_replica_world_size} groups take part, {self._min_replica_size} are needed"
+            )
+        committed = self._client.should_commit(
+            self._group_rank, self._step, enough and self._errored is None, timeout=timeout
+        )
+        # From here on the weights may change.
+        self._checkpoint_transport.disallow_checkpoint()
+        return committed
+
+    def _enough(self) -> bool:
+        return self._participating_replica_world_size >= self._min_replica_size
 
     def _end_collectives(self) -> None:
         """Waits for the collectives that nobody waited for; most have ended long ago.
@@ -721,13 +787,14 @@ class Manager:
             work.wait()
         if self._aborted:
             for work in self._works:
-                work.drain(_ABORT_TIMEOUT)
+                if not work.drain(_ABORT_TIMEOUT):
+                    self._refuse_replay("a collective that was aborted has not ended")
         self._works = []
 
-    def _why_lost(self, enough: bool) -> str:
+    def _why_lost(self) -> str:
         if self._errored is not None:
             return str(self._errored.original_exception)
-        return "another rank of the group voted against it" if enough else "too few groups took part"
+        return "another rank of the group voted against it" if self._enough() else "too few groups took part"
 
     def _run_commit_hooks(self, step: int, committed: bool, participants: int) -> None:
         for hook in self._commit_hooks:
@@ -735,6 +802,101 @@ class Manager:
                 hook(step, committed, participants)
             except Exception as e:
                 self._logger.exception(f"a commit hook failed: {e}")
+
+    # Replay of a step that failed
+
+    def register_replay_hook(self, hook: Callable[[], None]) -> None:
+        """Calls ``hook()`` on the training thread when the gradients of a step have been reduced again.
+
+        It does what the training loop does between the reduction and ``should_commit``: clipping, say, or copying what
+        was reduced to where the optimizer reads it. Without a hook a step whose results were changed or copied is lost
+        with a peer, as it is without ``replay_failed_step``. An error of the hook costs the step.
+        """
+        self._replay_hooks.append(hook)
+
+    def _register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """What an optimizer will read: a replay must reach all of it."""
+        self._gradients.append(gradients)
+
+    def _refuse_replay(self, reason: str) -> None:
+        """This step does something that cannot be done again."""
+        if self._inputs is not None:
+            self._inputs.refuse(reason)
+
+    def _keep(self, inputs: Inputs, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[Kept]:
+        assert self._plan is not None  # the quorum was waited for
+        reason = why_anew(self._plan)
+        if reason is not None:
+            inputs.refuse(reason)
+        return inputs.keep(tensor, reduce_op, should_quantize)
+
+    def _replay(self, inputs: Inputs, timeout: timedelta) -> bool:
+        """Reduces a step that was not committed again, with the groups that are left; whether it is committed then.
+
+        All ranks of the group replay, or none: so they vote on it.
+        """
+        for replays in range(MOST_REPLAYS + 1):
+            reason = why_not(
+                Attempt(replays=replays, kept=len(inputs), refused=inputs.refused, changed=self._why_changed(inputs))
+            )
+            try:
+                if not self._client.should_commit(self._group_rank, self._step, reason is None, timeout=timeout):
+                    self._logger.warn(f"the step is not reduced again: {reason or 'another rank of the group cannot'}")
+                    return False
+                self._commit_failures += 1  # the next quorum gets a new id, and new connections
+                why = self._why_lost()
+                self._begin_round(*self._request)
+                self.wait_quorum()
+            except Exception as e:
+                self._logger.exception(f"the step is not reduced again: {e}")
+                return False
+            assert self._plan is not None
+            reason = why_anew(self._plan)
+            if reason is not None:
+                self._logger.warn(f"the step is not reduced again: {reason}")
+                self._leave_quorum_to_next_step()
+                return False
+            self._logger.info(f"reduced again with {self._plan.participants} groups, because {why}")
+            self._reduce_again(inputs)
+            if self._try_step(timeout):
+                return True
+        return False
+
+    def _why_changed(self, inputs: Inputs) -> Optional[str]:
+        if self._replay_hooks:
+            return inputs.twice()
+        gradients = [gradient for read in self._gradients for gradient in read()]
+        return inputs.changed() or inputs.twice() or inputs.elsewhere(gradients)
+
+    def _reduce_again(self, inputs: Inputs) -> None:
+        try:
+            for kept in inputs.restore():
+                self._reduce(kept.tensor, kept.reduce_op, kept.should_quantize)
+        except Exception as e:
+            self._report_collective_error(e)
+        self._end_collectives()
+        inputs.settle()
+        if self._errored is not None:
+            return
+        try:
+            for hook in self._replay_hooks:
+                hook()
+        except Exception as e:
+            self._logger.exception(f"a replay hook failed: {e}")
+            self.report_error(e)
+
+    def _leave_quorum_to_next_step(self) -> None:
+        """The quorum of a replay that is none becomes that of the next step: the others count on this group in it.
+
+        The state of a heal is loaded now. Between two steps the weights are those of the step.
+        """
+        if self._recovery_stream is not None:
+            self._recovery_stream.synchronize()
+        self._heal_before_step()
+        if self._errored is None:
+            self._ahead = self._position
+        else:
+            self._abort_collectives()
 
     # What the training loop may ask
 

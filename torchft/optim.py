@@ -26,6 +26,12 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ is left out: the wrapped one owns the parameters, and hooks registered here would never run
         self.optim = optim
         self.manager = manager
+        register = getattr(manager, "_register_gradients", None)  # stand-ins for a Manager need not have it
+        if register is not None:
+            register(self._gradients)
+
+    def _gradients(self) -> List[torch.Tensor]:
+        return [p.grad for group in self.optim.param_groups for p in group["params"] if p.grad is not None]
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)

@@ -57,7 +57,7 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 	r.StoreAddress = members[primary].StoreAddress
 
 	assign(&r, members, upToDate, primary, groupRank, initSync && r.MaxStep == 0)
-	r.Replay = replays(members, r)
+	r.Replay = replays(members, r, initSync)
 	return r, nil
 }
 
@@ -86,10 +86,12 @@ func newest(members []quorum.Member, step int64) int64 {
 // may be averaged.
 //
 // A peer that does not announce it computes the step anew. Nobody keeps it waiting, or is kept waiting by it, in a
-// collective for as long as that takes: then all compute anew.
-func replays(members []quorum.Member, r Result) bool {
+// collective for as long as that takes: then all compute anew. At the first step the ranks of a group have different
+// primaries, and would decide differently.
+func replays(members []quorum.Member, r Result, initSync bool) bool {
 	silent := slices.ContainsFunc(members, func(m quorum.Member) bool { return !m.ReplaysFailedSteps })
-	return r.MaxReplicaRank != nil && !r.Heal && !silent
+	firstStep := initSync && r.MaxStep == 0 && len(members) > 1
+	return r.MaxReplicaRank != nil && !r.Heal && !silent && !firstStep
 }
 
 // assign spreads the groups that must heal over those that can serve them. Who heals is the same for all

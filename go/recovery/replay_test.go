@@ -23,7 +23,8 @@ func TestReplay(t *testing.T) {
 		{name: "one joins", steps: []int64{5, 0, 5}, committed: []int64{6, -1, 6}, want: []bool{true, false, true}},
 		{name: "one does not announce it", steps: []int64{5, 5, 5}, silent: []int{2}, want: []bool{false, false, false}},
 		{name: "one that joins does not announce it", steps: []int64{5, 5, 0}, silent: []int{2}, want: []bool{false, false, false}},
-		{name: "the first step, all but one heal", steps: []int64{0, 0, 0}, committed: []int64{-1, -1, -1}, initSync: true, want: []bool{true, false, false}},
+		{name: "the first step, each rank has its own primary", steps: []int64{0, 0, 0}, committed: []int64{-1, -1, -1}, initSync: true, want: []bool{false, false, false}},
+		{name: "the first step, alone", steps: []int64{0}, committed: []int64{-1}, initSync: true, want: []bool{true}},
 		{name: "the first step without init_sync", steps: []int64{0, 0}, committed: []int64{-1, -1}, want: []bool{true, true}},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -37,6 +37,9 @@ class Plan:
     # None: this group contributes zeros (it is a spare, or behind the others)
     participating_rank: Optional[int]
     participants: int
+    up_to_date: bool  # at max_step, before any heal
+    # A step that fails here, or failed before at max_step, is reduced again: see replay.py
+    replay: bool
     source: Optional[Source]  # to heal from, None if this group need not
     helpers: list[str]  # manager servers of further groups that offer the same step
     recover_dst: list[int]  # groups that heal from this one
@@ -95,6 +98,8 @@ def make_plan(
         committed_quorum_id=result.committed_quorum_id,
         participating_rank=rank,
         participants=participants,
+        up_to_date=result.max_replica_rank is not None,
+        replay=result.replay,
         source=source,
         helpers=result.helper_manager_addresses if source is not None else [],
         recover_dst=result.recover_dst_replica_ranks if allow_heal else [],

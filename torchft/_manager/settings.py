@@ -17,6 +17,7 @@ CONNECT_TIMEOUT_SEC_ENV: str = "TORCHFT_CONNECT_TIMEOUT_SEC"
 QUORUM_RETRIES_ENV: str = "TORCHFT_QUORUM_RETRIES"
 FAILURE_BUS_ENV: str = "TORCHFT_FAILURE_BUS"
 HEAL_SOURCES_ENV: str = "TORCHFT_HEAL_SOURCES"
+REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 
 # The assigned one, and as many more as a quorum names to each group that heals (go/recovery).
@@ -120,9 +121,14 @@ def duration_from_env(name: str, default: timedelta) -> timedelta:
 
 def failure_bus_from_env() -> bool:
     """Whether TORCHFT_FAILURE_BUS leaves the failure bus on, as it is without it."""
-    value = os.environ.get(FAILURE_BUS_ENV, "1")
+    return switch_from_env(FAILURE_BUS_ENV, default=True)
+
+
+def switch_from_env(name: str, default: bool) -> bool:
+    """Whether an environment variable switches something on, else the default."""
+    value = os.environ.get(name, "1" if default else "0")
     if value not in ("0", "1"):
-        raise ValueError(f"{FAILURE_BUS_ENV}={value!r}: allowed are 0 (off) and 1 (on)")
+        raise ValueError(f"{name}={value!r}: allowed are 0 (off) and 1 (on)")
     return value == "1"
 
 

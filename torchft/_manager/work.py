@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Callable, Optional, TypeVar
@@ -58,6 +59,7 @@ class _ManagedWork(dist._Work):
         self._work = work
         self._value = value
         self._on_success: Optional[Callable[[], object]] = None
+        self._on_end: Optional[Callable[[], object]] = None
         # Reentrant: a failure aborts the process group, which may complete this work's future there and then.
         self._lock = threading.RLock()
         self._succeeded: Optional[bool] = None  # None until it ended
@@ -66,6 +68,10 @@ class _ManagedWork(dist._Work):
     def on_success(self, finish: Callable[[], object]) -> None:
         """Sets what is done once to the result of a collective that succeeded; before anybody waits."""
         self._on_success = finish
+
+    def on_end(self, notice: Callable[[], object]) -> None:
+        """Sets what is called once when the value is final, whatever came of it; before anybody waits."""
+        self._on_end = notice
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         """Waits until the value is final.
@@ -96,10 +102,12 @@ class _ManagedWork(dist._Work):
         """Whether the collective has ended, well or not."""
         return self._succeeded is not None or self._work.is_completed()
 
-    def drain(self, timeout: timedelta) -> None:
-        """Waits until the backend is through with the collective, whatever came of it."""
+    def drain(self, timeout: timedelta) -> bool:
+        """Waits until the backend is through with the collective, whatever came of it. False: not in that time."""
+        deadline = time.monotonic() + timeout.total_seconds()
         with contextlib.suppress(Exception):  # it was reported when it failed
             self._work.wait(timeout)
+        return time.monotonic() < deadline
 
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
         """Orders the current accelerator stream behind the value; on a CPU this waits for it."""
@@ -149,6 +157,8 @@ class _ManagedWork(dist._Work):
             # Under the lock: whoever sees the outcome may rely on the Manager knowing of the error.
             if error is not None:
                 self._manager._report_collective_error(error)
+            if self._on_end is not None:
+                self._on_end()
             self._succeeded = error is None
             return self._succeeded
 

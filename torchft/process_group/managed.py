@@ -54,6 +54,9 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         if len(tensors) != 1:
             raise ValueError(f"allreduce through the manager takes one tensor at a time, got {len(tensors)}")
         reduce_op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
+        refuse = getattr(self._manager, "_refuse_replay", None)  # stand-ins for a Manager need not have it
+        if refuse is not None:
+            refuse("a ManagedProcessGroup reduced it: what its user makes of the result is not known")
         return self._manager.allreduce(tensors[0], reduce_op=cast(ReduceOp, reduce_op))
 
     def size(self) -> int:

@@ -29,6 +29,7 @@ def result(**fields: Any) -> Any:
         committed_quorum_id=6,
         helper_manager_addresses=["http://helper:1"],
         help_dst_replica_ranks=[],
+        replay=False,
     )
     return SimpleNamespace(**{**values, **fields})
 

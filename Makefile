@@ -33,7 +33,7 @@ GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/too
 
 # An install must not run beside a build.
 .NOTPARALLEL:
-.PHONY: help train test test-gpu soak build proto bindings lint lint-go lint-style lint-imports lint-types bench bench-quorum wheel clean check
+.PHONY: help train train-fsdp test test-gpu soak build proto bindings lint lint-go lint-style lint-imports lint-types bench bench-quorum wheel clean check
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -41,6 +41,9 @@ help: ## list the targets
 
 train: $(VENV)/with-train $(LIBRARY) ## train on two replica groups, kill one, see it heal
 	$(PY) python/examples/demo.py
+
+train-fsdp: $(VENV)/with-train $(LIBRARY) ## the same with FSDP2: groups of two ranks, one of which is killed
+	PYTHONPATH=. $(PY) python/examples/demo.py --script train_fsdp.py --nproc 2 --kill rank --steps 600
 
 test: $(VENV)/with-test $(LIBRARY) ## go vet, go test -race, pytest
 	cd go && $(GO_ENV) $(GO) vet ./...

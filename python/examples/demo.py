@@ -1,8 +1,9 @@
 """A job that loses a replica group to SIGKILL in mid-run, goes on, and gets it back: `make train`.
 
-Starts a lighthouse and the replica groups, each its own torchrun, follows the events they write,
-kills the last group with everything below it, starts it again, and checks that all groups end with
-the same weights. Ends with status 1 when they do not, or when anything else goes wrong.
+Starts a lighthouse and the replica groups, each its own torchrun of --script, follows the events they
+write, kills the last group with everything below it and starts it again (or with --kill rank only its
+last rank: torchrun then starts the group again), and checks that all groups end with the same weights.
+Ends with status 1 when they do not, or when anything else goes wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from replica_group import Group
+from replica_group import TRAIN_SCRIPT, Group
 
 from torchft.launch.job import tail
 from torchft.launch.lighthouse import LaunchError, lighthouse
@@ -38,7 +39,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    groups = [Group(number, args.groups, folder, args.nproc) for number in range(args.groups)]
+    groups = [Group(number, args.groups, folder, args.nproc, args.script) for number in range(args.groups)]
     try:
         with lighthouse(folder / "lighthouse.log", LIGHTHOUSE_OPTIONS) as address:
             killed_at = train(args, groups, address)
@@ -64,8 +65,9 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
     """Trains to the end with one kill on the way. Returns when that was, by the wall clock."""
     # At the end the others go on until the killed group is back: the time limit is ours.
     train_args = ["--steps", str(args.steps), "--overtime", "1000000", "--device", args.device, *args.train_args]
+    torchrun_args = ["--max_restarts", "1"] if args.kill == "rank" else []
     for group in groups:
-        group.start(address, train_args)
+        group.start(address, train_args, torchrun_args)
     victim, killed_at = groups[-1], 0.0
     progress = Progress(args.steps)
     deadline = time.monotonic() + args.time_limit
@@ -78,9 +80,12 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
                 raise LaunchError(f"group {group.number} ended with status {group.status}", group.log)
         if not killed_at and all(group.step() >= args.kill_at for group in groups):
             killed_at = time.time()
-            victim.kill()
-            progress.show(groups)
-            victim.start(address, train_args)
+            if args.kill == "rank":
+                victim.kill_rank(args.nproc - 1)
+            else:
+                victim.kill()
+                progress.show(groups)
+                victim.start(address, train_args)
         progress.show(groups)
         back = victim.state == "done" or victim.time_to_heal() is not None
         if groups[0].state == "done" and not (killed_at and back):
@@ -167,19 +172,23 @@ def check(groups: list[Group]) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", type=Path, default=TRAIN_SCRIPT, help="what every rank runs")
     parser.add_argument("--groups", type=int, default=2, help="replica groups, at least 2")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--kill-at", type=int, help="step after which the last group is killed; a third of --steps")
+    parser.add_argument("--kill", choices=["group", "rank"], default="group", help="all of the last group, or a rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs a GPU for every rank")
     parser.add_argument("--time-limit", type=float, default=170, help="seconds")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep logs and events here (must be new or empty)")
-    parser.add_argument("train_args", nargs="*", help="after --: further arguments for train_ddp.py")
+    parser.add_argument("train_args", nargs="*", help="after --: further arguments for the script")
     args = parser.parse_args()
     if args.kill_at is None:
         args.kill_at = args.steps // 3
     if args.groups < 2:
         parser.error(f"--groups must be at least 2, got {args.groups}: someone has to survive")
+    if not args.script.is_file():
+        parser.error(f"--script {args.script} is no file")
     if args.nproc < 1:
         parser.error(f"--nproc must be at least 1, got {args.nproc}")
     if not 0 < args.kill_at < args.steps:

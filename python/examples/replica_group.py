@@ -1,9 +1,12 @@
-"""One replica group as a torchrun of train_ddp.py, and what the events it writes say."""
+"""One replica group as a torchrun of a training script, and what the events it writes say."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ class Group:
     `events` are those of rank 0. Times are those of the wall clock, in seconds.
     """
 
-    def __init__(self, number: int, groups: int, folder: Path, nproc: int = 1) -> None:
+    def __init__(self, number: int, groups: int, folder: Path, nproc: int = 1, script: Path = TRAIN_SCRIPT) -> None:
         self.number = number
         self.nproc = nproc
+        self._script = script
+        self._rank_killed = math.nan
         self.log = folder / f"group-{number}.log"
         self.state = "not started"
         self.events: list[Event] = []
@@ -35,7 +40,8 @@ class Group:
         """Starts the group, or starts it again after `kill`."""
         self.state = "starting" if self._process is None else "starting again"
         self._healed = False
-        command = [str(TRAIN_SCRIPT), "--events", str(self._folder), *train_args]
+        self._rank_killed = math.nan
+        command = [str(self._script), "--events", str(self._folder), *train_args]
         self._process = ReplicaGroup(self.number, self._groups, command, self.log, self.nproc, torchrun_args)
         self._process.start(lighthouse)
 
@@ -47,10 +53,21 @@ class Group:
             self.state = "killed"
         return pids
 
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL for one of its processes. torchrun restarts all of them, if it was started with --max_restarts."""
+        starts = [event for event in self._read(rank) if event["event"] == "start"]
+        self._rank_killed = time.time()
+        os.kill(starts[-1]["pid"], signal.SIGKILL)
+        self.follow()
+        self._healed = False
+        self.state = f"rank {rank} killed"
+
     @property
     def started(self) -> float:
-        """When it was started last."""
-        return math.nan if self._process is None else self._process.started
+        """When it was started last, or torchrun began to restart it."""
+        if self._process is None:
+            return math.nan
+        return self._process.started if math.isnan(self._rank_killed) else self._rank_killed
 
     @property
     def pid(self) -> int:
@@ -78,7 +95,9 @@ class Group:
 
     def _take(self, event: Event) -> None:
         self.events.append(event)
-        if event["event"] == "end":
+        if event["event"] == "start" and self.started < event["time"]:
+            self.state = "starting again" if len(self.events) > 1 else "starting"
+        elif event["event"] == "end":
             self.state = "done"
         elif event["event"] == "commit":
             self._healed = self._healed or (event["healing"] and event["step"] > 1)
@@ -96,8 +115,10 @@ class Group:
 
     def ends(self) -> list[Event]:
         """The last event of every rank."""
-        files = [self._events_file(rank) for rank in range(self.nproc)]
-        return [json.loads(file.read_text().splitlines()[-1]) for file in files]
+        return [self._read(rank)[-1] for rank in range(self.nproc)]
+
+    def _read(self, rank: int) -> list[Event]:
+        return [json.loads(line) for line in self._events_file(rank).read_text().splitlines()]
 
     def next_commit(self, killed_at: float) -> float | None:
         """Seconds from the kill of another group to the first step committed without it.

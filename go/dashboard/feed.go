@@ -1,0 +1,215 @@
+package dashboard
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+const (
+	// lookEvery is how often viewers hear what changed.
+	lookEvery = time.Second
+	// mostViewers may look at once.
+	mostViewers = 2000
+	// backlog is how many messages wait for a slow viewer. One with more is cut off, and connects again by itself.
+	backlog = 16
+	// keepWrite is how long one message may take to a viewer.
+	keepWrite = 10 * time.Second
+)
+
+// Feed is the history and the board of a job, and those who look at it. Its methods may be called by several goroutines;
+// none of them waits for a viewer.
+type Feed struct {
+	status func() quorum.Status
+	now    func() time.Time
+
+	mu      sync.Mutex
+	history History
+	board   Board
+	viewers map[*viewer]struct{}
+	closed  bool
+	looked  time.Time
+}
+
+type viewer struct {
+	messages chan []byte // closed when it is cut off
+}
+
+// NewFeed makes the feed of a job whose status this function tells.
+func NewFeed(status func() quorum.Status) *Feed {
+	return &Feed{status: status, now: time.Now, viewers: map[*viewer]struct{}{}}
+}
+
+// Record remembers an event and shows it to everybody.
+func (f *Feed) Record(e Event) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	e = f.history.Add(e)
+	if len(f.viewers) > 0 {
+		f.send(message("event", e.ID, e))
+	}
+}
+
+// Round remembers how far the job is.
+func (f *Feed) Round(step int64, groups int, now time.Time) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.history.Round(step, groups, now)
+}
+
+// Run tells viewers what changed, until ctx ends. Without viewers it costs nothing.
+func (f *Feed) Run(ctx context.Context) {
+	ticker := time.NewTicker(lookEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			f.close()
+			return
+		case <-ticker.C:
+			f.mu.Lock()
+			watched := len(f.viewers) > 0
+			f.mu.Unlock()
+			if watched {
+				f.look()
+			}
+		}
+	}
+}
+
+// look takes the status outside of the lock: those who give it may be about to record something.
+func (f *Feed) look() {
+	status := f.status()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if now := f.now(); now.After(f.looked) {
+		f.looked = now
+		f.send(message("change", 0, f.board.Look(status, now)))
+	}
+}
+
+// send gives a message to every viewer. The caller holds mu.
+func (f *Feed) send(m []byte) {
+	for v := range f.viewers {
+		select {
+		case v.messages <- m:
+		default:
+			f.drop(v)
+		}
+	}
+}
+
+func (f *Feed) drop(v *viewer) {
+	if _, there := f.viewers[v]; there {
+		delete(f.viewers, v)
+		close(v.messages)
+	}
+}
+
+func (f *Feed) close() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.closed = true
+	for v := range f.viewers {
+		f.drop(v)
+	}
+}
+
+// join adds a viewer, whose first messages are all there is: the members now, the events after this one, the throughput.
+func (f *Feed) join(after int64) (*viewer, error) {
+	f.look()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return nil, fmt.Errorf("the lighthouse is shutting down")
+	}
+	if len(f.viewers) >= mostViewers {
+		return nil, fmt.Errorf("%d viewers are connected, and no more are allowed", mostViewers)
+	}
+	v := &viewer{messages: make(chan []byte, backlog)}
+	v.messages <- message("whole", f.history.next, struct {
+		Change
+		Events []Event `json:"events"`
+		Points []Point `json:"points"`
+	}{f.board.Whole(), f.history.After(after), f.history.Points()})
+	f.viewers[v] = struct{}{}
+	return v, nil
+}
+
+func (f *Feed) leave(v *viewer) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.drop(v)
+}
+
+// snapshot is the history for those who ask once.
+func (f *Feed) snapshot(after int64) any {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return struct {
+		Events []Event `json:"events"`
+		Points []Point `json:"points"`
+	}{f.history.After(after), append([]Point{}, f.history.Points()...)}
+}
+
+// serveEvents is a stream of server-sent events.
+func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
+	after, err := number(r, "after")
+	if err != nil {
+		refuse(w, http.StatusBadRequest, err)
+		return
+	}
+	if last, err := strconv.ParseInt(r.Header.Get("Last-Event-ID"), 10, 64); err == nil {
+		after = max(after, last) // a browser that connects again
+	}
+	v, err := f.join(after)
+	if err != nil {
+		w.Header().Set("Retry-After", "5")
+		refuse(w, http.StatusServiceUnavailable, err)
+		return
+	}
+	defer f.leave(v)
+	h := w.Header()
+	h.Set("Content-Type", "text/event-stream")
+	h.Set("Cache-Control", "no-store")
+	h.Set("X-Accel-Buffering", "no") // proxies must not hold it back
+	out := http.NewResponseController(w)
+	_ = out.SetReadDeadline(time.Time{})
+	for {
+		select {
+		case <-r.Context().Done():
+			return
+		case m, open := <-v.messages:
+			if !open {
+				return
+			}
+			_ = out.SetWriteDeadline(time.Now().Add(keepWrite))
+			if _, err := w.Write(m); err != nil {
+				return
+			}
+			if out.Flush() != nil {
+				return
+			}
+		}
+	}
+}
+
+// message encodes a server-sent event; id 0: none.
+func message(event string, id int64, data any) []byte {
+	body, err := json.Marshal(data)
+	if err != nil { // only numbers and strings are in there
+		body = []byte(`{"error":"not encoded"}`)
+	}
+	m := []byte("event: " + event + "\n")
+	if id > 0 {
+		m = append(m, "id: "+strconv.FormatInt(id, 10)+"\n"...)
+	}
+	m = append(append(m, "data: "...), body...)
+	return append(m, "\n\n"...)
+}

@@ -1,0 +1,75 @@
+package dashboard
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+)
+
+var start = time.Date(2026, 5, 1, 12, 0, 0, 0, time.UTC)
+
+func TestEventsAreNumberedAndTheOldestAreForgotten(t *testing.T) {
+	var h History
+	assert.Empty(t, h.After(0))
+	for i := range 3 * mostEvents / 2 {
+		e := h.Add(Event{Kind: QuorumChanged, Step: int64(i)})
+		assert.EqualValues(t, i+1, e.ID)
+	}
+	all := h.After(0)
+	assert.Len(t, all, mostEvents)
+	for i, e := range all {
+		assert.EqualValues(t, mostEvents/2+1+i, e.ID)
+		assert.Equal(t, e.ID-1, e.Step)
+	}
+	assert.Len(t, h.After(3*mostEvents/2-2), 2)
+	assert.Empty(t, h.After(3*mostEvents/2))
+	assert.Empty(t, h.After(1e9), "of a lighthouse before this one")
+}
+
+func TestAnEventIsBounded(t *testing.T) {
+	var h History
+	many := make([]string, 10_000)
+	for i := range many {
+		many[i] = fmt.Sprint("g", i)
+	}
+	e := h.Add(Event{Left: many, Joined: many[:3], Reason: strings.Repeat("x", 1e6)})
+	assert.Equal(t, []string{"g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7", "and 9992 more"}, e.Left)
+	assert.Equal(t, many[:3], e.Joined)
+	assert.LessOrEqual(t, len(e.Reason), longestReason+3)
+}
+
+func TestTheThroughputOfAMonthStaysBoundedAndCoversAllOfIt(t *testing.T) {
+	var h History
+	const rounds = 200_000
+	for i := range rounds {
+		h.Round(int64(i), 4, start.Add(time.Duration(i)*10*time.Second))
+	}
+	points := h.Points()
+	assert.LessOrEqual(t, len(points), mostPoints)
+	assert.GreaterOrEqual(t, len(points), mostPoints/3)
+	assert.Equal(t, start.UnixMilli(), points[0].At)
+	last := points[len(points)-1]
+	assert.Less(t, rounds-last.Step, int64(rounds/100))
+	for i := 1; i < len(points); i++ {
+		assert.Greater(t, points[i].At, points[i-1].At)
+	}
+}
+
+func TestAPointASecondAndOneForEachChangeOfTheMembers(t *testing.T) {
+	var h History
+	for i := range 100 {
+		groups := 4
+		if i == 50 {
+			groups = 3
+		}
+		h.Round(int64(i), groups, start.Add(time.Duration(i)*100*time.Millisecond))
+	}
+	var steps []int64
+	for _, p := range h.Points() {
+		steps = append(steps, p.Step)
+	}
+	assert.Equal(t, []int64{0, 10, 20, 30, 40, 50, 51, 61, 71, 81, 91}, steps)
+}

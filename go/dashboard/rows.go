@@ -1,0 +1,152 @@
+package dashboard
+
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// State is that of a member, in one word.
+type State string
+
+// The states of a member.
+const (
+	Training State = "training" // in the quorum
+	Waiting  State = "waiting"  // asked, and waits for the others
+	Joining  State = "joining"  // alive, and in no quorum yet
+	Dead     State = "dead"
+)
+
+// Row is one member, as the page shows it.
+type Row struct {
+	ID       string  `json:"id"`
+	State    State   `json:"state"`
+	Since    int64   `json:"since"` // when the state began, in milliseconds since 1970
+	Step     int64   `json:"step"`
+	StepMS   float64 `json:"step_ms"`  // smoothed time for a step; 0: not known
+	HeardOf  int64   `json:"heard_of"` // when the last sign of life came, in milliseconds since 1970, by whole seconds
+	Address  string  `json:"address"`
+	Ranks    uint64  `json:"ranks"`
+	Failures int64   `json:"failures"` // commits in a row that failed
+}
+
+// Head is what is to be said of the whole job.
+type Head struct {
+	QuorumID    int64  `json:"quorum_id"`
+	QuorumSince int64  `json:"quorum_since"` // in milliseconds since 1970
+	Groups      int    `json:"groups"`       // in the quorum
+	Healthy     int    `json:"healthy"`
+	Waiting     int    `json:"waiting"`
+	MinReplicas int    `json:"min_replicas"`
+	Step        int64  `json:"step"`
+	Reason      string `json:"reason"` // why there is no next quorum yet
+}
+
+// Change is what is different from the time before.
+type Change struct {
+	Head Head     `json:"head"`
+	Rows []Row    `json:"rows"`
+	Gone []string `json:"gone,omitempty"`
+}
+
+// Board knows what the members were at the last look, and so what is new. Not for use by several goroutines at once.
+type Board struct {
+	head  Head
+	rows  map[string]tracked
+	order []string // as the status has them
+}
+
+type tracked struct {
+	Row
+	stepSince time.Time // when the step was first seen
+	seen      uint64
+}
+
+// smoothing is the weight of the newest step time.
+const smoothing = 0.3
+
+// Look takes the status of a moment and returns what changed.
+func (b *Board) Look(status quorum.Status, now time.Time) Change {
+	before := b.rows
+	b.rows = make(map[string]tracked, len(status.Members))
+	b.order = b.order[:0]
+	b.head = headOf(status, now)
+	change := Change{Head: b.head, Rows: []Row{}}
+	for _, m := range status.Members {
+		old, known := before[m.ReplicaID]
+		t := follow(old, known, m, now)
+		b.rows[m.ReplicaID] = t
+		b.order = append(b.order, m.ReplicaID)
+		if !known || t.Row != old.Row {
+			change.Rows = append(change.Rows, t.Row)
+		}
+	}
+	for id := range before {
+		if _, still := b.rows[id]; !still {
+			change.Gone = append(change.Gone, id)
+		}
+	}
+	return change
+}
+
+// Whole is everything, as of the last look.
+func (b *Board) Whole() Change {
+	whole := Change{Head: b.head, Rows: make([]Row, 0, len(b.order))}
+	for _, id := range b.order {
+		whole.Rows = append(whole.Rows, b.rows[id].Row)
+	}
+	return whole
+}
+
+func headOf(s quorum.Status, now time.Time) Head {
+	h := Head{
+		QuorumID: s.QuorumID, Groups: len(s.Quorum), Healthy: s.Healthy, Waiting: s.Candidates,
+		MinReplicas: s.MinReplicas, Step: s.MaxStep, Reason: s.Reason,
+	}
+	if s.QuorumID != 0 {
+		h.QuorumSince = now.UnixMilli() - s.QuorumAgeMS
+	}
+	return h
+}
+
+func follow(old tracked, known bool, m quorum.MemberStatus, now time.Time) tracked {
+	t := tracked{Row: Row{
+		ID: m.ReplicaID, State: stateOf(m), Since: old.Since, Step: m.Step, StepMS: old.StepMS,
+		HeardOf: now.Add(-time.Duration(m.HeartbeatAgeMS) * time.Millisecond).Truncate(time.Second).UnixMilli(),
+		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
+	}, stepSince: old.stepSince}
+	if t.State != Dead {
+		t.HeardOf = 0 // it is alive: when exactly it was heard of is no news
+	}
+	if !known || old.State != t.State && !(lively(old.State) && lively(t.State)) {
+		t.Since = now.UnixMilli()
+	}
+	switch {
+	case !known:
+		t.stepSince = now
+	case m.Step > old.Step:
+		ms := float64(now.Sub(old.stepSince).Microseconds()) / 1000 / float64(m.Step-old.Step)
+		if old.StepMS > 0 {
+			ms = smoothing*ms + (1-smoothing)*old.StepMS
+		}
+		t.StepMS, t.stepSince = float64(int64(10*ms))/10, now
+	case m.Step < old.Step:
+		t.stepSince = now
+	}
+	return t
+}
+
+func stateOf(m quorum.MemberStatus) State {
+	switch {
+	case !m.Healthy:
+		return Dead
+	case m.InQuorum:
+		return Training
+	case m.Waiting:
+		return Waiting
+	default:
+		return Joining
+	}
+}
+
+func lively(s State) bool { return s == Training }

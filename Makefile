@@ -33,7 +33,8 @@ GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/too
 
 # An install must not run beside a build.
 .NOTPARALLEL:
-.PHONY: help train train-fsdp test test-gpu soak build proto bindings lint lint-go lint-style lint-imports lint-types bench bench-quorum wheel clean check
+# Every target with a plain name is a command.
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -58,6 +59,9 @@ soak: ## simulate for SOAK=1h, print progress, and a seed to replay if a rule br
 
 test-slow: $(VENV)/with-test $(LIBRARY) ## the tests that take minutes
 	$(PY) -m pytest -m slow
+
+pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs chromium and chromedriver)
+	DASHBOARD_PICTURES=docs $(PY) -m pytest tests/process/test_dashboard.py -k live
 
 build: $(VENV)/with-nothing $(LIBRARY) ## install the package into .venv, in place
 

@@ -1,7 +1,6 @@
 package dashboard
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -63,13 +62,13 @@ func (f *Feed) Round(step int64, groups int, now time.Time) {
 	f.history.Round(step, groups, now)
 }
 
-// Run tells viewers what changed, until ctx ends. Without viewers it costs nothing.
-func (f *Feed) Run(ctx context.Context) {
+// Run tells viewers what changed, until stop is closed. Without viewers it costs nothing.
+func (f *Feed) Run(stop <-chan struct{}) {
 	ticker := time.NewTicker(lookEvery)
 	defer ticker.Stop()
 	for {
 		select {
-		case <-ctx.Done():
+		case <-stop:
 			f.close()
 			return
 		case <-ticker.C:
@@ -155,7 +154,7 @@ func (f *Feed) snapshot(after int64) any {
 	return struct {
 		Events []Event `json:"events"`
 		Points []Point `json:"points"`
-	}{f.history.After(after), append([]Point{}, f.history.Points()...)}
+	}{f.history.After(after), f.history.Points()}
 }
 
 // serveEvents is a stream of server-sent events.

@@ -47,17 +47,17 @@ type site struct {
 func serve(t *testing.T, j *job) *site {
 	t.Helper()
 	f := NewFeed(j.say)
-	ctx, cancel := context.WithCancel(t.Context())
+	stop := make(chan struct{})
 	mux := http.NewServeMux()
 	f.Register(mux)
 	lis := &pipes{conns: make(chan net.Conn), done: make(chan struct{})}
 	server := &http.Server{Handler: mux}
 	var tasks sync.WaitGroup
-	tasks.Go(func() { f.Run(ctx) })
+	tasks.Go(func() { f.Run(stop) })
 	tasks.Go(func() { _ = server.Serve(lis) })
 	transport := &http.Transport{DialContext: lis.dial}
 	t.Cleanup(func() {
-		cancel()
+		close(stop)
 		_ = server.Close()
 		transport.CloseIdleConnections()
 		tasks.Wait()
@@ -241,6 +241,18 @@ func TestShutdownEndsTheStreams(t *testing.T) {
 		code, body, _ := s.get(t, "/api/v1/events")
 		assert.Equal(t, http.StatusServiceUnavailable, code)
 		assert.Contains(t, body, "shutting down")
+	})
+}
+
+func TestWhereThereIsNothingYetListsAreEmptyAndNotNull(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := serve(t, &job{})
+		_, body, _ := s.get(t, "/api/v1/history")
+		assert.JSONEq(t, `{"events": [], "points": []}`, body)
+		viewer, err := s.join(0)
+		require.NoError(t, err)
+		assert.NotContains(t, string(<-viewer.messages), "null")
+		s.leave(viewer)
 	})
 }
 

@@ -111,8 +111,8 @@ func (h *History) Round(step int64, groups int, now time.Time) {
 	h.points = append(h.points, p)
 }
 
-// Points returns how far the job was, the oldest first. The caller must not change them.
-func (h *History) Points() []Point { return h.points[:len(h.points):len(h.points)] }
+// Points returns how far the job was, the oldest first.
+func (h *History) Points() []Point { return append([]Point{}, h.points...) }
 
 func names(all []string) []string {
 	if len(all) <= mostNames {

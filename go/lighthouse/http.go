@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -20,13 +21,11 @@ const killTimeout = 5 * time.Second
 //go:embed page.html
 var pageText string
 
-var pages = template.Must(template.New("").Funcs(template.FuncMap{"seconds": seconds}).Parse(pageText))
-
-func seconds(ms int64) string { return fmt.Sprintf("%.1f s", float64(ms)/1000) }
+var pages = template.Must(template.New("").Parse(pageText))
 
 func (s *Server) handler() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /{$}", s.serveIndex)
+	s.board.Register(mux)
 	mux.HandleFunc("GET /status", s.serveStatus)
 	mux.HandleFunc("GET /replica/{id}/kill", s.serveKillForm)
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", s.serveKill))
@@ -39,10 +38,6 @@ func (s *Server) serveStatus(w http.ResponseWriter, _ *http.Request) {
 	encoder := json.NewEncoder(w)
 	encoder.SetIndent("", "  ")
 	_ = encoder.Encode(s.Status()) // fails only if the reader is gone
-}
-
-func (s *Server) serveIndex(w http.ResponseWriter, _ *http.Request) {
-	s.render(w, "index", map[string]any{"Address": s.address, "Status": s.Status()})
 }
 
 func (s *Server) serveKillForm(w http.ResponseWriter, r *http.Request) {
@@ -70,6 +65,7 @@ func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	s.log.Warn("torchft: ended a replica group on request", "replica_id", id, "from", r.RemoteAddr)
+	s.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Killed, Left: []string{id}, Reason: "somebody at " + r.RemoteAddr + " asked for it"})
 	if _, err := fmt.Fprintf(w, "replica %q was told to end\n", id); err != nil {
 		s.log.Debug("torchft: the answer to kill was not sent", "error", err)
 	}

@@ -5,6 +5,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -63,6 +64,8 @@ func (s *Server) tell(now time.Time) {
 		names[i] = f.ReplicaID
 	}
 	s.log.Warn("torchft: a member failed", "quorum_id", pending[0].QuorumID, "member", some(names), "reason", pending[0].Reason)
+
+	s.board.Record(dashboard.Event{Time: now, Kind: dashboard.MemberFailed, QuorumID: pending[0].QuorumID, Left: names, Reason: pending[0].Reason})
 
 	var messages []rpc.Encoded
 	for _, f := range pending[:min(len(pending), tellMost)] {

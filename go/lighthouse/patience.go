@@ -1,6 +1,10 @@
 package lighthouse
 
-import "time"
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/dashboard"
+)
 
 // logAfter is how long there must be no quorum before the log says why. In each step of a healthy job
 // somebody waits for somebody else for a moment; that is no news.
@@ -42,5 +46,6 @@ func (s *Server) logPatience(now time.Time) {
 	}
 	if status := s.machine.Describe(now); status.Waiters > 0 {
 		s.log.Info("torchft: no quorum yet", "reason", status.Reason, "healthy", status.Healthy, "waiting", status.Candidates)
+		s.board.Record(dashboard.Event{Time: now, Kind: dashboard.NoQuorum, Reason: status.Reason})
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -32,7 +33,8 @@ type Server struct {
 	streams streams
 	news    news
 	patient patience
-	wake    *time.Timer // runs when the grace of a suspect is over
+	board   *dashboard.Feed // what people see
+	wake    *time.Timer     // runs when the grace of a suspect is over
 	closed  bool
 }
 
@@ -66,6 +68,7 @@ func New(cfg Config) (*Server, error) {
 		stop:    make(chan struct{}),
 		machine: quorum.NewMachine(cfg.policy(), time.Now()),
 	}
+	s.board = dashboard.NewFeed(s.Status)
 	s.wake = time.AfterFunc(time.Hour, func() { _ = s.feed(quorum.Woken{}) })
 	s.wake.Stop()
 	s.news.timer = time.AfterFunc(time.Hour, s.tellLater)
@@ -75,6 +78,7 @@ func New(cfg Config) (*Server, error) {
 	torchftpb.RegisterMemberServiceServer(g, memberService{server: s})
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(), s.log)
 	rpc.Go(&s.tasks, s.log, "quorum tick", s.tick)
+	rpc.Go(&s.tasks, s.log, "dashboard", func() { s.board.Run(s.stop) })
 	return s, nil
 }
 
@@ -179,6 +183,7 @@ func (s *Server) step(event quorum.Event) (err error) {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			s.patient.served()
+			s.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), now)
 			d := newDelivery(a.Quorum, a.Before)
 			for _, id := range a.Waiters {
 				s.waiters.Answer(id, answer{delivered: d})
@@ -188,6 +193,8 @@ func (s *Server) step(event quorum.Event) (err error) {
 		case quorum.Changed:
 			s.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
 				"joined", some(a.Joined), "left", some(a.Left), "reason", a.Reason)
+			s.board.Record(dashboard.Event{Time: now, Kind: dashboard.QuorumChanged, QuorumID: a.Quorum.ID, Step: maxStep(a.Quorum),
+				Members: len(a.Quorum.Members), Joined: a.Joined, Left: a.Left, Reason: a.Reason})
 		case quorum.Wake:
 			s.wake.Reset(time.Until(a.At))
 		case quorum.Waiting:
@@ -196,6 +203,14 @@ func (s *Server) step(event quorum.Event) (err error) {
 	}
 	sound = true
 	return nil
+}
+
+func maxStep(q *quorum.Quorum) int64 {
+	step := int64(0)
+	for _, m := range q.Members {
+		step = max(step, m.Step)
+	}
+	return step
 }
 
 // some are the first names of a list: with thousands, nobody reads more.

@@ -78,11 +78,12 @@ function drawSummary() {
   at("step").textContent = head.quorum_id ? head.step : "";
   at("groups").textContent = head.groups;
   at("rate").textContent = rates.length ? (rates.reduce((sum, r) => sum + r.steps, 0) / rates.length).toFixed(1) : "";
-  at("quorum").textContent = head.quorum_id ? `${ago(head.quorum_since)} old` : "none yet";
+  const changed = state.events.filter((event) => event.kind === "quorum").pop();
+  at("quorum").textContent = changed ? ago(Date.parse(changed.time)) : head.quorum_id ? "long" : "no quorum yet";
   at("quorum").title = `quorum_id ${head.quorum_id}`;
-  const stuck = head.waiting > 0;
-  at("reason").textContent = `Next quorum: ${head.reason}. ${head.healthy} alive, ${head.waiting} waiting, at least ${head.min_replicas} needed.`;
-  at("reason").className = stuck ? "stuck" : "";
+  const counts = `${head.healthy} alive, ${head.waiting} waiting, at least ${head.min_replicas} needed.`;
+  at("reason").textContent = head.waiting ? `Next quorum: ${head.reason}. ${counts}` : counts;
+  at("reason").className = head.waiting ? "stuck" : "";
 }
 
 // Between two points each: when, steps per second, and that times the groups.
@@ -125,6 +126,7 @@ function drawChart() {
     mark.append(title);
     chart.append(mark);
   }
+  at("top").textContent = `top: ${top.toFixed(1)} group steps per second; `;
   at("from").textContent = clock(first);
   at("until").textContent = clock(end);
 }

@@ -134,9 +134,10 @@ func (f *Feed) join(after int64) (*viewer, error) {
 	v := &viewer{messages: make(chan []byte, backlog)}
 	v.messages <- message("whole", f.history.next, struct {
 		Change
+		Last   int64   `json:"last"` // id of the last event: one below what a viewer knows is of another lighthouse
 		Events []Event `json:"events"`
 		Points []Point `json:"points"`
-	}{f.board.Whole(), f.history.After(after), f.history.Points()})
+	}{f.board.Whole(), f.history.next, f.history.After(after), f.history.Points()})
 	f.viewers[v] = struct{}{}
 	return v, nil
 }

@@ -7,6 +7,7 @@ import os
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -32,19 +33,38 @@ class Lighthouse:
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
-        return json.loads(self._open(path, "GET", {}))
+        with self._open(path, "GET", {}) as response:
+            return json.loads(response.read())
+
+    def stream(self, path: str) -> Iterator[tuple[str, Any]]:
+        """The server-sent events at a path, (name, data) each, until the lighthouse ends the stream.
+
+        Raises:
+            Unanswered: it does not answer, or is silent for longer than its stream ever is.
+        """
+        with self._open(path, "GET", {"Accept": "text/event-stream"}) as response:
+            name = ""
+            try:
+                for line in response:
+                    field, _, value = line.decode().rstrip("\n").partition(": ")
+                    if field == "event":
+                        name = value
+                    elif field == "data":
+                        yield name, json.loads(value)
+            except OSError as e:
+                raise Unanswered(f"the connection to the lighthouse broke: {e}") from None
 
     def kill(self, replica_id: str, token: str | None) -> str:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return self._open(f"/replica/{quote(replica_id, safe='')}/kill", "POST", headers).decode().strip()
+        with self._open(f"/replica/{quote(replica_id, safe='')}/kill", "POST", headers) as response:
+            return bytes(response.read()).decode().strip()
 
-    def _open(self, path: str, method: str, headers: dict[str, str]) -> bytes:
+    def _open(self, path: str, method: str, headers: dict[str, str]) -> Any:
         tried = []
         for address in self.addresses:
             request = urllib.request.Request(address + path, method=method, headers=headers)
             try:
-                with urllib.request.urlopen(request, timeout=_TIMEOUT_SEC, context=_tls(address)) as response:
-                    return bytes(response.read())
+                return urllib.request.urlopen(request, timeout=_TIMEOUT_SEC, context=_tls(address))
             except urllib.error.HTTPError as e:
                 raise Unanswered(f"{address} answered {e.code}: {e.read().decode(errors='replace').strip()}") from None
             except OSError as e:

@@ -76,6 +76,12 @@ def _status(arguments: Sequence[str]) -> int:
     return status.main(arguments)
 
 
+def _events(arguments: Sequence[str]) -> int:
+    from torchft.cli import events
+
+    return events.main(arguments)
+
+
 def _kill(arguments: Sequence[str]) -> int:
     from torchft.cli import kill
 
@@ -93,6 +99,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "scale": ("change the number of groups of a running `torchft run`", _scale),
     "lighthouse": ("the lighthouse alone (as torchft_lighthouse)", _lighthouse),
     "status": ("the groups of a job, and why there is no quorum", _status),
+    "events": ("what happened in a job: who joined, who failed, and when", _events),
     "kill": ("end one replica group", _kill),
     "doctor": ("what is wrong with this machine or with the way to the lighthouse", _doctor),
 }

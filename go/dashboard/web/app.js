@@ -31,6 +31,11 @@ const clock = (ms) => new Date(ms).toLocaleTimeString();
 function takeWhole(data) {
   state.rows = new Map(data.rows.map((row) => [row.id, row]));
   state.points = data.points;
+  if (data.last < state.lastEvent) { // another lighthouse, which counts anew
+    Object.assign(state, { events: [], lastEvent: 0 });
+    drawnEvent = 0;
+    at("events").replaceChildren();
+  }
   for (const event of data.events) keepEvent(event);
   state.head = data.head;
   draw(true);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import threading
@@ -44,6 +46,28 @@ def test_nobody_and_then_two_groups(lighthouse: LighthouseServer, capsys: pytest
     assert ": 2 groups, step 7\n" in shown
     assert "left " in shown and "right?[2J " in shown, "a name moves no cursor"
     assert shown.count("training") == 2 and "http://localhost:1" in shown
+
+    assert main(["events"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"[\d-]+ [\d:]+  quorum   left, right\?\[2J joined; 2 groups train from step 7; every .*", line)
+    assert main(["events", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["joined"] == ["left", "right\x1b[2J"]
+
+
+def test_events_that_are_followed_come_at_once(lighthouse: LighthouseServer) -> None:
+    command = [sys.executable, "-m", "torchft.cli", "events", "--follow", "--lighthouse", lighthouse.address()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
+        try:
+            assert follower.stdout is not None
+            for names in (("a", "b"), ("a", "c")):
+                threads = [threading.Thread(target=ask, args=(lighthouse, name, 1)) for name in names]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert f"{names[1]} joined" in follower.stdout.readline()
+        finally:
+            follower.kill()
 
 
 def test_kill_names_those_that_there_are(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:

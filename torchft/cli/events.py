@@ -1,0 +1,65 @@
+"""``torchft events``: what happened in a job, and what happens now."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from torchft.cli.arguments import Parser
+from torchft.cli.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
+from torchft.cli.status import printable
+
+_AGAIN_SEC = 1.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="torchft events", description="Changes of the quorum, failures and kills, the oldest first.")
+    parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
+    parser.add_argument("--follow", action="store_true", help="go on with those that happen from now on")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args(arguments)
+    try:
+        lighthouse = Lighthouse(args.lighthouse)
+        for event in _followed(lighthouse) if args.follow else lighthouse.get("/api/v1/history")["events"]:
+            print(json.dumps(event) if args.json else words(event), flush=True)
+    except Unanswered as e:
+        print(f"torchft events: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
+    """All events, without an end: a stream that breaks is opened again where it was."""
+    last = 0
+    while True:
+        try:
+            for name, data in lighthouse.stream(f"/api/v1/events?after={last}"):
+                if name == "whole" and data["last"] < last:
+                    last = 0  # another lighthouse, which counts anew
+                for event in data["events"] if name == "whole" else [data] if name == "event" else []:
+                    if event["id"] > last:
+                        last = event["id"]
+                        yield event
+        except Unanswered:
+            if last == 0:
+                raise
+        time.sleep(_AGAIN_SEC)
+
+
+def words(event: dict[str, Any]) -> str:
+    """An event in one line."""
+    when = datetime.fromisoformat(event["time"].replace("Z", "+00:00")[:19] + "+00:00").astimezone()
+    parts = []
+    if event.get("joined"):
+        parts.append(f"{', '.join(event['joined'])} joined")
+    if event.get("left"):
+        parts.append(f"{', '.join(event['left'])} {'failed' if event['kind'] == 'failed' else 'left'}")
+    if event["kind"] == "quorum":
+        parts.append(f"{event.get('members', 0)} groups train from step {event.get('step', 0)}")
+    if event.get("reason"):
+        parts.append(event["reason"])
+    return printable(f"{when:%Y-%m-%d %H:%M:%S}  {event['kind']:8} {'; '.join(parts)}")

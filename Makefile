@@ -98,9 +98,13 @@ bench-quorum: $(VENV)/with-test $(LIBRARY) ## how a quorum round grows with the 
 	$(INSTALL) matplotlib
 	$(PY) python/bench/quorum.py
 
-wheel: $(PY) ## build an abi3 wheel into dist/
+# The tag says from which glibc on it runs; auditwheel finds that in the library.
+wheel: $(VENV)/with-wheel ## build an abi3 wheel for manylinux into dist/
+	rm -rf dist
 	$(BUILD_WHEEL)
-	@ls -l dist
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	@rm -f dist/*-linux_*.whl
+	@ls -l dist/*.whl
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist torchft.egg-info $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache

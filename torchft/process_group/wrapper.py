@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
@@ -40,7 +41,7 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_CONTEXT = nullcontext()
 
-# Groups with a parent of their own making.
+# Groups with a parent of their own making, or a native one.
 _owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
 # For operations that take none.
 _NO_OPTIONS: Any = object()
@@ -69,6 +70,8 @@ class ProcessGroupWrapper(ProcessGroup):
         self._timeout = timeout
         self._pg: Optional[BaseProcessGroup] = pg
         self._given: bool = pg is not None
+        if pg is not None and not isinstance(pg, ProcessGroup):
+            _owners.add(self)
         self._operations: Optional[Operations] = None
         self._checker: Optional[Checker] = None
         self._aborted: Optional[Exception] = None
@@ -296,13 +299,20 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def __del__(self) -> None:
         # Destroying a group of Gloo waits for its operations: not here, where the garbage collector may have chosen the
-        # thread. `_given` is missing after an error in __init__.
-        if not getattr(self, "_given", True):
+        # thread. At the very end no thread starts any more: see `_release_all`.
+        if not hasattr(self, "_given") or sys.is_finalizing():
+            return
+        if self._given:
+            self._leave()
+        else:
             self._release(RuntimeError("nobody holds the process group any more"))
-        elif getattr(self, "_pg", None) is not None and not isinstance(self._pg, ProcessGroup):
-            # A native one is left as it is; ours may be the last reference.
-            box: list[object] = [self._pg]
-            self._pg = None
+
+    def _leave(self) -> None:
+        """Lets go of a native group, which is left as it is: ours may be the last reference."""
+        pg, self._pg = self._pg, None
+        if pg is not None and not isinstance(pg, ProcessGroup):
+            box: list[object] = [pg]
+            del pg
             reap(box)
 
     def _release(self, error: Exception) -> None:
@@ -492,7 +502,10 @@ for _name in (
 def _release_all() -> None:
     """At the end of the process, while there can still be threads: see `_reaper`, which then waits for a moment."""
     for group in list(_owners):
-        group._release(RuntimeError("the process ends"))
+        if group._given:
+            group._leave()
+        else:
+            group._release(RuntimeError("the process ends"))
 
 
 def _set_timeout(pg: BaseProcessGroup, timeout: timedelta) -> None:

@@ -17,14 +17,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.integration.cluster import Cluster, Rank, results
-from torchft.ddp import DistributedDataParallel
-from torchft.manager import Manager
+from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
+from torchft.manager import Manager, WorldSizeMode
 from torchft.optim import OptimizerWrapper
+from torchft.process_group import ManagedProcessGroup
 
 STEPS = 7
 WIDTH = 300  # 360 kB a layer, in buckets of 400 kB: two buckets
 BUCKET_MB = 0.4
 LR = 0.1
+CLIP = 0.01
 
 
 class Model(nn.Module):
@@ -52,13 +54,15 @@ def new_model() -> tuple[Model, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
 
 
-def reference(participants: list[list[int]]) -> dict[str, torch.Tensor]:
+def reference(participants: list[list[int]], clip: bool = False) -> dict[str, torch.Tensor]:
     """One plain loop over the batches of those who took part in each step."""
     model, optimizer = new_model()
     for step, groups in enumerate(participants):
         optimizer.zero_grad()
         for group in groups:
             (model(batch(step, group)).square().mean() / len(groups)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
     return model.state_dict()
 
@@ -86,12 +90,15 @@ class Job:
     wrap: Callable[[Manager, nn.Module], nn.Module] = lambda manager, model: DistributedDataParallel(
         manager, model, bucket_cap_mb=BUCKET_MB
     )
-    settings: dict[str, Any] = field(default_factory=dict)
-    after_backward: Optional[Callable[[Manager, nn.Module], None]] = None
+    settings: Callable[[int], dict[str, Any]] = lambda group: {}
+    world_size: int = 1
+    # What the loop does before the optimizer's step: of a rank, its manager, its model and the step.
+    then: Callable[[Rank, Manager, nn.Module, int], None] = lambda rank, manager, model, step: None
+    begun: Callable[[Rank, Manager, nn.Module], None] = lambda rank, manager, model: None
     steps: int = STEPS
 
     def __post_init__(self) -> None:
-        self.started = threading.Barrier(self.groups)
+        self.started = threading.Barrier(self.groups * self.world_size)
 
     def loop(self, rank: Rank) -> Optional[Outcome]:
         model, inner = new_model()
@@ -99,33 +106,36 @@ class Job:
             load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
             state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
             init_sync=False,
-            **{"replay_failed_step": True, **self.settings},
+            **{"replay_failed_step": True, **self.settings(rank.group)},
         )
         optimizer = OptimizerWrapper(manager, inner)
         wrapped = self.wrap(manager, model)
+        self.begun(rank, manager, model)
         outcome = Outcome({}, [], [], 0)
 
         def note(step: int, committed: bool, participants: int) -> None:
             outcome.commits.append(committed)
             if committed:
                 assert manager._plan is not None
-                outcome.participants.append([int(i.split(":")[0][-1]) for i in manager._plan.replica_ids])
+                ids = manager._plan.replica_ids
+                outcome.participants.append([int(i.split(":")[0][-1]) for i in ids][:participants])
 
         manager.register_commit_hook(note)
         step_of_death, place = self.deaths.get(rank.group, (-1, ""))
-        rank.cluster.wait_for_healthy(self.groups)
-        self.started.wait(60)  # all begin with one quorum
+        if rank.group < self.groups:
+            rank.cluster.wait_for_healthy(self.groups)
+            self.started.wait(60)  # all begin with one quorum
         try:
             while manager.current_step() < self.steps:
-                if manager.current_step() == step_of_death:
+                step = manager.current_step()
+                if step == step_of_death:
                     self.arm(rank, manager, place)
                 optimizer.zero_grad()
-                loss = wrapped(batch(manager.current_step(), rank.group)).square().mean()
+                loss = wrapped(batch(step, rank.group)).square().mean()
                 if rank.crashed:
                     raise Died
                 loss.backward()
-                if self.after_backward is not None:
-                    self.after_backward(manager, model)
+                self.then(rank, manager, model, step)
                 if rank.crashed:
                     raise Died
                 optimizer.step()
@@ -160,11 +170,19 @@ class Job:
                 raise Died
 
             manager._client = cast(Any, _Instead(manager._client, should_commit=should_commit))
+        elif place == "replay":
+            again = manager._reduce_again
+
+            def reduce_again(inputs: Any) -> None:
+                rank.crash()
+                again(inputs)
+
+            manager._reduce_again = reduce_again  # type: ignore[method-assign]
         else:
             raise ValueError(place)
 
     def run(self, cluster: Cluster) -> list[Outcome]:
-        started = [cluster.start(self.loop, group) for group in range(self.groups)]
+        started = [cluster.start(self.loop, group, self.world_size) for group in range(self.groups)]
         return [outcome for outcome in results(*started) if outcome is not None]
 
 
@@ -177,13 +195,16 @@ class _Instead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._inner, name, value)
 
-def check(job: Job, outcomes: list[Outcome]) -> None:
-    """All survivors committed every step at the first try, and hold what a plain loop over the participants gives."""
-    assert len(outcomes) == job.groups - len(job.deaths)
-    expected = reference(outcomes[0].participants)
+
+def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) -> None:
+    """The survivors lost so many steps, and hold what a plain loop over the participants of each step gives."""
+    assert len(outcomes) == (job.groups - len(job.deaths)) * job.world_size
+    expected = reference(outcomes[0].participants, clip)
     for outcome in outcomes:
-        assert outcome.commits == [True] * job.steps, "a step was lost"
+        assert outcome.commits.count(False) == lost, f"commits: {outcome.commits}"
         assert outcome.participants == outcomes[0].participants
         assert outcome.batches == sum(len(groups) for groups in outcome.participants)
         for name, value in outcome.weights.items():
@@ -206,3 +227,171 @@ def test_a_death_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place:
     everybody, survivors = list(range(groups)), list(range(1, groups))
     with_victim = 4 if place == "commit" else 3  # it had reduced all there is: the others commit that
     assert outcomes[0].participants == [everybody] * with_victim + [survivors] * (STEPS - with_victim)
+
+
+def test_a_second_death_in_the_replay(cluster: Cluster) -> None:
+    job = Job(4, deaths={0: (3, "bucket0"), 1: (3, "replay")})
+    outcomes = job.run(cluster)
+    check(job, outcomes)
+    assert outcomes[0].participants == [[0, 1, 2, 3]] * 3 + [[2, 3]] * (STEPS - 3)
+
+
+def test_deaths_in_step_after_step(cluster: Cluster) -> None:
+    job = Job(4, deaths={3: (1, "bucket1"), 2: (2, "bucket0"), 0: (3, "commit")})
+    check(job, job.run(cluster))
+
+
+def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
+    """The newcomer heals in that step, and counts from the next one on."""
+    newcomer = []
+
+    def join(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
+        if rank.group == 1 and step == 3 and not newcomer:
+            newcomer.append(cluster.start(job.loop, 5))
+            cluster.wait_for_waiters(1)  # it waits there before the others ask again
+
+    job = Job(3, deaths={0: (3, "bucket0")}, then=join)
+    outcomes = job.run(cluster)
+    (joined,) = results(newcomer[0])
+    assert joined is not None
+    for outcome in outcomes:
+        assert outcome.commits == [True] * STEPS
+        for name, value in outcome.weights.items():
+            assert torch.equal(value, joined.weights[name])
+    assert joined.batches == outcomes[0].batches
+    with_newcomer = [groups for groups in outcomes[0].participants if 5 in groups]
+    assert joined.participants[-len(with_newcomer) :] == with_newcomer
+
+
+def test_a_group_that_missed_a_commit_takes_over_its_state(cluster: Cluster) -> None:
+    """Its gradients are part of that commit; the quorum of its replay is that of its next step."""
+
+    def miss(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
+        if rank.group == 0 and step == 3 and not missed:
+            missed.append(step)
+            manager._end_collectives()
+            manager._step_failed(RuntimeError("the last collective failed here, after the others had finished"))
+
+    missed: list[int] = []
+    job = Job(3, then=miss)
+    outcomes = job.run(cluster)
+    late, others = outcomes[0], outcomes[1:]
+    assert late.commits.count(False) == 1
+    assert late.batches == others[0].batches
+    for outcome in others:
+        assert outcome.commits == [True] * STEPS
+        for name, value in outcome.weights.items():
+            assert torch.equal(value, late.weights[name])
+
+
+@pytest.mark.parametrize("hook", [True, False])
+def test_clipping_belongs_into_a_hook(cluster: Cluster, hook: bool) -> None:
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+    def begun(rank: Rank, manager: Manager, model: nn.Module) -> None:
+        if hook:
+            manager.register_replay_hook(lambda: clip(model))
+
+    job = Job(3, deaths={0: (3, "bucket0")}, begun=begun, then=lambda rank, manager, model, step: clip(model))
+    check(job, job.run(cluster), lost=0 if hook else 1, clip=True)
+
+
+def test_an_error_of_the_training_loop_is_no_reason(cluster: Cluster) -> None:
+    """The group that reports it computes the step anew, and the others reduce what they had with it."""
+
+    def fail(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
+        if rank.group == 0 and step == 3 and not failed:
+            failed.append(step)
+            manager.report_error(ValueError("the loss is not finite"))
+            manager._abort_collectives()
+
+    failed: list[int] = []
+    job = Job(3, then=fail)
+    outcomes = job.run(cluster)
+    assert outcomes[0].commits.count(False) == 1
+    for outcome in outcomes:
+        for name, value in outcome.weights.items():
+            assert torch.equal(value, outcomes[0].weights[name])
+
+
+def test_spares_take_the_place_of_the_dead(cluster: Cluster) -> None:
+    """A spare's own gradients are kept too, before zeros are put in their place."""
+    job = Job(
+        3,
+        deaths={0: (3, "bucket0")},
+        settings=lambda group: dict(world_size_mode=WorldSizeMode.FIXED_WITH_SPARES, min_replica_size=2),
+    )
+    outcomes = job.run(cluster)
+    check(job, outcomes)
+    assert outcomes[0].participants == [[0, 1]] * 3 + [[1, 2]] * (STEPS - 3)
+
+
+def test_all_groups_must_announce_it(cluster: Cluster) -> None:
+    job = Job(3, deaths={0: (3, "bucket0")}, settings=lambda group: dict(replay_failed_step=group != 2))
+    check(job, job.run(cluster), lost=1)
+
+
+def explicit(manager: Manager, model: nn.Module) -> nn.Module:
+    return model
+
+
+def reduce_each(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
+    works = [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]
+    for work in works:
+        work.wait()
+
+
+def reduce_flat(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
+    flat = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    manager.allreduce(flat).wait()
+    at = 0
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.copy_(flat[at : at + p.numel()].view_as(p))
+        at += p.numel()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "then", "lost"),
+    [
+        pytest.param(PureDistributedDataParallel, None, 0, id="a gradient at a time"),
+        pytest.param(explicit, reduce_each, 0, id="allreduce of each gradient"),
+        pytest.param(explicit, reduce_flat, 1, id="allreduce of a copy: what is copied back cannot be told"),
+        pytest.param(
+            lambda manager, model: DistributedDataParallel(manager, model, gradient_as_bucket_view=False),
+            None,
+            1,
+            id="gradients that are copies of the buckets",
+        ),
+        pytest.param(
+            lambda manager, model: nn.parallel.DistributedDataParallel(
+                model, process_group=ManagedProcessGroup(manager), find_unused_parameters=True
+            ),
+            None,
+            1,
+            id="PyTorch's own DDP",
+        ),
+    ],
+)
+def test_ways_to_reduce(cluster: Cluster, wrap: Any, then: Any, lost: int) -> None:
+    job = Job(3, deaths={0: (3, "bucket0")}, wrap=wrap)
+    if then is not None:
+        job.then = then
+    check(job, job.run(cluster), lost=lost)
+
+
+def test_a_quorum_that_is_waited_for(cluster: Cluster) -> None:
+    job = Job(3, deaths={0: (3, "bucket0")}, settings=lambda group: dict(use_async_quorum=False))
+    check(job, job.run(cluster))
+
+
+def test_all_ranks_of_a_group_replay(cluster: Cluster) -> None:
+    """Each rank reduces with its counterparts; both groups have two."""
+    job = Job(3, deaths={0: (3, "bucket0")}, world_size=2)
+    check(job, job.run(cluster))
+
+
+def test_max_retries_counts_steps_that_are_lost(cluster: Cluster) -> None:
+    job = Job(3, deaths={0: (3, "bucket0"), 1: (3, "replay")}, settings=lambda group: dict(max_retries=0))
+    check(job, job.run(cluster))

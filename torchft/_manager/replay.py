@@ -52,4 +52,4 @@ def why_anew(plan: Plan) -> Optional[str]:
 
 def peers_fault(error: BaseException) -> bool:
     """Whether an error of a collective can be due to its peers. Others come again with the same arguments."""
-    return isinstance(error, (RuntimeError, OSError, EOFError))
+    return isinstance(error, (RuntimeError, OSError, EOFError)) and not isinstance(error, NotImplementedError)

@@ -9,6 +9,7 @@ import (
 // deciding after a request costs the same with ten groups and with ten thousand.
 type tally struct {
 	healthy    int // replicas with a heartbeat younger than the timeout
+	presumed   int // those of them that were in a quorum before the start, and of which nothing was heard since
 	candidates int // healthy replicas that wait for a quorum
 	shrinkers  int // candidates that ask shrink_only
 
@@ -26,6 +27,10 @@ const (
 	tooFew               // fewer than min_replicas may be in it
 	noMajority           // it could be the smaller half of a split
 	awaitingOthers       // possible, but a healthy replica may still ask
+	pastUnknown          // possible, but a member knows a quorum that the lighthouse has yet to hear of
+	outvoted             // possible, but another lighthouse might serve the rest of the last quorum
+	behindJob            // possible, but below the step that the job had reached, and others may come
+	forbidden            // the same, and nobody will come
 	fastPath             // every previous member asked
 	allAsked             // every healthy replica asked
 	joinTimedOut         // the rest did not ask in time
@@ -38,6 +43,9 @@ type decision struct {
 	shrink bool // only members of the previous quorum may be in it
 	policy Policy
 	tally  tally
+
+	detail  string // of the causes that the tally alone does not tell
+	regress string // that the job goes back, and why
 }
 
 // ready reports whether there is a quorum.
@@ -62,7 +70,7 @@ func compute(p Policy, t tally) decision {
 		d.cause = noMajority
 	case t.candidates == t.healthy:
 		d.cause = allAsked
-	case t.waited >= p.JoinTimeout:
+	case t.waited >= p.JoinTimeout && t.presumed == 0:
 		d.cause = joinTimedOut
 	default:
 		d.cause = awaitingOthers
@@ -80,6 +88,9 @@ func (d decision) eligible() int {
 
 // String is the reason in words, the same for the log, the dashboard and the tests.
 func (d decision) String() string {
+	if d.detail != "" {
+		return d.detail
+	}
 	t := d.tally
 	shrink := ""
 	if d.shrink {
@@ -93,6 +104,10 @@ func (d decision) String() string {
 	case noMajority:
 		return fmt.Sprintf("%d of %s asked, more than half are needed", t.candidates, healthy(t.healthy))
 	case awaitingOthers:
+		if t.presumed > 0 {
+			return fmt.Sprintf("%d of %s asked, %d that were in the quorum before this lighthouse began have heartbeat_timeout_ms to come back",
+				t.candidates, healthy(t.healthy), t.presumed)
+		}
 		return fmt.Sprintf("%d of %s asked, the others have %s left to join (join_timeout_ms)",
 			t.candidates, healthy(t.healthy), (d.policy.JoinTimeout - t.waited).Round(time.Millisecond))
 	case fastPath:

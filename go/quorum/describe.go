@@ -53,9 +53,10 @@ func (m *Machine) Describe(now time.Time) Status {
 		now = m.now
 	}
 	t := m.recount(now)
+	d, _, _, _ := m.decide(t, now)
 	s := Status{
 		Quorum:             []string{},
-		Reason:             m.explain(compute(m.policy, t)),
+		Reason:             m.explain(d),
 		Healthy:            t.healthy,
 		Candidates:         t.candidates,
 		Waiters:            len(m.roster.waiters),
@@ -115,6 +116,9 @@ func (m *Machine) recount(now time.Time) tally {
 			continue
 		}
 		t.healthy++
+		if r.presumed {
+			t.presumed++
+		}
 		if !r.waiting() {
 			continue
 		}
@@ -132,9 +136,8 @@ func (m *Machine) recount(now time.Time) tally {
 
 // explain adds to a reason the names it is about.
 func (m *Machine) explain(d decision) string {
-	const most = 8 // names; with thousands of groups missing, nobody reads more
 	var missing []string
-	if !d.ready() && d.cause != nobodyWaits {
+	if !d.ready() && d.cause != nobodyWaits && d.detail == "" {
 		for _, r := range m.roster.replicas {
 			if !r.candidate() {
 				missing = append(missing, r.id)
@@ -145,9 +148,14 @@ func (m *Machine) explain(d decision) string {
 		return d.String()
 	}
 	slices.Sort(missing)
-	more := ""
-	if n := len(missing) - most; n > 0 {
-		missing, more = missing[:most], fmt.Sprintf(" and %d more", n)
+	return fmt.Sprintf("%s; missing: %s", d, names(missing))
+}
+
+// names lists the first of many: with thousands of groups missing, nobody reads more.
+func names(ids []string) string {
+	const most = 8
+	if n := len(ids) - most; n > 0 {
+		return fmt.Sprintf("%s and %d more", strings.Join(ids[:most], ", "), n)
 	}
-	return fmt.Sprintf("%s; missing: %s%s", d, strings.Join(missing, ", "), more)
+	return strings.Join(ids, ", ")
 }

@@ -158,7 +158,7 @@ func (c Change) Apply(before []Member) ([]Member, error) {
 
 // revisionAfter is the revision of a list that comes after a quorum's, which may be nil.
 func revisionAfter(before *Quorum, members []Member) Revision {
-	if before != nil && Compare(before.Members, members).Empty() {
+	if before != nil && before.Revision != 0 && Compare(before.Members, members).Empty() {
 		return before.Revision
 	}
 	return RevisionOf(members)

@@ -2,6 +2,7 @@ package quorum
 
 import (
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -21,6 +22,7 @@ type Machine struct {
 	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
 	latest  *Quorum
 	members []*replica
+	step    int64 // largest of the latest quorum's members
 
 	// highest is the largest quorum_id that anybody has seen. It begins with the milliseconds of the
 	// start: the next lighthouse of this job begins above all that this one can give out.
@@ -29,6 +31,15 @@ type Machine struct {
 	// broken is who of the latest quorum was told to have failed. The others have ended what they shared with it: if it is
 	// back, they must connect anew all the same.
 	broken string
+
+	recall recall    // what is to be learned before it may decide: memory.go
+	behind time.Time // since when a quorum waits because it would go on below the job's step; zero if none does
+
+	// What tells it from the other lighthouses of a list: continuity.go.
+	seat     Seat
+	term     int64
+	ended    map[string]struct{} // voters whose process is gone
+	probedAt time.Time
 
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
@@ -62,15 +73,16 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 
 	switch e := event.(type) {
 	case Asked:
-		if e.KnownQuorumID <= maxKnownID {
-			m.highest = max(m.highest, e.KnownQuorumID)
-		}
-		if m.roster.newest(e.Member.ReplicaID, e.Number) {
-			m.roster.ask(e.Waiter, e.Member, e.Number, now)
-			decide = true
-		} else {
-			refused = []Action{Refuse{e.Waiter, "a newer request of " + e.Member.ReplicaID + " came before this one"}}
-		}
+		refused, decide = m.asked(e, decide)
+	case Greeted:
+		refused = m.greeted(e)
+		decide = true // of those who begin again, nobody waits
+	case Recalled:
+		refused = m.recalled(e)
+		decide = true
+	case Ended:
+		dead = append(dead, m.processGone(e.ReplicaID)...)
+		decide = true
 	case GaveUp:
 		m.roster.giveUp(e.Waiter, now)
 	case Beat:
@@ -81,20 +93,100 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		decide = len(dead) > 0
 	case Woken: // for those whose grace is over
 	case Tick:
+		refused = m.lookAgain()
 		decide, tick = true, true
 		m.lastTick = now
 	}
 
 	actions := append(refused, m.failures(dead)...)
 	if decide {
-		switch d := compute(m.policy, m.roster.tally(now)); {
-		case d.ready():
-			actions = append(actions, m.deliver(d)...)
-		case tick:
-			actions = append(actions, m.waiting(d, lastTick)...)
-		}
+		actions = append(actions, m.act(tick, lastTick)...)
 	}
 	return append(actions, m.wake()...)
+}
+
+// asked takes a request in, or refuses it.
+func (m *Machine) asked(e Asked, decide bool) (actions []Action, decided bool) {
+	if e.KnownQuorumID <= maxKnownID && (!m.listed() || termOf(e.KnownQuorumID) <= m.term) {
+		m.highest = max(m.highest, e.KnownQuorumID)
+	}
+	if !m.roster.inOrder(e.Member.ReplicaID, e.Number) {
+		return []Action{Refuse{e.Waiter, Overtaken, "a newer request of " + e.Member.ReplicaID + " came before this one"}}, decide
+	}
+	if r := m.roster.replicas[e.Member.ReplicaID]; r != nil {
+		for _, w := range r.waiters(func(q request) bool { return q.member.Address != e.Member.Address }) {
+			m.roster.giveUp(w, m.now)
+			actions = append(actions, Refuse{w, Replaced, fmt.Sprintf(
+				"another process, with its manager at %q, asks as replica %s: replica ids must be unique", e.Member.Address, e.Member.ReplicaID)})
+		}
+	}
+	m.roster.ask(e, m.now)
+	delete(m.ended, e.Member.ReplicaID)
+	return append(actions, m.lookFor(e)...), true
+}
+
+// act decides, and does what was decided. tick tells of the timer, and when it came before.
+func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
+	d, in, changed, missing := m.decide(m.roster.tally(m.now), m.now)
+	if d.cause != behindJob {
+		m.behind = time.Time{}
+	} else if m.behind.IsZero() {
+		m.behind = m.now
+	}
+	switch {
+	case d.ready():
+		actions = m.deliver(d, in, changed)
+	case d.cause == forbidden:
+		actions = m.forbid(d, in)
+	case d.cause == outvoted:
+		actions = m.probes(missing)
+	}
+	if tick && !d.ready() {
+		actions = append(actions, m.waiting(d, tickBefore)...)
+	}
+	return actions
+}
+
+// decide says whether there is a quorum at a time, and of whom. It changes nothing.
+func (m *Machine) decide(t tally, now time.Time) (d decision, in []*replica, changed bool, missing []Voter) {
+	d = compute(m.policy, t)
+	if !d.ready() {
+		return d, nil, false, nil
+	}
+	if m.looking(now) {
+		d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of quorum %d, and is asked who was in it", m.recall.id)
+		return d, nil, false, nil
+	}
+	in, changed = m.pick(d)
+	if reason, missing := m.torn(d, in); reason != "" {
+		d.cause, d.detail = outvoted, reason
+		return d, in, changed, missing
+	}
+	if d.cause == fastPath {
+		return d, in, changed, nil
+	}
+	reason, mayCome := m.regress(in)
+	switch {
+	case reason == "":
+	case mayCome && (m.behind.IsZero() || now.Sub(m.behind) < m.policy.HeartbeatTimeout):
+		d.cause, d.detail = behindJob, "they have heartbeat_timeout_ms to come: "+reason
+	case m.policy.ForbidRegression:
+		d.cause, d.detail = forbidden, "forbid_regression is set: "+reason
+	default:
+		d.regress = reason
+	}
+	return d, in, changed, nil
+}
+
+// forbid refuses all who would go on below the job's step.
+func (m *Machine) forbid(d decision, in []*replica) (actions []Action) {
+	for _, r := range in {
+		for _, w := range r.waiters(func(request) bool { return true }) {
+			m.roster.giveUp(w, m.now)
+			actions = append(actions, Refuse{w, Behind, d.detail})
+		}
+	}
+	return actions
 }
 
 // failures tells of those who died and are in the latest quorum.
@@ -122,13 +214,13 @@ func (m *Machine) wake() []Action {
 }
 
 // deliver makes the quorum that was decided and answers everybody in it.
-func (m *Machine) deliver(d decision) []Action {
-	in, changed := m.pick(d)
-
+func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	failing := ""
-	q := &Quorum{Members: make([]Member, len(in)), Created: m.now}
+	q := &Quorum{Members: make([]Member, len(in)), Created: m.now, Base: m.base(in, changed)}
+	m.step = 0
 	for i, r := range in {
 		q.Members[i] = *r.member()
+		m.step = max(m.step, q.Members[i].Step)
 		if q.Members[i].CommitFailures > 0 && failing == "" {
 			failing = r.id
 		}
@@ -165,7 +257,11 @@ func (m *Machine) deliver(d decision) []Action {
 		}
 		actions = append(actions, m.change(q, in, changed, reason))
 	}
+	if d.regress != "" {
+		actions = append(actions, Regressed{Quorum: q, Reason: d.regress})
+	}
 	m.latest, m.broken = q, ""
+	maps.DeleteFunc(m.ended, func(id string, _ struct{}) bool { return !m.votes(id) })
 	return actions
 }
 

@@ -22,7 +22,8 @@ type model struct {
 	joined  map[string]time.Time // since when a candidate is one
 	latest  *Quorum
 	highest int64
-	shrunk  bool // the latest quorum left candidates out
+	shrunk  bool      // the latest quorum left candidates out
+	behind  time.Time // since when a quorum waits that would go on below the latest one's step
 }
 
 func newModel(p Policy, start time.Time) *model {
@@ -157,9 +158,14 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		majority := float64(len(candidates)) > float64(len(m.beats))/2
 		everybody := len(candidates) == len(m.beats)
 		if !enough || !majority || !everybody && now.Sub(first) < m.policy.JoinTimeout {
+			m.behind = time.Time{}
+			return nil, nil
+		}
+		if m.mustWaitForTheStep(in, candidates, now) {
 			return nil, nil
 		}
 	}
+	m.behind = time.Time{}
 
 	same := len(in) == len(previous)
 	failures := false
@@ -189,6 +195,30 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	m.joined = map[string]time.Time{}
 	m.look(now)
 	return q, answered
+}
+
+// mustWaitForTheStep: the job was ahead of all who are in the quorum, and somebody who lives may know more.
+func (m *model) mustWaitForTheStep(in []Member, candidates map[string]Member, now time.Time) bool {
+	if m.latest == nil {
+		return false
+	}
+	reached, has := int64(0), int64(0)
+	lives := false
+	for _, member := range m.latest.Members {
+		reached = max(reached, member.Step)
+		_, here := candidates[member.ReplicaID]
+		lives = lives || !here && m.healthy(member.ReplicaID, now)
+	}
+	for _, member := range in {
+		has = max(has, member.Step)
+	}
+	if has >= reached || !lives {
+		return false
+	}
+	if m.behind.IsZero() {
+		m.behind = now
+	}
+	return now.Sub(m.behind) < m.policy.HeartbeatTimeout
 }
 
 // history drives the machine and the model through the same random events.
@@ -243,7 +273,7 @@ func (h *history) event(replicas int) Event {
 
 func (h *history) ask(id string) Asked {
 	h.waiter++
-	a := Asked{Waiter: h.waiter, Member: Member{ReplicaID: id, Step: int64(h.waiter)}}
+	a := Asked{Waiter: h.waiter, Member: Member{ReplicaID: id, Step: max(0, int64(h.waiter)-h.rng.Int64N(20))}}
 	if h.rng.IntN(20) == 0 {
 		a.Member.ShrinkOnly = true
 	}

@@ -12,6 +12,7 @@ type Policy struct {
 	JoinTimeout      time.Duration // how long a possible quorum waits for healthy groups that have not asked
 	HeartbeatTimeout time.Duration // a group whose last heartbeat is as old as this counts as dead
 	SuspectGrace     time.Duration // how long a group whose connection broke may take to come back
+	ForbidRegression bool          // refuse a quorum below the step that the job had reached, in place of a warning
 }
 
 // Validate names every setting that is out of range, its value, and what is allowed.

@@ -17,6 +17,8 @@ type replica struct {
 	lostAt  time.Time     // when its last stream broke
 	suspect *list.Element // its place in roster.suspects; nil unless it is one
 
+	presumed bool // it is taken for alive because it was in the last quorum; nothing was heard of it yet
+
 	requests []request // that wait, the newest last; several when a retry overtook what it replaces
 	number   uint64    // of the newest request
 
@@ -29,6 +31,8 @@ type replica struct {
 type request struct {
 	waiter WaiterID
 	member Member
+	known  int64 // quorum_id of the last quorum that its member was in
+	tells  bool  // it answers a Recall
 }
 
 func (r *replica) alive() bool     { return r.pulse != nil }
@@ -36,7 +40,19 @@ func (r *replica) waiting() bool   { return len(r.requests) > 0 }
 func (r *replica) candidate() bool { return r.alive() && r.waiting() }
 
 // member is what the newest request says. The replica must wait.
-func (r *replica) member() *Member { return &r.requests[len(r.requests)-1].member }
+func (r *replica) member() *Member { return &r.newest().member }
+
+func (r *replica) newest() *request { return &r.requests[len(r.requests)-1] }
+
+// waiters are those of the requests for which something holds.
+func (r *replica) waiters(holds func(request) bool) (ids []WaiterID) {
+	for _, q := range r.requests {
+		if holds(q) {
+			ids = append(ids, q.waiter)
+		}
+	}
+	return ids
+}
 
 // roster keeps the replicas and counts them. Every change goes through update, so the counts are right
 // without ever being counted again.
@@ -104,7 +120,7 @@ func (s *roster) die(r *replica, now time.Time) {
 	s.trust(r)
 	s.update(r, now, func() {
 		s.pulses.Remove(r.pulse)
-		r.pulse = nil
+		r.pulse, r.presumed = nil, false
 	})
 }
 
@@ -142,6 +158,9 @@ func (s *roster) beat(id string, now time.Time) *replica {
 	}
 	r.lastBeat = now
 	s.trust(r)
+	if r.presumed {
+		s.update(r, now, func() { r.presumed = false })
+	}
 	if r.alive() {
 		s.pulses.MoveToBack(r.pulse)
 		return r
@@ -150,16 +169,28 @@ func (s *roster) beat(id string, now time.Time) *replica {
 	return r
 }
 
-// ask lets a waiter wait for its member. Waiters of one replica_id share one membership.
-func (s *roster) ask(w WaiterID, m Member, number uint64, now time.Time) {
-	r := s.beat(m.ReplicaID, now)
-	r.number = max(r.number, number)
-	s.waiters[w] = r
-	s.update(r, now, func() { r.requests = append(r.requests, request{w, m}) })
+// presume takes a replica for alive of which nothing has been heard yet.
+func (s *roster) presume(id string, now time.Time) *replica {
+	if r := s.replicas[id]; r != nil && r.alive() {
+		return r
+	}
+	r := s.beat(id, now)
+	s.update(r, now, func() { r.presumed = true })
+	return r
 }
 
-// newest reports whether a request of this number is newer than all before it. Without a number it is.
-func (s *roster) newest(id string, number uint64) bool {
+// ask lets a waiter wait for its member. Waiters of one replica_id share one membership.
+func (s *roster) ask(e Asked, now time.Time) {
+	r := s.beat(e.Member.ReplicaID, now)
+	r.number = max(r.number, e.Number)
+	s.waiters[e.Waiter] = r
+	s.update(r, now, func() {
+		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Tells})
+	})
+}
+
+// inOrder reports whether a request of this number is newer than all before it. Without a number it is.
+func (s *roster) inOrder(id string, number uint64) bool {
 	r := s.replicas[id]
 	return number == 0 || r == nil || number > r.number
 }
@@ -222,6 +253,9 @@ func (s *roster) count(r *replica, by int) {
 	t := &s.counts
 	if r.alive() {
 		t.healthy += by
+		if r.presumed {
+			t.presumed += by
+		}
 	}
 	if r.previous {
 		t.previous += by

@@ -20,8 +20,11 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 // A transcript is commands, each followed by what the machine did, indented. Lines that begin with # are for
 // the reader. After a change of behaviour: go test ./quorum -update, and read the difference.
 //
-//	policy min=2 join=1s heartbeat=5s [grace=200ms]   a new machine, at time 0; its first quorum is 1001
-//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3]
+//	policy min=2 join=1s heartbeat=5s [grace=200ms] [forbid]   a new machine, at time 0; its first quorum is 1001
+//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [tells]
+//	greet a seat=1/3 [term=1]   a stream begins, of a member for which this is the first of three lighthouses
+//	recalled 1005 step=3 a b c [base=a,b]
+//	ended a          its process is gone
 //	gave-up 1        the waiter is gone
 //	beat a b         heartbeats
 //	lost a           its last stream broke
@@ -82,6 +85,7 @@ func (r *transcript) run(words []string) []string {
 			JoinTimeout:      duration(r.t, option(args, "join")),
 			HeartbeatTimeout: duration(r.t, option(args, "heartbeat")),
 			SuspectGrace:     duration(r.t, cmp.Or(option(args, "grace"), "0s")),
+			ForbidRegression: slices.Contains(args, "forbid"),
 		}, r.now)
 		return nil
 	case "ask":
@@ -94,13 +98,37 @@ func (r *transcript) run(words []string) []string {
 			Waiter:        waiter,
 			KnownQuorumID: number(r.t, option(args, "known")),
 			Number:        uint64(number(r.t, option(args, "number"))),
+			Tells:         slices.Contains(args, "tells"),
 			Member: Member{
 				ReplicaID:      args[0],
+				Address:        cmp.Or(option(args, "at"), "http://"+args[0]),
 				Step:           number(r.t, option(args, "step")),
 				CommitFailures: number(r.t, option(args, "failures")),
 				ShrinkOnly:     slices.Contains(args, "shrink"),
 			},
 		})
+	case "greet":
+		g := Greeted{ReplicaID: args[0], Term: number(r.t, option(args, "term"))}
+		_, err := fmt.Sscanf(option(args, "seat"), "%d/%d", &g.Seat.Place, &g.Seat.Of)
+		require.NoError(r.t, err)
+		g.Seat.Place--
+		return r.step(g)
+	case "recalled":
+		p := Past{ID: number(r.t, args[0]), Step: number(r.t, option(args, "step"))}
+		for _, id := range args[2:] {
+			if !strings.Contains(id, "=") {
+				p.Members = append(p.Members, Voter{id, "http://" + id})
+			}
+		}
+		if base := option(args, "base"); base != "" {
+			for _, id := range strings.Split(base, ",") {
+				p.Base = append(p.Base, Voter{id, "http://" + id})
+			}
+		}
+		require.NoError(r.t, p.Validate())
+		return r.step(Recalled{Past: p})
+	case "ended":
+		return r.step(Ended{ReplicaID: args[0]})
 	case "gave-up":
 		return r.step(GaveUp{Waiter: WaiterID(number(r.t, args[0]))})
 	case "beat":
@@ -134,11 +162,32 @@ func (r *transcript) step(e Event) []string {
 			for _, m := range a.Quorum.Members {
 				members += fmt.Sprintf(" %s(step %d)", m.ReplicaID, m.Step)
 			}
-			answers = append(answers, fmt.Sprintf("quorum %d:%s, to waiters %v", a.Quorum.ID, members, a.Waiters))
+			id := fmt.Sprint(a.Quorum.ID)
+			if term := termOf(a.Quorum.ID); term > 0 {
+				id = fmt.Sprintf("%d (term %d)", a.Quorum.ID&(1<<termBits-1), term)
+			}
+			base := ""
+			for _, v := range a.Quorum.Base {
+				base += " " + v.ReplicaID
+			}
+			if base != "" {
+				base = ", to be outvoted too:" + base
+			}
+			answers = append(answers, fmt.Sprintf("quorum %s:%s, to waiters %v%s", id, members, a.Waiters, base))
 		case Changed:
 			answers = append(answers, fmt.Sprintf("changed to %d: joined %v, left %v: %s", a.Quorum.ID, a.Joined, a.Left, a.Reason))
 		case Refuse:
 			answers = append(answers, fmt.Sprintf("waiter %d is refused: %s", a.Waiter, a.Reason))
+		case TurnAway:
+			answers = append(answers, fmt.Sprintf("%s is turned away: %s", a.ReplicaID, a.Reason))
+		case Renew:
+			answers = append(answers, "all begin again: "+a.Reason)
+		case Recall:
+			answers = append(answers, fmt.Sprintf("ask %s (waiter %d) for quorum %d", a.ReplicaID, a.Waiter, a.QuorumID))
+		case Probe:
+			answers = append(answers, fmt.Sprintf("probe %s at %s", a.ReplicaID, a.Address))
+		case Regressed:
+			answers = append(answers, fmt.Sprintf("WARNING, quorum %d goes back: %s", a.Quorum.ID, a.Reason))
 		case Failed:
 			answers = append(answers, fmt.Sprintf("%s of quorum %d failed: %s", a.ReplicaID, a.QuorumID, a.Reason))
 		case Wake:

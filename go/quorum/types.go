@@ -29,6 +29,7 @@ type Member struct {
 type Quorum struct {
 	ID       int64
 	Members  []Member // ordered by ReplicaID
+	Base     []Voter  // whom the next quorum has to outvote besides Members, nil for nobody: see continuity.go
 	Created  time.Time
 	Revision Revision // of Members; 0 where nobody asked for it, as in an answer to a call
 }
@@ -47,10 +48,24 @@ type (
 		// KnownQuorumID is the last quorum the member was in, 0 if none or unknown. A restarted
 		// lighthouse continues above it, so that ids never repeat in the life of a job.
 		KnownQuorumID int64
+		Tells         bool // it answers a Recall
 		// Number grows with each request of the member, retries included; 0 if it does not say. A request that comes
 		// after a newer one was held up on the way. What it says does not hold any more, and nobody waits for it.
 		Number uint64
 	}
+	// Greeted: a member of ours begins a stream. It counts as a heartbeat.
+	Greeted struct {
+		ReplicaID string
+		Seat      Seat  // of this lighthouse in the member's list
+		Term      int64 // highest that a lighthouse told the member, see continuity.go
+	}
+	// Recalled: what a member, or a disk, knows of the last quorum.
+	Recalled struct {
+		Past    Past
+		Highest int64 // no id up to this one may be given out again; 0 if that is Past.ID
+	}
+	// Ended: the host of a member answered that its process is gone.
+	Ended struct{ ReplicaID string }
 	// GaveUp: a waiter's deadline passed, or its connection broke. It is no candidate any more.
 	GaveUp struct{ Waiter WaiterID }
 	// Beat: a heartbeat.
@@ -64,12 +79,15 @@ type (
 	Tick struct{}
 )
 
-func (Asked) isEvent()  {}
-func (GaveUp) isEvent() {}
-func (Beat) isEvent()   {}
-func (Lost) isEvent()   {}
-func (Woken) isEvent()  {}
-func (Tick) isEvent()   {}
+func (Asked) isEvent()    {}
+func (Greeted) isEvent()  {}
+func (Recalled) isEvent() {}
+func (Ended) isEvent()    {}
+func (GaveUp) isEvent()   {}
+func (Beat) isEvent()     {}
+func (Lost) isEvent()     {}
+func (Woken) isEvent()    {}
+func (Tick) isEvent()     {}
 
 // Action is something the shell must do.
 type Action interface{ isAction() }
@@ -81,9 +99,34 @@ type (
 		Quorum  *Quorum
 		Before  *Quorum // the one that was delivered before, nil if none: many members hold its list
 	}
-	// Refuse answers a waiter whose request is older than one that came before it.
+	// Refuse answers a waiter that gets no quorum.
 	Refuse struct {
 		Waiter WaiterID
+		Why    Refusal
+		Reason string
+	}
+	// TurnAway ends the stream that a member just began.
+	TurnAway struct {
+		ReplicaID string
+		Reason    string
+	}
+	// Renew ends all streams but those of the member that just greeted. Their members begin others, and so learn of the
+	// new term.
+	Renew struct{ Reason string }
+	// Recall asks the member of a waiter for the quorum that it knows. The shell answers with Recalled, or not at all.
+	Recall struct {
+		Waiter    WaiterID
+		ReplicaID string
+		QuorumID  int64
+	}
+	// Probe asks the host of a member whether its process is gone. The shell answers with Ended if it is.
+	Probe struct {
+		ReplicaID string
+		Address   string
+	}
+	// Regressed reports a quorum whose steps are below those that the job had reached.
+	Regressed struct {
+		Quorum *Quorum
 		Reason string
 	}
 	// Changed reports that the set of members or the quorum_id changed, for the log and the dashboard.
@@ -105,9 +148,24 @@ type (
 	Waiting struct{ Reason string }
 )
 
-func (Deliver) isAction() {}
-func (Refuse) isAction()  {}
-func (Changed) isAction() {}
-func (Failed) isAction()  {}
-func (Wake) isAction()    {}
-func (Waiting) isAction() {}
+func (Deliver) isAction()   {}
+func (Refuse) isAction()    {}
+func (TurnAway) isAction()  {}
+func (Renew) isAction()     {}
+func (Recall) isAction()    {}
+func (Probe) isAction()     {}
+func (Regressed) isAction() {}
+func (Changed) isAction()   {}
+func (Failed) isAction()    {}
+func (Wake) isAction()      {}
+func (Waiting) isAction()   {}
+
+// Refusal is why a waiter gets no quorum.
+type Refusal int
+
+const (
+	Overtaken Refusal = iota // a newer request of its member came before it
+	Replaced                 // another process asks under the same replica_id
+	Behind                   // its step is below the job's, and the policy forbids to go back
+	Outdated                 // another lighthouse was asked in the meantime: ask again
+)

@@ -11,6 +11,12 @@ import pytest
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def state_of_lighthouses(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The command keeps the last quorum of a job in the user's home; that of a test stays with the test."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests set what they need; a lighthouse or a host name of the user's shell must not reach them."""

@@ -47,6 +47,9 @@ func ParseArgs(args []string) (Config, error) {
 	allowRemoteKill := flags.Bool("allow_remote_kill", def.AllowRemoteKill, "without a token_file, let other hosts end replica groups too, and not only this one")
 	maxConnections := flags.Int("max_connections", def.MaxConnections, "how many connections may be open at once")
 	maxJoins := flags.Int("max_joins_per_second", def.MaxJoinsPerSecond, "how often one address may ask to join in a second")
+	forbid := flags.Bool("forbid_regression", false, "refuse groups that would go on below the step that the job had reached, in place of a warning")
+	maxJobs := flags.Int("max_jobs", def.MaxJobs, "how many jobs (TORCHFT_JOB_ID) there may be at once")
+	stateDir := flags.String("state_dir", "", "directory for the last quorum of each job, which a restart goes on after; \"\": none (default: ~/.local/state/torchft/lighthouse-PORT, none with port 0)")
 
 	usage := func() string {
 		return "Serves the quorum of a torchft job.\n\nUsage: torchft_lighthouse --min_replicas N [flags]\n\n" + flags.FlagUsages() +
@@ -67,6 +70,11 @@ func ParseArgs(args []string) (Config, error) {
 	cfg.Bind, cfg.MinReplicas = *bind, *minReplicas
 	cfg.Security, cfg.AllowRemoteKill = security, *allowRemoteKill
 	cfg.MaxConnections, cfg.MaxJoinsPerSecond = *maxConnections, *maxJoins
+	cfg.ForbidRegression, cfg.MaxJobs, cfg.StateDir = *forbid, *maxJobs, *stateDir
+	if !flags.Changed("state_dir") {
+		cfg.StateDir = defaultStateDir(*bind)
+		cfg.StateOptional = cfg.StateDir != ""
+	}
 	for _, setting := range []struct {
 		name string
 		ms   int64

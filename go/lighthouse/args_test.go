@@ -13,27 +13,30 @@ import (
 )
 
 func TestParseArgs(t *testing.T) {
+	home := t.TempDir()
+	t.Setenv("XDG_STATE_HOME", home)
 	token, other := fttest.File(t, "secret"), fttest.File(t, "other")
 	t.Setenv("TORCHFT_TOKEN_FILE", token)
 	cfg, err := lighthouse.ParseArgs([]string{"--min_replicas", "2"})
 	require.NoError(t, err)
 	want := lighthouse.DefaultConfig()
 	want.MinReplicas, want.Security.TokenFile = 2, token
+	want.StateDir, want.StateOptional = home+"/torchft/lighthouse-29510", true
 	assert.Equal(t, want, cfg)
 	assert.Equal(t, "[::]:29510", cfg.Bind)
 	assert.Equal(t, []time.Duration{time.Minute, 100 * time.Millisecond, 5 * time.Second}, []time.Duration{cfg.JoinTimeout, cfg.QuorumTick, cfg.HeartbeatTimeout})
 
-	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--token-file", other, "--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5"})
+	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--token-file", other, "--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5", "--state-dir=/s", "--forbid_regression", "--max_jobs=7"})
 	require.NoError(t, err)
 	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond, QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond,
-		Security: rpc.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4, MaxJoinsPerSecond: 5}, cfg)
+		Security: rpc.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4, MaxJoinsPerSecond: 5, StateDir: "/s", ForbidRegression: true, MaxJobs: 7}, cfg)
 }
 
 func TestHelpIsUsage(t *testing.T) {
 	_, err := lighthouse.ParseArgs([]string{"--help"})
 	var help *lighthouse.Help
 	require.ErrorAs(t, err, &help)
-	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key", "--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second"} {
+	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key", "--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second", "--state_dir", "--forbid_regression", "--max_jobs"} {
 		assert.Contains(t, help.Usage, flag)
 	}
 }
@@ -45,6 +48,7 @@ func TestBadArgsAreNamed(t *testing.T) {
 	}{
 		{nil, "min_replicas is missing"},
 		{[]string{"--min_replicas", "0"}, "min_replicas is 0: it must be at least 1"},
+		{[]string{"--min_replicas", "1", "--max_jobs", "0"}, "max_jobs is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "-1"}, "min_replicas is -1: it must be at least 1"},
 		{[]string{"--min_replicas", "two"}, `"two"`},
 		{[]string{"--min_replicas", "1", "--join_timeout_ms", "0"}, "join_timeout_ms is 0: it must be more than 0"},
@@ -70,4 +74,28 @@ func TestBadArgsAreNamed(t *testing.T) {
 	cfg.MinReplicas, cfg.Hostname = 1, "a b"
 	_, err := lighthouse.New(cfg)
 	assert.ErrorContains(t, err, `hostname is "a b"`)
+}
+
+func TestWhereTheStateIsKept(t *testing.T) {
+	t.Setenv("XDG_STATE_HOME", "")
+	t.Setenv("HOME", "/home/u")
+	for _, tc := range []struct {
+		args []string
+		dir  string
+	}{
+		{nil, "/home/u/.local/state/torchft/lighthouse-29510"},
+		{[]string{"--bind", ":7"}, "/home/u/.local/state/torchft/lighthouse-7"},
+		{[]string{"--bind", ":0"}, ""},
+		{[]string{"--state_dir="}, ""},
+		{[]string{"--state_dir=x"}, "x"},
+	} {
+		cfg, err := lighthouse.ParseArgs(append([]string{"--min_replicas=1"}, tc.args...))
+		require.NoError(t, err)
+		assert.Equal(t, tc.dir, cfg.StateDir)
+		assert.Equal(t, len(tc.args) < 1 || tc.args[0] == "--bind" && tc.dir != "", cfg.StateOptional)
+	}
+	t.Setenv("HOME", "")
+	cfg, err := lighthouse.ParseArgs([]string{"--min_replicas=1"})
+	require.NoError(t, err)
+	assert.Empty(t, cfg.StateDir)
 }

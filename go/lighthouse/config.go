@@ -29,6 +29,14 @@ type Config struct {
 	HeartbeatTimeout time.Duration
 	// SuspectGrace is how long a replica whose connection broke may take to come back before it counts as dead.
 	SuspectGrace time.Duration
+	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Else it is logged.
+	ForbidRegression bool
+	// MaxJobs is how many jobs there may be at once.
+	MaxJobs int
+	// StateDir is where the last quorum of each job is kept on disk; empty: nowhere.
+	StateDir string
+	// StateOptional lets the lighthouse go on without StateDir, with a warning, where it cannot be used.
+	StateOptional bool
 	// Security names the files with the job's token and certificates.
 	Security rpc.Security
 	// AllowRemoteKill lets everybody who can connect end a replica group, where there is no token to know who may.
@@ -58,11 +66,13 @@ func DefaultConfig() Config {
 		MaxConnections: 50_000,
 		// Twice what 10,000 groups on one host need to come back within a second.
 		MaxJoinsPerSecond: 20_000,
+		// A job costs some kB; what is bounded is what a broken client can ask for.
+		MaxJobs: 1000,
 	}
 }
 
 func (c Config) policy() quorum.Policy {
-	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout, HeartbeatTimeout: c.HeartbeatTimeout, SuspectGrace: c.SuspectGrace}
+	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout, HeartbeatTimeout: c.HeartbeatTimeout, SuspectGrace: c.SuspectGrace, ForbidRegression: c.ForbidRegression}
 }
 
 // Validate names the setting that cannot be used, its value, and what is allowed.
@@ -77,6 +87,9 @@ func (c Config) Validate() error {
 	}
 	if err := c.policy().Validate(); err != nil {
 		return err
+	}
+	if c.MaxJobs < 1 {
+		return fmt.Errorf("max_jobs is %d: it must be at least 1", c.MaxJobs)
 	}
 	if c.QuorumTick <= 0 {
 		return fmt.Errorf("quorum_tick_ms is %g: it must be more than 0", float64(c.QuorumTick)/float64(time.Millisecond))

@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"encoding/json"
@@ -25,19 +26,49 @@ var pages = template.Must(template.New("").Parse(pageText))
 
 func (s *Server) handler() http.Handler {
 	mux := http.NewServeMux()
-	s.board.Register(mux)
+	for _, path := range []string{"/{$}", "/app.js", "/style.css", "/api/v1/"} {
+		mux.HandleFunc("GET "+path, s.serveBoard)
+	}
 	mux.HandleFunc("GET /status", s.serveStatus)
+	mux.HandleFunc("GET /jobs", s.serveJobs)
 	mux.HandleFunc("GET /replica/{id}/kill", s.serveKillForm)
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", s.serveKill))
 	return mux
 }
 
-func (s *Server) serveStatus(w http.ResponseWriter, _ *http.Request) {
+// serveStatus tells of the job that the query names, else of the default one.
+func (s *Server) serveStatus(w http.ResponseWriter, r *http.Request) {
+	if j := s.jobFor(w, r); j != nil {
+		s.json(w, j.status())
+	}
+}
+
+// serveJobs tells of all jobs in short.
+func (s *Server) serveJobs(w http.ResponseWriter, _ *http.Request) { s.json(w, s.Overview()) }
+
+func (s *Server) json(w http.ResponseWriter, value any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
 	encoder := json.NewEncoder(w)
 	encoder.SetIndent("", "  ")
-	_ = encoder.Encode(s.Status()) // fails only if the reader is gone
+	_ = encoder.Encode(value) // fails only if the reader is gone
+}
+
+// serveBoard shows the job that the query names, else the default one.
+func (s *Server) serveBoard(w http.ResponseWriter, r *http.Request) {
+	if j := s.jobFor(w, r); j != nil {
+		j.site.ServeHTTP(w, r)
+	}
+}
+
+// jobFor is the job that a request is about; it answers a request about no job.
+func (s *Server) jobFor(w http.ResponseWriter, r *http.Request) *job {
+	name := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)
+	j := s.find(name)
+	if j == nil {
+		http.Error(w, fmt.Sprintf("job %q is not known to this lighthouse; see /jobs", name), http.StatusNotFound)
+	}
+	return j
 }
 
 func (s *Server) serveKillForm(w http.ResponseWriter, r *http.Request) {
@@ -57,7 +88,7 @@ func (s *Server) render(w http.ResponseWriter, page string, data any) {
 // serveKill ends a replica group.
 func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 	id := r.PathValue("id")
-	if err := s.kill(r.Context(), id); errors.Is(err, errNoSuchReplica) {
+	if err := s.kill(r.Context(), id, "somebody at "+r.RemoteAddr+" asked for it"); errors.Is(err, errNoSuchReplica) {
 		http.Error(w, fmt.Sprintf("replica %q is not known to this lighthouse, or did not say where its manager is", id), http.StatusNotFound)
 		return
 	} else if err != nil {
@@ -65,7 +96,6 @@ func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	s.log.Warn("torchft: ended a replica group on request", "replica_id", id, "from", r.RemoteAddr)
-	s.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Killed, Left: []string{id}, Reason: "somebody at " + r.RemoteAddr + " asked for it"})
 	if _, err := fmt.Fprintf(w, "replica %q was told to end\n", id); err != nil {
 		s.log.Debug("torchft: the answer to kill was not sent", "error", err)
 	}
@@ -73,11 +103,26 @@ func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 
 var errNoSuchReplica = errors.New("no such replica")
 
-func (s *Server) kill(ctx context.Context, replicaID string) error {
-	address := ""
-	for _, m := range s.Status().Members {
+func (j *job) addressOf(replicaID string) string {
+	for _, m := range j.status().Members {
 		if m.ReplicaID == replicaID {
-			address = m.Address
+			return m.Address
+		}
+	}
+	return ""
+}
+
+// kill ends a replica group, of whatever job.
+func (s *Server) kill(ctx context.Context, replicaID, why string) (err error) {
+	address := ""
+	for _, j := range s.allJobs() {
+		if address = j.addressOf(replicaID); address != "" {
+			defer func() {
+				if err == nil {
+					j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Killed, Left: []string{replicaID}, Reason: why})
+				}
+			}()
+			break
 		}
 	}
 	if address == "" {

@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"errors"
 	"sync"
 	"time"
 
@@ -22,7 +23,16 @@ type memberService struct {
 // aliveFraction is how often in a heartbeat timeout a member is never silent: one word may be late, or two.
 const aliveFraction = 3
 
-// streams are the open ones. The server's lock guards them.
+const (
+	// greetingTimeout is how long a stream may be silent at its beginning.
+	greetingTimeout = 5 * time.Second
+	// mostOutgoing is how much waits for a member that does not read.
+	mostOutgoing = 64
+)
+
+var errStale = status.Error(codes.Unavailable, "another lighthouse was asked in the meantime: begin a stream anew")
+
+// streams are the open ones. The job's lock guards them.
 type streams struct {
 	open map[*stream]struct{}
 	of   map[string]int // how many a member has: more than one while it replaces one that is half dead
@@ -46,6 +56,23 @@ func (s *streams) remove(one *stream) bool {
 	return true
 }
 
+// renew ends all streams: their members learn of the new term on the next ones.
+func (s *streams) renew() {
+	for one := range s.open {
+		one.stale = true
+		one.post(outgoing{closing: true})
+	}
+}
+
+// recall asks the member of a waiter for the quorum that it knows.
+func (s *streams) recall(waiter quorum.WaiterID, quorumID int64) {
+	for one := range s.open {
+		if one.waiter == waiter {
+			one.post(outgoing{recall: quorumID})
+		}
+	}
+}
+
 func (s *streams) close() {
 	for one := range s.open {
 		one.post(outgoing{closing: true})
@@ -54,29 +81,33 @@ func (s *streams) close() {
 
 // stream is one member's, while it lasts. It costs one goroutine, and another one while it sends.
 type stream struct {
-	server    *Server
+	job       *job
 	wire      grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
 	replicaID string
+	tells     bool            // it answers a recall
 	said      quorum.Member   // what the member said last; only receive uses it
 	held      quorum.Revision // of the list that the member has once it has all that was sent; only send uses it
 
-	// The server's lock guards these.
+	// The job's lock guards these.
 	waiter   quorum.WaiterID // of the ask that waits; 0 if none does
 	number   uint64          // of that ask
 	deadline time.Time       // of that ask
 	expiry   *time.Timer     // runs expire
+	stale    bool            // what is asked on it counts no more: the member knows an old term
 
 	mu      sync.Mutex
 	outbox  []outgoing
 	sending bool
 	senders sync.WaitGroup
+	drained chan struct{} // has something when the outbox was taken; has room for one
 }
 
 // outgoing is one answer on its way.
 type outgoing struct {
 	number  uint64
 	answer  answer // to an ask
-	welcome bool
+	welcome *torchftpb.Welcome
+	recall  int64
 	closing bool
 	failed  []rpc.Encoded // news of members, a message each
 }
@@ -84,28 +115,31 @@ type outgoing struct {
 // Attend serves a member's stream until the member ends it, or its connection breaks. A lighthouse that shuts down asks
 // the member to: so no stream needs a goroutine that waits for that.
 func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]) error {
-	first, err := wire.Recv()
+	greeting, err := greetingOf(wire)
 	if err != nil {
 		return err
 	}
-	greeting := first.GetGreeting()
-	if greeting == nil {
-		return status.Error(codes.InvalidArgument, "the first message of a member's stream is no greeting")
-	}
-	if err := checkReplicaID(greeting.GetReplicaId()); err != nil {
+	job, err := m.server.use(wire.Context())
+	if err != nil {
 		return err
 	}
+	defer job.done()
 	s := &stream{
-		server:    m.server,
+		job:       job,
 		wire:      wire,
 		replicaID: greeting.GetReplicaId(),
+		tells:     greeting.GetLighthouses() > 0,
 		held:      quorum.Revision(greeting.GetRevision()),
+		drained:   make(chan struct{}, 1),
 	}
-	if err := s.begin(); err != nil {
+	if err := s.begin(greeting); err != nil {
 		return err
 	}
 	defer s.end()
 	for {
+		if err := s.keepUp(); err != nil {
+			return err
+		}
 		message, err := wire.Recv()
 		if err != nil {
 			return err
@@ -116,30 +150,72 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 	}
 }
 
-func (s *stream) begin() error {
-	server := s.server
-	server.mu.Lock()
-	defer server.mu.Unlock()
-	if server.closed {
+// greetingOf waits for the first message of a stream, for a while.
+func greetingOf(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]) (*torchftpb.Greeting, error) {
+	type received struct {
+		message *torchftpb.MemberMessage
+		err     error
+	}
+	first := make(chan received, 1)
+	go func() { // it ends with the stream, at the latest when the handler has returned
+		message, err := wire.Recv()
+		first <- received{message, err}
+	}()
+	timer := time.NewTimer(greetingTimeout)
+	defer timer.Stop()
+	var r received
+	select {
+	case r = <-first:
+	case <-timer.C:
+		return nil, status.Errorf(codes.DeadlineExceeded, "a member's stream has no greeting after %s", greetingTimeout)
+	}
+	if r.err != nil {
+		return nil, r.err
+	}
+	greeting := r.message.GetGreeting()
+	if greeting == nil {
+		return nil, status.Error(codes.InvalidArgument, "the first message of a member's stream is no greeting")
+	}
+	if place, of := greeting.GetPlace(), greeting.GetLighthouses(); of > rpc.MaxLighthouses || place > 0 && place >= of {
+		return nil, status.Errorf(codes.InvalidArgument, "this lighthouse is at place %d of %d in the member's list: allowed are at most %d", place, of, rpc.MaxLighthouses)
+	}
+	return greeting, checkReplicaID(greeting.GetReplicaId())
+}
+
+func (s *stream) begin(greeting *torchftpb.Greeting) error {
+	job := s.job
+	job.mu.Lock()
+	defer job.mu.Unlock()
+	if job.closed {
 		return errShutdown
 	}
-	server.streams.add(s)
-	s.post(outgoing{welcome: true})
-	return server.step(quorum.Beat{ReplicaID: s.replicaID})
+	job.turned = nil
+	err := job.step(quorum.Greeted{
+		ReplicaID: s.replicaID,
+		Seat:      quorum.Seat{Place: int(greeting.GetPlace()), Of: int(greeting.GetLighthouses())},
+		Term:      greeting.GetTerm(),
+	})
+	if err != nil || job.turned != nil {
+		return errors.Join(err, job.turned)
+	}
+	job.streams.add(s)
+	interval := job.cfg.HeartbeatTimeout / aliveFraction
+	s.post(outgoing{welcome: &torchftpb.Welcome{AliveIntervalUs: max(1, interval.Microseconds()), Term: job.machine.Term()}})
+	return nil
 }
 
 // end returns when nothing of the stream is left: nobody may send on it once its handler has returned.
 func (s *stream) end() {
-	server := s.server
-	server.mu.Lock()
+	job := s.job
+	job.mu.Lock()
 	s.forget()
 	if s.expiry != nil {
 		s.expiry.Stop()
 	}
-	if server.streams.remove(s) && !server.closed {
-		_ = server.step(quorum.Lost{ReplicaID: s.replicaID}) // an error is of the machine, and logged
+	if job.streams.remove(s) && !job.closed {
+		_ = job.step(quorum.Lost{ReplicaID: s.replicaID}) // an error is of the machine, and logged
 	}
-	server.mu.Unlock()
+	job.mu.Unlock()
 	s.senders.Wait()
 }
 
@@ -148,14 +224,16 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Ask:
 		return s.ask(m.Ask)
 	case *torchftpb.MemberMessage_GiveUp:
-		s.server.mu.Lock()
-		defer s.server.mu.Unlock()
+		s.job.mu.Lock()
+		defer s.job.mu.Unlock()
 		if s.number == m.GiveUp {
 			s.forget()
 		}
 		return nil
+	case *torchftpb.MemberMessage_Past:
+		return s.job.recalled(m.Past)
 	case *torchftpb.MemberMessage_Alive:
-		return s.server.feed(quorum.Beat{ReplicaID: s.replicaID})
+		return s.job.feed(quorum.Beat{ReplicaID: s.replicaID})
 	case *torchftpb.MemberMessage_Greeting:
 		return status.Error(codes.InvalidArgument, "a member's stream has one greeting")
 	default:
@@ -184,24 +262,28 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		timeout = time.Duration(us) * time.Microsecond
 	}
 
-	server := s.server
-	server.mu.Lock()
-	defer server.mu.Unlock()
-	if server.closed {
+	job := s.job
+	job.mu.Lock()
+	defer job.mu.Unlock()
+	if job.closed {
 		s.post(outgoing{number: ask.GetNumber(), answer: answer{err: errShutdown}})
+		return nil
+	}
+	if s.stale {
+		s.post(outgoing{number: ask.GetNumber(), answer: answer{err: errStale}})
 		return nil
 	}
 	s.forget()
 	s.await(ask.GetNumber(), timeout)
-	return server.step(quorum.Asked{
-		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(),
+	return job.step(quorum.Asked{
+		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(), Tells: s.tells,
 	})
 }
 
 // await makes the waiter of an ask. The caller holds the server's lock.
 func (s *stream) await(number uint64, timeout time.Duration) {
 	s.number = number
-	s.waiter = s.server.waiters.AddFunc(func(a answer) {
+	s.waiter = s.job.waiters.AddFunc(func(a answer) {
 		s.waiter = 0
 		s.post(outgoing{number: number, answer: a})
 	})
@@ -216,12 +298,12 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 
 // expire answers an ask whose time is up. The timer may be that of an ask that was answered long ago.
 func (s *stream) expire() {
-	s.server.mu.Lock()
-	defer s.server.mu.Unlock()
-	if s.waiter == 0 || time.Now().Before(s.deadline) || s.server.closed {
+	s.job.mu.Lock()
+	defer s.job.mu.Unlock()
+	if s.waiter == 0 || time.Now().Before(s.deadline) || s.job.closed {
 		return
 	}
-	reason := s.server.reason(time.Now()) // while it still counts as one that waits
+	reason := s.job.reason(time.Now()) // while it still counts as one that waits
 	s.forget()
 	s.post(outgoing{number: s.number, answer: answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)}})
 }
@@ -233,20 +315,41 @@ func (s *stream) forget() {
 	}
 	waiter := s.waiter
 	s.waiter = 0
-	s.server.waiters.Drop(waiter)
-	if !s.server.closed {
-		_ = s.server.step(quorum.GaveUp{Waiter: waiter}) // an error is of the machine, and logged
+	s.job.waiters.Drop(waiter)
+	if !s.job.closed {
+		_ = s.job.step(quorum.GaveUp{Waiter: waiter}) // an error is of the machine, and logged
 	}
 }
 
-// post leaves something to be sent. It never waits.
+// post leaves something to be sent. It never waits. News are dropped for a member that does not read: it knows by then.
 func (s *stream) post(o outgoing) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if o.failed != nil && len(s.outbox) >= mostOutgoing {
+		return
+	}
 	s.outbox = append(s.outbox, o)
 	if !s.sending {
 		s.sending = true
-		rpc.Go(&s.senders, s.server.log, "answers of a stream", s.flush)
+		rpc.Go(&s.senders, s.job.log, "answers of a stream", s.flush)
+	}
+}
+
+// keepUp waits for a member that asks and does not read the answers. Meanwhile nothing that it says is read, and it counts
+// as silent.
+func (s *stream) keepUp() error {
+	for {
+		s.mu.Lock()
+		n := len(s.outbox)
+		s.mu.Unlock()
+		if n < mostOutgoing {
+			return nil
+		}
+		select {
+		case <-s.drained:
+		case <-s.wire.Context().Done():
+			return status.FromContextError(s.wire.Context().Err()).Err()
+		}
 	}
 }
 
@@ -262,6 +365,10 @@ func (s *stream) flush() {
 		if len(batch) == 0 {
 			return
 		}
+		select {
+		case s.drained <- struct{}{}:
+		default:
+		}
 		for _, o := range batch {
 			if err := s.send(o); err != nil && s.fail(o.number, err) != nil {
 				return // sending stays true: nothing more goes out
@@ -271,13 +378,12 @@ func (s *stream) flush() {
 }
 
 func (s *stream) send(o outgoing) (err error) {
-	defer rpc.Recovered(s.server.log, "an answer on a stream", &err)
+	defer rpc.Recovered(s.job.log, "an answer on a stream", &err)
 	switch {
-	case o.welcome:
-		interval := s.server.cfg.HeartbeatTimeout / aliveFraction
-		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{
-			Welcome: &torchftpb.Welcome{AliveIntervalUs: max(1, interval.Microseconds())},
-		}})
+	case o.welcome != nil:
+		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: o.welcome}})
+	case o.recall != 0:
+		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: o.recall}})
 	case o.closing:
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
 	case o.failed != nil:

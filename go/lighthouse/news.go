@@ -29,43 +29,43 @@ type news struct {
 
 // announce tells every member of the failures among actions, at once or in a moment together with those that follow. The
 // caller holds mu.
-func (s *Server) announce(actions []quorum.Action, now time.Time) {
-	before := len(s.news.pending)
+func (j *job) announce(actions []quorum.Action, now time.Time) {
+	before := len(j.news.pending)
 	for _, action := range actions {
 		if f, ok := action.(quorum.Failed); ok {
-			s.news.pending = append(s.news.pending, f)
+			j.news.pending = append(j.news.pending, f)
 		}
 	}
-	if len(s.news.pending) == before {
+	if len(j.news.pending) == before {
 		return
 	}
-	if pause := s.news.next.Sub(now); pause > 0 {
-		s.news.timer.Reset(pause)
+	if pause := j.news.next.Sub(now); pause > 0 {
+		j.news.timer.Reset(pause)
 		return
 	}
-	s.tell(now)
+	j.tell(now)
 }
 
-func (s *Server) tellLater() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if !s.closed && len(s.news.pending) > 0 {
-		s.tell(time.Now())
+func (j *job) tellLater() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if !j.closed && len(j.news.pending) > 0 {
+		j.tell(time.Now())
 	}
 }
 
-func (s *Server) tell(now time.Time) {
-	pending := s.news.pending
-	s.news.pending = nil
-	s.news.next = now.Add(time.Duration(len(s.streams.open)) * tellPause)
+func (j *job) tell(now time.Time) {
+	pending := j.news.pending
+	j.news.pending = nil
+	j.news.next = now.Add(time.Duration(len(j.streams.open)) * tellPause)
 
 	names := make([]string, len(pending))
 	for i, f := range pending {
 		names[i] = f.ReplicaID
 	}
-	s.log.Warn("torchft: a member failed", "quorum_id", pending[0].QuorumID, "member", some(names), "reason", pending[0].Reason)
+	j.log.Warn("torchft: a member failed", "quorum_id", pending[0].QuorumID, "member", some(names), "reason", pending[0].Reason)
 
-	s.board.Record(dashboard.Event{Time: now, Kind: dashboard.MemberFailed, QuorumID: pending[0].QuorumID, Left: names, Reason: pending[0].Reason})
+	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.MemberFailed, QuorumID: pending[0].QuorumID, Left: names, Reason: pending[0].Reason})
 
 	var messages []rpc.Encoded
 	for _, f := range pending[:min(len(pending), tellMost)] {
@@ -76,7 +76,7 @@ func (s *Server) tell(now time.Time) {
 			messages = append(messages, message)
 		}
 	}
-	for one := range s.streams.open {
+	for one := range j.streams.open {
 		one.post(outgoing{failed: messages})
 	}
 }

@@ -22,11 +22,11 @@ func (p *patience) served()                            { *p = patience{} }
 
 // reason is why there is no quorum, at most a tick old. It costs as much as there are groups, and all of them
 // may give up at the same moment: one asks for all. The caller holds mu.
-func (s *Server) reason(now time.Time) string {
-	if p := &s.patient; p.reason == "" || now.Sub(p.at) >= s.cfg.QuorumTick {
-		p.reason, p.at = s.machine.Describe(now).Reason, now
+func (j *job) reason(now time.Time) string {
+	if p := &j.patient; p.reason == "" || now.Sub(p.at) >= j.cfg.QuorumTick {
+		p.reason, p.at = j.machine.Describe(now).Reason, now
 	}
-	return s.patient.reason
+	return j.patient.reason
 }
 
 // over reports, once, that the wait has been long enough to log.
@@ -38,14 +38,14 @@ func (p *patience) over(now time.Time) bool {
 	return true
 }
 
-func (s *Server) logPatience(now time.Time) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if !s.patient.over(now) {
+func (j *job) logPatience(now time.Time) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if !j.patient.over(now) {
 		return
 	}
-	if status := s.machine.Describe(now); status.Waiters > 0 {
-		s.log.Info("torchft: no quorum yet", "reason", status.Reason, "healthy", status.Healthy, "waiting", status.Candidates)
-		s.board.Record(dashboard.Event{Time: now, Kind: dashboard.NoQuorum, Reason: status.Reason})
+	if status := j.machine.Describe(now); status.Waiters > 0 {
+		j.log.Info("torchft: no quorum yet", "reason", status.Reason, "healthy", status.Healthy, "waiting", status.Candidates)
+		j.board.Record(dashboard.Event{Time: now, Kind: dashboard.NoQuorum, Reason: status.Reason})
 	}
 }

@@ -57,7 +57,17 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 		ctx, cancel = context.WithDeadline(ctx, rpc.Sooner(deadline, answerMargin))
 		defer cancel()
 	}
-	d, err := s.server.quorum(ctx, quorum.Asked{
+	job, err := s.server.use(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer job.done()
+	if p := req.GetKnownQuorum(); p != nil {
+		if err := job.recalled(p); err != nil {
+			return nil, err
+		}
+	}
+	d, err := job.quorum(ctx, quorum.Asked{
 		Member:        rpc.MemberFromProto(req.GetRequester()),
 		KnownQuorumID: req.GetKnownQuorumId(),
 		Number:        req.GetRequestNumber(),
@@ -68,11 +78,16 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 	return d.answer()
 }
 
-func (s service) Heartbeat(_ context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+func (s service) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
 	if err := checkReplicaID(req.GetReplicaId()); err != nil {
 		return nil, err
 	}
-	if err := s.server.feed(quorum.Beat{ReplicaID: req.GetReplicaId()}); err != nil {
+	job, err := s.server.use(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer job.done()
+	if err := job.feed(quorum.Beat{ReplicaID: req.GetReplicaId()}); err != nil {
 		return nil, err
 	}
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil

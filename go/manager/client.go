@@ -47,6 +47,7 @@ type DialOption func(*dialOptions)
 type dialOptions struct {
 	network    rpc.Network
 	security   rpc.Security
+	job        string
 	noShortcut bool
 }
 
@@ -63,6 +64,9 @@ func WithNetwork(n rpc.Network) DialOption { return func(d *dialOptions) { d.net
 
 // WithSecurity shows the job's token and certificates, and checks those of the server.
 func WithSecurity(s rpc.Security) DialOption { return func(d *dialOptions) { d.security = s } }
+
+// WithJob names the job, in place of the environment (TORCHFT_JOB_ID). Only lighthouses ask for it.
+func WithJob(job string) DialOption { return func(d *dialOptions) { d.job = job } }
 
 // WithoutShortcut goes over the network even to a server in this process.
 func WithoutShortcut() DialOption { return func(d *dialOptions) { d.noShortcut = true } }

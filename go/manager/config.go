@@ -1,6 +1,7 @@
 package manager
 
 import (
+	"cmp"
 	"fmt"
 	"log/slog"
 	"os"
@@ -14,8 +15,11 @@ import (
 type ServerConfig struct {
 	// ReplicaID is unique to this life of the replica group: a restarted group is a new member.
 	ReplicaID string
-	// LighthouseAddr is http://host:port of the lighthouse.
+	// LighthouseAddr is http://host:port of the lighthouse, or a list of those separated by commas: the first that is
+	// reached serves the job. All groups of a job must have the same list.
 	LighthouseAddr string
+	// Job is the id of the job. Empty means that of the environment (TORCHFT_JOB_ID), and without one there the default job.
+	Job string
 	// Hostname is the host in the announced address.
 	Hostname string
 	// Bind is host:port to listen on. Port 0 takes a free one.
@@ -61,9 +65,12 @@ func (c ServerConfig) Validate() error {
 		return fmt.Errorf("replica_id has %d bytes: allowed are %d", len(c.ReplicaID), rpc.MaxReplicaID)
 	}
 	if c.Membership == nil {
-		if _, err := rpc.ParseAddress("lighthouse_addr", c.LighthouseAddr); err != nil {
+		if _, err := rpc.ParseAddresses("lighthouse_addr", c.LighthouseAddr); err != nil {
 			return err
 		}
+	}
+	if err := rpc.ValidateJob("job id ("+rpc.JobEnv+")", c.job()); err != nil {
+		return err
 	}
 	if err := rpc.ValidateHostname("hostname", c.Hostname); err != nil {
 		return err
@@ -85,6 +92,8 @@ func (c ServerConfig) Validate() error {
 	}
 	return c.Security.Validate()
 }
+
+func (c ServerConfig) job() string { return cmp.Or(c.Job, os.Getenv(rpc.JobEnv), rpc.DefaultJob) }
 
 func (c ServerConfig) withDefaults() ServerConfig {
 	if c.Exit == nil {

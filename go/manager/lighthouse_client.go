@@ -1,7 +1,9 @@
 package manager
 
 import (
+	"cmp"
 	"context"
+	"os"
 	"sync/atomic"
 	"time"
 
@@ -27,7 +29,9 @@ type Membership interface {
 
 // LighthouseClient makes calls to a lighthouse, ours or a published one. Its connection comes back by itself when it broke.
 type LighthouseClient struct {
+	addr string
 	peer string
+	job  string
 	conn *grpc.ClientConn
 	stub torchftpb.LighthouseServiceClient
 
@@ -36,15 +40,48 @@ type LighthouseClient struct {
 	number atomic.Uint64
 }
 
-// DialLighthouse connects to the lighthouse at addr, trying again until connectTimeout is over.
+// DialLighthouse connects to the lighthouse at addr, trying again until connectTimeout is over. Of a list of addresses,
+// separated by commas, it is the first that is reached.
 func DialLighthouse(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*LighthouseClient, error) {
+	list, err := rpc.ParseAddresses("lighthouse address", addr)
+	if err != nil {
+		return nil, status.Error(codes.InvalidArgument, err.Error())
+	}
+	end := time.Now().Add(connectTimeout)
+	if len(list) == 1 {
+		return dialOne(ctx, list[0], connectTimeout, options)
+	}
+	for {
+		for _, one := range list {
+			c, err := dialOne(ctx, one, max(1, min(attemptTimeout, time.Until(end))), options)
+			switch {
+			case err == nil:
+				return c, nil
+			case ctx.Err() != nil:
+				return nil, err
+			case time.Now().After(end):
+				return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s within %s: %s", addr, connectTimeout, rpc.Message(err))
+			}
+		}
+	}
+}
+
+func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, options []DialOption) (*LighthouseClient, error) {
 	d := dialSettings(options)
+	if d.job == "" {
+		d.job = cmp.Or(os.Getenv(rpc.JobEnv), rpc.DefaultJob)
+	}
+	if err := rpc.ValidateJob(rpc.JobEnv, d.job); err != nil {
+		return nil, status.Error(codes.InvalidArgument, err.Error())
+	}
 	conn, err := d.security.Dial(ctx, d.network, "lighthouse", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}
 	c := &LighthouseClient{
+		addr: addr,
 		peer: "lighthouse at " + addr,
+		job:  d.job,
 		conn: conn,
 		stub: torchftpb.NewLighthouseServiceClient(conn),
 	}
@@ -56,7 +93,7 @@ func DialLighthouse(ctx context.Context, addr string, connectTimeout time.Durati
 func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	resp, err := c.stub.Quorum(ctx, &torchftpb.LighthouseQuorumRequest{
+	resp, err := c.stub.Quorum(rpc.WithJob(ctx, c.job), &torchftpb.LighthouseQuorumRequest{
 		Requester:     rpc.MemberToProto(m),
 		KnownQuorumId: knownQuorumID,
 		RequestNumber: c.number.Add(1),
@@ -74,7 +111,7 @@ func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuo
 func (c *LighthouseClient) Heartbeat(ctx context.Context, replicaID string) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	_, err := c.stub.Heartbeat(ctx, &torchftpb.LighthouseHeartbeatRequest{ReplicaId: replicaID})
+	_, err := c.stub.Heartbeat(rpc.WithJob(ctx, c.job), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: replicaID})
 	return rpc.Wrap("heartbeat", c.peer, err)
 }
 

@@ -2,9 +2,7 @@ package manager
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"io"
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -18,19 +16,24 @@ import (
 )
 
 // member is a replica group at its lighthouse, over one stream that carries only what changed. A lighthouse that knows no
-// such streams gets a call for each quorum and each heartbeat.
+// such streams gets a call for each quorum and each heartbeat. Of several lighthouses it asks one at a time.
 type member struct {
-	calls     *LighthouseClient
-	stub      torchftpb.MemberServiceClient
-	replicaID string
-	ctx       context.Context // ends with Close
-	cancel    context.CancelFunc
-	unary     atomic.Bool // the lighthouse knows no streams
-	heard     failures
-	failed    <-chan Failure
+	lighthouses *lighthouses
+	replicaID   string
+	ctx         context.Context // ends with Close
+	cancel      context.CancelFunc
+	tasks       sync.WaitGroup
+	heard       failures
+	failed      <-chan Failure
 
-	mu     sync.Mutex
-	stream *memberStream // nil before the first
+	last atomic.Pointer[quorum.Quorum] // that the member was told of: what a lighthouse that starts asks for
+	term atomic.Int64                  // highest that a lighthouse told
+
+	opening chan struct{} // a lock for what follows; waiting for it ends with a call's deadline
+	choice  choice
+	unary   []bool        // which lighthouses know no streams
+	refused []int         // how often in a row each said that it has too few members
+	stream  *memberStream // nil before the first
 
 	// Only the stream that is open uses it: a new one begins after the last has ended.
 	list heldList
@@ -41,60 +44,91 @@ var (
 	_ FailureSource = (*member)(nil)
 )
 
-func newMember(calls *LighthouseClient, replicaID string) *member {
-	m := &member{calls: calls, stub: torchftpb.NewMemberServiceClient(calls.conn), replicaID: replicaID}
+// join makes a replica group a member at the first lighthouse of a list that it reaches.
+func join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, options ...DialOption) (*member, error) {
+	l, at, err := dialLighthouses(ctx, addresses, connectTimeout, options)
+	if err != nil {
+		return nil, err
+	}
+	n := len(l.addresses)
+	m := &member{
+		lighthouses: l, replicaID: replicaID, opening: make(chan struct{}, 1),
+		choice: choice{at: at, back: -1, avoid: make([]time.Time, n), served: n == 1}, unary: make([]bool, n), refused: make([]int, n),
+	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.failed, _ = m.heard.listen()
-	return m
+	if n > 1 {
+		m.tasks.Go(m.lookBack)
+	}
+	return m, nil
 }
 
 func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	if !m.unary.Load() {
-		q, err := m.ask(ctx, who, knownQuorumID)
-		if !m.knowsNoStreams(err) {
-			return q, rpc.Wrap("quorum", m.calls.peer, err)
+	if last := m.last.Load(); last != nil {
+		knownQuorumID = max(knownQuorumID, last.ID)
+	}
+	stream, client, at, err := m.connect(ctx, true)
+	var q *quorum.Quorum
+	if err == nil {
+		q, err = stream.ask(ctx, client.number.Add(1), who, knownQuorumID)
+	}
+	switch status.Code(err) {
+	case codes.Unimplemented:
+		m.setUnary(at, true)
+		q, err := client.Quorum(ctx, who, knownQuorumID)
+		m.mayBeAnother(at, err)
+		if q != nil {
+			m.last.Store(q)
 		}
+		return q, err
+	case codes.OutOfRange: // it has too few of the members, and others may have more
+		err = status.Error(codes.Unavailable, rpc.Message(err))
+		m.avoid(at)
+	case codes.OK:
+		m.servedWell(at)
 	}
-	q, err := m.calls.Quorum(ctx, who, knownQuorumID)
-	m.mayBeAnother(err)
-	return q, err
-}
-
-func (m *member) ask(ctx context.Context, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
-	stream, err := m.connect()
-	if err != nil {
-		return nil, err
+	if client == nil {
+		return q, err
 	}
-	return stream.ask(ctx, m.calls.number.Add(1), who, knownQuorumID)
+	return q, rpc.Wrap("quorum", client.peer, err)
 }
 
 // Attend keeps a stream open, and is never silent on it for longer than the lighthouse asks for.
 func (m *member) Attend(ctx context.Context, interval time.Duration, reached func()) error {
-	if !m.unary.Load() {
-		stream, err := m.connect()
+	for {
+		opening, cancel := context.WithTimeout(ctx, openTimeout)
+		stream, client, at, err := m.connect(opening, false)
+		cancel()
 		if err == nil {
 			err = stream.attend(ctx, reached)
+			if stream.moved.Load() && ctx.Err() == nil && m.ctx.Err() == nil {
+				continue
+			}
 		}
-		if !m.knowsNoStreams(err) {
-			return rpc.Wrap("heartbeat", m.calls.peer, err)
+		if client == nil {
+			return err
 		}
+		if status.Code(err) != codes.Unimplemented {
+			return rpc.Wrap("heartbeat", client.peer, err)
+		}
+		m.setUnary(at, true)
+		err = m.beat(ctx, client, interval, reached)
+		m.mayBeAnother(at, err)
+		return err
 	}
-	err := m.beat(ctx, interval, reached)
-	m.mayBeAnother(err)
-	return err
 }
 
 // beat makes a call at every interval.
-func (m *member) beat(ctx context.Context, interval time.Duration, reached func()) error {
+func (m *member) beat(ctx context.Context, client *LighthouseClient, interval time.Duration, reached func()) error {
 	// Long enough for a busy lighthouse; the next heartbeat waits for this one.
 	timeout := max(10*interval, time.Second)
 	ticker := time.NewTicker(interval)
 	defer ticker.Stop()
 	for {
 		one, cancel := context.WithTimeout(ctx, timeout)
-		err := m.calls.Heartbeat(one, m.replicaID)
+		err := client.Heartbeat(one, m.replicaID)
 		cancel()
 		if err != nil {
 			return err
@@ -108,279 +142,190 @@ func (m *member) beat(ctx context.Context, interval time.Duration, reached func(
 	}
 }
 
-func (m *member) knowsNoStreams(err error) bool {
-	if status.Code(err) != codes.Unimplemented {
-		return false
-	}
-	m.unary.Store(true)
-	return true
-}
-
-// mayBeAnother looks at the error of a call: what comes back after an outage may be a lighthouse that knows streams.
-func (m *member) mayBeAnother(err error) {
-	if rpc.IsUnavailable(err) {
-		m.unary.Store(false)
-	}
-}
-
 // Failures has a value for each failure that the lighthouse tells of.
 func (m *member) Failures() <-chan Failure { return m.failed }
 
 func (m *member) Close() error {
 	m.cancel()
-	err := m.calls.Close()
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.stream != nil {
-		<-m.stream.ended
-	}
+	err := m.lighthouses.close()
+	m.locked(func() {
+		if m.stream != nil {
+			<-m.stream.ended
+		}
+	})
+	m.tasks.Wait()
 	return err
 }
 
-// connect returns the stream, a new one if the last one broke.
-func (m *member) connect() (*memberStream, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.stream != nil && !m.stream.broken() {
-		return m.stream, nil
+// locked runs something that changes which lighthouse is asked.
+func (m *member) locked(do func()) {
+	m.opening <- struct{}{}
+	defer func() { <-m.opening }()
+	do()
+}
+
+func (m *member) setUnary(at int, unary bool) { m.locked(func() { m.unary[at] = unary }) }
+
+// mayBeAnother looks at the error of a call: what comes back after an outage may be a lighthouse that knows streams.
+func (m *member) mayBeAnother(at int, err error) {
+	if rpc.IsUnavailable(err) {
+		m.setUnary(at, false)
 	}
-	ctx, cancel := context.WithCancel(m.ctx)
-	wire, err := m.stub.Attend(ctx)
+}
+
+func (m *member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) }
+
+// avoid leaves a lighthouse alone for a while, longer each time.
+func (m *member) avoid(at int) {
+	m.locked(func() {
+		m.choice.avoid[at] = time.Now().Add(avoidFor << min(m.refused[at], 5))
+		m.refused[at]++
+		if m.choice.at == at && m.stream != nil {
+			m.stream.leave()
+		}
+	})
+}
+
+// servedWell notes that a lighthouse gave a quorum.
+func (m *member) servedWell(at int) {
+	if len(m.refused) > 1 {
+		m.locked(func() { m.refused[at] = 0 })
+	}
+}
+
+// connect returns the stream, a new one if the last one broke, or if it is time to go back to an earlier lighthouse. Where
+// a lighthouse knows no streams the error is UNIMPLEMENTED.
+func (m *member) connect(ctx context.Context, toAsk bool) (*memberStream, *LighthouseClient, int, error) {
+	select {
+	case m.opening <- struct{}{}:
+		defer func() { <-m.opening }()
+	case <-ctx.Done():
+		return nil, nil, 0, status.FromContextError(ctx.Err()).Err()
+	}
+	c := &m.choice
+	if m.stream != nil && !m.stream.broken() {
+		if !toAsk || c.back < 0 {
+			return m.stream, m.lighthouses.client(c.at), c.at, nil
+		}
+		m.stream.leave() // one lighthouse at a time
+	}
+	now := time.Now()
+	if c.broke.IsZero() && m.stream != nil {
+		c.broke = now
+	}
+	var failures attempts
+	order := c.order(now)
+	for _, i := range order {
+		stream, client, err := m.open(ctx, i)
+		if err == nil || status.Code(err) == codes.Unimplemented {
+			c.at, c.back, c.served, c.broke = i, -1, true, time.Time{}
+			if stream != nil {
+				m.stream = stream
+			}
+			return stream, client, i, err
+		}
+		if client != nil {
+			err = rpc.Wrap("attend", client.peer, err)
+		}
+		failures = append(failures, err)
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	return nil, nil, order[0], failures.err()
+}
+
+// open begins a stream with one lighthouse. Of several, only one that answers soon will do.
+func (m *member) open(ctx context.Context, i int) (*memberStream, *LighthouseClient, error) {
+	several := len(m.unary) > 1
+	if several {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, attemptTimeout)
+		defer cancel()
+	}
+	client, err := m.lighthouses.reach(ctx, i)
+	if err != nil {
+		return nil, nil, err
+	}
+	if m.unary[i] {
+		return nil, client, status.Error(codes.Unimplemented, "the lighthouse knows no streams")
+	}
+	streamCtx, cancel := context.WithCancel(rpc.WithJob(m.ctx, client.job))
+	inTime := context.AfterFunc(ctx, cancel) // the stream outlives the call that opens it
+	wire, err := torchftpb.NewMemberServiceClient(client.conn).Attend(streamCtx)
+	if !inTime() {
+		cancel()
+		return nil, client, status.Error(codes.Unavailable, "the lighthouse does not answer")
+	}
 	if err != nil {
 		cancel()
-		return nil, err
+		return nil, client, err
 	}
 	stream := &memberStream{
 		wire:     wire,
 		list:     &m.list,
-		failed:   m.heard.tell,
+		member:   m,
+		cancel:   cancel,
 		waiting:  map[uint64]chan asked{},
 		welcomed: make(chan struct{}),
 		ended:    make(chan struct{}),
 	}
-	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
-		Greeting: &torchftpb.Greeting{ReplicaId: m.replicaID, Revision: uint64(m.list.revision)},
-	}})
-	go stream.receive(cancel)
-	m.stream = stream
-	return stream, nil
-}
-
-// heldList is the list of members that the lighthouse sent last, and what changes of it have arrived so far.
-type heldList struct {
-	members  []quorum.Member
-	revision quorum.Revision
-	pending  quorum.Change
-}
-
-func (l *heldList) add(part *torchftpb.ListChange) error { return rpc.AddPart(&l.pending, part) }
-
-// quorum brings the list up to date and rebuilds a quorum from it. After an error nothing is held any more.
-func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error) {
-	members, err := l.pending.Apply(l.members)
-	revision := l.revision
-	if err == nil && !l.pending.Empty() {
-		revision = quorum.RevisionOf(members)
+	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
+		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),
+		Place: uint32(i), Lighthouses: uint32(len(m.unary)), Term: m.term.Load(),
+	}}})
+	go stream.receive()
+	if !several {
+		return stream, client, nil
 	}
-	*l = heldList{}
-	if err != nil {
-		return nil, err
-	}
-	if want := quorum.Revision(states.GetRevision()); revision != want {
-		return nil, fmt.Errorf("the list of members has revision %x, the lighthouse's has %x", revision, want)
-	}
-	q, err := rpc.QuorumFromStates(states, members)
-	if err != nil {
-		return nil, err
-	}
-	l.members, l.revision = q.Members, revision
-	return q, nil
-}
-
-// asked ends the wait of one ask.
-type asked struct {
-	quorum *quorum.Quorum
-	err    error
-}
-
-// memberStream is a stream while its connection lasts.
-type memberStream struct {
-	wire torchftpb.MemberService_AttendClient
-	list *heldList // only receive uses it
-
-	failed func(Failure)
-
-	welcomed chan struct{} // closed by the lighthouse's first answer
-	interval time.Duration // in which something must be said, valid once welcomed
-	ended    chan struct{} // closed when the stream has broken
-	err      error         // why, valid once ended is closed
-
-	sending sync.Mutex
-	said    *quorum.Member // what the lighthouse knows of this group
-	spoke   time.Time      // when something was sent last
-
-	mu      sync.Mutex
-	waiting map[uint64]chan asked // by the number of the ask
-}
-
-func (s *memberStream) broken() bool {
 	select {
-	case <-s.ended:
-		return true
-	default:
-		return false
-	}
-}
-
-// receive takes what the lighthouse says until the stream breaks.
-func (s *memberStream) receive(cancel context.CancelFunc) {
-	defer cancel()
-	for {
-		message, err := s.wire.Recv()
-		if err == nil {
-			err = s.take(message)
-		}
-		if errors.Is(err, io.EOF) {
-			err = status.Error(codes.Unavailable, "the lighthouse ended the stream")
-		}
-		if err != nil {
-			s.err = err
-			close(s.ended)
-			return
-		}
-	}
-}
-
-func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
-	switch m := message.GetMessage().(type) {
-	case *torchftpb.LighthouseMessage_Welcome:
-		if s.interval != 0 {
-			return nil
-		}
-		s.interval = max(time.Millisecond, time.Duration(m.Welcome.GetAliveIntervalUs())*time.Microsecond)
-		close(s.welcomed)
-	case *torchftpb.LighthouseMessage_ListChange:
-		if err := s.list.add(m.ListChange); err != nil {
-			*s.list = heldList{}
-			return status.Error(codes.Unavailable, err.Error())
-		}
-	case *torchftpb.LighthouseMessage_Quorum:
-		q, err := s.list.quorum(m.Quorum)
-		if err != nil {
-			// On the next stream the lighthouse is told that nothing is held.
-			return status.Error(codes.Unavailable, err.Error())
-		}
-		s.answer(message.GetNumber(), asked{quorum: q})
-	case *torchftpb.LighthouseMessage_Failure:
-		s.answer(message.GetNumber(), asked{err: status.Error(codes.Code(m.Failure.GetCode()), m.Failure.GetMessage())})
-	case *torchftpb.LighthouseMessage_MemberFailed:
-		f := m.MemberFailed
-		s.failed(Failure{QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
-	case *torchftpb.LighthouseMessage_Closing:
-		return status.Error(codes.Unavailable, "the lighthouse is shutting down")
-	}
-	return nil
-}
-
-func (s *memberStream) answer(number uint64, a asked) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if waiter := s.waiting[number]; waiter != nil { // else it gave up in the meantime
-		delete(s.waiting, number)
-		waiter <- a
-	}
-}
-
-func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
-	answered := make(chan asked, 1)
-	s.mu.Lock()
-	s.waiting[number] = answered
-	s.mu.Unlock()
-	defer func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		delete(s.waiting, number)
-	}()
-
-	deadline, _ := ctx.Deadline()
-	s.sendAsk(&torchftpb.Ask{
-		Number:            number,
-		TimeoutUs:         max(1, time.Until(deadline).Microseconds()),
-		KnownQuorumId:     knownQuorumID,
-		Step:              who.Step,
-		CommittedQuorumId: who.CommittedQuorumID,
-		CommitFailures:    who.CommitFailures,
-	}, who)
-	select {
-	case a := <-answered:
-		return a.quorum, a.err
-	case <-s.ended:
+	case <-stream.welcomed:
+		return stream, client, nil
+	case <-stream.ended:
+		return nil, client, stream.err
 	case <-ctx.Done():
-		s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_GiveUp{GiveUp: number}})
-		return nil, status.FromContextError(ctx.Err()).Err()
-	}
-	select {
-	case a := <-answered: // it came before the end
-		return a.quorum, a.err
-	default:
-		return nil, s.err
+		stream.leave()
+		return nil, client, status.Error(codes.Unavailable, "the lighthouse does not answer")
 	}
 }
 
-// sendAsk says who asks only if that is news.
-func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) {
-	s.sending.Lock()
-	defer s.sending.Unlock()
-	if s.said == nil || !s.said.SameButState(&who) {
-		s.said = &who
-		ask.Member = rpc.MemberToProto(who)
-	}
-	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
-}
-
-func (s *memberStream) send(message *torchftpb.MemberMessage) {
-	s.sending.Lock()
-	defer s.sending.Unlock()
-	s.sendLocked(message)
-}
-
-// sendLocked leaves errors to receive, which gets the reason.
-func (s *memberStream) sendLocked(message *torchftpb.MemberMessage) {
-	s.spoke = time.Now()
-	_ = s.wire.Send(message)
-}
-
-// attend is never silent for longer than the lighthouse wants, until the stream breaks or ctx ends.
-func (s *memberStream) attend(ctx context.Context, reached func()) error {
-	select {
-	case <-s.welcomed:
-		reached()
-	case <-s.ended:
-		return s.err
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-	timer := time.NewTimer(s.interval)
-	defer timer.Stop()
+// lookBack looks again and again whether a lighthouse is back that comes before the one that serves.
+func (m *member) lookBack() {
+	seen := -1 // by the look before
 	for {
 		select {
-		case <-timer.C:
-			timer.Reset(s.speak())
-		case <-s.ended:
-			return s.err
-		case <-ctx.Done():
-			return ctx.Err()
+		case <-m.ctx.Done():
+			return
+		case <-time.After(time.Duration(float64(lookBackEvery) * (0.9 + rand.Float64()/5))):
 		}
+		var before []int
+		m.locked(func() {
+			now := time.Now()
+			for i := range m.choice.at {
+				if !m.choice.avoided(i, now) {
+					before = append(before, i)
+				}
+			}
+		})
+		found := -1
+		for _, i := range before {
+			ctx, cancel := context.WithTimeout(m.ctx, attemptTimeout)
+			back := m.lighthouses.isBack(ctx, i)
+			cancel()
+			if back {
+				found = i
+				break
+			}
+		}
+		if found >= 0 && found == seen {
+			m.locked(func() {
+				m.choice.back = found
+				// Whoever waits for long waits for members that are there already.
+				if m.stream != nil && !m.stream.broken() && m.stream.waitsFor() > lookBackEvery {
+					m.stream.leave()
+				}
+			})
+		}
+		seen = found
 	}
-}
-
-// speak says that the group is alive unless something was said a moment ago, and returns when to come back.
-func (s *memberStream) speak() time.Duration {
-	s.sending.Lock()
-	defer s.sending.Unlock()
-	if silent := time.Since(s.spoke); silent < s.interval {
-		return s.interval - silent
-	}
-	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
-	return s.interval
 }

@@ -62,11 +62,10 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	}
 	membership := cfg.Membership
 	if membership == nil {
-		client, err := DialLighthouse(ctx, cfg.LighthouseAddr, cfg.ConnectTimeout, WithNetwork(cfg.Network), WithSecurity(cfg.Security))
+		membership, err = join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout, WithNetwork(cfg.Network), WithSecurity(cfg.Security), WithJob(cfg.job()))
 		if err != nil {
 			return nil, err
 		}
-		membership = newMember(client, cfg.ReplicaID)
 	}
 	lis, err := cfg.Network.Listen(cfg.Bind)
 	if err != nil {

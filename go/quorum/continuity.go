@@ -197,6 +197,25 @@ func (m *Machine) probes(missing []Voter) (actions []Action) {
 	return actions
 }
 
+// sendOn refuses those who may not go on here after a while: at another lighthouse there may be more.
+func (m *Machine) sendOn(d decision, in []*replica) (actions []Action) {
+	switch {
+	case m.outvoted.IsZero():
+		m.outvoted = m.now
+		return nil
+	case m.now.Sub(m.outvoted) < m.policy.HeartbeatTimeout:
+		return nil
+	}
+	m.outvoted = time.Time{}
+	for _, r := range in {
+		for _, w := range r.waiters(func(q request) bool { return q.tells }) {
+			m.roster.giveUp(w, m.now)
+			actions = append(actions, Refuse{w, Outvoted, d.detail})
+		}
+	}
+	return actions
+}
+
 // base is whom the quorum after the next one has to outvote besides the members of the next one.
 func (m *Machine) base(in []*replica, changed bool) []Voter {
 	if !m.listed() || m.latest == nil {

@@ -2,7 +2,6 @@ package quorum
 
 import (
 	"fmt"
-	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -40,6 +39,7 @@ type Machine struct {
 	term     int64
 	ended    map[string]struct{} // voters whose process is gone
 	probedAt time.Time
+	outvoted time.Time // since when those who ask may not go on; zero while they may
 
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
@@ -139,7 +139,10 @@ func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
 	case d.cause == forbidden:
 		actions = m.forbid(d, in)
 	case d.cause == outvoted:
-		actions = m.probes(missing)
+		actions = append(m.probes(missing), m.sendOn(d, in)...)
+	}
+	if d.cause != outvoted {
+		m.outvoted = time.Time{}
 	}
 	if tick && !d.ready() {
 		actions = append(actions, m.waiting(d, tickBefore)...)
@@ -261,7 +264,11 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 		actions = append(actions, Regressed{Quorum: q, Reason: d.regress})
 	}
 	m.latest, m.broken = q, ""
-	maps.DeleteFunc(m.ended, func(id string, _ struct{}) bool { return !m.votes(id) })
+	for id := range m.ended {
+		if !m.votes(id) {
+			delete(m.ended, id)
+		}
+	}
 	return actions
 }
 

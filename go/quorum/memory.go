@@ -65,6 +65,12 @@ func (m *Machine) Past() (p Past, highest int64, known bool) {
 	return p, m.highest, true
 }
 
+// ReachedStep is the largest step of the latest quorum's members.
+func (m *Machine) ReachedStep() int64 { return m.step }
+
+// Alive is how many replicas were, at the last event.
+func (m *Machine) Alive() int { return m.roster.counts.healthy }
+
 // recallPause is how long a member that was asked for a quorum may take before another one is.
 const recallPause = time.Second
 

@@ -167,5 +167,6 @@ const (
 	Overtaken Refusal = iota // a newer request of its member came before it
 	Replaced                 // another process asks under the same replica_id
 	Behind                   // its step is below the job's, and the policy forbids to go back
+	Outvoted                 // too few of the last quorum ask here: another lighthouse may have more
 	Outdated                 // another lighthouse was asked in the meantime: ask again
 )

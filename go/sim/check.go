@@ -25,6 +25,7 @@ const (
 	ruleNewcomer  = "a healthy newcomer that keeps asking is in within two rounds"
 	ruleStale     = "a request that newer ones of its member overtook is refused"
 	ruleWaiters   = "every waiter is answered once, by its deadline"
+	ruleBehind    = "a quorum behind the job waits for those who were ahead"
 	ruleMemory    = "memory is bounded by live members"
 )
 
@@ -39,6 +40,7 @@ type seen struct {
 	previous bool          // member of the latest quorum
 	missed   int           // quorums that should have had it and had not
 	shrinks  bool          // its newest request asks shrink_only
+	asksStep int64         // the step of its newest request
 	expected bool
 
 	lastID  int64 // of the quorums that it heard of
@@ -55,6 +57,9 @@ type checker struct {
 	lastID   int64
 	members  []string // of lastID
 	lastTime time.Duration
+
+	reached int64         // largest step of the latest quorum of this lighthouse
+	behind  time.Duration // since when a quorum is due that would go on below it, 0 if none is
 }
 
 func (c *checker) lighthouseStarts() {
@@ -62,7 +67,7 @@ func (c *checker) lighthouseStarts() {
 		g.listed, g.beaten, g.waits, g.previous, g.missed = false, false, 0, false, 0
 	}
 	c.known = c.known[:0]
-	c.clock = c.w.lh.clock()
+	c.clock, c.reached, c.behind = c.w.lh.clock(), 0, 0
 }
 
 func (c *checker) healthy(g *group) bool {
@@ -121,7 +126,7 @@ func (c *checker) tally() tally {
 	previous := 0
 	for i := range c.w.lh.waiting {
 		q := &c.w.lh.waiting[i]
-		q.g.shrinks = q.shrink // the newest is the last
+		q.g.shrinks, q.g.asksStep = q.shrink, q.step // the newest is the last
 	}
 	for _, g := range c.known {
 		candidate := false
@@ -150,6 +155,26 @@ func (c *checker) tally() tally {
 	return t
 }
 
+// mayWait reports that a quorum that is due would go on below the step that the job had reached, while somebody lives who
+// was there, and has not waited for heartbeat_timeout_ms.
+func (c *checker) mayWait(t tally) bool {
+	step, lives := int64(-1), false
+	for _, g := range c.known {
+		if g.expected {
+			step = max(step, g.asksStep)
+		}
+		lives = lives || g.previous && c.healthy(g) && !c.candidate(g)
+	}
+	if t.fast || step >= c.reached || !lives {
+		c.behind = 0
+		return false
+	}
+	if c.behind == 0 {
+		c.behind = c.clock
+	}
+	return c.clock-c.behind <= c.w.Policy.HeartbeatTimeout
+}
+
 // due reports that there has to be a quorum: docs/design.md, the lighthouse's machine.
 func (c *checker) due(t tally) bool {
 	p := c.w.Policy
@@ -171,6 +196,13 @@ func (c *checker) delivered(d quorum.Deliver) {
 	case t.candidates < t.healthy && t.waited < p.JoinTimeout:
 		w.broken(ruleMajority, "quorum %d does not wait for the healthy that have not asked", q.ID)
 	}
+	if !t.fast {
+		c.notBehind(q, t)
+	}
+	c.reached, c.behind = 0, 0
+	for i := range q.Members {
+		c.reached = max(c.reached, q.Members[i].Step)
+	}
 	c.sameMembers(q)
 	c.sameWaiters(d)
 	c.ids(q)
@@ -183,6 +215,22 @@ func (c *checker) delivered(d quorum.Deliver) {
 		}
 	}
 	c.lastTime = w.now
+}
+
+// notBehind: a quorum below the step that the job had reached has waited for those who were there.
+func (c *checker) notBehind(q *quorum.Quorum, t tally) {
+	step, lives := int64(-1), ""
+	for i := range q.Members {
+		step = max(step, q.Members[i].Step)
+	}
+	for _, g := range c.known {
+		if g.previous && c.healthy(g) && !c.candidate(g) {
+			lives = g.id
+		}
+	}
+	if step < c.reached && lives != "" && t.waited < c.w.Policy.HeartbeatTimeout {
+		c.w.broken(ruleBehind, "quorum %d goes on at step %d, %s of the one before, which was at step %d, is alive", q.ID, step, lives, c.reached)
+	}
 }
 
 func (c *checker) sameMembers(q *quorum.Quorum) {
@@ -249,7 +297,9 @@ func (c *checker) ids(q *quorum.Quorum) {
 func (c *checker) ticked() {
 	w := c.w
 	c.move()
-	if t := c.tally(); c.due(t) {
+	if t := c.tally(); !c.due(t) {
+		c.behind = 0
+	} else if !c.mayWait(t) {
 		w.broken(ruleForms, "%d of %d healthy wait, for %s, and there is no quorum", t.candidates, t.healthy, t.waited)
 	}
 	c.known = slices.DeleteFunc(c.known, func(g *group) bool {

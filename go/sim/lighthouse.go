@@ -32,6 +32,7 @@ type waiting struct {
 	req      uint64
 	deadline time.Duration // on the lighthouse's clock
 	shrink   bool
+	step     int64
 }
 
 // request is a quorum request on its way.
@@ -110,7 +111,7 @@ func (l *lighthouse) handle(e *event) {
 			return
 		}
 		deadline := l.clock() + remaining
-		l.waiting = append(l.waiting, waiting{id, e.g, e.id, deadline, r.member.ShrinkOnly})
+		l.waiting = append(l.waiting, waiting{id, e.g, e.id, deadline, r.member.ShrinkOnly, r.member.Step})
 		w.check.asked(e.g)
 		l.arm(deadline)
 		l.step(asked)

@@ -226,6 +226,8 @@ type LighthouseQuorumRequest struct {
 	// Grows with each request of the member, retries included; 0: not numbered. One that was held up on the way, and
 	// overtaken by a newer one, is answered with ABORTED: its step does not hold any more.
 	RequestNumber uint64 `protobuf:"varint,101,opt,name=request_number,json=requestNumber,proto3" json:"request_number,omitempty"`
+	// The last quorum this member was part of, for a lighthouse that was restarted.
+	KnownQuorum   *PastQuorum `protobuf:"bytes,110,opt,name=known_quorum,json=knownQuorum,proto3" json:"known_quorum,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -279,6 +281,13 @@ func (x *LighthouseQuorumRequest) GetRequestNumber() uint64 {
 		return x.RequestNumber
 	}
 	return 0
+}
+
+func (x *LighthouseQuorumRequest) GetKnownQuorum() *PastQuorum {
+	if x != nil {
+		return x.KnownQuorum
+	}
+	return nil
 }
 
 type LighthouseQuorumResponse struct {
@@ -1341,6 +1350,7 @@ type MemberMessage struct {
 	//	*MemberMessage_Ask
 	//	*MemberMessage_GiveUp
 	//	*MemberMessage_Alive
+	//	*MemberMessage_Past
 	Message       isMemberMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1419,6 +1429,15 @@ func (x *MemberMessage) GetAlive() bool {
 	return false
 }
 
+func (x *MemberMessage) GetPast() *PastQuorum {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Past); ok {
+			return x.Past
+		}
+	}
+	return nil
+}
+
 type isMemberMessage_Message interface {
 	isMemberMessage_Message()
 }
@@ -1439,6 +1458,10 @@ type MemberMessage_Alive struct {
 	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"` // nothing else was said for a while
 }
 
+type MemberMessage_Past struct {
+	Past *PastQuorum `protobuf:"bytes,40,opt,name=past,proto3,oneof"` // the answer to a recall
+}
+
 func (*MemberMessage_Greeting) isMemberMessage_Message() {}
 
 func (*MemberMessage_Ask) isMemberMessage_Message() {}
@@ -1447,11 +1470,18 @@ func (*MemberMessage_GiveUp) isMemberMessage_Message() {}
 
 func (*MemberMessage_Alive) isMemberMessage_Message() {}
 
+func (*MemberMessage_Past) isMemberMessage_Message() {}
+
 type Greeting struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
 	// Of the list of members that it holds, 0 if none. From here on the lighthouse knows what it holds by what it sent.
-	Revision      uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
+	Revision uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
+	// Where this lighthouse is in the member's list, from 0, and how many there are: 1 if it has no other one.
+	Place       uint32 `protobuf:"varint,40,opt,name=place,proto3" json:"place,omitempty"`
+	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"`
+	// The highest that a lighthouse told the member: ids of quorums begin with it where there are several lighthouses.
+	Term          int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1500,6 +1530,148 @@ func (x *Greeting) GetRevision() uint64 {
 	return 0
 }
 
+func (x *Greeting) GetPlace() uint32 {
+	if x != nil {
+		return x.Place
+	}
+	return 0
+}
+
+func (x *Greeting) GetLighthouses() uint32 {
+	if x != nil {
+		return x.Lighthouses
+	}
+	return 0
+}
+
+func (x *Greeting) GetTerm() int64 {
+	if x != nil {
+		return x.Term
+	}
+	return 0
+}
+
+// A quorum as its members remember it: what a lighthouse needs to go on after it.
+type PastQuorum struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	Step          int64                  `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`      // the largest of its members
+	Members       []*Voter               `protobuf:"bytes,3,rep,name=members,proto3" json:"members,omitempty"` // ordered by replica_id
+	Base          []*Voter               `protobuf:"bytes,4,rep,name=base,proto3" json:"base,omitempty"`       // as QuorumStates.base
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PastQuorum) Reset() {
+	*x = PastQuorum{}
+	mi := &file_torchft_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PastQuorum) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PastQuorum) ProtoMessage() {}
+
+func (x *PastQuorum) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
+func (*PastQuorum) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *PastQuorum) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *PastQuorum) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *PastQuorum) GetMembers() []*Voter {
+	if x != nil {
+		return x.Members
+	}
+	return nil
+}
+
+func (x *PastQuorum) GetBase() []*Voter {
+	if x != nil {
+		return x.Base
+	}
+	return nil
+}
+
+type Voter struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	ReplicaId     string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of the group's manager server
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Voter) Reset() {
+	*x = Voter{}
+	mi := &file_torchft_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Voter) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Voter) ProtoMessage() {}
+
+func (x *Voter) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Voter.ProtoReflect.Descriptor instead.
+func (*Voter) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *Voter) GetReplicaId() string {
+	if x != nil {
+		return x.ReplicaId
+	}
+	return ""
+}
+
+func (x *Voter) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
 // The member waits for a quorum with it, and for no other ask of this stream.
 type Ask struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1518,7 +1690,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1530,7 +1702,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1543,7 +1715,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{20}
+	return file_torchft_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -1606,6 +1778,7 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_Failure
 	//	*LighthouseMessage_Closing
 	//	*LighthouseMessage_MemberFailed
+	//	*LighthouseMessage_Recall
 	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1613,7 +1786,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1625,7 +1798,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1638,7 +1811,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{21}
+	return file_torchft_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -1709,6 +1882,15 @@ func (x *LighthouseMessage) GetMemberFailed() *MemberFailed {
 	return nil
 }
 
+func (x *LighthouseMessage) GetRecall() int64 {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Recall); ok {
+			return x.Recall
+		}
+	}
+	return 0
+}
+
 type isLighthouseMessage_Message interface {
 	isLighthouseMessage_Message()
 }
@@ -1737,6 +1919,10 @@ type LighthouseMessage_MemberFailed struct {
 	MemberFailed *MemberFailed `protobuf:"bytes,7,opt,name=member_failed,json=memberFailed,proto3,oneof"`
 }
 
+type LighthouseMessage_Recall struct {
+	Recall int64 `protobuf:"varint,40,opt,name=recall,proto3,oneof"` // the lighthouse does not know the quorum of this id, and asks for it
+}
+
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_ListChange) isLighthouseMessage_Message() {}
@@ -1749,16 +1935,19 @@ func (*LighthouseMessage_Closing) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_MemberFailed) isLighthouseMessage_Message() {}
 
+func (*LighthouseMessage_Recall) isLighthouseMessage_Message() {}
+
 type Welcome struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the member is never silent for longer
+	Term            int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                               // see Greeting
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1770,7 +1959,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1783,12 +1972,19 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{22}
+	return file_torchft_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
 	if x != nil {
 		return x.AliveIntervalUs
+	}
+	return 0
+}
+
+func (x *Welcome) GetTerm() int64 {
+	if x != nil {
+		return x.Term
 	}
 	return 0
 }
@@ -1808,7 +2004,7 @@ type ListChange struct {
 
 func (x *ListChange) Reset() {
 	*x = ListChange{}
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1820,7 +2016,7 @@ func (x *ListChange) String() string {
 func (*ListChange) ProtoMessage() {}
 
 func (x *ListChange) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1833,7 +2029,7 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
 func (*ListChange) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{23}
+	return file_torchft_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListChange) GetWhole() bool {
@@ -1874,13 +2070,16 @@ type QuorumStates struct {
 	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	Others            []*PlacedState         `protobuf:"bytes,7,rep,name=others,proto3" json:"others,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Whom the next quorum has to outvote besides the members of this one, where there are several lighthouses. Members
+	// carry it, and look at nothing of it.
+	Base          []*Voter `protobuf:"bytes,40,rep,name=base,proto3" json:"base,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1892,7 +2091,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1905,7 +2104,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{24}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -1957,6 +2156,13 @@ func (x *QuorumStates) GetOthers() []*PlacedState {
 	return nil
 }
 
+func (x *QuorumStates) GetBase() []*Voter {
+	if x != nil {
+		return x.Base
+	}
+	return nil
+}
+
 type PlacedState struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	Place             uint32                 `protobuf:"varint,1,opt,name=place,proto3" json:"place,omitempty"` // in the list
@@ -1969,7 +2175,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1981,7 +2187,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1994,7 +2200,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -2048,11 +2254,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
 	"\fparticipants\x18\x02 \x03(\v2\x15.torchft.QuorumMemberR\fparticipants\x124\n" +
-	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"\x9d\x01\n" +
+	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"\xd5\x01\n" +
 	"\x17LighthouseQuorumRequest\x123\n" +
 	"\trequester\x18\x01 \x01(\v2\x15.torchft.QuorumMemberR\trequester\x12&\n" +
 	"\x0fknown_quorum_id\x18d \x01(\x03R\rknownQuorumId\x12%\n" +
-	"\x0erequest_number\x18e \x01(\x04R\rrequestNumber\"C\n" +
+	"\x0erequest_number\x18e \x01(\x04R\rrequestNumber\x126\n" +
+	"\fknown_quorum\x18n \x01(\v2\x13.torchft.PastQuorumR\vknownQuorum\"C\n" +
 	"\x18LighthouseQuorumResponse\x12'\n" +
 	"\x06quorum\x18\x01 \x01(\v2\x0f.torchft.QuorumR\x06quorum\";\n" +
 	"\x1aLighthouseHeartbeatRequest\x12\x1d\n" +
@@ -2132,17 +2339,31 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xa0\x01\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xcb\x01\n" +
 	"\rMemberMessage\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
 	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x19\n" +
 	"\agive_up\x18\x03 \x01(\x04H\x00R\x06giveUp\x12\x16\n" +
-	"\x05alive\x18\x04 \x01(\bH\x00R\x05aliveB\t\n" +
-	"\amessage\"E\n" +
+	"\x05alive\x18\x04 \x01(\bH\x00R\x05alive\x12)\n" +
+	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04pastB\t\n" +
+	"\amessage\"\x91\x01\n" +
 	"\bGreeting\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x1a\n" +
-	"\brevision\x18\x02 \x01(\x06R\brevision\"\x80\x02\n" +
+	"\brevision\x18\x02 \x01(\x06R\brevision\x12\x14\n" +
+	"\x05place\x18( \x01(\rR\x05place\x12 \n" +
+	"\vlighthouses\x18) \x01(\rR\vlighthouses\x12\x12\n" +
+	"\x04term\x18* \x01(\x03R\x04term\"\x8b\x01\n" +
+	"\n" +
+	"PastQuorum\x12\x1b\n" +
+	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
+	"\x04step\x18\x02 \x01(\x03R\x04step\x12(\n" +
+	"\amembers\x18\x03 \x03(\v2\x0e.torchft.VoterR\amembers\x12\"\n" +
+	"\x04base\x18\x04 \x03(\v2\x0e.torchft.VoterR\x04base\"@\n" +
+	"\x05Voter\x12\x1d\n" +
+	"\n" +
+	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\"\x80\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +
@@ -2151,7 +2372,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06member\x18\x04 \x01(\v2\x15.torchft.QuorumMemberR\x06member\x12\x12\n" +
 	"\x04step\x18\x05 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
-	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\"\xd9\x02\n" +
+	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\"\xf3\x02\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
 	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x126\n" +
@@ -2160,16 +2381,18 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06quorum\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06quorum\x120\n" +
 	"\afailure\x18\x05 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12\x1a\n" +
 	"\aclosing\x18\x06 \x01(\bH\x00R\aclosing\x12<\n" +
-	"\rmember_failed\x18\a \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailedB\t\n" +
-	"\amessage\"5\n" +
+	"\rmember_failed\x18\a \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12\x18\n" +
+	"\x06recall\x18( \x01(\x03H\x00R\x06recallB\t\n" +
+	"\amessage\"I\n" +
 	"\aWelcome\x12*\n" +
-	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\"w\n" +
+	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x12\x12\n" +
+	"\x04term\x18( \x01(\x03R\x04term\"w\n" +
 	"\n" +
 	"ListChange\x12\x14\n" +
 	"\x05whole\x18\x01 \x01(\bR\x05whole\x12\x12\n" +
 	"\x04left\x18\x02 \x03(\rR\x04left\x12'\n" +
 	"\x03set\x18\x03 \x03(\v2\x15.torchft.QuorumMemberR\x03set\x12\x16\n" +
-	"\x06packed\x18\x04 \x01(\fR\x06packed\"\x98\x02\n" +
+	"\x06packed\x18\x04 \x01(\fR\x06packed\"\xbc\x02\n" +
 	"\fQuorumStates\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x124\n" +
 	"\acreated\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x1a\n" +
@@ -2177,7 +2400,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04step\x18\x04 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x05 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12,\n" +
-	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\"\x90\x01\n" +
+	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\x12\"\n" +
+	"\x04base\x18( \x03(\v2\x0e.torchft.VoterR\x04base\"\x90\x01\n" +
 	"\vPlacedState\x12\x14\n" +
 	"\x05place\x18\x01 \x01(\rR\x05place\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12.\n" +
@@ -2208,7 +2432,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -2230,57 +2454,64 @@ var file_torchft_proto_goTypes = []any{
 	(*CallFailure)(nil),                 // 17: torchft.CallFailure
 	(*MemberMessage)(nil),               // 18: torchft.MemberMessage
 	(*Greeting)(nil),                    // 19: torchft.Greeting
-	(*Ask)(nil),                         // 20: torchft.Ask
-	(*LighthouseMessage)(nil),           // 21: torchft.LighthouseMessage
-	(*Welcome)(nil),                     // 22: torchft.Welcome
-	(*ListChange)(nil),                  // 23: torchft.ListChange
-	(*QuorumStates)(nil),                // 24: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 25: torchft.PlacedState
-	(*timestamppb.Timestamp)(nil),       // 26: google.protobuf.Timestamp
+	(*PastQuorum)(nil),                  // 20: torchft.PastQuorum
+	(*Voter)(nil),                       // 21: torchft.Voter
+	(*Ask)(nil),                         // 22: torchft.Ask
+	(*LighthouseMessage)(nil),           // 23: torchft.LighthouseMessage
+	(*Welcome)(nil),                     // 24: torchft.Welcome
+	(*ListChange)(nil),                  // 25: torchft.ListChange
+	(*QuorumStates)(nil),                // 26: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 27: torchft.PlacedState
+	(*timestamppb.Timestamp)(nil),       // 28: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	26, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	28, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	1,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
-	6,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
-	10, // 5: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	7,  // 6: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	11, // 7: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	17, // 8: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	16, // 9: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	19, // 10: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	20, // 11: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	0,  // 12: torchft.Ask.member:type_name -> torchft.QuorumMember
-	22, // 13: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	23, // 14: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	24, // 15: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	17, // 16: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	16, // 17: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	0,  // 18: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	26, // 19: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	25, // 20: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	2,  // 21: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 22: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 23: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 24: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 25: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 26: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	14, // 27: torchft.RankService.Session:input_type -> torchft.RankRequest
-	18, // 28: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	3,  // 29: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 30: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 31: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 32: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 33: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 34: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	15, // 35: torchft.RankService.Session:output_type -> torchft.RankResponse
-	21, // 36: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	29, // [29:37] is the sub-list for method output_type
-	21, // [21:29] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	20, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
+	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
+	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
+	7,  // 7: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	11, // 8: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	17, // 9: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	16, // 10: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	19, // 11: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	22, // 12: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	20, // 13: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	21, // 14: torchft.PastQuorum.members:type_name -> torchft.Voter
+	21, // 15: torchft.PastQuorum.base:type_name -> torchft.Voter
+	0,  // 16: torchft.Ask.member:type_name -> torchft.QuorumMember
+	24, // 17: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	25, // 18: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	26, // 19: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	17, // 20: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	16, // 21: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	0,  // 22: torchft.ListChange.set:type_name -> torchft.QuorumMember
+	28, // 23: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	27, // 24: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	21, // 25: torchft.QuorumStates.base:type_name -> torchft.Voter
+	2,  // 26: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 27: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 28: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 29: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 30: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 31: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	14, // 32: torchft.RankService.Session:input_type -> torchft.RankRequest
+	18, // 33: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	3,  // 34: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 35: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 36: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 37: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 38: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 39: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	15, // 40: torchft.RankService.Session:output_type -> torchft.RankResponse
+	23, // 41: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	34, // [34:42] is the sub-list for method output_type
+	26, // [26:34] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -2305,14 +2536,16 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_GiveUp)(nil),
 		(*MemberMessage_Alive)(nil),
+		(*MemberMessage_Past)(nil),
 	}
-	file_torchft_proto_msgTypes[21].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[23].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_ListChange)(nil),
 		(*LighthouseMessage_Quorum)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
 		(*LighthouseMessage_MemberFailed)(nil),
+		(*LighthouseMessage_Recall)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2320,7 +2553,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   26,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   4,
 		},

@@ -224,7 +224,7 @@ setInterval(() => draw(true), 5000); // ages grow without news
 
 // The connection: the browser makes it anew when it breaks
 
-const source = new EventSource("api/v1/events");
+const source = new EventSource("api/v1/events" + location.search);
 source.addEventListener("open", () => { at("link").textContent = "live"; at("link").className = "pill live"; });
 source.addEventListener("error", () => { at("link").textContent = "connection lost, trying again"; at("link").className = "pill lost"; });
 source.addEventListener("whole", (message) => takeWhole(JSON.parse(message.data)));

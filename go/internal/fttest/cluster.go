@@ -41,18 +41,23 @@ func NewCluster(t *testing.T, minReplicas int, change ...func(*lighthouse.Config
 
 // StartLighthouse starts it at LighthouseAddr. Shut the one before down, or kill its host, first.
 func (c *Cluster) StartLighthouse(minReplicas int, change ...func(*lighthouse.Config)) {
+	c.Lighthouse = c.LighthouseOn("lighthouse", minReplicas, change...)
+}
+
+// LighthouseOn starts one on some host, at port 29510. The caller shuts it down.
+func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lighthouse.Config)) *lighthouse.Server {
 	cfg := lighthouse.DefaultConfig()
 	cfg.MinReplicas = minReplicas
 	cfg.JoinTimeout = 10 * time.Second
-	cfg.Hostname = "lighthouse"
-	cfg.Network = c.Net.Host("lighthouse")
+	cfg.Hostname = host
+	cfg.Network = c.Net.Host(host)
 	cfg.Logger = slog.New(slog.NewTextHandler(c.Log, nil))
 	for _, f := range change {
 		f(&cfg)
 	}
 	server, err := lighthouse.New(cfg)
 	require.NoError(c.T, err)
-	c.Lighthouse = server
+	return server
 }
 
 // Group is one replica group: its server on the host of its name, and a client per rank, each on a host

@@ -18,12 +18,13 @@ type Network struct {
 	mu        sync.Mutex
 	listeners map[string]*listener
 	conns     map[*conn]struct{}
+	blocked   map[[2]string]bool
 	nextPort  int
 }
 
 // NewNetwork makes a network without hosts.
 func NewNetwork() *Network {
-	return &Network{listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, nextPort: 40000}
+	return &Network{listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, blocked: map[[2]string]bool{}, nextPort: 40000}
 }
 
 // Host is one machine, or one process, in a network. It is what servers and clients get as their network.
@@ -60,6 +61,10 @@ func (h *Host) Listen(address string) (net.Listener, error) {
 
 // Dial connects to name:port of some host, or fails at once when nothing listens there.
 func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
+	if to, _, _ := net.SplitHostPort(address); h.net.isBlocked(h.name, to) {
+		<-ctx.Done()
+		return nil, fmt.Errorf("dial %s: %w", address, ctx.Err())
+	}
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
 	l := h.net.listeners[address]
@@ -95,6 +100,37 @@ func (h *Host) Cut() {
 	for _, c := range h.net.connsOf(h.name) {
 		_ = c.Close()
 	}
+}
+
+// Block cuts two hosts from each other, until Unblock: their connections break, and new ones get no answer.
+func (n *Network) Block(a, b string) {
+	n.mu.Lock()
+	n.blocked[[2]string{a, b}], n.blocked[[2]string{b, a}] = true, true
+	n.mu.Unlock()
+	for _, c := range n.connsOf(a) {
+		if from, _, _ := net.SplitHostPort(c.remote.String()); from == b {
+			_ = c.Close()
+		}
+	}
+	for _, c := range n.connsOf(b) {
+		if from, _, _ := net.SplitHostPort(c.remote.String()); from == a {
+			_ = c.Close()
+		}
+	}
+}
+
+// Unblock is the end of Block.
+func (n *Network) Unblock(a, b string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.blocked, [2]string{a, b})
+	delete(n.blocked, [2]string{b, a})
+}
+
+func (n *Network) isBlocked(a, b string) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.blocked[[2]string{a, b}]
 }
 
 // Freeze stops the host in time, as a power cut does: its open connections stay and carry nothing any more.

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -38,6 +39,27 @@ func ParseAddress(setting, address string) (Address, error) {
 		return Address{}, bad("the port is not between 1 and 65535")
 	}
 	return Address{HostPort: u.Host, TLS: u.Scheme == "https"}, nil
+}
+
+// MaxLighthouses is how many a list may have. More than a few only make a takeover slower.
+const MaxLighthouses = 16
+
+// ParseAddresses reads a list of addresses, separated by commas, tried in this order.
+func ParseAddresses(setting, addresses string) (list []string, err error) {
+	for _, address := range strings.Split(addresses, ",") {
+		address = strings.TrimSpace(address)
+		if _, err := ParseAddress(setting, address); err != nil {
+			return nil, err
+		}
+		if slices.Contains(list, address) {
+			return nil, fmt.Errorf("%s is %q: %s is in it twice", setting, addresses, address)
+		}
+		list = append(list, address)
+	}
+	if len(list) > MaxLighthouses {
+		return nil, fmt.Errorf("%s has %d addresses: at most %d are allowed", setting, len(list), MaxLighthouses)
+	}
+	return list, nil
 }
 
 // Announce is the address under which others reach what listens at bound. IPv6 hosts get their brackets.

@@ -122,7 +122,32 @@ func StatesToProto(q *quorum.Quorum) *torchftpb.QuorumStates {
 			CommitFailures:    other.State.CommitFailures,
 		})
 	}
+	p.Base = votersToProto(q.Base)
 	return p
+}
+
+// PastToProto is the wire form of a past quorum.
+func PastToProto(p quorum.Past) *torchftpb.PastQuorum {
+	return &torchftpb.PastQuorum{QuorumId: p.ID, Step: p.Step, Members: votersToProto(p.Members), Base: votersToProto(p.Base)}
+}
+
+// PastFromProto is the inverse of PastToProto.
+func PastFromProto(p *torchftpb.PastQuorum) quorum.Past {
+	return quorum.Past{ID: p.GetQuorumId(), Step: p.GetStep(), Members: votersFromProto(p.GetMembers()), Base: votersFromProto(p.GetBase())}
+}
+
+func votersToProto(voters []quorum.Voter) (p []*torchftpb.Voter) {
+	for _, v := range voters {
+		p = append(p, &torchftpb.Voter{ReplicaId: v.ReplicaID, Address: v.Address})
+	}
+	return p
+}
+
+func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
+	for _, v := range p {
+		voters = append(voters, quorum.Voter{ReplicaID: v.GetReplicaId(), Address: v.GetAddress()})
+	}
+	return voters
 }
 
 // QuorumFromStates is the inverse of StatesToProto, with the list that this side holds.
@@ -141,5 +166,6 @@ func QuorumFromStates(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.
 	}
 	return &quorum.Quorum{
 		ID: p.GetQuorumId(), Members: members, Created: p.GetCreated().AsTime(), Revision: quorum.Revision(p.GetRevision()),
+		Base: votersFromProto(p.GetBase()),
 	}, nil
 }

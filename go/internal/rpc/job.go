@@ -1,0 +1,58 @@
+package rpc
+
+import (
+	"context"
+	"fmt"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+)
+
+const (
+	// JobEnv is the environment variable with the job's id.
+	JobEnv = "TORCHFT_JOB_ID"
+	// DefaultJob is the one of members that name none, as those of the published package.
+	DefaultJob = "default"
+	// jobKey is the metadata of each call to a lighthouse that names the job.
+	jobKey = "torchft-job"
+	// maxJob is the largest length of a job's id, which also names a file.
+	maxJob = 128
+)
+
+// ValidateJob reports whether a job can have this id. setting names, in the error, what the user set.
+func ValidateJob(setting, job string) error {
+	ok := len(job) > 0 && len(job) <= maxJob && job[0] != '.' && job[0] != '-'
+	for i := range len(job) {
+		c := job[i]
+		ok = ok && (c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || c == '.' || c == '_' || c == '-')
+	}
+	if !ok {
+		return fmt.Errorf("%s is %q: it must be 1 to %d letters, digits, '.', '_' or '-', and begin with a letter, a digit or '_'", setting, job, maxJob)
+	}
+	return nil
+}
+
+// WithJob names the job in the calls made with a context; the default job is not named.
+func WithJob(ctx context.Context, job string) context.Context {
+	if job == "" || job == DefaultJob {
+		return ctx
+	}
+	return metadata.AppendToOutgoingContext(ctx, jobKey, job)
+}
+
+// JobOf is the job that a call names.
+func JobOf(ctx context.Context) (string, error) {
+	md, _ := metadata.FromIncomingContext(ctx)
+	values := md.Get(jobKey)
+	switch {
+	case len(values) == 0:
+		return DefaultJob, nil
+	case len(values) > 1:
+		return "", status.Errorf(codes.InvalidArgument, "%s is given %d times: a call belongs to one job", jobKey, len(values))
+	}
+	if err := ValidateJob(jobKey, values[0]); err != nil {
+		return "", status.Error(codes.InvalidArgument, err.Error())
+	}
+	return values[0], nil
+}

@@ -1,0 +1,235 @@
+package lighthouse
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// job is one job's share of a lighthouse: a machine of its own, and all who wait for it. Jobs share nothing but the
+// server's connections and its settings.
+type job struct {
+	server *Server
+	cfg    Config
+	log    *slog.Logger
+	name   string
+	site   *http.ServeMux // of the board
+
+	users int       // calls and streams that use it; the server's lock guards this and the next
+	since time.Time // when it was used last, or somebody of it was alive
+
+	mu      sync.Mutex
+	machine *quorum.Machine
+	waiters rpc.Waiters[quorum.WaiterID, answer]
+	streams streams
+	news    news
+	patient patience
+	board   *dashboard.Feed // what people see
+	stop    chan struct{}   // closed at the end
+	wake    *time.Timer     // runs when the grace of a suspect is over
+	keeper  *keeper         // of the state on disk, nil if none is kept
+	turned  error           // why the stream that just greeted is turned away
+	closed  bool
+}
+
+// answer ends the wait of one quorum request.
+type answer struct {
+	delivered *delivery
+	err       error
+}
+
+func newJob(s *Server, name string) *job {
+	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stop: make(chan struct{})}
+	if name != rpc.DefaultJob {
+		j.log = s.log.With("job", name)
+	}
+	j.wake = time.AfterFunc(time.Hour, func() { _ = j.feed(quorum.Woken{}) })
+	j.wake.Stop()
+	j.news.timer = time.AfterFunc(time.Hour, j.tellLater)
+	j.news.timer.Stop()
+	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now())
+	j.board = dashboard.NewFeed(j.status)
+	j.site = http.NewServeMux()
+	j.board.Register(j.site)
+	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) })
+	if s.cfg.StateDir != "" {
+		j.keep()
+	}
+	return j
+}
+
+// close answers everybody who waits.
+func (j *job) close(reason error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.closed = true
+	close(j.stop)
+	j.wake.Stop()
+	j.news.timer.Stop()
+	j.waiters.AnswerAll(answer{err: reason})
+	j.streams.close()
+	j.keeper.stop()
+}
+
+// refusals are the codes of what a waiter is refused for.
+var refusals = map[quorum.Refusal]codes.Code{
+	quorum.Overtaken: codes.Aborted,
+	quorum.Replaced:  codes.AlreadyExists,
+	quorum.Behind:    codes.FailedPrecondition,
+	quorum.Outvoted:  codes.OutOfRange, // our members go to the next lighthouse for it, and for nothing else
+	quorum.Outdated:  codes.Unavailable,
+}
+
+// quorum waits until m is in a quorum.
+func (j *job) quorum(ctx context.Context, asked quorum.Asked) (*delivery, error) {
+	id, answered, err := j.ask(asked)
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case a := <-answered:
+		return a.delivered, a.err
+	case <-ctx.Done():
+	}
+	reason, err := j.giveUp(id)
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case a := <-answered: // it came at the last moment
+		return a.delivered, a.err
+	default:
+		return nil, status.Errorf(status.FromContextError(ctx.Err()).Code(), "no quorum in time: %s", reason)
+	}
+}
+
+func (j *job) ask(asked quorum.Asked) (quorum.WaiterID, <-chan answer, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.closed {
+		return 0, nil, errShutdown
+	}
+	id, answered := j.waiters.Add()
+	asked.Waiter = id
+	return id, answered, j.step(asked)
+}
+
+// giveUp ends a wait and returns why there is no quorum.
+func (j *job) giveUp(id quorum.WaiterID) (reason string, err error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.waiters.Drop(id)
+	if j.closed {
+		return "", errShutdown
+	}
+	reason = j.reason(time.Now()) // while it still counts as one that waits
+	return reason, j.step(quorum.GaveUp{Waiter: id})
+}
+
+func (j *job) feed(event quorum.Event) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.closed {
+		return errShutdown
+	}
+	return j.step(event)
+}
+
+// step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
+func (j *job) step(event quorum.Event) (err error) {
+	now := time.Now()
+	// A machine that panicked may be in any state: everyone who waits is told, and a fresh one begins. Its ids
+	// start above the old ones, as after a restart.
+	sound := false
+	defer func() {
+		if !sound {
+			j.machine = quorum.NewMachine(j.cfg.policy(), now)
+			j.waiters.AnswerAll(answer{err: err})
+			j.streams.renew() // what their greetings said is forgotten
+		}
+	}()
+	defer rpc.Recovered(j.log, "the lighthouse", &err)
+	actions := j.machine.Step(event, now)
+	j.announce(actions, now) // before the quorum without those who failed
+	for _, action := range actions {
+		switch a := action.(type) {
+		case quorum.Deliver:
+			j.patient.served()
+			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), now)
+			d := newDelivery(a.Quorum, a.Before)
+			for _, id := range a.Waiters {
+				j.waiters.Answer(id, answer{delivered: d})
+			}
+		case quorum.Refuse:
+			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
+		case quorum.TurnAway:
+			j.turned = status.Error(codes.FailedPrecondition, a.Reason)
+		case quorum.Renew:
+			j.log.Info("torchft: the members begin again", "reason", a.Reason)
+			j.streams.renew()
+		case quorum.Recall:
+			j.streams.recall(a.Waiter, a.QuorumID)
+		case quorum.Probe:
+			j.probe(quorum.Voter(a))
+		case quorum.Regressed:
+			j.log.Warn("torchft: THE JOB GOES BACK: its weights of later steps are lost unless their groups come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
+		case quorum.Changed:
+			j.keeper.changed(j.name, j.machine, now)
+			j.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
+				"joined", some(a.Joined), "left", some(a.Left), "reason", a.Reason)
+			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.QuorumChanged, QuorumID: a.Quorum.ID, Step: maxStep(a.Quorum),
+				Members: len(a.Quorum.Members), Joined: a.Joined, Left: a.Left, Reason: a.Reason})
+		case quorum.Wake:
+			j.wake.Reset(time.Until(a.At))
+		case quorum.Waiting:
+			j.patient.waits(a.Reason, now)
+		}
+	}
+	sound = true
+	return nil
+}
+
+// recalled takes what a member knows of the last quorum.
+func (j *job) recalled(p *torchftpb.PastQuorum) error {
+	past := rpc.PastFromProto(p)
+	if err := past.Validate(); err != nil {
+		return status.Errorf(codes.InvalidArgument, "the quorum that the member remembers: %s", err)
+	}
+	return j.feed(quorum.Recalled{Past: past})
+}
+
+func maxStep(q *quorum.Quorum) int64 {
+	step := int64(0)
+	for _, m := range q.Members {
+		step = max(step, m.Step)
+	}
+	return step
+}
+
+// some are the first names of a list: with thousands, nobody reads more.
+func some(names []string) []string {
+	const most = 8
+	if more := len(names) - most; more > 0 {
+		return append(slices.Clone(names[:most]), fmt.Sprintf("and %d more", more))
+	}
+	return names
+}
+
+// status is what the machine says about itself, for people and dashboards.
+func (j *job) status() quorum.Status {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.machine.Describe(time.Now())
+}

@@ -1,0 +1,128 @@
+package lighthouse
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// forgetAfter is how long a job is remembered whose members are all gone: as long as it may take to start all of them
+// again. What its quorum was can still be read from disk after that, or heard from a member.
+const forgetAfter = 10 * time.Minute
+
+// use finds the job that a call names, and makes it if it is new. Whoever uses it calls done.
+func (s *Server) use(ctx context.Context) (*job, error) {
+	name, err := rpc.JobOf(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, errShutdown
+	}
+	j := s.jobs[name]
+	if j == nil {
+		if len(s.jobs) >= s.cfg.MaxJobs {
+			return nil, status.Errorf(codes.ResourceExhausted, "job %q is one too many: this lighthouse serves %d (max_jobs)", name, s.cfg.MaxJobs)
+		}
+		j = newJob(s, name)
+		s.jobs[name] = j
+	}
+	j.users++
+	return j, nil
+}
+
+func (j *job) done() {
+	s := j.server
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	j.users--
+	j.since = time.Now()
+}
+
+func (s *Server) allJobs() []*job {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Values(s.jobs))
+}
+
+// forgetJobs forgets those that nobody has used for a while. The default job stays.
+func (s *Server) forgetJobs(now time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for name, j := range s.jobs {
+		if name == rpc.DefaultJob || j.users > 0 || now.Sub(j.since) < forgetAfter {
+			continue
+		}
+		delete(s.jobs, name)
+		j.close(errShutdown)
+		s.log.Info("torchft: a job is forgotten: nobody of it is left", "job", name)
+	}
+}
+
+// Jobs are the names of the jobs that are known, in order.
+func (s *Server) Jobs() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Sorted(maps.Keys(s.jobs))
+}
+
+// StatusOf is what a job's machine says about itself; false if there is no such job.
+func (s *Server) StatusOf(name string) (quorum.Status, bool) {
+	j := s.find(name)
+	if j == nil {
+		return quorum.Status{}, false
+	}
+	return j.status(), true
+}
+
+// find is a job, nil if there is none of the name.
+func (s *Server) find(name string) *job {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.jobs[name]
+}
+
+// JobOverview is a job in short.
+type JobOverview struct {
+	Job      string `json:"job"`
+	QuorumID int64  `json:"quorum_id"` // of the latest quorum, 0 before the first
+	Groups   int    `json:"groups"`    // in that quorum
+	Healthy  int    `json:"healthy"`
+	MaxStep  int64  `json:"max_step"`
+}
+
+// Overview tells of all jobs, in the order of their names.
+func (s *Server) Overview() []JobOverview {
+	jobs := []JobOverview{}
+	for _, name := range s.Jobs() {
+		if st, known := s.StatusOf(name); known {
+			jobs = append(jobs, JobOverview{name, st.QuorumID, len(st.Quorum), st.Healthy, st.MaxStep})
+		}
+	}
+	return jobs
+}
+
+func (j *job) tick(now time.Time) {
+	if j.feed(quorum.Tick{}) != nil {
+		return
+	}
+	j.logPatience(now)
+	j.mu.Lock()
+	alive := j.machine.Alive()
+	j.keeper.ticked(j.name, j.machine, now)
+	j.mu.Unlock()
+	if alive > 0 {
+		j.server.mu.Lock()
+		j.since = now
+		j.server.mu.Unlock()
+	}
+}

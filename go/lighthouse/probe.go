@@ -1,0 +1,45 @@
+package lighthouse
+
+import (
+	"context"
+	"errors"
+	"syscall"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+)
+
+const (
+	// maxProbes are on their way at once.
+	maxProbes = 32
+	// probeTimeout is how long a host may take to answer: whoever is gone is refused at once.
+	probeTimeout = time.Second
+)
+
+// probe asks a member's host whether the process at its address is gone. That is certain only if the host says so: it
+// refuses the connection. The caller holds mu.
+func (j *job) probe(v quorum.Voter) {
+	address, err := rpc.ParseAddress("address", v.Address)
+	if err != nil {
+		return
+	}
+	s := j.server
+	rpc.Go(&s.tasks, j.log, "probe", func() {
+		select {
+		case s.probing <- struct{}{}:
+			defer func() { <-s.probing }()
+		case <-s.stop:
+			return
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), probeTimeout)
+		defer cancel()
+		conn, err := s.cfg.Network.Dial(ctx, address.HostPort)
+		if err == nil {
+			_ = conn.Close()
+		}
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			_ = j.feed(quorum.Ended{ReplicaID: v.ReplicaID}) // an error is of the machine, and logged
+		}
+	})
+}

@@ -1,0 +1,235 @@
+package lighthouse
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// What a lighthouse must not forget its members carry. On disk is the same once more, for a job whose members all ended
+// while the lighthouse was away: newcomers then know nothing.
+
+const (
+	// stateMagic begins each file, with the version of its format.
+	stateMagic = "torchft-lighthouse-state 1 "
+	// stateAhead is how many ids a file reserves: writing happens after a quorum was delivered, and may fail for a while.
+	stateAhead = 1024
+	// stateEvery is how often a new step is written. The step decides nothing but whether a warning is due.
+	stateEvery = time.Second
+)
+
+// state is a file's content.
+type state struct {
+	Job     string      `json:"job"`
+	Highest int64       `json:"highest"` // no id up to this one is given out again
+	Past    quorum.Past `json:"past"`
+}
+
+func (s state) encode() ([]byte, error) {
+	text, err := json.Marshal(s)
+	if err != nil {
+		return nil, err
+	}
+	return fmt.Appendf(nil, "%s%x\n%s\n", stateMagic, sha256.Sum256(text), text), nil
+}
+
+// decodeState reads a file. What was cut short or changed is an error.
+func decodeState(file []byte, job string) (s state, err error) {
+	head, text, found := bytes.Cut(file, []byte("\n"))
+	sum, magic := bytes.CutPrefix(head, []byte(stateMagic))
+	if !found || !magic {
+		return s, errors.New("it does not begin as the state of a lighthouse does")
+	}
+	text = bytes.TrimSuffix(text, []byte("\n"))
+	if string(sum) != fmt.Sprintf("%x", sha256.Sum256(text)) {
+		return s, errors.New("its checksum is wrong")
+	}
+	if err := json.Unmarshal(text, &s); err != nil {
+		return s, err
+	}
+	if s.Job != job {
+		return s, fmt.Errorf("it is of job %q", s.Job)
+	}
+	return s, s.Past.Validate()
+}
+
+// writeState replaces a file in one move: whoever reads it finds the one of before or this one, whole.
+func writeState(path string, s state) (err error) {
+	text, err := s.encode()
+	if err != nil {
+		return err
+	}
+	temporary, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.tmp")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = os.Remove(temporary.Name())
+		}
+	}()
+	_, err = temporary.Write(text)
+	err = errors.Join(err, temporary.Sync(), temporary.Close())
+	if err != nil {
+		return err
+	}
+	if err := os.Rename(temporary.Name(), path); err != nil {
+		return err
+	}
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
+
+// keeper writes the state of a job, the latest there is, off the job's lock.
+type keeper struct {
+	path  string
+	log   *slog.Logger
+	dirty chan state // has room for one
+	quit  chan struct{}
+
+	// The job's lock guards these.
+	step    int64 // of the last that was handed over
+	written time.Time
+}
+
+// keep reads what is on disk of a job, and sees to it that it is kept there from now on.
+func (j *job) keep() {
+	k := &keeper{
+		path: filepath.Join(j.cfg.StateDir, j.name+".state"), log: j.log,
+		dirty: make(chan state, 1), quit: make(chan struct{}),
+	}
+	switch text, err := os.ReadFile(k.path); {
+	case errors.Is(err, os.ErrNotExist):
+	case err != nil:
+		j.log.Warn("torchft: what is on disk of the job cannot be read, and is ignored", "file", k.path, "error", err)
+	default:
+		s, err := decodeState(text, j.name)
+		if err != nil {
+			aside := k.path + ".corrupt"
+			j.log.Warn("torchft: what is on disk of the job is damaged, and is ignored", "file", k.path, "error", err, "moved_to", aside,
+				"moved", os.Rename(k.path, aside) == nil)
+			break
+		}
+		j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
+		_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // an error is of the machine, and logged
+	}
+	j.keeper = k
+	rpc.Go(&j.server.tasks, j.log, "state on disk", k.run)
+}
+
+// changed hands over what is to be written. The caller holds the job's lock.
+func (k *keeper) changed(name string, m *quorum.Machine, now time.Time) {
+	past, highest, known := m.Past()
+	if k == nil || !known {
+		return
+	}
+	k.step, k.written = past.Step, now
+	select {
+	case <-k.dirty: // nobody needs the one before
+	default:
+	}
+	k.dirty <- state{Job: name, Highest: highest + stateAhead, Past: past}
+}
+
+// ticked hands over the step once in a while. The caller holds the job's lock.
+func (k *keeper) ticked(name string, m *quorum.Machine, now time.Time) {
+	if k != nil && now.Sub(k.written) >= stateEvery && m.ReachedStep() != k.step {
+		k.changed(name, m, now)
+	}
+}
+
+func (k *keeper) stop() {
+	if k != nil {
+		close(k.quit)
+	}
+}
+
+func (k *keeper) run() {
+	failed := false
+	write := func(s state) {
+		err := writeState(k.path, s)
+		if err != nil && !failed {
+			k.log.Warn("torchft: the state of the job is not kept on disk", "file", k.path, "error", err)
+		}
+		failed = err != nil
+	}
+	for {
+		select {
+		case s := <-k.dirty:
+			write(s)
+		case <-k.quit:
+			select {
+			case s := <-k.dirty:
+				write(s)
+			default:
+			}
+			return
+		}
+	}
+}
+
+// takeState takes the directory, if there is one. Without it the lighthouse goes on if the user did not ask for it.
+func (c *Config) takeState() (*os.File, error) {
+	if c.StateDir == "" {
+		return nil, nil
+	}
+	lock, err := lockState(c.StateDir)
+	switch {
+	case err == nil:
+		return lock, nil
+	case c.StateOptional:
+		c.Logger.Warn("torchft: the state of jobs is not kept on disk", "state_dir", c.StateDir, "error", err)
+		c.StateDir = ""
+		return nil, nil
+	default:
+		return nil, fmt.Errorf("state_dir is %q, which cannot be used: %w", c.StateDir, err)
+	}
+}
+
+// lockState makes the directory, and takes it for this process.
+func lockState(dir string) (*os.File, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, err
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		_ = lock.Close()
+		return nil, errors.New("another lighthouse uses it")
+	}
+	return lock, nil
+}
+
+// defaultStateDir is where the command keeps its state: one directory for each port, so that lighthouses on one machine
+// do not share it. It is empty where the user has no home, or the port is a new one each time.
+func defaultStateDir(bind string) string {
+	_, port, err := net.SplitHostPort(bind)
+	if err != nil || port == "0" || port == "" {
+		return ""
+	}
+	base := os.Getenv("XDG_STATE_HOME")
+	if base == "" {
+		home, err := os.UserHomeDir()
+		if err != nil || home == "" {
+			return ""
+		}
+		base = filepath.Join(home, ".local", "state")
+	}
+	return filepath.Join(base, "torchft", "lighthouse-"+port)
+}

@@ -1,0 +1,154 @@
+package lighthouse
+
+import (
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+var somePast = quorum.Past{ID: 1234, Step: 56, Members: []quorum.Voter{{ReplicaID: "a", Address: "http://a:1"}, {ReplicaID: "b"}}, Base: []quorum.Voter{{ReplicaID: "a"}}}
+
+func TestAStateIsReadAsItWasWritten(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "x.state")
+	want := state{Job: "x", Highest: 2000, Past: somePast}
+	for range 2 { // also over an older one
+		require.NoError(t, writeState(path, want))
+		text, err := os.ReadFile(path)
+		require.NoError(t, err)
+		got, err := decodeState(text, "x")
+		require.NoError(t, err)
+		assert.Equal(t, want, got)
+	}
+	left, err := filepath.Glob(filepath.Join(filepath.Dir(path), "*"))
+	require.NoError(t, err)
+	assert.Equal(t, []string{path}, left)
+}
+
+// Every byte that is missing, and every one that is another, is noticed.
+func TestADamagedStateIsAnError(t *testing.T) {
+	text, err := state{Job: "x", Highest: 2000, Past: somePast}.encode()
+	require.NoError(t, err)
+	for n := range len(text) - 1 { // the last is the end of a line
+		_, err := decodeState(text[:n], "x")
+		require.Error(t, err, "cut short to %d bytes", n)
+		damaged := []byte(string(text))
+		damaged[n] ^= 1
+		_, err = decodeState(damaged, "x")
+		require.Error(t, err, "byte %d", n)
+	}
+	_, err = decodeState(text, "y")
+	assert.ErrorContains(t, err, `it is of job "x"`)
+	other, err := state{Job: "x", Past: quorum.Past{ID: 3}}.encode()
+	require.NoError(t, err)
+	_, err = decodeState(other, "x")
+	assert.ErrorContains(t, err, "quorum 3 has no members")
+}
+
+func FuzzState(f *testing.F) {
+	text, err := state{Job: "x", Highest: 2000, Past: somePast}.encode()
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(text)
+	f.Add([]byte(stateMagic))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		if s, err := decodeState(text, "x"); err == nil && s.Past.Validate() != nil {
+			t.Error("an invalid state was read")
+		}
+	})
+}
+
+// startOn starts a lighthouse that keeps its state in a directory, and whose log can be read.
+func startOn(t *testing.T, dir string, change ...func(*Config)) (*Server, *strings.Builder) {
+	t.Helper()
+	var log strings.Builder
+	cfg := DefaultConfig()
+	cfg.Bind, cfg.MinReplicas, cfg.StateDir, cfg.Hostname = "127.0.0.1:0", 1, dir, "localhost"
+	cfg.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	for _, c := range change {
+		c(&cfg)
+	}
+	s, err := New(cfg)
+	require.NoError(t, err)
+	t.Cleanup(s.Shutdown)
+	return s, &log
+}
+
+func (s *Server) testAsk(t *testing.T, id string, step int64) *quorum.Quorum {
+	t.Helper()
+	j := s.jobs["default"]
+	d, err := j.quorum(t.Context(), quorum.Asked{Member: quorum.Member{ReplicaID: id, Step: step}})
+	require.NoError(t, err)
+	return d.quorum
+}
+
+func TestALighthouseGoesOnAfterWhatIsOnDisk(t *testing.T) {
+	dir := t.TempDir()
+	s, _ := startOn(t, dir)
+	before := s.testAsk(t, "a", 7)
+	s.Shutdown()
+
+	again, log := startOn(t, dir)
+	status := again.Status()
+	assert.Equal(t, before.ID, status.QuorumID)
+	assert.Equal(t, []string{"a"}, status.Quorum)
+	assert.Contains(t, log.String(), "the job goes on")
+	after := again.testAsk(t, "a", 8)
+	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead)
+	again.Shutdown()
+
+	// The step is written too, once in a while.
+	third, _ := startOn(t, dir)
+	require.Equal(t, after.ID, third.testAsk(t, "a", 9).ID-stateAhead-1)
+	id := third.testAsk(t, "a", 100).ID
+	require.Eventually(t, func() bool {
+		text, err := os.ReadFile(filepath.Join(dir, "default.state"))
+		require.NoError(t, err)
+		got, err := decodeState(text, "default")
+		require.NoError(t, err)
+		return got.Past.ID == id && got.Past.Step == 100
+	}, 20*time.Second, 50*time.Millisecond)
+}
+
+func TestWhatIsDamagedOnDiskIsSaidAndIgnored(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "default.state")
+	require.NoError(t, os.WriteFile(path, []byte("torchft-lighthouse-state 1 abc\n{\"job\":"), 0o600))
+	s, log := startOn(t, dir)
+	assert.Contains(t, log.String(), "its checksum is wrong")
+	assert.FileExists(t, path+".corrupt")
+	s.testAsk(t, "a", 1)
+	s.Shutdown()
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	_, err = decodeState(text, "default")
+	require.NoError(t, err)
+}
+
+func TestADirectoryThatCannotBeUsed(t *testing.T) {
+	dir := t.TempDir()
+	startOn(t, dir)
+	cfg := DefaultConfig()
+	cfg.Bind, cfg.MinReplicas, cfg.StateDir = "127.0.0.1:0", 1, dir
+	_, err := New(cfg)
+	require.ErrorContains(t, err, "another lighthouse uses it")
+	require.ErrorContains(t, err, "state_dir is")
+
+	file := filepath.Join(dir, "file")
+	require.NoError(t, os.WriteFile(file, nil, 0o600))
+	cfg.StateDir = file
+	_, err = New(cfg)
+	require.ErrorContains(t, err, "not a directory")
+
+	s, log := startOn(t, file, func(c *Config) { c.StateOptional = true })
+	assert.Contains(t, log.String(), "is not kept on disk")
+	s.testAsk(t, "a", 1)
+}

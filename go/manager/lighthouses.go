@@ -1,0 +1,148 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+)
+
+const (
+	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
+	attemptTimeout = time.Second
+	// openTimeout bounds opening a stream that no call waits for.
+	openTimeout = 10 * time.Second
+	// patience is for how long only the lighthouse that served last is tried: a restart of it is no reason to leave.
+	patience = time.Second
+	// lookBackEvery is how often a member that was served by a later lighthouse looks whether an earlier one is back. It
+	// goes back when it was there twice in a row.
+	lookBackEvery = time.Second
+	// avoidFor is how long a lighthouse is left alone that has too few of the job's members.
+	avoidFor = 10 * time.Second
+)
+
+// lighthouses are those of a job's list, in order, with the connections to those that have been reached.
+type lighthouses struct {
+	addresses []string
+	options   []DialOption
+
+	mu      sync.Mutex
+	clients []*LighthouseClient
+	closed  bool
+}
+
+// dialLighthouses connects to the first of a list that is reached.
+func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.Duration, options []DialOption) (l *lighthouses, at int, err error) {
+	list, err := rpc.ParseAddresses("lighthouse address", addresses)
+	if err != nil {
+		return nil, 0, status.Error(codes.InvalidArgument, err.Error())
+	}
+	first, err := DialLighthouse(ctx, addresses, connectTimeout, options...)
+	if err != nil {
+		return nil, 0, err
+	}
+	l = &lighthouses{addresses: list, options: options, clients: make([]*LighthouseClient, len(list))}
+	at = slices.Index(list, first.addr)
+	l.clients[at] = first
+	return l, at, nil
+}
+
+// reach returns the connection to one of them, which it makes if there is none yet.
+func (l *lighthouses) reach(ctx context.Context, i int) (*LighthouseClient, error) {
+	if c := l.client(i); c != nil {
+		return c, nil
+	}
+	c, err := dialOne(ctx, l.addresses[i], attemptTimeout, l.options)
+	if err != nil {
+		return nil, err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.closed:
+		return nil, errors.Join(status.Error(codes.Canceled, "the client is closed"), c.Close())
+	case l.clients[i] != nil: // somebody else was faster
+		return l.clients[i], c.Close()
+	}
+	l.clients[i] = c
+	return c, nil
+}
+
+func (l *lighthouses) client(i int) *LighthouseClient {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.clients[i]
+}
+
+// isBack reports whether one of them is connected, and connects to it for the next time if it is not.
+func (l *lighthouses) isBack(ctx context.Context, i int) bool {
+	c, err := l.reach(ctx, i)
+	if err != nil {
+		return false
+	}
+	c.conn.Connect()
+	return c.conn.GetState() == connectivity.Ready
+}
+
+func (l *lighthouses) close() (err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
+	for _, c := range l.clients {
+		if c != nil {
+			err = errors.Join(err, c.Close())
+		}
+	}
+	return err
+}
+
+// choice says which lighthouse of a list to ask. It is pure.
+type choice struct {
+	at     int         // that served last, or was tried last
+	broke  time.Time   // when its stream broke, zero while it has not
+	back   int         // an earlier one that is there again, -1 if there is none
+	avoid  []time.Time // until when each is left alone, zero: it is not
+	served bool        // at has ever served
+}
+
+// order are the places to try, in this order.
+func (c *choice) order(now time.Time) []int {
+	if c.served && c.back < 0 && !c.avoided(c.at, now) && (c.broke.IsZero() || now.Sub(c.broke) < patience) {
+		return []int{c.at}
+	}
+	var order, avoided []int
+	for i := range c.avoid {
+		if c.avoided(i, now) {
+			avoided = append(avoided, i)
+		} else {
+			order = append(order, i)
+		}
+	}
+	return append(order, avoided...) // rather one of those than none
+}
+
+func (c *choice) avoided(i int, now time.Time) bool { return now.Before(c.avoid[i]) }
+
+// attempts are the errors of lighthouses that were tried one after the other.
+type attempts []error
+
+// err is all of them in one. A refusal counts more than a lighthouse that is away, which is why the next one was tried.
+func (a attempts) err() error {
+	code := codes.Unavailable
+	var texts []string
+	for _, err := range a {
+		if c := status.Code(err); c != codes.Unavailable {
+			code = c
+		}
+		texts = append(texts, rpc.Message(err))
+	}
+	return status.Error(code, strings.Join(texts, "; "))
+}

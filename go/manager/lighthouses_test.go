@@ -1,0 +1,201 @@
+package manager_test
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/lighthouse"
+	"github.com/torchft/torchft/go/manager"
+)
+
+const theList = "http://lighthouse:29510,http://second:29510"
+
+func listed(cfg *manager.ServerConfig) { cfg.LighthouseAddr = theList }
+
+// twoLighthouses is a cluster with a second lighthouse, and groups that know both.
+func twoLighthouses(t *testing.T, names ...string) (*fttest.Cluster, *lighthouse.Server, []*fttest.Group) {
+	c := fttest.NewCluster(t, 1)
+	second := c.LighthouseOn("second", 1)
+	t.Cleanup(second.Shutdown)
+	var groups []*fttest.Group
+	for _, name := range names {
+		groups = append(groups, c.StartGroup(name, 1, listed))
+	}
+	return c, second, groups
+}
+
+func TestALighthouseThatStartsIsToldTheLastQuorum(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
+		before := round(t, 5, a, b, d)[0].QuorumID
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		d.Host(-1).Kill()
+		d.Server.Shutdown()
+		c.StartLighthouse(1)
+
+		// One asks and is not let go alone: the lighthouse knows of the other. d is gone, its host says so.
+		start := time.Now()
+		asked := a.Quorum(0, 6, time.Minute)
+		time.Sleep(2 * time.Second)
+		status := c.Lighthouse.Status()
+		assert.Equal(t, before, status.QuorumID)
+		assert.Equal(t, []string{"a", "b", "d"}, status.Quorum)
+		assert.Equal(t, 2, status.Healthy)
+		other := b.Quorum(0, 6, time.Minute)
+		got := <-asked
+		require.NoError(t, got.Err)
+		assert.Equal(t, []string{"a", "b"}, got.Value.ReplicaIDs)
+		assert.Greater(t, got.Value.QuorumID, before)
+		require.NoError(t, (<-other).Err)
+		assert.Less(t, time.Since(start), 3*time.Second)
+	})
+}
+
+func TestTheSecondLighthouseTakesOverAndTheFirstComesBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, second, groups := twoLighthouses(t, "a", "b", "d")
+		id := round(t, 1, groups...)[0].QuorumID
+		assert.Zero(t, second.Status().Healthy, "all ask the first")
+
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		start := time.Now()
+		for step := int64(2); step < 5; step++ {
+			got := round(t, step, groups...)[0]
+			require.Greater(t, got.QuorumID, id)
+			require.Len(t, got.ReplicaIDs, 3)
+			id = max(id, got.QuorumID-1)
+		}
+		assert.Less(t, time.Since(start), 4*time.Second)
+		assert.Equal(t, 3, second.Status().Healthy)
+
+		c.StartLighthouse(1)
+		time.Sleep(10 * time.Second)
+		var got = round(t, 5, groups...)[0]
+		assert.Greater(t, got.QuorumID, id)
+		assert.Len(t, got.ReplicaIDs, 3)
+		assert.Equal(t, 3, c.Lighthouse.Status().Healthy, "they went back")
+		time.Sleep(10 * time.Second)
+		assert.Zero(t, second.Status().Healthy)
+		again := round(t, 6, groups...)[0]
+		assert.Equal(t, got.QuorumID, again.QuorumID)
+	})
+}
+
+func TestAShortOutageIsNoReasonToLeave(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, second, groups := twoLighthouses(t, "a", "b")
+		round(t, 1, groups...)
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		time.Sleep(500 * time.Millisecond)
+		c.StartLighthouse(1)
+		round(t, 2, groups...)
+		time.Sleep(5 * time.Second)
+		assert.Zero(t, second.Status().Healthy)
+	})
+}
+
+// Cut from the first lighthouse, a minority waits, and the others go on.
+func TestTwoLighthousesDoNotServeOneJobAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, second, groups := twoLighthouses(t, "a", "b", "d")
+		a, b, d := groups[0], groups[1], groups[2]
+		round(t, 1, groups...)
+		c.Net.Block("a", "lighthouse")
+		lone := a.Quorum(0, 2, 30*time.Second)
+		for step := int64(2); step < 5; step++ {
+			got := round(t, step, b, d)[0]
+			assert.Equal(t, []string{"b", "d"}, got.ReplicaIDs)
+			time.Sleep(time.Second)
+		}
+		got := <-lone
+		require.Error(t, got.Err)
+		assert.Contains(t, second.Status().Reason+got.Err.Error(), "another lighthouse might serve the others")
+		c.Net.Unblock("a", "lighthouse")
+
+		// It comes back, and all are together again.
+		asked := a.Quorum(0, 2, time.Minute)
+		time.Sleep(20 * time.Second)
+		got2 := round(t, 5, b, d)[0]
+		assert.Equal(t, []string{"a", "b", "d"}, got2.ReplicaIDs)
+		require.NoError(t, (<-asked).Err)
+	})
+}
+
+// The majority is cut from the first lighthouse: it goes on at the second, and the rest follows there.
+func TestTheMinorityFollowsToWhereTheOthersAre(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, second, groups := twoLighthouses(t, "a", "b", "d")
+		a, b, d := groups[0], groups[1], groups[2]
+		round(t, 1, groups...)
+		c.Net.Block("b", "lighthouse")
+		c.Net.Block("d", "lighthouse")
+		asked := a.Quorum(0, 2, time.Minute)
+		start := time.Now()
+		got := round(t, 2, b, d)[0]
+		assert.Equal(t, []string{"a", "b", "d"}, got.ReplicaIDs, "the first has sent it on")
+		require.NoError(t, (<-asked).Err)
+		assert.Equal(t, 3, second.Status().Healthy)
+		assert.Less(t, time.Since(start), 12*time.Second, "twice the heartbeat timeout")
+	})
+}
+
+func TestOfTwoGroupsTheSecondGoesOnOnlyWhenTheFirstIsGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, _, groups := twoLighthouses(t, "a", "b")
+		a, b := groups[0], groups[1]
+		round(t, 1, a, b)
+		a.Host(-1).Freeze()
+		c.Net.Block("a", "lighthouse")
+		asked := b.Quorum(0, 2, time.Minute)
+		time.Sleep(20 * time.Second)
+		assert.Empty(t, asked, "a may be anywhere")
+		c.Net.Unblock("a", "lighthouse")
+		a.Host(-1).Kill()
+		a.Server.Shutdown()
+		got := <-asked
+		require.NoError(t, got.Err)
+		assert.Equal(t, []string{"b"}, got.Value.ReplicaIDs)
+		assert.Less(t, got.Took, 30*time.Second)
+	})
+}
+
+func TestGroupsWithDifferentListsAreTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, _, _ := twoLighthouses(t, "a")
+		b := c.StartGroup("b", 1, func(cfg *manager.ServerConfig) {
+			cfg.LighthouseAddr = "http://third:29510,http://lighthouse:29510"
+		})
+		other := c.StartGroup("other", 1)
+		round := func(g *fttest.Group) error { return (<-g.Quorum(0, 1, 5*time.Second)).Err }
+		assert.ErrorContains(t, round(other), "TORCHFT_LIGHTHOUSE must be the same for all groups of a job")
+		assert.ErrorContains(t, round(b), "for replica b this lighthouse is number 2 of 2, for the others number 1 of 2")
+	})
+}
+
+func TestAListOfAddressesIsChecked(t *testing.T) {
+	c := &fttest.Cluster{T: t, Net: fttest.NewNetwork(), Log: &fttest.Log{}}
+	for list, says := range map[string]string{
+		"http://a:1,":           `lighthouse_addr is "": it must be http://host:port`,
+		"http://a:1,b:2":        `lighthouse_addr is "b:2"`,
+		"http://a:1,http://a:1": "http://a:1 is in it twice",
+	} {
+		cfg := c.ServerConfig("g", 1)
+		cfg.LighthouseAddr = list
+		_, err := manager.NewServer(context.Background(), cfg)
+		assert.ErrorContains(t, err, says)
+	}
+	cfg := c.ServerConfig("g", 1)
+	cfg.LighthouseAddr, cfg.ConnectTimeout = theList, 100*time.Millisecond
+	_, err := manager.NewServer(context.Background(), cfg)
+	assert.ErrorContains(t, err, "could not connect to a lighthouse at "+theList)
+}

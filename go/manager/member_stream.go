@@ -1,0 +1,268 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// heldList is the list of members that the lighthouse sent last, and what changes of it have arrived so far.
+type heldList struct {
+	members  []quorum.Member
+	revision quorum.Revision
+	pending  quorum.Change
+}
+
+func (l *heldList) add(part *torchftpb.ListChange) error { return rpc.AddPart(&l.pending, part) }
+
+// quorum brings the list up to date and rebuilds a quorum from it. After an error nothing is held any more.
+func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error) {
+	members, err := l.pending.Apply(l.members)
+	revision := l.revision
+	if err == nil && !l.pending.Empty() {
+		revision = quorum.RevisionOf(members)
+	}
+	*l = heldList{}
+	if err != nil {
+		return nil, err
+	}
+	if want := quorum.Revision(states.GetRevision()); revision != want {
+		return nil, fmt.Errorf("the list of members has revision %x, the lighthouse's has %x", revision, want)
+	}
+	q, err := rpc.QuorumFromStates(states, members)
+	if err != nil {
+		return nil, err
+	}
+	l.members, l.revision = q.Members, revision
+	return q, nil
+}
+
+// asked ends the wait of one ask.
+type asked struct {
+	quorum *quorum.Quorum
+	err    error
+}
+
+// memberStream is a stream while its connection lasts.
+type memberStream struct {
+	wire torchftpb.MemberService_AttendClient
+	list *heldList // only receive uses it
+
+	member *member
+	cancel context.CancelFunc
+	// moved is set before the member itself ends the stream to go to another lighthouse.
+	moved atomic.Bool
+
+	welcomed chan struct{} // closed by the lighthouse's first answer
+	interval time.Duration // in which something must be said, valid once welcomed
+	ended    chan struct{} // closed when the stream has broken
+	err      error         // why, valid once ended is closed
+
+	sending sync.Mutex
+	said    *quorum.Member // what the lighthouse knows of this group
+	spoke   time.Time      // when something was sent last
+
+	mu      sync.Mutex
+	waiting map[uint64]chan asked // by the number of the ask
+	since   time.Time             // when the latest ask began
+}
+
+// leave ends the stream, and returns when nothing of it is left.
+func (s *memberStream) leave() {
+	s.moved.Store(true)
+	s.cancel()
+	<-s.ended
+}
+
+// waitsFor is how long an ask has waited, 0 if none does.
+func (s *memberStream) waitsFor() time.Duration {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.waiting) == 0 {
+		return 0
+	}
+	return time.Since(s.since)
+}
+
+func (s *memberStream) broken() bool {
+	select {
+	case <-s.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// receive takes what the lighthouse says until the stream breaks.
+func (s *memberStream) receive() {
+	defer s.cancel()
+	for {
+		message, err := s.wire.Recv()
+		if err == nil {
+			err = s.take(message)
+		}
+		if errors.Is(err, io.EOF) {
+			err = status.Error(codes.Unavailable, "the lighthouse ended the stream")
+		}
+		if err != nil {
+			if s.moved.Load() {
+				err = status.Error(codes.Unavailable, "the group goes to another lighthouse of its list")
+			}
+			s.err = err
+			close(s.ended)
+			return
+		}
+	}
+}
+
+func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
+	switch m := message.GetMessage().(type) {
+	case *torchftpb.LighthouseMessage_Welcome:
+		if s.interval != 0 {
+			return nil
+		}
+		s.interval = max(time.Millisecond, time.Duration(m.Welcome.GetAliveIntervalUs())*time.Microsecond)
+		s.member.learnTerm(m.Welcome.GetTerm())
+		close(s.welcomed)
+	case *torchftpb.LighthouseMessage_Recall:
+		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
+			s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: rpc.PastToProto(q.Past())}})
+		}
+	case *torchftpb.LighthouseMessage_ListChange:
+		if err := s.list.add(m.ListChange); err != nil {
+			*s.list = heldList{}
+			return status.Error(codes.Unavailable, err.Error())
+		}
+	case *torchftpb.LighthouseMessage_Quorum:
+		q, err := s.list.quorum(m.Quorum)
+		if err != nil {
+			// On the next stream the lighthouse is told that nothing is held.
+			return status.Error(codes.Unavailable, err.Error())
+		}
+		s.member.last.Store(q)
+		s.answer(message.GetNumber(), asked{quorum: q})
+	case *torchftpb.LighthouseMessage_Failure:
+		s.answer(message.GetNumber(), asked{err: status.Error(codes.Code(m.Failure.GetCode()), m.Failure.GetMessage())})
+	case *torchftpb.LighthouseMessage_MemberFailed:
+		f := m.MemberFailed
+		s.member.heard.tell(Failure{QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+	case *torchftpb.LighthouseMessage_Closing:
+		return status.Error(codes.Unavailable, "the lighthouse is shutting down")
+	}
+	return nil
+}
+
+func (s *memberStream) answer(number uint64, a asked) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if waiter := s.waiting[number]; waiter != nil { // else it gave up in the meantime
+		delete(s.waiting, number)
+		waiter <- a
+	}
+}
+
+func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
+	answered := make(chan asked, 1)
+	s.mu.Lock()
+	s.waiting[number] = answered
+	s.since = time.Now()
+	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		delete(s.waiting, number)
+	}()
+
+	deadline, _ := ctx.Deadline()
+	s.sendAsk(&torchftpb.Ask{
+		Number:            number,
+		TimeoutUs:         max(1, time.Until(deadline).Microseconds()),
+		KnownQuorumId:     knownQuorumID,
+		Step:              who.Step,
+		CommittedQuorumId: who.CommittedQuorumID,
+		CommitFailures:    who.CommitFailures,
+	}, who)
+	select {
+	case a := <-answered:
+		return a.quorum, a.err
+	case <-s.ended:
+	case <-ctx.Done():
+		s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_GiveUp{GiveUp: number}})
+		return nil, status.FromContextError(ctx.Err()).Err()
+	}
+	select {
+	case a := <-answered: // it came before the end
+		return a.quorum, a.err
+	default:
+		return nil, s.err
+	}
+}
+
+// sendAsk says who asks only if that is news.
+func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) {
+	s.sending.Lock()
+	defer s.sending.Unlock()
+	if s.said == nil || !s.said.SameButState(&who) {
+		s.said = &who
+		ask.Member = rpc.MemberToProto(who)
+	}
+	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
+}
+
+func (s *memberStream) send(message *torchftpb.MemberMessage) {
+	s.sending.Lock()
+	defer s.sending.Unlock()
+	s.sendLocked(message)
+}
+
+// sendLocked leaves errors to receive, which gets the reason.
+func (s *memberStream) sendLocked(message *torchftpb.MemberMessage) {
+	s.spoke = time.Now()
+	_ = s.wire.Send(message)
+}
+
+// attend is never silent for longer than the lighthouse wants, until the stream breaks or ctx ends.
+func (s *memberStream) attend(ctx context.Context, reached func()) error {
+	select {
+	case <-s.welcomed:
+		reached()
+	case <-s.ended:
+		return s.err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	timer := time.NewTimer(s.interval)
+	defer timer.Stop()
+	for {
+		select {
+		case <-timer.C:
+			timer.Reset(s.speak())
+		case <-s.ended:
+			return s.err
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// speak says that the group is alive unless something was said a moment ago, and returns when to come back.
+func (s *memberStream) speak() time.Duration {
+	s.sending.Lock()
+	defer s.sending.Unlock()
+	if silent := time.Since(s.spoke); silent < s.interval {
+		return s.interval - silent
+	}
+	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+	return s.interval
+}

@@ -34,6 +34,7 @@ type Feed struct {
 	viewers map[*viewer]struct{}
 	closed  bool
 	looked  time.Time
+	meters  *meters
 }
 
 type viewer struct {
@@ -42,13 +43,14 @@ type viewer struct {
 
 // NewFeed makes the feed of a job whose status this function tells.
 func NewFeed(status func() quorum.Status) *Feed {
-	return &Feed{status: status, now: time.Now, viewers: map[*viewer]struct{}{}}
+	return &Feed{status: status, now: time.Now, viewers: map[*viewer]struct{}{}, meters: newMeters()}
 }
 
 // Record remembers an event and shows it to everybody.
 func (f *Feed) Record(e Event) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.meters.event(e)
 	e = f.history.Add(e)
 	if len(f.viewers) > 0 {
 		f.send(message("event", e.ID, e))
@@ -59,6 +61,7 @@ func (f *Feed) Record(e Event) {
 func (f *Feed) Round(step int64, groups int, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.meters.round(step, now)
 	f.history.Round(step, groups, now)
 }
 

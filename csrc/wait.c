@@ -74,11 +74,18 @@ static PyObject *take(int64_t op, tft_event *event) {
   }
 }
 
+/* The event is not on the stack: a daemon thread that ends in take, because the interpreter exits, takes its stack along,
+ * and the operation would set the event there. As it is, the event stays until the process is gone. */
 static PyObject *wait_for(int64_t op) {
-  tft_event event;
-  tft_event_init(&event);
-  PyObject *value = take(op, &event); /* from here on the operation does not know the event any more */
-  tft_event_destroy(&event);
+  tft_event *event = malloc(sizeof *event);
+  if (event == NULL) {
+    tft_op_cancel(op);
+    return PyErr_NoMemory();
+  }
+  tft_event_init(event);
+  PyObject *value = take(op, event); /* from here on the operation does not know the event any more */
+  tft_event_destroy(event);
+  free(event);
   return value;
 }
 

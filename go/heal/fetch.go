@@ -274,27 +274,37 @@ func (s *source) run() {
 		streams.Add(1)
 		go func() {
 			defer streams.Done()
-			defer func() {
-				if p := recover(); p != nil {
-					slog.Error("checkpoint transfer", "panic", p)
-					errs[i] = fmt.Errorf("a bug in torchft (panic): %v", p)
-				}
-			}()
+			defer recovered(&errs[i])
 			errs[i] = s.stream()
 		}()
 	}
 	streams.Wait()
-	err := s.reason(errs)
-	if err == nil {
-		var theirs string
-		if theirs, err = s.theirDigest(); err == nil {
-			f.finish(theirs)
-		}
-	}
+	err := s.conclude(errs)
 	if err != nil {
 		err = fmt.Errorf("%s: %w", s.address, err)
 	}
 	f.ended(err)
+}
+
+// conclude looks at how the streams of a source ended, and asks it for its digest if they got all there is.
+func (s *source) conclude(errs []error) (err error) {
+	defer recovered(&err)
+	if err := s.reason(errs); err != nil {
+		return err
+	}
+	theirs, err := s.theirDigest()
+	if err == nil {
+		s.fetch.finish(theirs)
+	}
+	return err
+}
+
+// recovered turns a panic into an error: it must not end the training.
+func recovered(err *error) {
+	if p := recover(); p != nil {
+		slog.Error("checkpoint transfer", "panic", p)
+		*err = fmt.Errorf("a bug in torchft (panic): %v", p)
+	}
 }
 
 // reason is why a source ended without finishing: what it said itself, else the first of its streams' errors.

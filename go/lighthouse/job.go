@@ -55,10 +55,8 @@ func newJob(s *Server, name string) *job {
 	if name != rpc.DefaultJob {
 		j.log = s.log.With("job", name)
 	}
-	j.wake = time.AfterFunc(time.Hour, func() { _ = j.feed(quorum.Woken{}) })
-	j.wake.Stop()
-	j.news.timer = time.AfterFunc(time.Hour, j.tellLater)
-	j.news.timer.Stop()
+	j.wake = rpc.AfterFunc(j.log, "wake", func() { _ = j.feed(quorum.Woken{}) })
+	j.news.timer = rpc.AfterFunc(j.log, "news", j.tellLater)
 	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now())
 	j.board = dashboard.NewFeed(j.status)
 	j.site = http.NewServeMux()
@@ -147,20 +145,38 @@ func (j *job) feed(event quorum.Event) error {
 	return j.step(event)
 }
 
-// step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
-func (j *job) step(event quorum.Event) (err error) {
-	now := time.Now()
-	// A machine that panicked may be in any state: everyone who waits is told, and a fresh one begins. Its ids
-	// start above the old ones, as after a restart.
+// safely uses the machine. One that panicked may be in any state: everyone who waits is told, and a fresh one begins.
+// Its ids start above the old ones, as after a restart. The caller holds mu.
+func (j *job) safely(use func()) (err error) {
 	sound := false
 	defer func() {
 		if !sound {
-			j.machine = quorum.NewMachine(j.cfg.policy(), now)
+			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now())
+			j.patient = patience{}
 			j.waiters.AnswerAll(answer{err: err})
 			j.streams.renew() // what their greetings said is forgotten
 		}
 	}()
 	defer rpc.Recovered(j.log, "the lighthouse", &err)
+	use()
+	sound = true
+	return nil
+}
+
+// describe is what the machine says about itself. The caller holds mu.
+func (j *job) describe(now time.Time) (status quorum.Status) {
+	if err := j.safely(func() { status = j.machine.Describe(now) }); err != nil {
+		status.Reason = rpc.Message(err)
+	}
+	return status
+}
+
+// step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
+func (j *job) step(event quorum.Event) error {
+	return j.safely(func() { j.do(event, time.Now()) })
+}
+
+func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // before the quorum without those who failed
 	for _, action := range actions {
@@ -197,8 +213,6 @@ func (j *job) step(event quorum.Event) (err error) {
 			j.patient.waits(a.Reason, now)
 		}
 	}
-	sound = true
-	return nil
 }
 
 // recalled takes what a member knows of the last quorum.
@@ -231,5 +245,5 @@ func some(names []string) []string {
 func (j *job) status() quorum.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.machine.Describe(time.Now())
+	return j.describe(time.Now())
 }

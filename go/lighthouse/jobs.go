@@ -111,16 +111,23 @@ func (s *Server) Overview() []JobOverview {
 	return jobs
 }
 
+// keepAndCount lets the keeper have a look, and returns how many members are alive.
+func (j *job) keepAndCount(now time.Time) (alive int) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	_ = j.safely(func() { // an error is logged
+		alive = j.machine.Alive()
+		j.keeper.ticked(j.name, j.machine, now)
+	})
+	return alive
+}
+
 func (j *job) tick(now time.Time) {
 	if j.feed(quorum.Tick{}) != nil {
 		return
 	}
 	j.logPatience(now)
-	j.mu.Lock()
-	alive := j.machine.Alive()
-	j.keeper.ticked(j.name, j.machine, now)
-	j.mu.Unlock()
-	if alive > 0 {
+	if j.keepAndCount(now) > 0 {
 		j.server.mu.Lock()
 		j.since = now
 		j.server.mu.Unlock()

@@ -206,8 +206,10 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 
 // end returns when nothing of the stream is left: nobody may send on it once its handler has returned.
 func (s *stream) end() {
+	defer s.senders.Wait()
 	job := s.job
 	job.mu.Lock()
+	defer job.mu.Unlock()
 	s.forget()
 	if s.expiry != nil {
 		s.expiry.Stop()
@@ -215,8 +217,6 @@ func (s *stream) end() {
 	if job.streams.remove(s) && !job.closed {
 		_ = job.step(quorum.Lost{ReplicaID: s.replicaID}) // an error is of the machine, and logged
 	}
-	job.mu.Unlock()
-	s.senders.Wait()
 }
 
 func (s *stream) receive(message *torchftpb.MemberMessage) error {
@@ -290,10 +290,9 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 	// A member that stops listening at that moment would not hear why there is no quorum.
 	s.deadline = rpc.Sooner(time.Now().Add(timeout), answerMargin)
 	if s.expiry == nil {
-		s.expiry = time.AfterFunc(time.Until(s.deadline), s.expire)
-	} else {
-		s.expiry.Reset(time.Until(s.deadline))
+		s.expiry = rpc.AfterFunc(s.job.log, "deadline of a member", s.expire)
 	}
+	s.expiry.Reset(time.Until(s.deadline))
 }
 
 // expire answers an ask whose time is up. The timer may be that of an ask that was answered long ago.
@@ -304,6 +303,9 @@ func (s *stream) expire() {
 		return
 	}
 	reason := s.job.reason(time.Now()) // while it still counts as one that waits
+	if s.waiter == 0 {
+		return // the machine failed, and everybody was told
+	}
 	s.forget()
 	s.post(outgoing{number: s.number, answer: answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)}})
 }

@@ -85,7 +85,7 @@ func (w *wire) answered() (*quorum.Change, *torchftpb.QuorumStates) {
 			continue
 		}
 		require.NotNil(w.t, m.GetQuorum(), "%v", m)
-		require.Equal(w.t, w.number, m.GetNumber())
+		require.Equal(w.t, w.number, m.GetNumber(), "%v", m)
 		return change, m.GetQuorum()
 	}
 }
@@ -93,7 +93,7 @@ func (w *wire) answered() (*quorum.Change, *torchftpb.QuorumStates) {
 func (w *wire) failed() (codes.Code, string) {
 	w.t.Helper()
 	m := w.receive()
-	require.Equal(w.t, w.number, m.GetNumber())
+	require.Equal(w.t, w.number, m.GetNumber(), "%v", m)
 	require.NotNil(w.t, m.GetFailure(), "%v", m)
 	return codes.Code(m.GetFailure().GetCode()), m.GetFailure().GetMessage()
 }

@@ -24,7 +24,7 @@ func (p *patience) served()                            { *p = patience{} }
 // may give up at the same moment: one asks for all. The caller holds mu.
 func (j *job) reason(now time.Time) string {
 	if p := &j.patient; p.reason == "" || now.Sub(p.at) >= j.cfg.QuorumTick {
-		p.reason, p.at = j.machine.Describe(now).Reason, now
+		p.reason, p.at = j.describe(now).Reason, now
 	}
 	return j.patient.reason
 }
@@ -44,7 +44,7 @@ func (j *job) logPatience(now time.Time) {
 	if !j.patient.over(now) {
 		return
 	}
-	if status := j.machine.Describe(now); status.Waiters > 0 {
+	if status := j.describe(now); status.Waiters > 0 {
 		j.log.Info("torchft: no quorum yet", "reason", status.Reason, "healthy", status.Healthy, "waiting", status.Candidates)
 		j.board.Record(dashboard.Event{Time: now, Kind: dashboard.NoQuorum, Reason: status.Reason})
 	}

@@ -3,6 +3,7 @@ package manager
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -151,11 +152,12 @@ func (s *clientStream) broken() bool {
 // receive hands out answers until the stream breaks.
 func (s *clientStream) receive(cancel context.CancelFunc) {
 	defer cancel()
+	defer close(s.ended)
+	defer rpc.Recovered(slog.Default(), "a session with a manager server", &s.err)
 	for {
 		resp, err := s.wire.Recv()
 		if err != nil {
 			s.err = err
-			close(s.ended)
 			return
 		}
 		if f := resp.GetMemberFailed(); f != nil {

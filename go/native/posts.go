@@ -52,11 +52,18 @@ func readPosts(pipe *os.File) {
 			return
 		}
 		for _, m := range messages[:n/messageSize] {
-			if m.prepared == 0 {
-				calls.GiveUp(m.call)
-			} else {
-				calls.Start(m.call, m.prepared, m.numbers)
-			}
+			serve(calls, m)
 		}
+	}
+}
+
+// serve does not end this one goroutine, whatever happens: every later request would wait for its answer for ever.
+func serve(calls *ops.Calls[*C.tft_call], m message) {
+	var err error // logged
+	defer ops.Guard(&err)
+	if m.prepared == 0 {
+		calls.GiveUp(m.call)
+	} else {
+		calls.Start(m.call, m.prepared, m.numbers)
 	}
 }

@@ -68,17 +68,8 @@ func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string
 	if err != nil {
 		return 0, err
 	}
-	args := manager.QuorumArgs{
-		GroupRank:          groupRank,
-		Step:               step,
-		CheckpointMetadata: checkpointMetadata,
-		ShrinkOnly:         shrinkOnly,
-		InitSync:           initSync,
-		CommitFailures:     commitFailures,
-		Handle:             reconfigureHandle,
-		GroupWorldSize:     groupWorldSize,
-		CommittedQuorumID:  committedQuorumID,
-	}
+	args := atStep(ofRank(groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize),
+		step, commitFailures, shrinkOnly, committedQuorumID)
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
 		result, err := client.Quorum(ctx, args)
 		if err != nil {
@@ -86,6 +77,23 @@ func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string
 		}
 		return toJSON(newQuorumResult(result))
 	}), nil
+}
+
+// ofRank is what a rank says in every quorum.
+func ofRank(groupRank int64, checkpointMetadata string, initSync bool, reconfigureHandle string, groupWorldSize int64) manager.QuorumArgs {
+	return manager.QuorumArgs{
+		GroupRank:          groupRank,
+		CheckpointMetadata: checkpointMetadata,
+		InitSync:           initSync,
+		Handle:             reconfigureHandle,
+		GroupWorldSize:     groupWorldSize,
+	}
+}
+
+// atStep adds what differs from quorum to quorum.
+func atStep(args manager.QuorumArgs, step, commitFailures int64, shrinkOnly bool, committedQuorumID int64) manager.QuorumArgs {
+	args.Step, args.CommitFailures, args.ShrinkOnly, args.CommittedQuorumID = step, commitFailures, shrinkOnly, committedQuorumID
+	return args
 }
 
 // ManagerCheckpointMetadataStart asks what a group rank announced; the result is text.

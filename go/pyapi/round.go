@@ -5,7 +5,6 @@ import (
 	"errors"
 	"time"
 
-	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/pyapi/rank"
 )
@@ -20,21 +19,12 @@ func ManagerRoundPrepare(handle, groupRank int64, checkpointMetadata string, ini
 	if err != nil {
 		return 0, err
 	}
+	args := ofRank(groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize)
 	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
 		step, commitFailures, shrinkOnly, timeoutUs := n[0], n[1], n[2] != 0, n[3]
 		committedQuorumID, first := n[4], n[5] != 0
 		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			result, err := client.Quorum(ctx, manager.QuorumArgs{
-				GroupRank:          groupRank,
-				Step:               step,
-				CheckpointMetadata: checkpointMetadata,
-				ShrinkOnly:         shrinkOnly,
-				InitSync:           initSync,
-				CommitFailures:     commitFailures,
-				Handle:             reconfigureHandle,
-				GroupWorldSize:     groupWorldSize,
-				CommittedQuorumID:  committedQuorumID,
-			})
+			result, err := client.Quorum(ctx, atStep(args, step, commitFailures, shrinkOnly, committedQuorumID))
 			if err != nil {
 				return nil, callFailed(err)
 			}

@@ -409,6 +409,30 @@ def test_a_daemon_thread_that_waits_does_not_disturb_the_exit() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "main ends\n", "")
 
 
+def test_an_operation_that_outlives_the_thread_that_waits_for_it() -> None:
+    """While the interpreter ends, daemon threads end in their waits; what they waited for ends later."""
+    script = """
+        import sys, threading, time
+        from torchft._torchft import _load
+        go = _load()
+        threading.stack_size(64 << 20)  # more than libc keeps of ended threads: the stack is unmapped at once
+        def wait(delay_us):
+            go.run(go.pyapi_ProbeStart, "value", delay_us, 60_000_000)
+        for i in range(4):
+            threading.Thread(target=wait, args=(2_000_000 + i * 100_000,), daemon=True).start()
+        time.sleep(0.3)
+        class Last:
+            def __del__(self, sleep=time.sleep, write=sys.stdout.write, flush=sys.stdout.flush):
+                sleep(3)
+                write("last")
+                flush()
+        sys.last = Last()  # is deleted when nobody but the main thread runs Python any more
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "last", "")
+
+
 def test_a_data_loader_with_forked_workers_works_beside_it(cluster: Cluster) -> None:
     torch_data = pytest.importorskip("torch.utils.data")
 

@@ -1,6 +1,8 @@
 package rpc
 
 import (
+	"log/slog"
+
 	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/encoding/proto"
 	"google.golang.org/grpc/mem"
@@ -22,7 +24,14 @@ type codec struct{ encoding.CodecV2 }
 
 func newCodec() encoding.CodecV2 { return codec{encoding.GetCodecV2(proto.Name)} }
 
-func (c codec) Marshal(v any) (mem.BufferSlice, error) {
+// Unmarshal survives a bug in the decoder: gRPC decodes a request before anything of ours that recovers.
+func (c codec) Unmarshal(data mem.BufferSlice, v any) (err error) {
+	defer Recovered(slog.Default(), "decoding", &err)
+	return c.CodecV2.Unmarshal(data, v)
+}
+
+func (c codec) Marshal(v any) (data mem.BufferSlice, err error) {
+	defer Recovered(slog.Default(), "encoding", &err)
 	switch v := v.(type) {
 	case Encoded:
 		return mem.BufferSlice{mem.SliceBuffer(v)}, nil

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"runtime/debug"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -28,6 +29,17 @@ func Go(group *sync.WaitGroup, log *slog.Logger, name string, f func()) {
 		}()
 		f()
 	}()
+}
+
+// AfterFunc is time.AfterFunc for a function whose panic is logged. The timer does not run yet: Reset starts it.
+func AfterFunc(log *slog.Logger, name string, f func()) *time.Timer {
+	timer := time.AfterFunc(time.Hour, func() {
+		var err error // logged
+		defer Recovered(log, name, &err)
+		f()
+	})
+	timer.Stop()
+	return timer
 }
 
 // Recovered turns a panic into an error. Use it deferred, with the address of the named result.

@@ -32,7 +32,11 @@ func (c *Calls[K]) Start(call K, prepared int64, numbers [Numbers]int64) {
 		c.end(call, nil, As(Runtime, err))
 		return
 	}
-	timeout, work := do(numbers)
+	timeout, work, err := prepare(do, numbers)
+	if err != nil {
+		c.end(call, nil, err)
+		return
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	c.mu.Lock()
 	c.cancel[call] = cancel
@@ -55,6 +59,13 @@ func (c *Calls[K]) GiveUp(call K) {
 	if cancel != nil {
 		cancel()
 	}
+}
+
+// prepare runs on the one goroutine that starts every call: a panic must not end it.
+func prepare(do Prepared, numbers [Numbers]int64) (timeout time.Duration, work func(context.Context) (any, error), err error) {
+	defer Guard(&err)
+	timeout, work = do(numbers)
+	return timeout, work, nil
 }
 
 func guarded(ctx context.Context, work func(context.Context) (any, error)) (value any, err error) {

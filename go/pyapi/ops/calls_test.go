@@ -82,3 +82,12 @@ func TestACallEndsAtItsDeadlineOrWhenGivenUp(t *testing.T) {
 		started.GiveUp("never begun")
 	})
 }
+
+// One goroutine starts every call of the process: what it runs must not end it.
+func TestAPanicBeforeACallBegins(t *testing.T) {
+	started, ends := calls(t)
+	bad := ops.Put(ops.Prepared(func([ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) { panic("boom") }))
+	t.Cleanup(func() { ops.Remove(bad) })
+	started.Start("bad", bad, [ops.Numbers]int64{})
+	require.Contains(t, (<-ends).err, "R:a bug in torchft's native library (panic): boom")
+}

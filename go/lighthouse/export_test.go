@@ -1,0 +1,25 @@
+package lighthouse
+
+import "github.com/torchft/torchft/go/internal/rpc"
+
+// BreakMachine makes the next use of the default job's machine panic, as a bug in it would.
+func (s *Server) BreakMachine() {
+	j := s.defaultJob()
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.machine = nil
+}
+
+// Streams is how many members' streams the default job knows.
+func (s *Server) Streams() int {
+	j := s.defaultJob()
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return len(j.streams.open)
+}
+
+func (s *Server) defaultJob() *job {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.jobs[rpc.DefaultJob]
+}

@@ -1,0 +1,116 @@
+package lighthouse_test
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// A bug in the machine ends the waits, and nothing else: wherever it shows itself, the next quorum is as good as any.
+func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
+	for name, meet := range map[string]func(t *testing.T, c *fttest.Cluster, x *wire){
+		"a call": func(t *testing.T, c *fttest.Cluster, x *wire) {
+			got := <-ask(dial(t, c, "y"), quorum.Member{ReplicaID: "y"}, time.Minute)
+			assert.Equal(t, codes.Internal, status.Code(got.Err))
+			assert.ErrorContains(t, got.Err, "internal error in the lighthouse")
+		},
+		"a heartbeat": func(t *testing.T, c *fttest.Cluster, x *wire) {
+			assert.Equal(t, codes.Internal, status.Code(dial(t, c, "y").Heartbeat(t.Context(), "y")))
+		},
+		"an ask on a stream": func(t *testing.T, c *fttest.Cluster, x *wire) {
+			x.ask(1, time.Minute)
+			code, _ := x.failed()
+			assert.Equal(t, codes.Internal, code)
+		},
+		"the beginning of a stream": func(t *testing.T, c *fttest.Cluster, x *wire) {
+			before := c.Lighthouse.Streams()
+			w := open(t, c, "y")
+			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "y"}}})
+			for err := error(nil); err == nil; {
+				_, err = w.stream.Recv() // its welcome may come before
+				if err != nil {
+					assert.Equal(t, codes.Internal, status.Code(err))
+				}
+			}
+			synctest.Wait()
+			assert.Equal(t, before, c.Lighthouse.Streams(), "it is forgotten")
+		},
+		"the end of a stream": func(t *testing.T, c *fttest.Cluster, x *wire) {
+			x.hangUp()
+			synctest.Wait()
+		},
+		"a deadline on a stream": func(t *testing.T, c *fttest.Cluster, x *wire) {
+			code, _ := x.failed()
+			assert.Equal(t, codes.Internal, code)
+		},
+		"the page": func(t *testing.T, c *fttest.Cluster, x *wire) {
+			code, body := get(t, browser(t, c, "far"), "/status")
+			assert.Equal(t, 200, code)
+			assert.Contains(t, body, "internal error")
+		},
+		"a tick": func(*testing.T, *fttest.Cluster, *wire) { time.Sleep(time.Second) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := fttest.NewCluster(t, 4)
+				called := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Hour)
+				b := attend(t, c, "b", 0)
+				b.ask(1, time.Hour)
+				x := attend(t, c, "x", 0)
+				if name == "a deadline on a stream" {
+					x.ask(1, 10*time.Millisecond)
+				}
+				c.Lighthouse.BreakMachine()
+				meet(t, c, x)
+
+				got := <-called
+				assert.Equal(t, codes.Internal, status.Code(got.Err))
+				assert.ErrorContains(t, got.Err, "internal error in the lighthouse")
+				code, _ := b.failed()
+				assert.Equal(t, codes.Internal, code)
+				assert.Positive(t, c.Log.Count("internal error"))
+
+				// All of them ask again.
+				d := ask(dial(t, c, "d"), quorum.Member{ReplicaID: "d"}, time.Minute)
+				e := ask(dial(t, c, "e"), quorum.Member{ReplicaID: "e"}, time.Minute)
+				called = ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute)
+				synctest.Wait()
+				b = attend(t, c, "b", 0) // the machine has forgotten what its greeting said, and told it so
+				b.ask(1, time.Minute)
+				for _, answer := range []<-chan result{d, e, called} {
+					got := <-answer
+					require.NoError(t, got.Err)
+					assert.Len(t, got.Value.Members, 4)
+				}
+				b.answered()
+			})
+		})
+	}
+}
+
+// SIGTERM, as the command takes it: whoever waits hears UNAVAILABLE, which our managers take for "ask again".
+func TestAShutdownDoesNotWaitForAnybody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 9)
+		called := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Hour)
+		b := attend(t, c, "b", 0)
+		b.ask(1, time.Hour)
+		attend(t, c, "frozen", 0)
+		c.Net.Host("frozen").Freeze()
+		start := time.Now()
+		c.Lighthouse.Shutdown()
+		assert.Less(t, time.Since(start), 3*time.Second)
+		assert.Equal(t, codes.Unavailable, status.Code((<-called).Err))
+		code, _ := b.failed()
+		assert.Equal(t, codes.Unavailable, code)
+	})
+}

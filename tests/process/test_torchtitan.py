@@ -1,0 +1,94 @@
+"""torchtitan's own fault-tolerance code against this package: its manager, hooks, optimizers, checkpoints.
+
+Needs torchtitan, which brings much that nothing else here needs, so it is in no extra: `pip install torchtitan`, or
+a folder with it on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
+from test_hsdp import committed, weights
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan: pip install torchtitan"
+    ),
+    pytest.mark.timeout(240),
+]
+
+
+def start(job: Job, lighthouse: str, group: int, folder: Path, ranks: int = 1, **options: object) -> list[Child]:
+    env = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "TORCHFT_LIGHTHOUSE": lighthouse,
+    }
+    more = [f"--{name}={value}" for name, value in options.items()]
+    return [
+        job.python(
+            f"group{group}-{rank}",
+            Path(HERE) / "torchtitan_worker.py",
+            f"--group={group}",
+            f"--folder={folder}",
+            *more,
+            path=ours_path(),
+            env={**env, "RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+
+
+def ready(job: Job, children: list[Child]) -> None:
+    job.wait(lambda: all(child.of("ready") for child in children), START_TIMEOUT_S, "the trainers are ready")
+    for child in children:
+        child.send(do="train")
+
+
+def test_fsdp_survives_a_death_and_starts_again_from_checkpoints(tmp_path: Path) -> None:
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, heartbeat_timeout_ms=1000)
+        first, second = (start(job, lighthouse, group, tmp_path) for group in range(2))
+        ready(job, first + second)
+        both = lambda child: [e for e in committed(child) if e["participants"] == 2]  # noqa: E731
+        job.wait(lambda: len(both(first[0])) >= 3, 60, "steps of both groups")
+        for child in second:
+            child.kill()
+        job.wait(lambda: [e for e in committed(first[0]) if e["participants"] == 1], 60, "a step of one group")
+        again = start(job, lighthouse, 1, tmp_path, seed=99)
+        ready(job, again)
+        job.wait(lambda: len(both(again[0])) >= 2, 60, "the new group trains along")
+        last = committed(first[0])[-1]["step"] + 10
+        for child in first + again:
+            child.send(do="finish", step=last)
+        end = weights(job, first + again)  # equal in all groups
+        assert any(e["total"] == 2 for e in both(first[0]))
+        assert again[0].of("ready")[0]["place"] > 0  # its place in the data came from its own folder
+
+        # From disk, as torch.distributed.checkpoint wrote it. A full checkpoint is made every 5 steps.
+        folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+        assert "ft-replicat-0" in folders and "ft-replicat-1" in folders
+        saved = max(int(name.removeprefix("step-")) for name in folders if name.startswith("step-"))
+        assert saved == last // 5 * 5
+        alone = start(job, lighthouse, 0, tmp_path, seed=7)
+        ready(job, alone)
+        assert alone[0].of("ready")[0]["found"] and alone[0].of("ready")[0]["step"] == saved
+    assert all(torch.isfinite(value).all() for value in end.values())
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "diloco"])
+def test_semi_synchronous_training(tmp_path: Path, method: str) -> None:
+    pytest.importorskip("torchft.local_sgd")
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=2)
+        children = [c for group in range(2) for c in start(job, lighthouse, group, tmp_path, method=method)]
+        ready(job, children)
+        for child in children:
+            child.send(do="finish", step=4)
+        weights(job, children)
+        assert all(child.of("finished")[0]["step"] == 4 for child in children)

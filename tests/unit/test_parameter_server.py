@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import gc
+import http.client
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from datetime import timedelta
+from typing import Callable, Iterator
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from torchft.parameter_server import ParameterServer
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
+
+
+class Sums(ParameterServer):
+    """Adds up what its clients push, and gives back the sum."""
+
+    timeout = timedelta(seconds=30)
+
+    def __init__(self) -> None:
+        super().__init__(port=0)
+        self.total = torch.zeros(3)
+        self.served: list[str] = []
+        self.errors: list[Exception] = []
+
+    @classmethod
+    def new_process_group(cls) -> ProcessGroup:
+        return ProcessGroupGloo(timeout=cls.timeout)
+
+    def forward(self, session_id: str, pg: ProcessGroup) -> None:
+        assert pg.rank() == 0 and pg.size() == 2
+        self.served.append(session_id)
+        try:
+            while True:
+                pushed = torch.zeros(3)
+                pg.allreduce([pushed], ReduceOp.SUM).wait()
+                self.total += pushed
+                pg.broadcast_one(self.total, 0).wait()
+        except Exception as e:
+            self.errors.append(e)
+            raise
+
+
+def push(pg: ProcessGroup, value: float) -> list[float]:
+    tensor = torch.full((3,), value)
+    pg.allreduce([tensor], ReduceOp.SUM).wait()
+    pg.broadcast_one(tensor, 0).wait()
+    return tensor.tolist()
+
+
+@pytest.fixture
+def server() -> Iterator[Sums]:
+    built = Sums()
+    yield built
+    built.shutdown()
+    built.shutdown()
+    assert built.sessions() == []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def session_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name in ("torchft_session_lease", "torchft-http-request")]
+
+
+def test_clients_have_sessions_of_their_own(server: Sums) -> None:
+    first, second = Sums.new_session(server.address()), Sums.new_session(server.address())
+    assert first.rank() == 1 and first.size() == 2
+    assert push(first, 1.0) == [1.0] * 3
+    assert push(second, 2.0) == [3.0] * 3
+    assert push(first, 4.0) == [7.0] * 3
+    assert len(set(server.served)) == 2 and sorted(server.sessions()) == sorted(server.served)
+    first.shutdown()
+    until(lambda: len(server.sessions()) == 1)
+    assert push(second, 1.0) == [8.0] * 3
+    second.shutdown()
+    until(lambda: server.sessions() == [] and session_threads() == [])
+
+
+def test_session_that_its_client_forgets_ends(server: Sums) -> None:
+    pg = Sums.new_session(server.address())
+    push(pg, 1.0)
+    del pg
+    gc.collect()
+    until(lambda: server.sessions() == [] and len(server.errors) == 1)  # forward waited in an allreduce
+    until(lambda: session_threads() == [])
+
+
+def test_session_whose_client_dies_ends(server: Sums) -> None:
+    script = (
+        "import sys, time, torch\n"
+        "from tests.unit.test_parameter_server import Sums, push\n"
+        f"pg = Sums.new_session({server.address()!r}); push(pg, 1.0); print('pushed', flush=True); time.sleep(100)\n"
+    )
+    client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert client.stdout is not None and client.stdout.readline() == "pushed\n"
+        assert len(server.sessions()) == 1
+        client.send_signal(signal.SIGKILL)
+        until(lambda: server.sessions() == [] and len(server.errors) == 1)
+    finally:
+        client.kill()
+        client.wait()
+        client.stdout.close()  # type: ignore[union-attr]
+
+
+def test_client_that_never_connects_holds_nothing(server: Sums) -> None:
+    """It asked for a session and went: the server, which waits for it in configure, notices at once."""
+    parts = urllib.parse.urlsplit(server.address())
+    connection = http.client.HTTPConnection("localhost", parts.port or 0, timeout=10)
+    connection.request("POST", parts.path)
+    response = connection.getresponse()
+    response.read()
+    until(lambda: len(server.sessions()) == 1)
+    connection.close()
+    until(lambda: server.sessions() == [])
+    assert server.served == []
+
+
+def test_forward_that_raises_ends_its_session_alone(server: Sums, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Sums.new_session(server.address())
+    push(other, 1.0)
+
+    def fail(session_id: str, pg: ProcessGroup) -> None:
+        raise KeyError("what it wanted")
+
+    monkeypatch.setattr(server, "forward", fail)
+    pg = Sums.new_session(server.address())
+    with pytest.raises(RuntimeError):
+        push(pg, 1.0)
+    assert push(other, 1.0) == [2.0] * 3
+
+
+def test_shutdown_ends_sessions(server: Sums) -> None:
+    pg = Sums.new_session(server.address())
+    push(pg, 1.0)
+    server.shutdown()
+    with pytest.raises(RuntimeError):
+        push(pg, 1.0)
+    with pytest.raises(RuntimeError, match="no session from http"):
+        Sums.new_session(server.address())
+    until(lambda: session_threads() == [])
+
+
+def test_bad_input(server: Sums) -> None:
+    for name in ("port", "store_port"):
+        with pytest.raises(ValueError, match=f"{name}=70000: allowed are 0"):
+            ParameterServer.__init__(server, **{"port": 0, name: 70000})
+    for address in ("localhost:1", "ftp://localhost:1/new_session", "http://localhost/new_session"):
+        with pytest.raises(ValueError, match="is needed"):
+            Sums.new_session(address)
+    with pytest.raises(RuntimeError, match="404"):
+        Sums.new_session(server.address() + "s")
+
+
+def test_browsers_get_no_session(server: Sums) -> None:
+    parts = urllib.parse.urlsplit(server.address())
+    connection = http.client.HTTPConnection("localhost", parts.port or 0, timeout=10)
+    connection.request("POST", parts.path, headers={"Origin": "http://somewhere"})
+    assert connection.getresponse().status == 403
+    connection.close()
+    assert server.served == []

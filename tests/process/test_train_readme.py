@@ -1,4 +1,4 @@
-"""The example in the README runs as it stands."""
+"""The examples in the README and in the docs run as they stand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from torchft.coordination import LighthouseServer
 ROOT = Path(__file__).resolve().parents[2]
 
 
+EXAMPLES = [
+    pytest.param(text, id=f"{document}-{i}")
+    for document in ("README.md", "docs/training_loops.md")
+    for i, text in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL))
+]
+
+
 @pytest.mark.timeout(240)
-def test_the_example_trains_in_two_groups_and_ends(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(example + "\nprint('ended at step', manager.current_step())\n")
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)

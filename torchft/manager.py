@@ -265,6 +265,7 @@ class Manager:
             timeout=self._timeout,
             connect_timeout=self._connect_timeout,
             sources=heal_sources_from_env(),
+            in_background=use_async_quorum,
             logger=lambda: self._logger,
         )
         try:

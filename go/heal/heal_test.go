@@ -134,13 +134,19 @@ func TestBlocksCoverEverythingOnce(t *testing.T) {
 				length += span.Length
 			}
 			require.Equal(t, l.Length(block), length)
-			moved := int64(0)
-			require.NoError(t, pieces(l.Spans(block, nil), func(piece []Span, n int64) error {
-				require.LessOrEqual(t, n, int64(pieceSize))
-				moved += n
-				return nil
-			}))
-			require.Equal(t, length, moved)
+			for _, largest := range []int64{1000, pieceSize, maxBlock} {
+				moved := int64(0)
+				require.NoError(t, pieces(l.Spans(block, nil), largest, func(piece []Span, n int64) error {
+					if len(piece) > 1 {
+						require.LessOrEqual(t, n, int64(pieceSize)) // what is packed fits the scratch memory
+					} else {
+						require.LessOrEqual(t, n, max(largest, packBelow))
+					}
+					moved += n
+					return nil
+				}))
+				require.Equal(t, length, moved)
+			}
 		}
 		require.Equal(t, append([]int64{}, sizes...), append([]int64{}, at...))
 	}

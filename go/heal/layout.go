@@ -91,13 +91,14 @@ const (
 	packBelow = 16 << 10
 )
 
-// pieces cuts spans into what is moved by one call into the kernel: a part of one large span, or some small ones.
-func pieces(spans []Span, yield func(piece []Span, length int64) error) error {
+// pieces cuts spans into what is moved by one call into the kernel: a part of one large span, or some small ones, which
+// are never more than a pieceSize. Where nothing is checked, a call may move a whole block: that saves a tenth.
+func pieces(spans []Span, largest int64, yield func(piece []Span, length int64) error) error {
 	for i := 0; i < len(spans); {
 		if spans[i].Length >= packBelow {
 			for rest := spans[i]; rest.Length > 0; {
 				part := rest
-				part.Length = min(rest.Length, pieceSize)
+				part.Length = min(rest.Length, largest)
 				if err := yield([]Span{part}, part.Length); err != nil {
 					return err
 				}
@@ -116,4 +117,11 @@ func pieces(spans []Span, yield func(piece []Span, length int64) error) error {
 		}
 	}
 	return nil
+}
+
+func largestPiece(checked bool) int64 {
+	if checked {
+		return pieceSize
+	}
+	return maxBlock
 }

@@ -266,7 +266,7 @@ func (c *connection) check(o *Offer, block int) (uint32, error) {
 	}
 	crc := uint32(0)
 	c.spans = o.layout.Spans(block, c.spans[:0])
-	err := pieces(c.spans, func(piece []Span, _ int64) (err error) {
+	err := pieces(c.spans, pieceSize, func(piece []Span, _ int64) (err error) {
 		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
 			return err
 		}
@@ -291,7 +291,7 @@ func (c *connection) send(g *Grant, r request) error {
 	summing := r.flags&flagChecksum != 0 && !known
 	c.out = response{statusOK, r.block, uint32(length)}.append(c.out[:0])
 	c.spans = o.layout.Spans(int(r.block), c.spans[:0])
-	err := pieces(c.spans, func(piece []Span, n int64) (err error) {
+	err := pieces(c.spans, largestPiece(summing || c.server.limit.bytesPerSecond > 0), func(piece []Span, n int64) (err error) {
 		c.server.limit.wait(n)
 		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
 			if len(c.out) == responseSize { // nothing was sent yet

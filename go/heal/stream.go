@@ -215,7 +215,10 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	f := st.source.fetch
 	checked, began := !f.settings.Unchecked, time.Now()
 	st.spans = f.layout.Spans(block, st.spans[:0])
-	err = pieces(st.spans, func(piece []Span, length int64) error {
+	for _, span := range st.spans {
+		populate(f.memory.regions[span.Region][span.Offset : span.Offset+span.Length])
+	}
+	err = pieces(st.spans, largestPiece(checked), func(piece []Span, length int64) error {
 		first := piece[0]
 		target := f.memory.regions[first.Region][first.Offset : first.Offset+first.Length]
 		if len(piece) > 1 {

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import heal
 import heal_stall
 import process_groups
 import recovery
@@ -33,11 +34,12 @@ PARTS = {
     "startup": startup,
     "step": step,
     "throughput": throughput,
+    "heal": heal,
     "heal_stall": heal_stall,
     "process_groups": process_groups,
     "recovery": recovery,
 }
-ROUNDS = {"startup": 10, "step": 20, "throughput": 12, "heal_stall": 10, "process_groups": 8, "recovery": 5}
+ROUNDS = {"startup": 10, "step": 20, "throughput": 12, "heal": 5, "heal_stall": 10, "process_groups": 8, "recovery": 5}
 OURS = "ours"
 
 

@@ -7,6 +7,7 @@ thread, because the model is its own. Until then it can be *discarded*, and the 
 from __future__ import annotations
 
 import time
+import warnings
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
@@ -45,6 +46,7 @@ class Recovery:
         timeout: for asking where the state is, and again for fetching it.
         connect_timeout: for reaching the source's manager server.
         sources: how many groups this one asks for one state, and whether (if more than 1) it helps others so.
+        in_background: whether the model runs while a state is fetched.
         logger: gives the Manager's logger; it is made after this.
 
     Attributes:
@@ -62,6 +64,7 @@ class Recovery:
         timeout: timedelta,
         connect_timeout: timedelta,
         sources: int,
+        in_background: bool,
         logger: Callable[[], _ManagerLogger],
     ) -> None:
         self._transport = transport
@@ -76,14 +79,22 @@ class Recovery:
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
         self._before: Optional[Position] = None
-        # A load that failed may have changed some of the weights: until one succeeds they are of no step.
+        self._in_place = getattr(transport, "in_place", False) is True
+        if self._in_place and in_background:
+            warnings.warn(
+                "the checkpoint transport has a state_dict, so it writes to this group's tensors while the forward "
+                "pass runs: pass use_async_quorum=False, or leave state_dict out (docs/healing.md)",
+                stacklevel=3,
+            )
+        # A load that failed may have changed some of the weights, and a transfer in place some or all of them: until a
+        # load succeeds they are of no step.
         self._spoiled = False
 
     def check(self, plan: Plan) -> None:
         """Raises RuntimeError if the weights are of no step, and there is no group to heal from."""
         if self._spoiled and not plan.heal:
             raise RuntimeError(
-                f"a heal of this group failed while its state was loaded, so its weights are of no step, and quorum "
+                f"a heal of this group did not get to its end, so its weights are of no step, and quorum "
                 f"{plan.quorum_id} has no group to heal from; start it again from a checkpoint"
             )
 
@@ -131,6 +142,7 @@ class Recovery:
             metadata = self._ask(source.manager_address, self._connect_timeout, self._timeout)
             asked = [partial(self._ask, a, _HELPER_TIMEOUT, _HELPER_TIMEOUT) for a in plan.helpers[: self._helpers]]
             several: dict[str, Any] = {"helpers": asked} if asked else {}
+            self._spoiled = self._spoiled or self._in_place
             state = self._transport.recv_checkpoint(
                 src_rank=source.replica_rank, metadata=metadata, step=plan.max_step, timeout=self._timeout, **several
             )

@@ -92,6 +92,7 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ValueError(f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit")
         self._timeout = timeout.total_seconds()
         self._state_dict = state_dict
+        self.in_place = state_dict is not None
         self._checksum = checksum
         self._num_chunks = num_chunks
         self._snapshot = snapshot

@@ -67,6 +67,7 @@ class PGTransport(CheckpointTransport[T]):
         self._timeout = timeout
         self._device = torch.device(device)
         self._state_dict = state_dict
+        self.in_place = state_dict is not None
 
     def metadata(self) -> str:
         return "<n/a>"

@@ -29,9 +29,12 @@ class CheckpointTransport(Generic[T], ABC):
     Attributes:
         several_sources: whether groups that the target is not assigned to can help: then `help_checkpoint` is called
             there, and `recv_checkpoint` here with `helpers`, a list of `Helper`.
+        in_place: whether `recv_checkpoint` writes to tensors that this group trains with, so that they are of no step
+            if it fails.
     """
 
     several_sources: ClassVar[bool] = False
+    in_place: bool = False
 
     @abstractmethod
     def metadata(self) -> str:

@@ -525,6 +525,37 @@ def test_says_where_the_seconds_of_a_recovery_went(
     assert manager.recovery_seconds() == seconds
 
 
+@pytest.mark.parametrize("where", ["transfer", "never loaded"])
+def test_a_heal_in_place_that_does_not_end_leaves_weights_of_no_step(
+    fixture: Fixture, make_quorum: Quorum, where: str
+) -> None:
+    """Half of them may be the peer's: the group commits nothing until it healed."""
+    fixture.transport.in_place = True
+    load = MagicMock(side_effect=[None] if where == "transfer" else [ValueError("no"), None])
+    manager = fixture.manager(use_async_quorum=False, load_state_dict=load)
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.side_effect = [RuntimeError("source died")] if where == "transfer" else None
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    assert not manager.should_commit()
+    fixture.client._quorum.return_value = make_quorum(quorum_id=2)  # nobody to heal from
+    with pytest.raises(RuntimeError, match=r"weights are of no step.*no group to heal from"):
+        manager.start_quorum()
+    fixture.client._quorum.return_value = healing(make_quorum, quorum_id=3)
+    fixture.transport.recv_checkpoint.side_effect = None
+    manager.start_quorum()
+    assert manager.should_commit() and manager.current_step() == 21
+    fixture.client._quorum.return_value = make_quorum(quorum_id=4, max_step=21)
+    manager.start_quorum()
+    assert manager.should_commit()
+
+
+def test_in_place_and_a_quorum_in_the_background_do_not_fit(fixture: Fixture) -> None:
+    fixture.transport.in_place = True
+    with pytest.warns(UserWarning, match="use_async_quorum=False"):
+        fixture.manager(use_async_quorum=True)
+
+
 def test_sync_heal_takes_part_at_once(fixture: Fixture, make_quorum: Quorum) -> None:
     manager = fixture.manager(use_async_quorum=False)
     fixture.client._quorum.return_value = healing(make_quorum)

@@ -18,6 +18,9 @@ const (
 	ruleBroadcast = "a quorum reaches everybody who waits for it"
 	ruleHeal      = "a group that is behind heals to max_step, from a member of its quorum that is there"
 	ruleEqual     = "groups that commit a step in one quorum hold equal states"
+	ruleOwn       = "who contributes to an average gives its own gradients, of the weights it has"
+	ruleKept      = "a death costs no step that a live group has computed"
+	ruleOnce      = "no step is committed again by a replay"
 	ruleDivisor   = "all who contribute to an average divide by the same number"
 	ruleVote      = "a group commits only what all its ranks voted for in the same attempt"
 	ruleForms     = "enough connected members form a quorum within a bounded time"
@@ -428,6 +431,8 @@ func (c *checker) decided(r *rank, commit bool) {
 func (c *checker) contributes(m *comm, r *rank) {
 	h := m.head
 	switch {
+	case r.gradient != r.ownGradient():
+		c.w.broken(ruleOwn, "%s rank %d contributes at step %d in quorum %d what is not its own gradient", r.g.id, r.index, r.step, m.key.quorumID)
 	case r.step != r.plan.MaxStep:
 		c.w.broken(ruleHeal, "%s rank %d trains step %d in quorum %d, whose max_step is %d", r.g.id, r.index, r.step, m.key.quorumID, r.plan.MaxStep)
 	case h == nil:
@@ -440,8 +445,37 @@ func (c *checker) contributes(m *comm, r *rank) {
 	}
 }
 
+// gaveUpStep looks at a step that is computed anew, although nobody has committed it.
+func (c *checker) gaveUpStep(r *rank) {
+	if !r.kept {
+		return
+	}
+	c.w.result.GaveUp++
+	if c.w.OnlyDeaths && r.replays < mostReplays {
+		c.w.broken(ruleKept, "%s rank %d computes step %d anew, and had its gradients", r.g.id, r.index, r.step)
+	}
+}
+
+// once: nobody who lives has committed in another quorum what is committed by a replay.
+func (c *checker) once(r *rank) {
+	for i := range c.w.slots {
+		g := c.w.slots[i].g
+		if g == nil || g == r.g {
+			continue
+		}
+		o := &g.ranks[r.index]
+		if o.heal == nil && (o.step > r.step+1 || o.step == r.step+1 && o.committed != r.plan.QuorumID) {
+			c.w.broken(ruleOnce, "%s rank %d commits step %d in quorum %d, %s is at step %d of quorum %d",
+				r.g.id, r.index, r.step, r.plan.QuorumID, g.id, o.step, o.committed)
+		}
+	}
+}
+
 // committed compares the states after a step, and knows the last few steps of each quorum.
 func (c *checker) committed(r *rank) {
+	if c.w.OnlyDeaths && r.again {
+		c.once(r)
+	}
 	m := r.comm
 	for i := range m.commits {
 		o := &m.commits[i]

@@ -72,9 +72,12 @@ func (w *world) startGroup(i int) {
 		return
 	}
 	s.lives++
+	w.countJoin()
 	g := &group{w: w, slot: i, id: fmt.Sprintf("g%02d:%d", i, s.lives), began: w.now, lastCommit: w.now}
 	g.address = "http://" + g.id
-	description := round.Group{ReplicaID: g.id, Address: g.address, StoreAddress: g.id, WorldSize: int64(w.Ranks)}
+	description := round.Group{
+		ReplicaID: g.id, Address: g.address, StoreAddress: g.id, WorldSize: int64(w.Ranks), ReplaysFailedSteps: w.replays(i),
+	}
 	machine := round.NewMachine(description)
 	g.machine = machine
 	if w.mistake.group != nil {
@@ -98,6 +101,11 @@ func (g *group) crash(silent bool, why string) {
 		return
 	}
 	g.dead = true
+	for i := range g.ranks {
+		if r := &g.ranks[i]; r.again || r.phase == agreeing {
+			w.result.replayDeaths[r.phase]++
+		}
+	}
 	delete(w.byID, g.id)
 	w.slots[g.slot].g = nil
 	w.say("%s dies: %s", g.id, why)

@@ -232,6 +232,10 @@ var mistakes = []struct {
 		lighthouse: requests(func(a *quorum.Asked) { a.Number = 0 })}, []string{ruleStale}},
 
 	{mistake{name: "a healed group keeps its own weights", keepState: true}, []string{ruleEqual}},
+
+	{mistake{name: "a replay reduces what was reduced before, not what was kept", replaySums: true}, []string{ruleOwn}},
+
+	{mistake{name: "a replay of a step that others have committed", replayBehind: true}, []string{ruleHeal, ruleEqual, ruleDivisor}},
 }
 
 // hunt looks for a seed whose history breaks a rule, and shrinks it.

@@ -16,6 +16,7 @@ const (
 	working        // has its quorum: heals, computes
 	reducing       // waits in the collective
 	voting         // waits for the decision
+	agreeing       // waits for whether all ranks of its group reduce the step again
 	dead           // it died, and its group not yet
 )
 
@@ -45,6 +46,8 @@ type rank struct {
 	sum      uint64
 	votesYes bool
 	cast     vote // the last that reached the manager server
+
+	replay
 
 	comm     *comm
 	member   int   // its place in comm
@@ -100,6 +103,8 @@ func (r *rank) handle(e *event) {
 	case rankVoted:
 		if r.number == e.id && r.phase == voting {
 			r.decided(e.ok)
+		} else if r.number == e.id && r.phase == agreeing {
+			r.agreed(e.ok)
 		}
 	case rankFailed:
 		if r.number == e.id {
@@ -142,7 +147,7 @@ func (r *rank) due() {
 		return
 	}
 	switch r.phase {
-	case waiting_, voting:
+	case waiting_, voting, agreeing:
 		number := r.number
 		r.g.giveUp(r, number, true)
 		if r.number == number {
@@ -166,14 +171,23 @@ func (r *rank) startQuorum() {
 	if r.index == 0 && r.g.shrink > 0 {
 		r.g.shrink-- // counted in calls: a group that is in no quorum shuts itself out for as long as it asks this
 	}
-	r.errored, r.sum, r.heal = false, 0, nil
-	compute := w.Compute/2 + w.upTo(w.Compute)
-	if w.slots[r.g.slot].slow > 0 {
-		compute *= 8
+	if !r.again {
+		r.replays, r.kept = 0, false
 	}
-	r.computed = w.now + compute
+	r.errored, r.heal, r.leaves = false, nil, false
+	r.computed = w.now + r.stepTime()
 	r.wait(waiting_, w.QuorumTimeout)
 	r.toManager(managerAsk)
+}
+
+// stepTime is how long this step's gradients take.
+func (r *rank) stepTime() time.Duration {
+	w := r.g.w
+	d := w.Compute/2 + w.upTo(w.Compute)
+	if w.slots[r.g.slot].slow > 0 {
+		d *= 8
+	}
+	return d
 }
 
 // says is what it tells of the quorum of its last commit.
@@ -208,8 +222,12 @@ func (r *rank) toManager(k kind) {
 // follow does what the quorum asks for: Manager._async_quorum.
 func (r *rank) follow(n *news) {
 	g, w := r.g, r.g.w
+	if r.again {
+		r.followAgain(&n.Result)
+	}
 	r.plan, r.attempt = n.Result, n.attempt
 	r.phase, r.deadline = working, 0
+	r.sum = 0
 	if n.QuorumID != r.quorumID {
 		r.leaveComm(false)
 		r.quorumID = n.QuorumID
@@ -279,6 +297,13 @@ func (r *rank) healed(ok bool) {
 		w.say("%s rank %d: its heal failed", r.g.id, r.index)
 		r.heal.number = 0
 		r.errored = true
+		if r.leaves { // between two steps the weights are those of the step: it asks for another quorum
+			r.comm.abort(r)
+			r.undoHeal()
+			r.phase = idle
+			r.startQuorum()
+			return
+		}
 	}
 	w.push(event{at: max(r.computed, w.now+w.Delay), kind: rankArrive, g: r.g, rank: int16(r.index), id: r.number})
 }
@@ -287,6 +312,9 @@ func (r *rank) healed(ok bool) {
 func (r *rank) participates() bool { return r.heal == nil && r.plan.MaxReplicaRank != nil }
 
 func (r *rank) arrive() {
+	if !r.again {
+		r.compute()
+	}
 	r.wait(reducing, r.g.w.Timeout)
 	r.comm.arrive(r)
 }
@@ -334,11 +362,17 @@ func (r *rank) decided(commit bool) {
 		w.result.Commits++
 	} else {
 		w.say("%s rank %d loses step %d", g.id, r.index, r.step)
+		w.result.Lost++
 		r.failures++
 		r.undoHeal()
 	}
 	r.phase, r.deadline = idle, 0
-	r.startQuorum()
+	r.again = false
+	if commit {
+		r.startQuorum()
+	} else {
+		r.lost()
+	}
 }
 
 // undoHeal goes back to the step whose weights it has, when a heal did not arrive.
@@ -353,10 +387,17 @@ func (r *rank) undoHeal() {
 // in others the process dies, and its group with it.
 func (r *rank) failed() {
 	g, w := r.g, r.g.w
-	wasVoting := r.phase == voting
+	wasVoting, phase := r.phase == voting, r.phase
 	r.undoHeal()
 	r.number++
 	r.phase, r.deadline = idle, 0
+	if phase == agreeing || phase == waiting_ && r.again { // should_commit says no, and raises nothing
+		r.g.w.check.gaveUpStep(r)
+		r.again = false
+		r.startQuorum()
+		return
+	}
+	r.again = false
 	r.errors++
 	if wasVoting && w.chance(0.3) || w.chance(0.1) || r.errors > 3 {
 		w.restart(g, "an error reached its training loop", w.upTo(w.QuorumTimeout))

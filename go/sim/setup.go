@@ -35,6 +35,13 @@ type Setup struct {
 	// they committed, and no numbers of requests.
 	Published Slots
 
+	// Replay: groups reduce a step again that lost a member, but for those that are Published.
+	Replay bool
+	// OnlyDeaths: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
+	OnlyDeaths bool
+	// ReplayDeath: in this phase of a replay some groups die, as long as others live.
+	ReplayDeath phase
+
 	mistake mistake
 }
 
@@ -52,13 +59,15 @@ type (
 // mistake is a hook for tests: it puts something between the simulation and the machines, or makes the model of
 // the ranks do something wrong. The zero value makes none.
 type mistake struct {
-	name       string
-	lighthouse func(*quorum.Machine) lighthouseMachine
-	group      func(round.Group, *round.Machine) groupMachine
-	policy     func(quorum.Policy) quorum.Policy
-	start      func(time.Time) time.Time // of a lighthouse's clock when it begins
-	keepState  bool                      // a group that heals goes to the step and keeps its weights
-	anySize    bool                      // what the lighthouse remembers is not looked at
+	name         string
+	lighthouse   func(*quorum.Machine) lighthouseMachine
+	group        func(round.Group, *round.Machine) groupMachine
+	policy       func(quorum.Policy) quorum.Policy
+	start        func(time.Time) time.Time // of a lighthouse's clock when it begins
+	replayBehind bool                      // a step is reduced again whatever the quorum says
+	replaySums   bool                      // what a reduction left is reduced again, not what was kept
+	keepState    bool                      // a group that heals goes to the step and keeps its weights
+	anySize      bool                      // what the lighthouse remembers is not looked at
 }
 
 // Draw makes the setup of a seed: a cluster, its settings, its network, and a fault for every fiftieth round. With
@@ -95,6 +104,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 		Keepalive:         between(100*time.Millisecond, 400*time.Millisecond),
 		Compute:           between(10*time.Millisecond, 50*time.Millisecond),
 		InitSync:          r.IntN(2) == 0,
+		Replay:            mix(seed, 3)%2 == 0,
 		Delay:             between(200*time.Microsecond, 2*time.Millisecond),
 	}
 	if r.IntN(4) == 0 {

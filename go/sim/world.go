@@ -24,9 +24,15 @@ type Result struct {
 	Events    uint64
 	Commits   uint64 // of ranks
 	Heals     uint64 // of ranks
+	Replays   uint64 // of ranks
+	Lost      uint64 // of ranks: attempts at a step that were not committed
+	GaveUp    uint64 // of ranks: steps that could have been reduced again, and were not
 	LastID    int64
 	Elapsed   time.Duration // on the clock of the simulation
 	FaultsHit int
+
+	replayDeaths [dead + 1]int // of ranks, by what they did while they reduced a step again
+	replayJoins  int           // groups that began while others did
 }
 
 // Violation is a rule that did not hold.
@@ -158,6 +164,7 @@ func (w *world) step() {
 		w.lh.handle(e)
 	case e.kind < lastOfGroup:
 		e.g.handle(e)
+		w.dieInReplay(e.g)
 	case e.kind == lhStart:
 		w.lh.start()
 	case e.kind == slotStart:

@@ -1,0 +1,99 @@
+package sim
+
+import "github.com/torchft/torchft/go/recovery"
+
+// mostReplays is of one step, as in torchft/_manager/replay.py.
+const mostReplays = 5
+
+// replay is what a rank keeps of a step, to reduce it again when a peer dies in it: Manager(replay_failed_step=True).
+type replay struct {
+	batch    uint64 // of the gradients: another one each time that they are computed
+	gradient uint64
+	kept     bool // the gradients may be reduced again
+	replays  int  // of this step
+	again    bool // the attempt that goes on is one
+	leaves   bool // it asked for a quorum that turned out to be that of its next step
+}
+
+// replays reports whether a group announces that it does.
+func (w *world) replays(slot int) bool { return w.Replay && !w.Published.has(slot) }
+
+// compute makes the gradients of a step, of the weights that the rank has.
+func (r *rank) compute() {
+	r.batch++
+	r.gradient = r.ownGradient()
+	r.kept = r.g.w.replays(r.g.slot) && r.plan.Replay
+}
+
+func (r *rank) ownGradient() uint64 {
+	return mix(mix(mix(r.digest, uint64(r.step)), uint64(r.g.slot)), r.batch)
+}
+
+// lost ends an attempt at a step that the group did not commit: its ranks vote on whether all can reduce it again.
+func (r *rank) lost() {
+	w := r.g.w
+	if !w.replays(r.g.slot) {
+		r.startQuorum()
+		return
+	}
+	r.number++
+	r.votesYes = r.kept && r.replays < mostReplays
+	r.wait(agreeing, w.Timeout)
+	r.toManager(managerVote)
+}
+
+// agreed is what the ranks came to.
+func (r *rank) agreed(all bool) {
+	r.phase, r.deadline = idle, 0
+	if !all {
+		r.g.w.check.gaveUpStep(r)
+		r.startQuorum()
+		return
+	}
+	r.replays++
+	r.again = true
+	r.g.w.result.Replays++
+	r.startQuorum()
+}
+
+// followAgain begins a replay in its quorum. One that is none leaves the quorum to the next step.
+func (r *rank) followAgain(a *recovery.Result) {
+	w := r.g.w
+	if w.mistake.replayBehind && a.Heal {
+		first := int64(0)
+		a.Replay, a.Heal, a.MaxReplicaRank = true, false, &first
+	}
+	if a.Replay {
+		if w.mistake.replaySums {
+			r.gradient = r.sum
+		}
+		r.computed = w.now
+		return
+	}
+	if !a.Heal {
+		w.check.gaveUpStep(r)
+	}
+	r.again, r.leaves, r.replays = false, true, 0
+	r.computed = w.now + r.stepTime()
+}
+
+// countJoin notes a group that begins while others reduce a step again.
+func (w *world) countJoin() {
+	for i := range w.slots {
+		if g := w.slots[i].g; g != nil && g.ranks[0].again {
+			w.result.replayJoins++
+			return
+		}
+	}
+}
+
+// dieInReplay lets a group die in the phase of a replay that the setup names, now and then, if others live.
+func (w *world) dieInReplay(g *group) {
+	if w.ReplayDeath == idle || g.dead || len(w.byID) < 2 || w.ending {
+		return
+	}
+	r := &g.ranks[0]
+	if r.phase == w.ReplayDeath && (r.again || r.phase == agreeing) && w.chance(0.2) {
+		w.restart(g, "killed in a replay", w.upTo(w.Timeout))
+	}
+}

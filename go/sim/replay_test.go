@@ -1,0 +1,61 @@
+package sim
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// onlyDeaths draws a job whose groups die at any moment, alone and several at once, and come back.
+func onlyDeaths(seed uint64) Setup {
+	s := Draw(seed, 2+int(seed%4), 400)
+	s.Replay, s.OnlyDeaths = true, true
+	s.Policy.MinReplicas = 1
+	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
+	for i := range s.Faults {
+		f := &s.Faults[i]
+		f.Kind = []FaultKind{Crash, Crash, Vanish, Leave}[(seed+uint64(i))%4]
+		f.N = 0
+		if f.Slots == 0 {
+			f.Slots = 1
+		}
+	}
+	return s
+}
+
+// No step is lost that a live group had computed: whenever groups die, alone or at once, in each phase of a replay, and
+// when others join meanwhile.
+func TestADeathCostsNoStep(t *testing.T) {
+	for p, name := range map[phase]string{
+		idle: "in a step", agreeing: "while its ranks agree", waiting_: "before the quorum", working: "while it connects",
+		reducing: "while it reduces", voting: "before the decision",
+	} {
+		t.Run(name, func(t *testing.T) {
+			var replays, commits uint64
+			deaths, joins := 0, 0
+			for seed := range uint64(budget(40, 4)) {
+				s := onlyDeaths(seed)
+				s.ReplayDeath = p
+				r := hold(t, s)
+				require.Zero(t, r.GaveUp)
+				replays, commits, joins = replays+r.Replays, commits+r.Commits, joins+r.replayJoins
+				deaths += r.replayDeaths[p]
+			}
+			t.Logf("%d commits, %d replays, %d deaths in this phase of one, %d groups began in one", commits, replays, deaths, joins)
+			require.NotZero(t, replays)
+			require.NotZero(t, joins)
+			require.Equal(t, p != idle, deaths > 0)
+		})
+	}
+}
+
+// Without it the same deaths cost steps.
+func TestWithoutReplayADeathCostsSteps(t *testing.T) {
+	lost := 0
+	for seed := range uint64(10) {
+		s := onlyDeaths(seed)
+		s.Replay, s.OnlyDeaths = false, false
+		lost += int(hold(t, s).Lost)
+	}
+	require.NotZero(t, lost)
+}

@@ -18,7 +18,7 @@ import uuid
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, List, Optional, TypeVar
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.distributed import PrefixStore, ReduceOp, TCPStore
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureListener, PeerFailed
 from torchft._manager.inputs import Inputs, Kept
+from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.peers import check_process_group, configure_by_store
 from torchft._manager.plan import Plan, WorldSizeMode, make_plan
@@ -206,6 +207,7 @@ class Manager:
         self._commit_failures = 0
         self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
         self._commit_hooks: List[CommitHook] = []
+        self._layout: Optional[List[str]] = None  # what is reduced, a line for each tensor
 
         self._inputs = Inputs() if replay_failed_step else None  # of this step's allreduces
         self._replay_hooks: List[Callable[[], None]] = []
@@ -334,6 +336,22 @@ class Manager:
             ValueError: the key is taken.
         """
         self._user_state.register(key, load_state_dict, state_dict)
+
+    def register_layout(self, what: str, lines: Sequence[str]) -> None:
+        """Says what this group is going to reduce, so that groups which differ are found out before they do.
+
+        They are compared in each new quorum. A group that does not fit into a running job gets a ValueError from
+        ``start_quorum`` (or what waits for the quorum); the others lose that step. Only torchft's process groups carry
+        it, and the published package announces nothing.
+
+        Args:
+            what: whose tensors they are.
+            lines: a line for each tensor, in the order in which they are reduced.
+        """
+        self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
+        announce = getattr(self._pg, "announce_layout", None)
+        if announce is not None:  # a native group has none
+            announce(digest(self._layout), "\n".join(self._layout))
 
     def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
         """Sets the main part of the state, in place of what the constructor got."""
@@ -493,10 +511,15 @@ class Manager:
             os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._original_fr_dump_temp_file}_quorum{plan.quorum_id}_"
         try:
             self._check_peers()
+            check_layouts(plan, self._layout, new_here=self._committed_quorum_id < 0, read=read_layout)
             if plan.handles:
                 self._reconfigure_pg(plan.quorum_id, plan.handles)
             else:
                 configure_by_store(self._pg, plan, self._replica_id, self._settings)
+        except LayoutDiffers as e:
+            if e.ours_to_mend:
+                raise
+            self.report_error(e)  # the others go; the next quorum is without them
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
             self._step_failed(e)
@@ -529,7 +552,7 @@ class Manager:
         A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does: inner steps go on while a
         collective runs. Those of a step end only after the groups that heal have what they need.
         """
-        if self._plan is not None and self._plan.recover_dst:
+        if self._plan is not None and (self._plan.recover_dst or self._plan.help_dst):
             for work in self._works:
                 work.wait()
             self._checkpoint_transport.disallow_checkpoint()

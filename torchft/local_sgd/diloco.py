@@ -106,6 +106,7 @@ class DiLoCo(InnerSteps):
         self._local_step = 0
         self._in_flight: Optional[Fragment] = None
         self.nonfinite_syncs = 0
+        cap = bucket_bytes(use_bucketization, bucket_cap_mb)
         self._fragments = [
             Fragment(
                 f"model_fragments[{i}]",
@@ -114,7 +115,7 @@ class DiLoCo(InnerSteps):
                 manager,
                 backup_device=torch.device(backup_device or "cpu"),
                 pin_memory=pin_memory,
-                bucket_bytes=bucket_bytes(use_bucketization, bucket_cap_mb),
+                bucket_bytes=cap,
                 should_quantize=should_quantize,
                 free_gradients=fragment_sync_delay == 0,
                 alpha=fragment_update_alpha,
@@ -122,7 +123,10 @@ class DiLoCo(InnerSteps):
             for i, (module, optimizer) in enumerate(zip(modules, optimizers))
         ]
         _check_parameters(self._fragments, optimizers)
+        how = f"in pieces of {cap} bytes" if cap else "each parameter for itself"
+        manager.register_layout("DiLoCo", [f"sends {how}, {'quantized' if should_quantize else 'not quantized'}"])
         for i, fragment in enumerate(self._fragments):
+            manager.register_layout(fragment.name, fragment.layout())
             manager.register_state_dict_fn(
                 f"StreamingDiLoCoFragment_{i}", fragment.load_state_dict, fragment.state_dict
             )

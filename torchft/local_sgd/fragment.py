@@ -16,7 +16,14 @@ from torch import nn, optim
 
 from torchft.local_sgd import buckets
 from torchft.local_sgd.buckets import Buffers
-from torchft.local_sgd.parameters import as_gradient_of, extract_local_tensor, largest, local_part, synchronised
+from torchft.local_sgd.parameters import (
+    as_gradient_of,
+    describe,
+    extract_local_tensor,
+    largest,
+    local_part,
+    synchronised,
+)
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -69,6 +76,10 @@ class Fragment:
         self._buffers: Optional[Buffers] = None
         self._works: list[dist._Work] = []
         self._largest_sent: Optional[torch.Tensor] = None
+
+    def layout(self) -> list[str]:
+        """A line for each parameter: what groups must have in common."""
+        return [f"{name} {describe(p)}" for name, p in self.parameters.items()]
 
     # A synchronisation: start, wait, then commit or abort
 
@@ -191,14 +202,10 @@ def _differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     if unknown := sorted(theirs.keys() - ours.keys()):
         found.append(f"it also has {unknown}")
     for name in ours.keys() & theirs.keys():
-        mine, other = _kind(ours[name]), _kind(local_part(theirs[name]))
+        mine, other = describe(ours[name]), describe(theirs[name])
         if mine != other:
             found.append(f"{name!r} is {mine} here and {other} there")
     return "; ".join(found)
-
-
-def _kind(t: torch.Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from torchft.local_sgd.inner_steps import InnerSteps
-from torchft.local_sgd.parameters import extract_local_tensor, largest, local_part, synchronised
+from torchft.local_sgd.parameters import describe, extract_local_tensor, largest, local_part, synchronised
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -55,6 +55,7 @@ class LocalSGD(InnerSteps):
         self._local_step = 0
         self._parameters = synchronised(model, "model")
         self.nonfinite_syncs = 0
+        manager.register_layout("model", [f"{name} {describe(p)}" for name, p in self._parameters.items()])
 
     def _after_step(self) -> None:
         self._local_step += 1

@@ -58,6 +58,12 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
     return found
 
 
+def describe(t: torch.Tensor) -> str:
+    """Type and shape of what of ``t`` lies in this process, for people: ``float32[2, 3]``."""
+    t = local_part(t)
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
 def largest(tensors: Iterable[torch.Tensor]) -> Optional[torch.Tensor]:
     """The largest absolute value of several tensors as a tensor without dimensions, NaN or Inf if one holds one.
 

@@ -61,6 +61,7 @@ class ProcessGroup(BaseProcessGroup):
     _global_rank: Optional[int] = None
     _handle_id: Optional[str] = None
     _handle_store: Optional[tuple[TCPStore, str]] = None
+    _layout: Optional[tuple[str, str]] = None  # digest and text
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,6 +118,8 @@ class ProcessGroup(BaseProcessGroup):
         """What peers need to find this group. The first call starts the store that it names."""
         if self._handle_store is None:
             self._handle_store = host_store(_HANDLE_STORE_TIMEOUT)
+            if self._layout is not None:
+                self.announce_layout(*self._layout)
         if self._handle_id is None:
             self._handle_id = uuid.uuid4().hex
         return Handle(
@@ -125,7 +128,14 @@ class ProcessGroup(BaseProcessGroup):
             global_rank=self._global_rank,
             spread=True,
             group_rank=self._group_rank or 0,
+            layout=self._layout[0] if self._layout is not None else None,
         ).encode()
+
+    def announce_layout(self, digest: str, text: str) -> None:
+        """Tells new peers what this group is going to reduce: Manager compares the digests before it connects them."""
+        self._layout = digest, text
+        if self._handle_store is not None:
+            self._handle_store[0].set(f"layout/{digest}", text)
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
         """Gives the group the peers with these handles; every one of them calls this.

@@ -4,7 +4,8 @@ Every group has a handle, a JSON object that travels to the peers with the quoru
 
     {"id": "…", "store": "host:port", "global_rank": 3, "spread": true, "group_rank": 0}
 
-`id` names the group object, `store` is a TCPStore that this group hosts. The handles of a quorum come in
+`id` names the group object, `store` is a TCPStore that this group hosts. `layout`, if there is one, is a digest of what
+this group is going to reduce; the text is in the store, under `layout/{digest}`. The handles of a quorum come in
 the order of the ranks; a peer's rank is the index of its own handle. All meet at the store of one of
 them: that of handle 0, or, when every handle carries the mark `spread`, that of handle
 `group_rank mod n`, so that one replica group does not serve the rendezvous of all ranks.
@@ -63,17 +64,19 @@ class Handle:
     global_rank: Optional[int] = None
     spread: bool = False
     group_rank: Optional[int] = None
+    layout: Optional[str] = None
 
     def encode(self) -> str:
-        return json.dumps(
-            {
-                "id": self.id,
-                "store": self.store,
-                "global_rank": self.global_rank,
-                "spread": self.spread,
-                "group_rank": self.group_rank,
-            }
-        )
+        fields = {
+            "id": self.id,
+            "store": self.store,
+            "global_rank": self.global_rank,
+            "spread": self.spread,
+            "group_rank": self.group_rank,
+        }
+        if self.layout is not None:
+            fields["layout"] = self.layout
+        return json.dumps(fields)
 
     @classmethod
     def decode(cls, text: str) -> Handle:
@@ -97,6 +100,7 @@ class Handle:
             global_rank=fields.get("global_rank"),
             spread=fields.get("spread") is True,
             group_rank=fields.get("group_rank"),
+            layout=fields["layout"] if isinstance(fields.get("layout"), str) else None,
         )
 
 

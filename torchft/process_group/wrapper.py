@@ -187,6 +187,11 @@ class ProcessGroupWrapper(ProcessGroup):
         if isinstance(self._pg, ProcessGroup) and self._given:
             self._pg.set_rank_info(replica_id, group_rank, group_world_size, global_rank)
 
+    def announce_layout(self, digest: str, text: str) -> None:
+        super().announce_layout(digest, text)
+        if isinstance(self._pg, ProcessGroup) and self._given:
+            self._pg.announce_layout(digest, text)
+
     def get_reconfigure_handle(self) -> str:
         if self._given:
             return self.parent.get_reconfigure_handle()

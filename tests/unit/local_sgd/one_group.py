@@ -29,6 +29,7 @@ class OneGroup:
         self._committed, self._peers = committed, peers
         self._step = self._votes = 0
         self.calls: list[Any] = []
+        self.layout: list[str] = []
         self.state_fns: dict[str, Any] = {}
         self.reported: Optional[Exception] = None
         self.on_quorum: Callable[[], object] = lambda: None
@@ -66,6 +67,9 @@ class OneGroup:
 
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], read: Callable[[], Any]) -> None:
         self.state_fns[key] = load, read
+
+    def register_layout(self, what: str, lines: list[str]) -> None:
+        self.layout += [f"{what}: {line}" for line in lines]
 
     def taken(self) -> list[Any]:
         """The calls so far but for those around every inner step; and forgets them."""

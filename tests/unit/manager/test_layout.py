@@ -1,0 +1,128 @@
+"""Groups that reduce other tensors than the rest are found out before anything is sent, and the right one has to go."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Callable, Optional
+
+import pytest
+
+from tests.unit.manager.conftest import Fixture, quorum
+from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
+from torchft._manager.plan import Plan, Source
+from torchft.process_group import ProcessGroupGloo
+from torchft.process_group.reconfigure import Handle
+
+OURS = ["model: weight float32[2]", "model: bias float32[2]"]
+THEIRS = ["model: weight float32[3]", "model: bias float32[2]"]
+
+
+def handle(i: int, lines: Optional[list[str]]) -> str:
+    return Handle(id=f"group{i}", store=f"host{i}:1", layout=None if lines is None else digest(lines)).encode()
+
+
+def plan(groups: list[Optional[list[str]]], me: int, source: Optional[int] = None, max_step: int = 7) -> Plan:
+    fields: dict[str, Any] = dict.fromkeys(Plan.__dataclass_fields__)
+    fields.update(
+        replica_rank=me,
+        replica_ids=[f"group{i}" for i in range(len(groups))],
+        handles=[handle(i, lines) for i, lines in enumerate(groups)],
+        max_step=max_step,
+        source=None if source is None else Source(source, "http://source"),
+    )
+    return Plan(**fields)
+
+
+def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
+    try:
+        check_layouts(the_plan, ours, new_here=new_here, read=lambda peer: THEIRS if ours == OURS else OURS)
+    except LayoutDiffers as e:
+        return "mine to mend" if e.ours_to_mend else "theirs"
+    return "alike"
+
+
+@pytest.mark.parametrize(
+    ("groups", "me", "source", "max_step", "new_here", "expected"),
+    [
+        ([OURS, OURS], 0, None, 7, False, "alike"),
+        ([OURS, None], 0, None, 7, False, "alike"),  # a published peer announces nothing
+        ([OURS, THEIRS], 0, None, 7, False, "theirs"),  # the other one came and heals
+        ([OURS, THEIRS], 1, 0, 7, True, "mine to mend"),  # and is told so
+        ([THEIRS, OURS, OURS], 0, 2, 7, True, "mine to mend"),  # whatever its rank
+        ([THEIRS, OURS, OURS], 1, None, 7, False, "theirs"),
+        ([THEIRS, OURS, OURS], 1, 2, 7, True, "theirs"),  # heals from one that is like it
+        ([OURS, THEIRS], 0, None, 0, True, "theirs"),  # all begin: the first one's is right
+        ([OURS, THEIRS], 1, 0, 0, True, "mine to mend"),
+        ([OURS, THEIRS], 0, 1, 0, True, "theirs"),  # rank 1 of a group takes its weights from another group
+        ([OURS, THEIRS], 1, None, 0, True, "mine to mend"),  # as with init_sync=False
+        ([OURS, THEIRS], 1, None, 40, True, "mine to mend"),  # all begin with a checkpoint of step 40
+    ],
+)
+def test_who_has_to_go(
+    groups: list[Optional[list[str]]], me: int, source: Optional[int], max_step: int, new_here: bool, expected: str
+) -> None:
+    assert outcome(plan(groups, me, source, max_step), groups[me], new_here) == expected
+
+
+def test_whoever_announces_nothing_compares_nothing() -> None:
+    assert outcome(plan([None, THEIRS], 0), None, new_here=False) == "alike"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (THEIRS, r"here model: weight float32\[2\]; there model: weight float32\[3\]"),
+        (OURS[:1], "here model: bias float32.*; there nothing"),
+        (OURS[::-1], "the same, in another order"),
+        ([f"line {i}" for i in range(10)], "line 5 and 4 more"),
+        (None, "could not be read"),
+    ],
+)
+def test_what_differs_is_named(theirs: Optional[list[str]], said: str) -> None:
+    read: Callable[[Handle], Optional[list[str]]] = lambda peer: theirs  # noqa: E731
+    with pytest.raises(LayoutDiffers, match="other tensors than group1: .*" + said):
+        check_layouts(plan([OURS, THEIRS], 0), OURS, new_here=False, read=read)
+
+
+def test_the_lines_are_in_the_store_of_the_group() -> None:
+    pg = ProcessGroupGloo(timeout=timedelta(seconds=10))
+    before = pg.get_reconfigure_handle()
+    assert "layout" not in before
+    pg.announce_layout(digest(OURS), "\n".join(OURS))
+    peer = Handle.decode(pg.get_reconfigure_handle())
+    assert peer.id == Handle.decode(before).id
+    assert read_layout(peer) == OURS
+    pg.shutdown()
+    assert read_layout(Handle(id="gone", store="localhost:1", layout="x")) is None
+
+
+def differing(me: int) -> Any:
+    return quorum(
+        quorum_id=5,
+        replica_rank=me,
+        replica_world_size=2,
+        max_world_size=2,
+        max_replica_rank=me,
+        replica_ids=["group_0", "group_1"],
+        reconfigure_handles=[handle(0, OURS), handle(1, THEIRS)],
+    )
+
+
+def test_a_group_that_fits_loses_the_step_and_is_not_connected(fixture: Fixture) -> None:
+    manager = fixture.manager(use_async_quorum=False)
+    manager.register_layout("model", [line.removeprefix("model: ") for line in OURS])
+    fixture.client._quorum.return_value = differing(0)
+    manager.start_quorum()
+    assert fixture.pg.reconfigure_count == 0
+    error = manager.errored()
+    assert error is not None and "other tensors than group_1" in str(error.original_exception)
+    assert not manager.should_commit() and fixture.votes() == [False]
+
+
+def test_a_group_that_does_not_fit_is_told_by_start_quorum(fixture: Fixture) -> None:
+    manager = fixture.manager(use_async_quorum=False)
+    manager.register_layout("model", [line.removeprefix("model: ") for line in THEIRS])
+    fixture.client._quorum.return_value = differing(1)
+    with pytest.raises(ValueError, match="this group reduces other tensors than group_0"):
+        manager.start_quorum()
+    assert fixture.pg.reconfigure_count == 0

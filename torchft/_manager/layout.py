@@ -1,0 +1,96 @@
+"""Whether the groups of a quorum reduce the same tensors, asked before any of them is sent.
+
+LocalSGD and DiLoCo describe what they reduce in lines of text (``Manager.register_layout``). A digest of them travels
+in each group's reconfigure handle; the lines themselves lie in the store that the handle names, and are only read when
+digests differ. Groups that announce nothing (the published package, native groups) are not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from datetime import timedelta
+from typing import Callable, Optional, Sequence
+
+from torchft._manager.plan import Plan
+from torchft.process_group.reconfigure import Handle, create_store_client
+
+_FETCH_TIMEOUT = timedelta(seconds=5)
+_SHOWN = 6  # lines of each side in an error
+
+
+class LayoutDiffers(ValueError):
+    """Another group reduces other tensors.
+
+    Attributes:
+        ours_to_mend: whether it is this group that does not fit into the job, and has to go.
+    """
+
+    def __init__(self, message: str, ours_to_mend: bool) -> None:
+        super().__init__(message)
+        self.ours_to_mend = ours_to_mend
+
+
+def digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def check_layouts(
+    plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, read: Callable[[Handle], Optional[list[str]]]
+) -> None:
+    """Raises LayoutDiffers if another group of this quorum announces other lines than ``ours``.
+
+    The group to mend is the one that came last: at step 0 all but the first one, later whoever heals from a group that
+    differs or has not trained with the others yet.
+
+    Args:
+        plan: of this rank.
+        ours: lines, None if nothing was registered.
+        new_here: whether this group has committed no step since its process began.
+        read: gives the lines of a group, None if they cannot be had.
+    """
+    if ours is None:
+        return
+    peers = [_decode(text) for text in plan.handles]
+    mine = digest(ours)
+    differing = [i for i, peer in enumerate(peers) if peer is not None and peer.layout not in (None, mine)]
+    if not differing:
+        return
+    judge = plan.source.replica_rank if plan.source is not None and plan.max_step > 0 else 0
+    ours_to_mend = judge in differing and (plan.heal or new_here)
+    other = judge if ours_to_mend else differing[0]
+    peer = peers[other]
+    assert peer is not None
+    raise LayoutDiffers(
+        f"this group reduces other tensors than {plan.replica_ids[other]}: {_describe(ours, read(peer))}", ours_to_mend
+    )
+
+
+def read_layout(peer: Handle) -> Optional[list[str]]:
+    """The lines that a group announces, from its own store; None if it is not reached in a few seconds."""
+    with contextlib.suppress(Exception):
+        store = create_store_client(peer.store, timeout=_FETCH_TIMEOUT)
+        return store.get(f"layout/{peer.layout}").decode().splitlines()
+    return None
+
+
+def _decode(text: str) -> Optional[Handle]:
+    try:
+        return Handle.decode(text)
+    except ValueError:  # a native group's
+        return None
+
+
+def _describe(ours: Sequence[str], theirs: Optional[list[str]]) -> str:
+    if theirs is None:
+        return "what that one reduces could not be read"
+    here = [line for line in ours if line not in set(theirs)]
+    there = [line for line in theirs if line not in set(ours)]
+    if not here and not there:
+        return "the same, in another order"
+    return f"here {_listed(here)}; there {_listed(there)}"
+
+
+def _listed(lines: list[str]) -> str:
+    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return ", ".join(lines[:_SHOWN]) + more if lines else "nothing"

@@ -14,7 +14,7 @@ import (
 
 // names of all metrics, those of a histogram with its suffixes.
 func metricNames(t *testing.T) []string {
-	families, err := NewFeed((&job{}).say).registry().Gather()
+	families, err := registry(func() []*Feed { return []*Feed{NewFeed("default", (&job{}).say)} }).Gather()
 	require.NoError(t, err)
 	var found []string
 	for _, family := range families {

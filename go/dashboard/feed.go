@@ -25,6 +25,7 @@ const (
 // Feed is the history and the board of a job, and those who look at it. Its methods may be called by several goroutines;
 // none of them waits for a viewer.
 type Feed struct {
+	job    string
 	status func() quorum.Status
 	now    func() time.Time
 
@@ -41,9 +42,9 @@ type viewer struct {
 	messages chan []byte // closed when it is cut off
 }
 
-// NewFeed makes the feed of a job whose status this function tells.
-func NewFeed(status func() quorum.Status) *Feed {
-	return &Feed{status: status, now: time.Now, viewers: map[*viewer]struct{}{}, meters: newMeters()}
+// NewFeed makes the feed of a job of this name, whose status this function tells.
+func NewFeed(job string, status func() quorum.Status) *Feed {
+	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, meters: newMeters(job)}
 }
 
 // Record remembers an event and shows it to everybody.

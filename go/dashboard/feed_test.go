@@ -46,7 +46,7 @@ type site struct {
 
 func serve(t *testing.T, j *job) *site {
 	t.Helper()
-	f := NewFeed(j.say)
+	f := NewFeed("default", j.say)
 	stop := make(chan struct{})
 	mux := http.NewServeMux()
 	f.Register(mux)

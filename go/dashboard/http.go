@@ -28,12 +28,11 @@ func page() http.Handler {
 	})
 }
 
-// Register adds the page, the metrics, and the routes below /api/v1/ that only read.
+// Register adds the page and the routes below /api/v1/ that only read.
 func (f *Feed) Register(mux *http.ServeMux) {
 	for _, path := range []string{"/{$}", "/app.js", "/style.css"} {
 		mux.Handle("GET "+path, page())
 	}
-	mux.Handle("GET /metrics", f.serveMetrics())
 	mux.HandleFunc("GET /api/v1/status", func(w http.ResponseWriter, _ *http.Request) { Answer(w, f.status()) })
 	mux.HandleFunc("GET /api/v1/events", f.serveEvents)
 	mux.HandleFunc("GET /api/v1/history", func(w http.ResponseWriter, r *http.Request) {

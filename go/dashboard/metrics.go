@@ -12,15 +12,28 @@ import (
 // scrapeTimeout is how long one answer to Prometheus may take.
 const scrapeTimeout = 10 * time.Second
 
-// registry is all that this process tells Prometheus.
-func (f *Feed) registry() *prometheus.Registry {
+// Metrics serves Prometheus what is known of all jobs, and of this process.
+func Metrics(feeds func() []*Feed) http.Handler {
+	return promhttp.HandlerFor(registry(feeds), promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: scrapeTimeout})
+}
+
+func registry(feeds func() []*Feed) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(f, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	r.MustRegister(collector(feeds), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
 }
 
-func (f *Feed) serveMetrics() http.Handler {
-	return promhttp.HandlerFor(f.registry(), promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: scrapeTimeout})
+// collector is a prometheus.Collector over jobs that come and go.
+type collector func() []*Feed
+
+// Describe says nothing: what there is depends on the jobs.
+func (collector) Describe(chan<- *prometheus.Desc) {}
+
+// Collect asks each job.
+func (c collector) Collect(out chan<- prometheus.Metric) {
+	for _, f := range c() {
+		f.collect(out)
+	}
 }
 
 // meters count what happens to a job, for Prometheus.
@@ -35,9 +48,10 @@ type meters struct {
 	lastRound time.Time
 }
 
-func newMeters() *meters {
+func newMeters(job string) *meters {
+	labels := prometheus.Labels{"training_job": job}
 	counter := func(name, help string) prometheus.Counter {
-		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
+		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: labels})
 	}
 	return &meters{
 		rounds:   counter("torchft_quorum_rounds_total", "Quorums answered, one for each step."),
@@ -45,9 +59,10 @@ func newMeters() *meters {
 		failures: counter("torchft_member_failures_total", "Members that were found dead."),
 		kills:    counter("torchft_kills_total", "Members that were ended on request."),
 		step: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name:    "torchft_step_seconds",
-			Help:    "Time from one step of the job to the next.",
-			Buckets: prometheus.ExponentialBuckets(0.005, 2, 16), // 5 ms to 2.7 minutes
+			Name:        "torchft_step_seconds",
+			Help:        "Time from one step of the job to the next.",
+			ConstLabels: labels,
+			Buckets:     prometheus.ExponentialBuckets(0.005, 2, 16), // 5 ms to 2.7 minutes
 		}),
 	}
 }
@@ -74,20 +89,18 @@ func (m *meters) event(e Event) {
 	}
 }
 
+// The label is not called job: Prometheus gives that name to what it scrapes.
 var (
-	membersDesc = prometheus.NewDesc("torchft_members", "Members by state.", []string{"state"}, nil)
-	quorumDesc  = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.", nil, nil)
-	inDesc      = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.", nil, nil)
-	stepDesc    = prometheus.NewDesc("torchft_step", "Largest step of the latest quorum.", nil, nil)
-	viewersDesc = prometheus.NewDesc("torchft_dashboard_viewers", "Browsers that look at the page.", nil, nil)
-	heardDesc   = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds", "Age of the oldest sign of life of a member that counts as alive.", nil, nil)
+	membersDesc = prometheus.NewDesc("torchft_members", "Members by state.", []string{"training_job", "state"}, nil)
+	quorumDesc  = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.", []string{"training_job"}, nil)
+	inDesc      = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.", []string{"training_job"}, nil)
+	stepDesc    = prometheus.NewDesc("torchft_step", "Largest step of the latest quorum.", []string{"training_job"}, nil)
+	viewersDesc = prometheus.NewDesc("torchft_dashboard_viewers", "Browsers that look at the page.", []string{"training_job"}, nil)
+	heardDesc   = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds", "Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
 )
 
-// Describe is part of prometheus.Collector.
-func (f *Feed) Describe(out chan<- *prometheus.Desc) { prometheus.DescribeByCollect(f, out) }
-
-// Collect is part of prometheus.Collector: what is asked of the job when somebody looks.
-func (f *Feed) Collect(out chan<- prometheus.Metric) {
+// collect tells what is known of the job when somebody looks.
+func (f *Feed) collect(out chan<- prometheus.Metric) {
 	status := f.status()
 	states := map[State]int{Training: 0, Waiting: 0, Joining: 0, Dead: 0}
 	oldest := int64(0)
@@ -98,7 +111,7 @@ func (f *Feed) Collect(out chan<- prometheus.Metric) {
 		}
 	}
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
-		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, labels...)
+		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{f.job}, labels...)...)
 	}
 	for state, n := range states {
 		gauge(membersDesc, float64(n), string(state))

@@ -31,6 +31,7 @@ func (s *Server) handler() http.Handler {
 	}
 	mux.HandleFunc("GET /status", s.serveStatus)
 	mux.HandleFunc("GET /jobs", s.serveJobs)
+	mux.Handle("GET /metrics", dashboard.Metrics(s.boards))
 	mux.HandleFunc("GET /replica/{id}/kill", s.serveKillForm)
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", s.serveKill))
 	return mux
@@ -59,6 +60,14 @@ func (s *Server) serveBoard(w http.ResponseWriter, r *http.Request) {
 	if j := s.jobFor(w, r); j != nil {
 		j.site.ServeHTTP(w, r)
 	}
+}
+
+func (s *Server) boards() []*dashboard.Feed {
+	boards := []*dashboard.Feed{}
+	for _, j := range s.allJobs() {
+		boards = append(boards, j.board)
+	}
+	return boards
 }
 
 // jobFor is the job that a request is about; it answers a request about no job.

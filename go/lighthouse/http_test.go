@@ -89,6 +89,8 @@ func TestStatusSaysWhoIsHereAndWhyThereIsNoQuorum(t *testing.T) {
 		assert.Equal(t, dashboard.QuorumChanged, history.Events[0].Kind)
 		assert.Equal(t, []string{"<a>", "b"}, history.Events[0].Joined)
 		assert.EqualValues(t, 4, history.Points[0].Step)
+		_, body = get(t, client, "/metrics")
+		assert.Contains(t, body, `torchft_quorum_members{training_job="default"} 2`)
 	})
 }
 

@@ -58,7 +58,7 @@ func newJob(s *Server, name string) *job {
 	j.wake = rpc.AfterFunc(j.log, "wake", func() { _ = j.feed(quorum.Woken{}) })
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.tellLater)
 	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now())
-	j.board = dashboard.NewFeed(j.status)
+	j.board = dashboard.NewFeed(name, j.status)
 	j.site = http.NewServeMux()
 	j.board.Register(j.site)
 	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) })

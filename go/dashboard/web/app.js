@@ -198,6 +198,23 @@ function drawEvents() {
   }
 }
 
+// The other jobs of this lighthouse
+
+const job = new URLSearchParams(location.search).get("job");
+
+async function drawJobs() {
+  const all = await (await fetch("jobs")).json();
+  at("jobs").hidden = all.length < 2;
+  at("jobs").replaceChildren(...all.map((one) => {
+    const option = element("option", `${one.job}: ${one.groups} groups, step ${one.max_step}`);
+    option.value = one.job;
+    option.selected = one.job === (job || "default");
+    return option;
+  }));
+}
+
+at("jobs").addEventListener("change", (event) => { location.search = `?job=${encodeURIComponent(event.target.value)}`; });
+
 // Ending a group
 
 function askToKill(id) {
@@ -224,9 +241,9 @@ setInterval(() => draw(true), 5000); // ages grow without news
 
 // The connection: the browser makes it anew when it breaks
 
-const source = new EventSource("api/v1/events" + location.search);
+const source = new EventSource(`api/v1/events${job ? `?job=${encodeURIComponent(job)}` : ""}`);
 source.addEventListener("open", () => { at("link").textContent = "live"; at("link").className = "pill live"; });
 source.addEventListener("error", () => { at("link").textContent = "connection lost, trying again"; at("link").className = "pill lost"; });
-source.addEventListener("whole", (message) => takeWhole(JSON.parse(message.data)));
+source.addEventListener("whole", (message) => { takeWhole(JSON.parse(message.data)); drawJobs(); });
 source.addEventListener("change", (message) => takeChange(JSON.parse(message.data)));
 source.addEventListener("event", (message) => { keepEvent(JSON.parse(message.data)); draw(false); });

@@ -202,6 +202,7 @@ func (c *connection) serve() (err error) {
 	if grant == nil {
 		return c.gone(request{}, errEnded)
 	}
+	lowerPriority()
 	var b [requestSize]byte
 	for {
 		// A target asks ahead, so that a pause is its own.

@@ -28,6 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+SCRIPT = Path(__file__).resolve()
 STREAMS = 8
 LARGE = 20 << 20  # bytes of a tensor
 SMALL, SMALL_TENSORS = 10 << 10, 400
@@ -170,21 +171,21 @@ def _together(work: Any, arguments: list[tuple[Any, ...]]) -> None:
         thread.join(TIMEOUT_S)
 
 
-def serve_commands() -> None:
-    worker = Worker()
+def serve_commands(worker: Any) -> None:
+    """Does what stdin says, one line a command, until it ends."""
     for line in sys.stdin:
         command = json.loads(line)
         print(json.dumps(getattr(worker, f"do_{command.pop('do')}")(**command)), flush=True)
 
 
 class Process:
-    """A worker with the torchft that `path` holds."""
+    """A worker with the torchft that `path` holds: what a script's `serve_commands` does."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, script: Path = SCRIPT) -> None:
         import subprocess
 
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "worker"],
+            [sys.executable, str(script), "worker"],
             env={**os.environ, "PYTHONPATH": str(path), "TORCHFT_HOST": "127.0.0.1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -323,7 +324,7 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:] == ["worker"]:
         sys.path.remove(str(Path(__file__).resolve().parent))
-        serve_commands()
+        serve_commands(Worker())
     else:
         sys.path.insert(0, str(Path(__file__).resolve().parent))
         sys.exit(main())

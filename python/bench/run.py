@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import heal
+import heal_sources
 import heal_stall
 import process_groups
 import recovery
@@ -35,11 +36,21 @@ PARTS = {
     "step": step,
     "throughput": throughput,
     "heal": heal,
+    "heal_sources": heal_sources,
     "heal_stall": heal_stall,
     "process_groups": process_groups,
     "recovery": recovery,
 }
-ROUNDS = {"startup": 10, "step": 20, "throughput": 12, "heal": 5, "heal_stall": 10, "process_groups": 8, "recovery": 5}
+ROUNDS = {
+    "startup": 10,
+    "step": 20,
+    "throughput": 12,
+    "heal": 5,
+    "heal_sources": 5,
+    "heal_stall": 10,
+    "process_groups": 8,
+    "recovery": 5,
+}
 OURS = "ours"
 
 

@@ -31,6 +31,8 @@ func ParseArgs(args []string) (Config, error) {
 	tick := flags.Int64("quorum_tick_ms", def.QuorumTick.Milliseconds(), "how often to decide again without a request")
 	heartbeat := flags.Int64("heartbeat_timeout_ms", def.HeartbeatTimeout.Milliseconds(), "age of a heartbeat from which a replica group counts as dead")
 	grace := flags.Int64("suspect_grace_ms", def.SuspectGrace.Milliseconds(), "how long a replica group whose connection broke may take to come back before it counts as dead")
+	stalled := flags.Int64("stalled_after_ms", def.StalledAfter.Milliseconds(), "how long a replica group may make no progress while others wait for it, before it is named (0: ten median steps, at least 5 s)")
+	eject := flags.Int64("eject_stalled_after_ms", def.EjectStalledAfter.Milliseconds(), "how long, before it is put out of the quorum (0: never)")
 	security := rpc.SecurityFromEnv()
 	for _, file := range []struct {
 		to               *string
@@ -79,7 +81,7 @@ func ParseArgs(args []string) (Config, error) {
 		name string
 		ms   int64
 		to   *time.Duration
-	}{{"join_timeout_ms", *join, &cfg.JoinTimeout}, {"quorum_tick_ms", *tick, &cfg.QuorumTick}, {"heartbeat_timeout_ms", *heartbeat, &cfg.HeartbeatTimeout}, {"suspect_grace_ms", *grace, &cfg.SuspectGrace}} {
+	}{{"join_timeout_ms", *join, &cfg.JoinTimeout}, {"quorum_tick_ms", *tick, &cfg.QuorumTick}, {"heartbeat_timeout_ms", *heartbeat, &cfg.HeartbeatTimeout}, {"suspect_grace_ms", *grace, &cfg.SuspectGrace}, {"stalled_after_ms", *stalled, &cfg.StalledAfter}, {"eject_stalled_after_ms", *eject, &cfg.EjectStalledAfter}} {
 		d, err := Milliseconds(setting.name, setting.ms)
 		if err != nil {
 			return Config{}, err

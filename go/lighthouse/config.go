@@ -29,6 +29,11 @@ type Config struct {
 	HeartbeatTimeout time.Duration
 	// SuspectGrace is how long a replica whose connection broke may take to come back before it counts as dead.
 	SuspectGrace time.Duration
+	// StalledAfter is how long a replica may make no progress while others wait for it, before it is named. 0: ten median
+	// steps, and at least 5 s.
+	StalledAfter time.Duration
+	// EjectStalledAfter is how long, before it is put out of the quorum; 0: never.
+	EjectStalledAfter time.Duration
 	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Else it is logged.
 	ForbidRegression bool
 	// MaxJobs is how many jobs there may be at once.
@@ -72,7 +77,9 @@ func DefaultConfig() Config {
 }
 
 func (c Config) policy() quorum.Policy {
-	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout, HeartbeatTimeout: c.HeartbeatTimeout, SuspectGrace: c.SuspectGrace, ForbidRegression: c.ForbidRegression}
+	return quorum.Policy{MinReplicas: c.MinReplicas, JoinTimeout: c.JoinTimeout, HeartbeatTimeout: c.HeartbeatTimeout, SuspectGrace: c.SuspectGrace, ForbidRegression: c.ForbidRegression,
+		StalledAfter: c.StalledAfter, EjectStalledAfter: c.EjectStalledAfter,
+	}
 }
 
 // Validate names the setting that cannot be used, its value, and what is allowed.

@@ -38,6 +38,7 @@ type job struct {
 	patient patience
 	board   *dashboard.Feed // what people see
 	stop    chan struct{}   // closed at the end
+	stepped time.Time       // when the machine was fed last
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	keeper  *keeper         // of the state on disk, nil if none is kept
 	turned  error           // why the stream that just greeted is turned away
@@ -51,7 +52,7 @@ type answer struct {
 }
 
 func newJob(s *Server, name string) *job {
-	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stop: make(chan struct{})}
+	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), stop: make(chan struct{})}
 	if name != rpc.DefaultJob {
 		j.log = s.log.With("job", name)
 	}
@@ -173,7 +174,17 @@ func (j *job) describe(now time.Time) (status quorum.Status) {
 
 // step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
 func (j *job) step(event quorum.Event) error {
-	return j.safely(func() { j.do(event, time.Now()) })
+	return j.safely(func() {
+		now := time.Now()
+		if slept := now.Sub(j.stepped); slept > j.cfg.HeartbeatTimeout/2+j.cfg.QuorumTick {
+			// Ticks come all the time: this process was stopped, or its host slept, and heard nobody. The signs of life that
+			// came meanwhile are still to be read.
+			j.log.Warn("torchft: the lighthouse stood still", "for", slept)
+			j.do(quorum.Slept{For: slept}, now)
+		}
+		j.stepped = now
+		j.do(event, now)
+	})
 }
 
 func (j *job) do(event quorum.Event, now time.Time) {
@@ -207,6 +218,12 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				"joined", some(a.Joined), "left", some(a.Left), "reason", a.Reason)
 			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.QuorumChanged, QuorumID: a.Quorum.ID, Step: maxStep(a.Quorum),
 				Members: len(a.Quorum.Members), Joined: a.Joined, Left: a.Left, Reason: a.Reason})
+		case quorum.Check:
+			j.check(a)
+		case quorum.AskProgress:
+			j.askProgress(a.ReplicaIDs, now)
+		case quorum.Stalled:
+			j.stalled(a)
 		case quorum.Wake:
 			j.wake.Reset(time.Until(a.At))
 		case quorum.Waiting:

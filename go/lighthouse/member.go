@@ -3,6 +3,7 @@ package lighthouse
 import (
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -86,6 +87,7 @@ type stream struct {
 	replicaID string
 	tells     bool            // it answers a recall
 	said      quorum.Member   // what the member said last; only receive uses it
+	heard     atomic.Int64    // messages of the member
 	held      quorum.Revision // of the list that the member has once it has all that was sent; only send uses it
 
 	// The job's lock guards these.
@@ -109,7 +111,7 @@ type outgoing struct {
 	welcome *torchftpb.Welcome
 	recall  int64
 	closing bool
-	failed  []rpc.Encoded // news of members, a message each
+	news    []rpc.Encoded // of members, and questions: a message each
 }
 
 // Attend serves a member's stream until the member ends it, or its connection breaks. A lighthouse that shuts down asks
@@ -220,6 +222,7 @@ func (s *stream) end() {
 }
 
 func (s *stream) receive(message *torchftpb.MemberMessage) error {
+	s.heard.Add(1)
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.MemberMessage_Ask:
 		return s.ask(m.Ask)
@@ -234,11 +237,31 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		return s.job.recalled(m.Past)
 	case *torchftpb.MemberMessage_Alive:
 		return s.job.feed(quorum.Beat{ReplicaID: s.replicaID})
+	case *torchftpb.MemberMessage_Suspected:
+		s.alive()
+		return s.job.feed(quorum.Suspected{
+			Reporter: s.replicaID, Suspect: m.Suspected.GetReplicaId(), QuorumID: m.Suspected.GetQuorumId(),
+		})
+	case *torchftpb.MemberMessage_Incomplete:
+		s.alive()
+		return s.job.feed(quorum.Incomplete{ReplicaID: s.replicaID, Reason: m.Incomplete})
+	case *torchftpb.MemberMessage_Progress:
+		s.alive()
+		p := m.Progress
+		return s.job.feed(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
+			Step: p.GetStep(), Rank: p.GetGroupRank(), Phase: p.GetPhase(), Waits: p.GetWaits(),
+			For: time.Duration(p.GetForUs()) * time.Microsecond,
+		}})
 	case *torchftpb.MemberMessage_Greeting:
 		return status.Error(codes.InvalidArgument, "a member's stream has one greeting")
 	default:
 		return nil // of a later version
 	}
+}
+
+// alive notes a sign of life, as the member takes all that it says for one.
+func (s *stream) alive() {
+	_ = s.job.feed(quorum.Beat{ReplicaID: s.replicaID}) // a lighthouse that shuts down says so to what follows
 }
 
 func (s *stream) ask(ask *torchftpb.Ask) error {
@@ -327,7 +350,7 @@ func (s *stream) forget() {
 func (s *stream) post(o outgoing) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if o.failed != nil && len(s.outbox) >= mostOutgoing {
+	if o.news != nil && len(s.outbox) >= mostOutgoing {
 		return
 	}
 	s.outbox = append(s.outbox, o)
@@ -388,8 +411,8 @@ func (s *stream) send(o outgoing) (err error) {
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: o.recall}})
 	case o.closing:
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
-	case o.failed != nil:
-		return s.sendAll(o.failed)
+	case o.news != nil:
+		return s.sendAll(o.news)
 	case o.answer.err != nil:
 		return o.answer.err
 	}

@@ -77,6 +77,6 @@ func (j *job) tell(now time.Time) {
 		}
 	}
 	for one := range j.streams.open {
-		one.post(outgoing{failed: messages})
+		one.post(outgoing{news: messages})
 	}
 }

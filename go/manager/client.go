@@ -36,8 +36,12 @@ type calls interface {
 	Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error)
 	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
-	// Failures has a value for each failure of a member that the server learns of; nil if it tells of none.
-	Failures() <-chan Failure
+	// Suspect tells that a collective of a quorum failed, and which member is suspected, empty if that is not known.
+	Suspect(quorumID int64, replicaID string)
+	// SayProgress answers ProgressAsked: whether the rank waits for other groups, and what it does.
+	SayProgress(groupRank int64, waits bool, what string)
+	// Notices has a value for each notice that the server gets; nil if it tells of none.
+	Notices() <-chan Notice
 	Close() error
 }
 
@@ -135,6 +139,10 @@ func (r *remote) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return resp.GetShouldCommit(), err
 }
 
-func (r *remote) Failures() <-chan Failure { return nil }
+func (r *remote) Notices() <-chan Notice { return nil }
+
+// A published server has no use for these.
+func (r *remote) Suspect(int64, string)           {}
+func (r *remote) SayProgress(int64, bool, string) {}
 
 func (r *remote) Close() error { return r.conn.Close() }

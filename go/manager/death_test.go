@@ -9,20 +9,26 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 )
 
 const grace = 200 * time.Millisecond
 
 // heard is the next failure that a rank hears of.
-func heard(t *testing.T, g *fttest.Group, rank int) manager.Failure {
+func heard(t *testing.T, g *fttest.Group, rank int) manager.Notice {
 	t.Helper()
-	select {
-	case failure := <-g.Ranks[rank].Failures():
-		return failure
-	case <-time.After(time.Minute):
-		require.Fail(t, "nothing was heard")
-		return manager.Failure{}
+	deadline := time.After(time.Minute)
+	for {
+		select {
+		case notice := <-g.Ranks[rank].Notices():
+			if notice.Kind == manager.Died {
+				return notice
+			}
+		case <-deadline:
+			require.Fail(t, "nothing was heard")
+			return manager.Notice{}
+		}
 	}
 }
 
@@ -78,13 +84,125 @@ func TestAFlappingNetworkIsNoDeath(t *testing.T) {
 		}
 		for _, g := range []*fttest.Group{a, b} {
 			select {
-			case failure := <-g.Ranks[0].Failures():
-				assert.Fail(t, "a false death", "%+v", failure)
+			case notice := <-g.Ranks[0].Notices():
+				assert.NotEqual(t, manager.Died, notice.Kind, "a false death: %+v", notice)
 			default:
 			}
 		}
 		after := round(t, 1, a, b)
 		assert.Equal(t, before[0].QuorumID, after[0].QuorumID)
 		assert.Zero(t, c.Log.Count("a member failed"))
+	})
+}
+
+func TestADeadRankIsTheDeathOfItsGroup(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 2)
+		round(t, 0, a, b)
+		died := time.Now()
+		b.Host(1).Kill() // the manager server of b, in another process, lives on
+		assert.Contains(t, heard(t, a, 0).Reason, "rank 1 of replica group b is gone")
+		assert.InDelta(t, grace, time.Since(died), float64(atOnce))
+		after := answers{a.Quorum(0, 1, time.Minute)}.results(t)
+		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
+		assert.Less(t, time.Since(died), grace+10*time.Millisecond)
+		// It is started again, and the group asks as a whole.
+		b.Ranks[1] = b.Dial("b/1")
+		first := b.Quorum(1, 0, time.Minute)
+		synctest.Wait()
+		second := b.Quorum(0, 0, time.Minute)
+		synctest.Wait()
+		both := answers{first, second, a.Quorum(0, 1, time.Minute)}.results(t)
+		assert.Equal(t, []string{"a", "b"}, both[0].ReplicaIDs)
+	})
+}
+
+// A peer of the published package keeps no stream; a host that lost power leaves its own open.
+func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
+		before := round(t, 0, a, b, d)
+		d.Host(-1).Freeze()
+		at := time.Now()
+		a.Ranks[0].Suspect(before[0].QuorumID, "")
+		time.Sleep(2 * time.Second)
+		assert.Zero(t, c.Log.Count("a member failed"), "one is not enough")
+		b.Ranks[0].Suspect(before[0].QuorumID, "d")
+		failure := heard(t, a, 0)
+		assert.Equal(t, "d", failure.ReplicaID)
+		assert.Contains(t, failure.Reason, "its peers lost it")
+		assert.InDelta(t, 3*time.Second, time.Since(at), float64(100*time.Millisecond))
+	})
+}
+
+func TestALiarPutsOutNobody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		before := round(t, 0, a, b)
+		a.Ranks[0].Suspect(before[0].QuorumID, "b") // with two groups one is enough for a look
+		time.Sleep(2 * time.Second)
+		assert.Equal(t, 1, c.Log.Count("peers suspect a member"))
+		after := round(t, 1, a, b)
+		assert.Equal(t, before[0].QuorumID, after[0].QuorumID)
+	})
+}
+
+func TestWhoMakesNoProgressIsNamedAndPutOut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 2)
+		before := round(t, 0, a, b)
+		began := time.Now()
+		done := make(chan struct{})
+		defer close(done)
+		// Rank 1 of b hangs; all others are in a collective, and say so when they are asked.
+		for _, r := range []struct {
+			g    *fttest.Group
+			rank int64
+		}{{a, 0}, {b, 0}} {
+			go func() {
+				for {
+					select {
+					case notice := <-r.g.Ranks[r.rank].Notices():
+						if notice.Kind == manager.ProgressAsked {
+							r.g.Ranks[r.rank].SayProgress(r.rank, true, "waits in allreduce")
+						}
+					case <-done:
+						return
+					}
+				}
+			}()
+		}
+		var named, out manager.Notice
+		for out.Reason == "" {
+			switch notice := <-b.Ranks[1].Notices(); notice.Kind {
+			case manager.Stalled:
+				named = notice
+				assert.InDelta(t, 5500*time.Millisecond, time.Since(began), float64(800*time.Millisecond))
+			case manager.Died:
+				out = notice
+			}
+		}
+		assert.Equal(t, "b", named.ReplicaID)
+		assert.Contains(t, named.Reason, "rank 1, step 0: does not answer")
+		assert.Equal(t, before[0].QuorumID, out.QuorumID)
+		assert.InDelta(t, 10*time.Second, time.Since(began), float64(1200*time.Millisecond))
+		after := answers{a.Quorum(0, 1, time.Minute)}.results(t)
+		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
+
+		// It wakes up. What it votes for does not count any more, and it heals.
+		votes := []<-chan fttest.Answer[bool]{b.Vote(0, 0, true, time.Minute), b.Vote(1, 0, true, time.Minute)}
+		for _, vote := range votes {
+			got := <-vote
+			require.NoError(t, got.Err)
+			assert.False(t, got.Value)
+		}
+		back := answers{b.Quorum(0, 0, time.Minute), b.Quorum(1, 0, time.Minute)}
+		synctest.Wait()
+		back = append(back, a.Quorum(0, 1, time.Minute))
+		assert.True(t, back.results(t)[0].Heal)
 	})
 }

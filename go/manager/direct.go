@@ -8,6 +8,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
 )
 
 // direct calls a server in the same process.
@@ -15,13 +16,13 @@ type direct struct {
 	server *Server
 	conn   *connection
 	closed atomic.Bool
-	heard  <-chan Failure
+	heard  <-chan Notice
 	deaf   func()
 }
 
 func (s *Server) direct() *direct {
 	d := &direct{server: s, conn: &connection{}}
-	d.heard, d.deaf = s.failures.listen()
+	d.heard, d.deaf = s.notices.listen()
 	return d
 }
 
@@ -53,7 +54,13 @@ func (d *direct) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return d.server.shouldCommit(ctx, d.conn, groupRank, step, vote)
 }
 
-func (d *direct) Failures() <-chan Failure { return d.heard }
+func (d *direct) Notices() <-chan Notice { return d.heard }
+
+func (d *direct) Suspect(quorumID int64, replicaID string) { d.server.suspect(quorumID, replicaID) }
+
+func (d *direct) SayProgress(groupRank int64, waits bool, what string) {
+	d.server.feed(round.RankProgressed{GroupRank: groupRank, Waits: waits, What: what})
+}
 
 // Close ends the calls that wait, as the end of a connection does.
 func (d *direct) Close() error {

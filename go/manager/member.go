@@ -12,6 +12,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -23,8 +24,10 @@ type member struct {
 	ctx         context.Context // ends with Close
 	cancel      context.CancelFunc
 	tasks       sync.WaitGroup
-	heard       failures
-	failed      <-chan Failure
+	heard       notices
+	told        <-chan Notice
+	lapsed      atomic.Bool                  // it was silent for too long, and has been in no quorum since
+	present     atomic.Pointer[memberStream] // as stream, for those who do not wait
 
 	last atomic.Pointer[quorum.Quorum] // that the member was told of: what a lighthouse that starts asks for
 	term atomic.Int64                  // highest that a lighthouse told
@@ -40,8 +43,9 @@ type member struct {
 }
 
 var (
-	_ Membership    = (*member)(nil)
-	_ FailureSource = (*member)(nil)
+	_ Membership   = (*member)(nil)
+	_ NoticeSource = (*member)(nil)
+	_ Witness      = (*member)(nil)
 )
 
 // join makes a replica group a member at the first lighthouse of a list that it reaches.
@@ -56,7 +60,7 @@ func join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 		choice: choice{at: at, back: -1, avoid: make([]time.Time, n), served: n == 1}, unary: make([]bool, n), refused: make([]int, n),
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
-	m.failed, _ = m.heard.listen()
+	m.told, _ = m.heard.listen()
 	if n > 1 {
 		m.tasks.Go(m.lookBack)
 	}
@@ -87,6 +91,7 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		err = status.Error(codes.Unavailable, rpc.Message(err))
 		m.avoid(at)
 	case codes.OK:
+		m.lapsed.Store(false)
 		m.servedWell(at)
 	}
 	if client == nil {
@@ -142,8 +147,40 @@ func (m *member) beat(ctx context.Context, client *LighthouseClient, interval ti
 	}
 }
 
-// Failures has a value for each failure that the lighthouse tells of.
-func (m *member) Failures() <-chan Failure { return m.failed }
+// Notices has a value for each notice of the lighthouse.
+func (m *member) Notices() <-chan Notice { return m.told }
+
+func (m *member) Suspect(quorumID int64, replicaID string) {
+	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
+		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
+	}})
+}
+
+func (m *member) Incomplete(reason string) {
+	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: reason}})
+}
+
+func (m *member) SayProgress(p round.Progress) {
+	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
+		Step: p.Step, GroupRank: p.GroupRank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
+	}}})
+}
+
+// say sends on the stream that is open. Without one the lighthouse knows more than could be told.
+func (m *member) say(message *torchftpb.MemberMessage) {
+	if stream := m.present.Load(); stream != nil && !stream.broken() {
+		go stream.send(message) // who says it does not wait
+	}
+}
+
+// Lapsed reports whether nothing was said for so long that the lighthouse may take this group for dead: its process was
+// stopped, or its host slept. It holds until the next quorum.
+func (m *member) Lapsed() bool {
+	if stream := m.present.Load(); stream != nil {
+		stream.noteSilence()
+	}
+	return m.lapsed.Load()
+}
 
 func (m *member) Close() error {
 	m.cancel()
@@ -221,6 +258,7 @@ func (m *member) connect(ctx context.Context, toAsk bool) (*memberStream, *Light
 			c.at, c.back, c.served, c.broke = i, -1, true, time.Time{}
 			if stream != nil {
 				m.stream = stream
+				m.present.Store(stream)
 			}
 			return stream, client, i, err
 		}
@@ -269,6 +307,7 @@ func (m *member) open(ctx context.Context, i int) (*memberStream, *LighthouseCli
 		waiting:  map[uint64]chan asked{},
 		welcomed: make(chan struct{}),
 		ended:    make(chan struct{}),
+		birth:    time.Now(),
 	}
 	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),

@@ -64,6 +64,9 @@ type memberStream struct {
 	// moved is set before the member itself ends the stream to go to another lighthouse.
 	moved atomic.Bool
 
+	spoke atomic.Int64 // when something was sent last, in nanoseconds since birth
+	birth time.Time
+
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // in which something must be said, valid once welcomed
 	ended    chan struct{} // closed when the stream has broken
@@ -71,7 +74,6 @@ type memberStream struct {
 
 	sending sync.Mutex
 	said    *quorum.Member // what the lighthouse knows of this group
-	spoke   time.Time      // when something was sent last
 
 	mu      sync.Mutex
 	waiting map[uint64]chan asked // by the number of the ask
@@ -156,7 +158,14 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
 		s.answer(message.GetNumber(), asked{err: status.Error(codes.Code(m.Failure.GetCode()), m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
-		s.member.heard.tell(Failure{QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		s.member.heard.tell(Notice{Kind: Died, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+	case *torchftpb.LighthouseMessage_MemberStalled:
+		f := m.MemberStalled
+		s.member.heard.tell(Notice{Kind: Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+	case *torchftpb.LighthouseMessage_ProgressAsked:
+		s.member.heard.tell(Notice{Kind: ProgressAsked})
+	case *torchftpb.LighthouseMessage_Probe:
+		go s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	case *torchftpb.LighthouseMessage_Closing:
 		return status.Error(codes.Unavailable, "the lighthouse is shutting down")
 	}
@@ -228,8 +237,24 @@ func (s *memberStream) send(message *torchftpb.MemberMessage) {
 
 // sendLocked leaves errors to receive, which gets the reason.
 func (s *memberStream) sendLocked(message *torchftpb.MemberMessage) {
-	s.spoke = time.Now()
+	s.noteSilence()
+	s.spoke.Store(int64(time.Since(s.birth)))
 	_ = s.wire.Send(message)
+}
+
+// alivesInTimeout is how many of the intervals that a lighthouse asks for make up its heartbeat timeout.
+const alivesInTimeout = 3
+
+// noteSilence notes if nothing was said for about as long as the lighthouse bears with.
+func (s *memberStream) noteSilence() {
+	select {
+	case <-s.welcomed:
+	default:
+		return
+	}
+	if time.Since(s.birth)-time.Duration(s.spoke.Load()) > s.interval*(2*alivesInTimeout-1)/2 {
+		s.member.lapsed.Store(true)
+	}
 }
 
 // attend is never silent for longer than the lighthouse wants, until the stream breaks or ctx ends.
@@ -260,7 +285,7 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 func (s *memberStream) speak() time.Duration {
 	s.sending.Lock()
 	defer s.sending.Unlock()
-	if silent := time.Since(s.spoke); silent < s.interval {
+	if silent := time.Since(s.birth) - time.Duration(s.spoke.Load()); silent < s.interval {
 		return s.interval - silent
 	}
 	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})

@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"time"
 
 	"google.golang.org/grpc/stats"
 
@@ -47,6 +48,20 @@ func (p *presence) end(c *connection) (gone []int64) {
 	return gone
 }
 
+// rankGrace is how long a rank whose connection broke may take to come back, before the other groups are told.
+const rankGrace = 200 * time.Millisecond
+
+// present notes that a rank is there, before it asks for anything.
+func (s *Server) present(c *connection, groupRank int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || c == nil || groupRank < 0 || groupRank >= s.cfg.WorldSize {
+		return
+	}
+	s.presence.seen(c, groupRank)
+	s.step(round.RankBack{GroupRank: groupRank})
+}
+
 func (s *Server) connectionEnded(c *connection) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -55,6 +70,9 @@ func (s *Server) connectionEnded(c *connection) {
 			s.log.Info("torchft: a rank's connection ended", "group_rank", groupRank)
 		}
 		s.step(round.RankGone{GroupRank: groupRank})
+		if !s.closed {
+			time.AfterFunc(rankGrace, func() { s.feed(round.StillGone{GroupRank: groupRank}) })
+		}
 	}
 }
 

@@ -27,7 +27,7 @@ type Server struct {
 	ctx        context.Context // ends with Shutdown
 	cancel     context.CancelFunc
 	tasks      sync.WaitGroup
-	failures   failures
+	notices    notices
 
 	mu       sync.Mutex
 	machine  *round.Machine
@@ -86,8 +86,8 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
 	s.rpc = rpc.Serve(lis, gate, g, nil, s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
-	if source, ok := membership.(FailureSource); ok {
-		rpc.Go(&s.tasks, s.log, "failures", func() { s.hearFailures(source) })
+	if source, ok := membership.(NoticeSource); ok {
+		rpc.Go(&s.tasks, s.log, "notices", func() { s.hearNotices(source) })
 	}
 	local.add(s)
 	return s, nil
@@ -158,7 +158,8 @@ func (s *Server) shouldCommit(ctx context.Context, conn *connection, groupRank, 
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	a := s.call(ctx, conn, groupRank, func(id round.WaiterID) round.Event {
-		return round.Voted{Waiter: id, GroupRank: groupRank, Step: step, ShouldCommit: vote}
+		witness, ok := s.membership.(Witness)
+		return round.Voted{Waiter: id, GroupRank: groupRank, Step: step, ShouldCommit: vote, Lapsed: ok && witness.Lapsed()}
 	})
 	return a.commit, a.err
 }
@@ -242,6 +243,12 @@ func (s *Server) step(event round.Event) {
 			s.waiters.Answer(a.Waiter, answer{commit: a.ShouldCommit})
 		case round.AnswerMetadata:
 			s.waiters.Answer(a.Waiter, answer{metadata: a.Metadata})
+		case round.TellIncomplete:
+			if witness, ok := s.membership.(Witness); ok {
+				witness.Incomplete(a.Reason)
+			}
+		case round.Discarded:
+			s.log.Warn("torchft: a step that may be known as lost is not committed", "step", a.Step, "reason", a.Reason)
 		case round.Fail:
 			s.waiters.Answer(a.Waiter, answer{err: rpc.ToStatus(a.Failure)})
 		}

@@ -220,7 +220,7 @@ func TestTheLighthouseMayComeLater(t *testing.T) {
 // In one process, over real sockets: what the clients of group rank 0 do in production.
 func TestTheShortcutInOneProcess(t *testing.T) {
 	house := startLighthouse(t, 1)
-	failing := &tellTale{failures: make(chan manager.Failure)}
+	failing := &tellTale{failures: make(chan manager.Notice)}
 	lighthouse, err := manager.DialLighthouse(t.Context(), house.Address(), 10*time.Second)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, lighthouse.Close()) }()
@@ -249,10 +249,10 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.Equal(t, []string{"a"}, r.ReplicaIDs)
 	require.NoError(t, (<-sibling).Err)
 
-	failed := manager.Failure{QuorumID: r.QuorumID, ReplicaID: "b", Reason: "gone"}
+	failed := manager.Notice{QuorumID: r.QuorumID, ReplicaID: "b", Reason: "gone"}
 	failing.failures <- failed
-	assert.Equal(t, failed, <-near.Failures())
-	assert.Equal(t, failed, <-far.Failures())
+	assert.Equal(t, failed, <-near.Notices())
+	assert.Equal(t, failed, <-far.Notices())
 
 	_, err = near.Quorum(context.Background(), manager.QuorumArgs{GroupRank: 0})
 	assert.Equal(t, codes.InvalidArgument, status.Code(err), "the same rule as over the network")

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -25,11 +26,12 @@ type session struct {
 	cancel context.CancelFunc
 	stub   torchftpb.RankServiceClient
 	unary  atomic.Bool // the server knows no sessions
-	heard  failures
-	failed <-chan Failure
+	heard  notices
+	told   <-chan Notice
 
 	opening chan struct{} // a lock for stream; waiting for it ends with a call's deadline
 	stream  *clientStream // nil before the first call
+	rank    atomic.Int64  // that asks through it, -1 before the first call
 }
 
 func newSession(conn *grpc.ClientConn) *session {
@@ -38,8 +40,9 @@ func newSession(conn *grpc.ClientConn) *session {
 		stub:    torchftpb.NewRankServiceClient(conn),
 		opening: make(chan struct{}, 1),
 	}
+	s.rank.Store(-1)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	s.failed, _ = s.heard.listen()
+	s.told, _ = s.heard.listen()
 	return s
 }
 
@@ -47,6 +50,7 @@ func newSession(conn *grpc.ClientConn) *session {
 var errUnary = errors.New("the server knows no sessions")
 
 func (s *session) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
+	s.rank.Store(args.GroupRank)
 	req := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: quorumToProto(args)}}
 	resp, err := s.call(ctx, req)
 	if errors.Is(err, errUnary) {
@@ -69,7 +73,33 @@ func (s *session) ShouldCommit(ctx context.Context, groupRank, step int64, vote 
 	return resp.GetShouldCommit().GetShouldCommit(), err
 }
 
-func (s *session) Failures() <-chan Failure { return s.failed }
+func (s *session) Notices() <-chan Notice { return s.told }
+
+func (s *session) Suspect(quorumID int64, replicaID string) {
+	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Suspected{
+		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
+	}})
+}
+
+func (s *session) SayProgress(groupRank int64, waits bool, what string) {
+	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
+		Progress: &torchftpb.RankProgress{GroupRank: groupRank, Waits: waits, What: what},
+	}})
+}
+
+// say sends what has no answer, on a session that is open. Without one there is nobody to tell.
+func (s *session) say(req *torchftpb.RankRequest) {
+	select {
+	case s.opening <- struct{}{}:
+	default: // a new one is being opened
+		return
+	}
+	stream := s.stream
+	<-s.opening
+	if stream != nil && !stream.broken() {
+		stream.send(req)
+	}
+}
 
 func (s *session) Close() error {
 	s.cancel()
@@ -105,6 +135,7 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	if s.stream != nil && !s.stream.broken() {
 		return s.stream, nil
 	}
+	reopened := s.stream != nil
 	streamCtx, cancel := context.WithCancel(s.ctx)
 	inTime := context.AfterFunc(ctx, cancel) // the stream outlives the call that opens it
 	wire, err := s.stub.Session(streamCtx)
@@ -118,18 +149,46 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	}
 	s.stream = &clientStream{
 		wire:    wire,
-		failed:  s.heard.tell,
+		notice:  s.heard.tell,
 		waiting: map[uint64]chan *torchftpb.RankResponse{},
 		ended:   make(chan struct{}),
 	}
-	go s.stream.receive(cancel)
-	return s.stream, nil
+	if rank := s.rank.Load(); reopened && rank >= 0 {
+		s.stream.send(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: rank}})
+	}
+	stream := s.stream
+	go func() {
+		stream.receive(cancel)
+		s.reopen(stream)
+	}()
+	return stream, nil
+}
+
+// reopenTime is how long a stream that broke is opened anew without being asked to.
+const reopenTime = 10 * time.Second
+
+// reopen lets the server know soon that it was the connection that broke, and not the rank that died.
+func (s *session) reopen(broken *clientStream) {
+	if status.Code(broken.err) == codes.Unimplemented {
+		return
+	}
+	ctx, cancel := context.WithTimeout(s.ctx, reopenTime)
+	defer cancel()
+	for failed := 1; ctx.Err() == nil; failed++ {
+		if _, err := s.connect(ctx); err == nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
+		}
+	}
 }
 
 // clientStream is one session while its connection lasts.
 type clientStream struct {
 	wire   grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
-	failed func(Failure)
+	notice func(Notice)
 	ended  chan struct{} // closed when the stream has broken
 	err    error         // why, valid once ended is closed
 
@@ -160,8 +219,8 @@ func (s *clientStream) receive(cancel context.CancelFunc) {
 			s.err = err
 			return
 		}
-		if f := resp.GetMemberFailed(); f != nil {
-			s.failed(Failure{QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		if notice, ok := rankNotice(resp); ok {
+			s.notice(notice)
 			continue
 		}
 		s.mu.Lock()
@@ -171,6 +230,35 @@ func (s *clientStream) receive(cancel context.CancelFunc) {
 		if waiter != nil { // else it gave up in the meantime
 			waiter <- resp
 		}
+	}
+}
+
+func rankNotice(resp *torchftpb.RankResponse) (Notice, bool) {
+	switch r := resp.GetResponse().(type) {
+	case *torchftpb.RankResponse_MemberFailed:
+		f := r.MemberFailed
+		return Notice{Kind: Died, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
+	case *torchftpb.RankResponse_MemberStalled:
+		f := r.MemberStalled
+		return Notice{Kind: Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
+	case *torchftpb.RankResponse_ProgressAsked:
+		return Notice{Kind: ProgressAsked}, true
+	}
+	return Notice{}, false
+}
+
+func noticeToRank(n Notice) *torchftpb.RankResponse {
+	switch n.Kind {
+	case Stalled:
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberStalled{
+			MemberStalled: &torchftpb.MemberStalled{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason},
+		}}
+	case ProgressAsked:
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ProgressAsked{ProgressAsked: true}}
+	default:
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberFailed{
+			MemberFailed: &torchftpb.MemberFailed{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason},
+		}}
 	}
 }
 

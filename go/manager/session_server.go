@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -25,16 +26,14 @@ func (s sessions) Session(wire grpc.BidiStreamingServer[torchftpb.RankRequest, t
 	ctx, cancel := context.WithCancel(wire.Context())
 	defer cancel()
 	o := &openSession{wire: wire, service: s.service, giveUp: map[uint64]context.CancelFunc{}}
-	heard, deaf := server.failures.listen()
+	heard, deaf := server.notices.listen()
 	defer deaf()
 	received := make(chan error, 1)
 	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive(ctx) })
 	for {
 		select {
 		case f := <-heard:
-			o.send(&torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberFailed{
-				MemberFailed: &torchftpb.MemberFailed{QuorumId: f.QuorumID, ReplicaId: f.ReplicaID, Reason: f.Reason},
-			}})
+			o.send(noticeToRank(f))
 		case err := <-received:
 			cancel()
 			o.finish()
@@ -73,10 +72,30 @@ func (o *openSession) receive(ctx context.Context) error {
 			o.mu.Unlock()
 			continue
 		}
+		if o.said(req) {
+			continue
+		}
 		if !o.start(ctx, req) {
 			return nil
 		}
 	}
+}
+
+// said takes what has no answer.
+func (o *openSession) said(req *torchftpb.RankRequest) bool {
+	server := o.service.server
+	switch r := req.GetRequest().(type) {
+	case *torchftpb.RankRequest_Suspected:
+		server.suspect(r.Suspected.GetQuorumId(), r.Suspected.GetReplicaId())
+	case *torchftpb.RankRequest_Hello:
+		server.present(connectionOf(o.wire.Context()), r.Hello)
+	case *torchftpb.RankRequest_Progress:
+		p := r.Progress
+		server.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
+	default:
+		return false
+	}
+	return true
 }
 
 // start serves a call on a goroutine of its own; false: the session takes no more.

@@ -146,25 +146,25 @@ func TestWhatASessionDoesNotUnderstand(t *testing.T) {
 // tellTale is a membership that learns of failures.
 type tellTale struct {
 	fake
-	failures chan manager.Failure
+	failures chan manager.Notice
 }
 
-func (t *tellTale) Failures() <-chan manager.Failure { return t.failures }
+func (t *tellTale) Notices() <-chan manager.Notice { return t.failures }
 
 func TestFailuresReachEveryRank(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		source := &tellTale{failures: make(chan manager.Failure)}
+		source := &tellTale{failures: make(chan manager.Notice)}
 		source.quorum = func(context.Context) (*quorum.Quorum, error) {
 			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "a"}}}, nil
 		}
 		g := c.StartGroup("a", 2, func(cfg *manager.ServerConfig) { cfg.Membership = source })
 		round(t, 0, g) // opens the sessions
 
-		failed := manager.Failure{QuorumID: 7, ReplicaID: "b", Reason: "its connection broke"}
+		failed := manager.Notice{QuorumID: 7, ReplicaID: "b", Reason: "its connection broke"}
 		source.failures <- failed
 		for _, client := range g.Ranks {
-			assert.Equal(t, failed, <-client.Failures())
+			assert.Equal(t, failed, <-client.Notices())
 		}
 		g.Host(0).Cut()
 		synctest.Wait()
@@ -174,7 +174,7 @@ func TestFailuresReachEveryRank(t *testing.T) {
 		append(back, g.Quorum(1, 1, time.Minute)).results(t)
 		source.failures <- failed
 		for _, client := range g.Ranks {
-			assert.Equal(t, failed, <-client.Failures())
+			assert.Equal(t, failed, <-client.Notices())
 		}
 		close(source.failures)
 	})

@@ -89,7 +89,7 @@ func ManagerFailureStart(handle, timeoutUs int64) (op int64, err error) {
 	}
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
 		select {
-		case f := <-client.Failures():
+		case f := <-client.Notices():
 			return toJSON(memberFailure{f.QuorumID, f.ReplicaID, f.Reason})
 		case <-client.Closed:
 			return nil, errors.New("the client is closed")

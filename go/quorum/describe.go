@@ -23,6 +23,9 @@ type Status struct {
 	MinReplicas        int   `json:"min_replicas"`
 	JoinTimeoutMS      int64 `json:"join_timeout_ms"`
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
+
+	MedianStepMS   int64 `json:"median_step_ms"`   // of the last steps, 0 before the second
+	StalledAfterMS int64 `json:"stalled_after_ms"` // how long a step may take before members are asked what they do
 }
 
 // MemberStatus is one replica group in Status.
@@ -40,6 +43,8 @@ type MemberStatus struct {
 	WorldSize      uint64 `json:"world_size"`
 	CommitFailures int64  `json:"commit_failures"`
 	ShrinkOnly     bool   `json:"shrink_only"`
+	Stalled        string `json:"stalled,omitempty"` // what it does while the others wait for it
+	Out            string `json:"out,omitempty"`     // why it counts as dead until it asks again
 }
 
 // Size is how much is remembered: the replicas that are alive, wait or are in the latest quorum, and the requests.
@@ -64,6 +69,8 @@ func (m *Machine) Describe(now time.Time) Status {
 		MinReplicas:        m.policy.MinReplicas,
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),
+		MedianStepMS:       m.watch.median().Milliseconds(),
+		StalledAfterMS:     m.watch.patience(m.policy).Milliseconds(),
 	}
 	last := map[string]Member{}
 	if q := m.latest; q != nil {
@@ -91,6 +98,8 @@ func (m *Machine) Describe(now time.Time) Status {
 			WorldSize:      member.WorldSize,
 			CommitFailures: member.CommitFailures,
 			ShrinkOnly:     member.ShrinkOnly,
+			Stalled:        m.watch.stalled[r.id],
+			Out:            r.out,
 		}
 		if r.candidate() {
 			ms.WaitingMS = now.Sub(r.joined).Milliseconds()

@@ -41,6 +41,9 @@ type Machine struct {
 	probedAt time.Time
 	outvoted time.Time // since when those who ask may not go on; zero while they may
 
+	suspicion suspicion // among the members of the latest quorum
+	watch     watch     // over the progress of the latest quorum
+
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
 	told     cause     // of the last Waiting since the latest quorum
@@ -66,6 +69,10 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		now = m.now
 	}
 	m.now = now
+	if slept, ok := event.(Slept); ok { // before anybody is found to be silent
+		m.roster.forgive(slept.For)
+		m.watch.began = m.watch.began.Add(slept.For)
+	}
 	dead := m.roster.expire(now)
 	var refused []Action
 	decide := len(dead) > 0 // who died may be whom the others waited for
@@ -91,9 +98,22 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.roster.lost(e.ReplicaID, now)
 		dead = append(dead, m.roster.expire(now)...) // there may be no grace
 		decide = len(dead) > 0
-	case Woken: // for those whose grace is over
+	case Incomplete:
+		if r := m.roster.replicas[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
+			dead = append(dead, m.roster.putOut(r, e.Reason, now))
+		}
+		decide = len(dead) > 0
+	case Suspected:
+		refused = m.suspect(e, now)
+	case Checked:
+		dead = append(dead, m.checkedOn(e, now)...)
+		decide = len(dead) > 0
+	case Progressed:
+		m.progressed(e)
+	case Slept, Woken: // Woken: for those whose grace is over
 	case Tick:
-		refused = m.lookAgain()
+		stalled, out := m.overdue(now)
+		refused, dead = append(m.lookAgain(), stalled...), append(dead, out...)
 		decide, tick = true, true
 		m.lastTick = now
 	}
@@ -263,7 +283,8 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	if d.regress != "" {
 		actions = append(actions, Regressed{Quorum: q, Reason: d.regress})
 	}
-	m.latest, m.broken = q, ""
+	m.latest, m.broken, m.suspicion = q, "", suspicion{}
+	m.watch.next(m.now, !changed)
 	for id := range m.ended {
 		if !m.votes(id) {
 			delete(m.ended, id)

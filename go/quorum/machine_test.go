@@ -106,7 +106,8 @@ func TestDescribeAsJSON(t *testing.T) {
 		"quorum_id": 0, "quorum": [], "quorum_age_ms": 0, "max_step": 0,
 		"reason": "no replica asks for a quorum",
 		"healthy": 0, "candidates": 0, "waiters": 0, "members": [],
-		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000
+		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
+		"median_step_ms": 0, "stalled_after_ms": 5000
 	}`, string(empty))
 
 	r.ask(Member{ReplicaID: "a", Address: "http://a:1", StoreAddress: "a:2", Step: 3, WorldSize: 2})
@@ -126,7 +127,8 @@ func TestDescribeAsJSON(t *testing.T) {
 			{"replica_id": "b", "heartbeat_age_ms": 500, "healthy": true, "in_quorum": true, "waiting": true, "waiting_ms": 500,
 			 "step": 4, "world_size": 0, "commit_failures": 1, "shrink_only": false}
 		],
-		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000
+		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
+		"median_step_ms": 0, "stalled_after_ms": 5000
 	}`, epoch.UnixMilli()+1), string(full))
 }
 

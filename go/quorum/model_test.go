@@ -16,6 +16,7 @@ type model struct {
 	policy  Policy
 	beats   map[string]time.Time
 	lost    map[string]time.Time // when the stream of a suspect broke
+	out     map[string]bool      // who lost a rank and has not asked since
 	died    []string             // in the step
 	broken  bool                 // somebody of the latest quorum died since
 	waiting []Asked              // in the order of asking
@@ -27,7 +28,7 @@ type model struct {
 }
 
 func newModel(p Policy, start time.Time) *model {
-	return &model{policy: p, beats: map[string]time.Time{}, lost: map[string]time.Time{}, joined: map[string]time.Time{}, highest: start.UnixMilli()}
+	return &model{policy: p, beats: map[string]time.Time{}, lost: map[string]time.Time{}, out: map[string]bool{}, joined: map[string]time.Time{}, highest: start.UnixMilli()}
 }
 
 // step returns the quorum that the event leads to, if any, and who is answered.
@@ -39,6 +40,7 @@ func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
 		m.waiting = append(m.waiting, e)
 		m.beats[e.Member.ReplicaID] = now
 		delete(m.lost, e.Member.ReplicaID)
+		delete(m.out, e.Member.ReplicaID)
 		if e.KnownQuorumID <= maxKnownID {
 			m.highest = max(m.highest, e.KnownQuorumID)
 		}
@@ -51,6 +53,13 @@ func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
 		_, suspect := m.lost[e.ReplicaID]
 		if m.healthy(e.ReplicaID, now) && !suspect {
 			m.lost[e.ReplicaID] = now
+		}
+	case Incomplete:
+		waits := slices.ContainsFunc(m.waiting, func(a Asked) bool { return a.Member.ReplicaID == e.ReplicaID })
+		if m.healthy(e.ReplicaID, now) && !waits {
+			m.out[e.ReplicaID] = true
+			delete(m.lost, e.ReplicaID)
+			m.die(e.ReplicaID)
 		}
 	}
 	m.look(now)
@@ -77,7 +86,14 @@ func (m *model) failed(latest *Quorum) (ids []string) {
 	return ids
 }
 
-func (m *model) healthy(id string, now time.Time) bool {
+func (m *model) die(id string) {
+	m.died = append(m.died, id)
+	m.broken = m.broken || len(m.failed(m.latest)) > 0
+}
+
+func (m *model) healthy(id string, now time.Time) bool { return m.beating(id, now) && !m.out[id] }
+
+func (m *model) beating(id string, now time.Time) bool {
 	beat, ok := m.beats[id]
 	lost, suspect := m.lost[id]
 	return ok && now.Sub(beat) < m.policy.HeartbeatTimeout && !(suspect && now.Sub(lost) >= m.policy.SuspectGrace)
@@ -86,11 +102,13 @@ func (m *model) healthy(id string, now time.Time) bool {
 // look notes who became a candidate, and who is none any more.
 func (m *model) look(now time.Time) {
 	for id := range m.beats {
-		if !m.healthy(id, now) {
+		if !m.beating(id, now) {
 			delete(m.beats, id)
 			delete(m.lost, id)
-			m.died = append(m.died, id)
-			m.broken = m.broken || len(m.failed(m.latest)) > 0
+			if !m.out[id] {
+				m.die(id)
+			}
+			delete(m.out, id)
 		}
 	}
 	candidates := m.candidates(now)
@@ -154,9 +172,10 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 				first = joined
 			}
 		}
+		healthy := len(m.beats) - len(m.out)
 		enough := len(in) >= m.policy.MinReplicas
-		majority := float64(len(candidates)) > float64(len(m.beats))/2
-		everybody := len(candidates) == len(m.beats)
+		majority := float64(len(candidates)) > float64(healthy)/2
+		everybody := len(candidates) == healthy
 		if !enough || !majority || !everybody && now.Sub(first) < m.policy.JoinTimeout {
 			m.behind = time.Time{}
 			return nil, nil
@@ -266,6 +285,8 @@ func (h *history) event(replicas int) Event {
 		return Lost{ReplicaID: id}
 	case p < 90:
 		return Woken{}
+	case p < 93:
+		return Incomplete{ReplicaID: id, Reason: "a rank is gone"}
 	default:
 		return Tick{}
 	}
@@ -348,7 +369,7 @@ func (h *history) step(e Event) {
 	}
 	require.Len(h.t, h.machine.roster.replicas, len(known), "memory")
 	require.Len(h.t, h.machine.roster.waiters, len(h.open), "memory")
-	require.Equal(h.t, h.machine.roster.counts.healthy, h.machine.roster.pulses.Len())
+	require.Equal(h.t, h.machine.roster.counts.healthy, h.machine.roster.pulses.Len()-len(h.model.out))
 	require.Equal(h.t, h.machine.roster.counts.candidates, h.machine.roster.queue.Len())
 }
 

@@ -12,7 +12,12 @@ type Policy struct {
 	JoinTimeout      time.Duration // how long a possible quorum waits for healthy groups that have not asked
 	HeartbeatTimeout time.Duration // a group whose last heartbeat is as old as this counts as dead
 	SuspectGrace     time.Duration // how long a group whose connection broke may take to come back
-	ForbidRegression bool          // refuse a quorum below the step that the job had reached, in place of a warning
+	// StalledAfter is how long a group may make no progress while others wait for it, before it is named; 0: ten median
+	// steps, at least 5 s.
+	StalledAfter time.Duration
+	// EjectStalledAfter is how long, before it is put out of the quorum; 0: never.
+	EjectStalledAfter time.Duration
+	ForbidRegression  bool // refuse a quorum below the step that the job had reached, in place of a warning
 }
 
 // Validate names every setting that is out of range, its value, and what is allowed.
@@ -29,6 +34,12 @@ func (p Policy) Validate() error {
 	}
 	if p.SuspectGrace < 0 {
 		errs = append(errs, fmt.Errorf("suspect_grace_ms is %s: it must be at least 0", milliseconds(p.SuspectGrace)))
+	}
+	if p.StalledAfter < 0 {
+		errs = append(errs, fmt.Errorf("stalled_after_ms is %s: it must be at least 0 (0: ten median steps, at least 5 s)", milliseconds(p.StalledAfter)))
+	}
+	if p.EjectStalledAfter < 0 {
+		errs = append(errs, fmt.Errorf("eject_stalled_after_ms is %s: it must be at least 0 (0: never)", milliseconds(p.EjectStalledAfter)))
 	}
 	return errors.Join(errs...)
 }

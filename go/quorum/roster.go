@@ -26,6 +26,8 @@ type replica struct {
 	place  *list.Element // its place in roster.queue; nil while it is no candidate
 
 	previous bool // member of the previous quorum
+
+	out string // why it counts as dead until it asks again, whatever signs of life there are; empty if it does not
 }
 
 type request struct {
@@ -35,7 +37,7 @@ type request struct {
 	tells  bool  // it answers a Recall
 }
 
-func (r *replica) alive() bool     { return r.pulse != nil }
+func (r *replica) alive() bool     { return r.pulse != nil && r.out == "" }
 func (r *replica) waiting() bool   { return len(r.requests) > 0 }
 func (r *replica) candidate() bool { return r.alive() && r.waiting() }
 
@@ -102,7 +104,11 @@ func (s *roster) expire(now time.Time) (dead []death) {
 		if now.Sub(r.lastBeat) < s.timeout {
 			break
 		}
+		told := r.out != ""
 		s.die(r, now)
+		if told {
+			continue
+		}
 		dead = append(dead, death{r, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
 	}
 	for e := s.suspects.Front(); e != nil; e = s.suspects.Front() {
@@ -120,8 +126,27 @@ func (s *roster) die(r *replica, now time.Time) {
 	s.trust(r)
 	s.update(r, now, func() {
 		s.pulses.Remove(r.pulse)
-		r.pulse, r.presumed = nil, false
+		r.pulse, r.presumed, r.out = nil, false, ""
 	})
+}
+
+// putOut lets a replica count as dead until it asks again.
+func (s *roster) putOut(r *replica, reason string, now time.Time) death {
+	s.trust(r)
+	s.update(r, now, func() { r.out = reason })
+	return death{r, reason}
+}
+
+// forgive takes a time off the age of all signs of life.
+func (s *roster) forgive(span time.Duration) {
+	for e := s.pulses.Front(); e != nil; e = e.Next() {
+		r := e.Value.(*replica)
+		r.lastBeat = r.lastBeat.Add(span)
+	}
+	for e := s.suspects.Front(); e != nil; e = e.Next() {
+		r := e.Value.(*replica)
+		r.lostAt = r.lostAt.Add(span)
+	}
 }
 
 // lost makes a replica a suspect.
@@ -161,7 +186,7 @@ func (s *roster) beat(id string, now time.Time) *replica {
 	if r.presumed {
 		s.update(r, now, func() { r.presumed = false })
 	}
-	if r.alive() {
+	if r.pulse != nil {
 		s.pulses.MoveToBack(r.pulse)
 		return r
 	}
@@ -185,6 +210,7 @@ func (s *roster) ask(e Asked, now time.Time) {
 	r.number = max(r.number, e.Number)
 	s.waiters[e.Waiter] = r
 	s.update(r, now, func() {
+		r.out = ""
 		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Tells})
 	})
 }
@@ -244,7 +270,7 @@ func (s *roster) update(r *replica, now time.Time, change func()) {
 		s.queue.Remove(r.place)
 		r.place = nil
 	}
-	if !r.alive() && !r.waiting() && !r.previous {
+	if r.pulse == nil && !r.waiting() && !r.previous {
 		delete(s.replicas, r.id)
 	}
 }

@@ -20,7 +20,7 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 // A transcript is commands, each followed by what the machine did, indented. Lines that begin with # are for
 // the reader. After a change of behaviour: go test ./quorum -update, and read the difference.
 //
-//	policy min=2 join=1s heartbeat=5s [grace=200ms] [forbid]   a new machine, at time 0; its first quorum is 1001
+//	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at time 0; its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [tells]
 //	greet a seat=1/3 [term=1]   a stream begins, of a member for which this is the first of three lighthouses
 //	recalled 1005 step=3 a b c [base=a,b]
@@ -28,6 +28,12 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 //	gave-up 1        the waiter is gone
 //	beat a b         heartbeats
 //	lost a           its last stream broke
+//	incomplete a     a rank of it is gone
+//	suspects a [b]   a collective of the latest quorum failed in a; it names b, or nobody
+//	reached a        a check found it
+//	unreached a      a check did not
+//	says a computes|waits [for=3s] [rank=1]
+//	slept 3s         the lighthouse stood still
 //	woken            what a wake asked for
 //	tick             the timer
 //	wait 100ms       time passes
@@ -81,11 +87,13 @@ func (r *transcript) run(words []string) []string {
 	case "policy":
 		r.now, r.waiters = time.UnixMilli(1000).UTC(), 0
 		r.machine = NewMachine(Policy{
-			MinReplicas:      int(number(r.t, option(args, "min"))),
-			JoinTimeout:      duration(r.t, option(args, "join")),
-			HeartbeatTimeout: duration(r.t, option(args, "heartbeat")),
-			SuspectGrace:     duration(r.t, cmp.Or(option(args, "grace"), "0s")),
-			ForbidRegression: slices.Contains(args, "forbid"),
+			MinReplicas:       int(number(r.t, option(args, "min"))),
+			JoinTimeout:       duration(r.t, option(args, "join")),
+			HeartbeatTimeout:  duration(r.t, option(args, "heartbeat")),
+			SuspectGrace:      duration(r.t, cmp.Or(option(args, "grace"), "0s")),
+			StalledAfter:      duration(r.t, cmp.Or(option(args, "stalled"), "0s")),
+			EjectStalledAfter: duration(r.t, cmp.Or(option(args, "eject"), "0s")),
+			ForbidRegression:  slices.Contains(args, "forbid"),
 		}, r.now)
 		return nil
 	case "ask":
@@ -139,6 +147,24 @@ func (r *transcript) run(words []string) []string {
 		return answers
 	case "lost":
 		return r.step(Lost{ReplicaID: args[0]})
+	case "incomplete":
+		return r.step(Incomplete{ReplicaID: args[0], Reason: "rank 1 is gone"})
+	case "suspects":
+		suspect := ""
+		if len(args) > 1 {
+			suspect = args[1]
+		}
+		return r.step(Suspected{Reporter: args[0], Suspect: suspect, QuorumID: r.machine.latest.ID})
+	case "reached", "unreached":
+		return r.step(Checked{ReplicaID: args[0], QuorumID: r.machine.latest.ID, Reached: words[0] == "reached", Reason: "connection refused"})
+	case "says":
+		return r.step(Progressed{ReplicaID: args[0], Progress: Progress{
+			Step: 1, Rank: number(r.t, option(args, "rank")), Phase: args[1], Waits: args[1] == "waits",
+			For: duration(r.t, cmp.Or(option(args, "for"), "1h")),
+		}})
+	case "slept":
+		r.now = r.now.Add(duration(r.t, args[0]))
+		return r.step(Slept{For: duration(r.t, args[0])})
 	case "woken":
 		return r.step(Woken{})
 	case "tick":
@@ -190,6 +216,12 @@ func (r *transcript) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("WARNING, quorum %d goes back: %s", a.Quorum.ID, a.Reason))
 		case Failed:
 			answers = append(answers, fmt.Sprintf("%s of quorum %d failed: %s", a.ReplicaID, a.QuorumID, a.Reason))
+		case Stalled:
+			answers = append(answers, fmt.Sprintf("%s of quorum %d is stalled: %s", a.ReplicaID, a.QuorumID, a.Reason))
+		case Check:
+			answers = append(answers, fmt.Sprintf("check on %s of quorum %d", a.ReplicaID, a.QuorumID))
+		case AskProgress:
+			answers = append(answers, fmt.Sprintf("what do they do? %v", a.ReplicaIDs))
 		case Wake:
 			answers = append(answers, fmt.Sprintf("wake in %s", a.At.Sub(r.now)))
 		case Waiting:
@@ -211,6 +243,12 @@ func describe(s Status) []string {
 		}
 		if m.InQuorum {
 			line += ", in the quorum"
+		}
+		if m.Stalled != "" {
+			line += ", stalled"
+		}
+		if m.Out != "" {
+			line += ", out"
 		}
 		if m.Waiting {
 			line += fmt.Sprintf(", waits for %d ms", m.WaitingMS)

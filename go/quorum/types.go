@@ -73,21 +73,48 @@ type (
 	// Lost: the last stream of a member broke: its process ended, or the network was cut. Those of its requests that
 	// waited gave up before. It is a suspect from then on, and dead unless there is a sign of life within the grace.
 	Lost struct{ ReplicaID string }
+	// Incomplete: a rank of the group is gone. It takes part in nothing until it asks again.
+	Incomplete struct{ ReplicaID, Reason string }
+	// Suspected: a collective of a quorum failed in the reporter's group. It names the peer that it suspects, or nobody if
+	// it cannot tell. It is a sign of life of the reporter.
+	Suspected struct {
+		Reporter, Suspect string
+		QuorumID          int64
+	}
+	// Checked: what came of a Check.
+	Checked struct {
+		ReplicaID string
+		QuorumID  int64
+		Reached   bool
+		Reason    string // if it was not reached
+	}
+	// Progressed: what a member does, as it was asked to say.
+	Progressed struct {
+		ReplicaID string
+		Progress  Progress
+	}
+	// Slept: the lighthouse itself stood still for a time, in which it heard nobody.
+	Slept struct{ For time.Duration }
 	// Woken: the time of the latest Wake has come.
 	Woken struct{}
 	// Tick: quorum_tick_ms passed.
 	Tick struct{}
 )
 
-func (Asked) isEvent()    {}
-func (Greeted) isEvent()  {}
-func (Recalled) isEvent() {}
-func (Ended) isEvent()    {}
-func (GaveUp) isEvent()   {}
-func (Beat) isEvent()     {}
-func (Lost) isEvent()     {}
-func (Woken) isEvent()    {}
-func (Tick) isEvent()     {}
+func (Asked) isEvent()      {}
+func (Greeted) isEvent()    {}
+func (Recalled) isEvent()   {}
+func (Ended) isEvent()      {}
+func (GaveUp) isEvent()     {}
+func (Beat) isEvent()       {}
+func (Lost) isEvent()       {}
+func (Incomplete) isEvent() {}
+func (Suspected) isEvent()  {}
+func (Checked) isEvent()    {}
+func (Progressed) isEvent() {}
+func (Slept) isEvent()      {}
+func (Woken) isEvent()      {}
+func (Tick) isEvent()       {}
 
 // Action is something the shell must do.
 type Action interface{ isAction() }
@@ -142,23 +169,40 @@ type (
 		ReplicaID string
 		Reason    string
 	}
+	// Stalled reports that a member of the latest quorum makes no progress while the others wait for it.
+	Stalled struct {
+		QuorumID  int64
+		ReplicaID string
+		Reason    string
+	}
+	// Check asks for a sign of life of a member that its peers suspect; the shell answers with Checked.
+	Check struct {
+		ReplicaID string
+		Address   string // of its manager server
+		QuorumID  int64
+	}
+	// AskProgress asks members what they do; each answers with Progressed.
+	AskProgress struct{ ReplicaIDs []string }
 	// Wake asks for Woken at a time, in place of an earlier Wake.
 	Wake struct{ At time.Time }
 	// Waiting reports why there is no quorum, once for each new reason, for the log.
 	Waiting struct{ Reason string }
 )
 
-func (Deliver) isAction()   {}
-func (Refuse) isAction()    {}
-func (TurnAway) isAction()  {}
-func (Renew) isAction()     {}
-func (Recall) isAction()    {}
-func (Probe) isAction()     {}
-func (Regressed) isAction() {}
-func (Changed) isAction()   {}
-func (Failed) isAction()    {}
-func (Wake) isAction()      {}
-func (Waiting) isAction()   {}
+func (Deliver) isAction()     {}
+func (Refuse) isAction()      {}
+func (TurnAway) isAction()    {}
+func (Renew) isAction()       {}
+func (Recall) isAction()      {}
+func (Probe) isAction()       {}
+func (Regressed) isAction()   {}
+func (Changed) isAction()     {}
+func (Failed) isAction()      {}
+func (Stalled) isAction()     {}
+func (Check) isAction()       {}
+func (AskProgress) isAction() {}
+func (Wake) isAction()        {}
+func (Waiting) isAction()     {}
 
 // Refusal is why a waiter gets no quorum.
 type Refusal int

@@ -27,6 +27,7 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	}
 	r := &m.ranks[e.GroupRank]
 	r.metadata, r.announced, r.absent = e.CheckpointMetadata, true, nil
+	r.begin(inQuorum, e.Step, m.now)
 
 	g := &m.gathering
 	var actions []Action
@@ -147,6 +148,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		return m.endGathering(Failure{KindInternal, "the lighthouse answered without a quorum"})
 	}
 	m.knownQuorumID = max(m.knownQuorumID, e.Quorum.ID)
+	m.answered = e.Quorum.ID
 
 	results := make([]recovery.Result, len(g.asked))
 	for r, a := range g.asked {
@@ -167,6 +169,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
 	for r, a := range g.asked {
 		g.asked[r] = nil
+		m.ranks[r].begin(inStep, results[r].MaxStep, m.now)
 		actions = append(actions, AnswerQuorum{a.Waiter, results[r]})
 	}
 	g.count = 0

@@ -35,7 +35,11 @@ type Machine struct {
 
 	ballot ballot
 
-	closed *Failure // set once the server shuts down
+	answered int64   // quorum_id of the last quorum that the ranks were given
+	putOut   *PutOut // the last quorum in which the group counts as dead
+
+	now    time.Time // of the last event
+	closed *Failure  // set once the server shuts down
 }
 
 // rank is what is remembered of one rank between its requests.
@@ -43,6 +47,7 @@ type rank struct {
 	metadata  string   // where it serves its checkpoint
 	announced bool     // metadata is set
 	absent    *Failure // why nobody should wait for it; nil if it may come
+	activity
 }
 
 // NewMachine makes the machine of one replica group. The group must be valid.
@@ -55,9 +60,9 @@ func NewMachine(g Group) *Machine {
 	}
 }
 
-// Step takes in one event at a time and returns what to do, in this order. It reads no clock: deadlines are
-// kept by the shell, which turns those that pass into GaveUp.
-func (m *Machine) Step(event Event, _ time.Time) []Action {
+// Step takes in one event at a time and returns what to do, in this order. Deadlines are kept by the shell, which turns those that pass into GaveUp.
+func (m *Machine) Step(event Event, now time.Time) []Action {
+	m.now = now
 	switch e := event.(type) {
 	case QuorumAsked:
 		return m.quorumAsked(e)
@@ -65,12 +70,24 @@ func (m *Machine) Step(event Event, _ time.Time) []Action {
 		return m.quorumKnown(e)
 	case Voted:
 		return m.voted(e)
+	case PutOut:
+		m.putOut = &e
+	case ProgressAsked:
+		m.forgetProgress()
+	case RankProgressed:
+		m.rankProgressed(e)
 	case MetadataAsked:
 		return m.metadataAsked(e)
 	case GaveUp:
 		return append(m.quorumGaveUp(e), m.voteGaveUp(e)...)
 	case RankGone:
 		return m.rankGone(e)
+	case StillGone:
+		return m.stillGone(e)
+	case RankBack:
+		if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
+			m.ranks[e.GroupRank].absent = nil
+		}
 	case Closed:
 		return m.close(e)
 	}
@@ -110,6 +127,17 @@ func (m *Machine) rankGone(e RankGone) []Action {
 		e.GroupRank, m.group.ReplicaID)}
 	m.ranks[e.GroupRank].absent = &gone
 	return append(m.endGathering(gone), m.endBallot(gone)...)
+}
+
+// stillGone tells the other groups not to wait for this one.
+func (m *Machine) stillGone(e StillGone) []Action {
+	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
+		return nil
+	}
+	if gone := m.ranks[e.GroupRank].absent; gone != nil {
+		return []Action{TellIncomplete{gone.Reason}}
+	}
+	return nil
 }
 
 func (m *Machine) close(e Closed) []Action {

@@ -29,6 +29,12 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 //	metadata 0               someone asks where rank 0 serves its checkpoint
 //	timeout 1, cancel 1      waiter 1 gave up
 //	gone 1                   the last connection of rank 1 broke
+//	still-gone 1, back 1
+//	put-out 7                the group counts as dead in quorum 7
+//	asked                    the lighthouse wants to know what the group does
+//	says 0 computes|waits    what a rank does
+//	progress                 what the group would say
+//	wait 3s
 //	close
 //	describe
 func TestTranscripts(t *testing.T) {
@@ -53,6 +59,7 @@ type transcript struct {
 	t       *testing.T
 	machine *Machine
 	waiters WaiterID
+	now     time.Time
 }
 
 // play returns the text with the answers that the machine gives now.
@@ -77,7 +84,7 @@ func (r *transcript) run(words []string) []string {
 	args := words[1:]
 	switch words[0] {
 	case "group":
-		r.waiters = 0
+		r.waiters, r.now = 0, epoch
 		r.machine = NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "store g", WorldSize: r.number(option(args, "ranks"))})
 		return nil
 	case "ask":
@@ -111,6 +118,7 @@ func (r *transcript) run(words []string) []string {
 	case "vote":
 		return r.step(Voted{
 			Waiter: r.waiter(args), GroupRank: r.number(args[0]), Step: r.number(option(args, "step")), ShouldCommit: args[1] == "yes",
+			Lapsed: slices.Contains(args, "lapsed"),
 		})
 	case "metadata":
 		return r.step(MetadataAsked{Waiter: r.waiter(args), GroupRank: r.number(args[0])})
@@ -118,6 +126,22 @@ func (r *transcript) run(words []string) []string {
 		return r.step(GaveUp{Waiter: WaiterID(r.number(args[0])), Timeout: words[0] == "timeout"})
 	case "gone":
 		return r.step(RankGone{GroupRank: r.number(args[0])})
+	case "still-gone":
+		return r.step(StillGone{GroupRank: r.number(args[0])})
+	case "back":
+		return r.step(RankBack{GroupRank: r.number(args[0])})
+	case "put-out":
+		return r.step(PutOut{QuorumID: r.number(args[0]), Reason: "no progress"})
+	case "asked":
+		return r.step(ProgressAsked{})
+	case "says":
+		return r.step(RankProgressed{GroupRank: r.number(args[0]), What: args[1], Waits: args[1] == "waits"})
+	case "progress":
+		p, complete := r.machine.Progress(r.now)
+		return []string{fmt.Sprintf("%+v, complete: %t", p, complete)}
+	case "wait":
+		r.now = r.now.Add(r.duration(args[0]))
+		return nil
 	case "close":
 		return r.step(Closed{Reason: "the manager server shuts down"})
 	case "describe":
@@ -129,7 +153,7 @@ func (r *transcript) run(words []string) []string {
 
 func (r *transcript) step(e Event) []string {
 	var answers []string
-	for _, action := range r.machine.Step(e, epoch) {
+	for _, action := range r.machine.Step(e, r.now) {
 		answers = append(answers, describeAction(action))
 	}
 	return answers
@@ -171,6 +195,10 @@ func describeAction(action Action) string {
 		return fmt.Sprintf("waiter %d: commit %t", a.Waiter, a.ShouldCommit)
 	case AnswerMetadata:
 		return fmt.Sprintf("waiter %d: metadata %q", a.Waiter, a.Metadata)
+	case TellIncomplete:
+		return "the lighthouse is told: " + a.Reason
+	case Discarded:
+		return fmt.Sprintf("step %d is discarded: %s", a.Step, a.Reason)
 	case Fail:
 		return fmt.Sprintf("waiter %d fails (%s): %s", a.Waiter, a.Failure.Kind, a.Failure.Reason)
 	}

@@ -54,6 +54,22 @@ type (
 		GroupRank    int64
 		Step         int64
 		ShouldCommit bool
+		// Lapsed: the group was silent for so long that the others may have gone on without it.
+		Lapsed bool
+	}
+	// PutOut: the group counts as dead in a quorum. The others go on without it, so that it commits nothing more of it.
+	PutOut struct {
+		QuorumID int64
+		Reason   string
+	}
+	// ProgressAsked: the lighthouse wants to know what the group does. The shell asks the ranks, and Machine.Progress when
+	// it has waited long enough.
+	ProgressAsked struct{}
+	// RankProgressed: a rank says what it does between a quorum and the vote.
+	RankProgressed struct {
+		GroupRank int64
+		Waits     bool   // for other groups
+		What      string // for people
 	}
 	// MetadataAsked: someone asks where a rank serves its checkpoint. Answered at once.
 	MetadataAsked struct {
@@ -69,17 +85,26 @@ type (
 	}
 	// RankGone: the last connection of a rank broke.
 	RankGone struct{ GroupRank int64 }
+	// StillGone: a while has passed since. A connection that merely broke is back by now.
+	StillGone struct{ GroupRank int64 }
+	// RankBack: a rank that was gone has a connection again.
+	RankBack struct{ GroupRank int64 }
 	// Closed: the server shuts down; every waiter is answered with this reason.
 	Closed struct{ Reason string }
 )
 
-func (QuorumAsked) isEvent()   {}
-func (QuorumKnown) isEvent()   {}
-func (Voted) isEvent()         {}
-func (MetadataAsked) isEvent() {}
-func (GaveUp) isEvent()        {}
-func (RankGone) isEvent()      {}
-func (Closed) isEvent()        {}
+func (QuorumAsked) isEvent()    {}
+func (QuorumKnown) isEvent()    {}
+func (Voted) isEvent()          {}
+func (PutOut) isEvent()         {}
+func (ProgressAsked) isEvent()  {}
+func (RankProgressed) isEvent() {}
+func (MetadataAsked) isEvent()  {}
+func (GaveUp) isEvent()         {}
+func (RankGone) isEvent()       {}
+func (StillGone) isEvent()      {}
+func (RankBack) isEvent()       {}
+func (Closed) isEvent()         {}
 
 // Action is something the shell must do.
 type Action interface{ isAction() }
@@ -109,6 +134,13 @@ type (
 		Waiter   WaiterID
 		Metadata string
 	}
+	// TellIncomplete tells the lighthouse that the group takes part in nothing until it asks again.
+	TellIncomplete struct{ Reason string }
+	// Discarded reports why a step is not committed for which all ranks voted, for the log.
+	Discarded struct {
+		Step   int64
+		Reason string
+	}
 	// Fail answers one waiter with an error.
 	Fail struct {
 		Waiter  WaiterID
@@ -121,6 +153,8 @@ func (CancelLighthouse) isAction() {}
 func (AnswerQuorum) isAction()     {}
 func (AnswerVote) isAction()       {}
 func (AnswerMetadata) isAction()   {}
+func (TellIncomplete) isAction()   {}
+func (Discarded) isAction()        {}
 func (Fail) isAction()             {}
 
 // Kind classes a failure; internal/rpc maps each to one gRPC status code.

@@ -23,6 +23,7 @@ func (m *Machine) voted(e Voted) []Action {
 		return []Action{Fail{e.Waiter, *f}}
 	}
 	m.ranks[e.GroupRank].absent = nil
+	m.ranks[e.GroupRank].begin(inVote, e.Step, m.now)
 
 	b := &m.ballot
 	var actions []Action
@@ -54,16 +55,34 @@ func (m *Machine) voted(e Voted) []Action {
 		return actions
 	}
 
-	commit := true
+	commit, lapsed := true, false
 	for _, v := range b.votes {
 		commit = commit && v.ShouldCommit
+		lapsed = lapsed || v.Lapsed
+	}
+	if why := m.lost(lapsed); commit && why != "" {
+		commit = false
+		actions = append(actions, Discarded{b.step, why})
 	}
 	for r, v := range b.votes {
 		actions = append(actions, AnswerVote{v.Waiter, commit})
 		b.votes[r] = nil
+		m.ranks[r].begin(afterVote, b.step, m.now)
 	}
 	b.count = 0
 	return actions
+}
+
+// lost is why a step does not count though all ranks of the group did their part: the others may have done the same step
+// without this group, which then has to heal. It is empty if it counts.
+func (m *Machine) lost(lapsed bool) string {
+	switch {
+	case m.putOut != nil && m.putOut.QuorumID == m.answered:
+		return fmt.Sprintf("this group counts as dead in quorum %d: %s", m.answered, m.putOut.Reason)
+	case lapsed:
+		return "this group was silent for so long that it may count as dead"
+	}
+	return ""
 }
 
 // wentOn is why a ballot ends that a rank will not vote in: a rank votes before it asks for the next quorum, so

@@ -1000,6 +1000,9 @@ type RankRequest struct {
 	//	*RankRequest_Quorum
 	//	*RankRequest_ShouldCommit
 	//	*RankRequest_GiveUp
+	//	*RankRequest_Suspected
+	//	*RankRequest_Progress
+	//	*RankRequest_Hello
 	Request       isRankRequest_Request `protobuf_oneof:"request"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1083,6 +1086,33 @@ func (x *RankRequest) GetGiveUp() bool {
 	return false
 }
 
+func (x *RankRequest) GetSuspected() *PeerSuspected {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Suspected); ok {
+			return x.Suspected
+		}
+	}
+	return nil
+}
+
+func (x *RankRequest) GetProgress() *RankProgress {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Progress); ok {
+			return x.Progress
+		}
+	}
+	return nil
+}
+
+func (x *RankRequest) GetHello() int64 {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Hello); ok {
+			return x.Hello
+		}
+	}
+	return 0
+}
+
 type isRankRequest_Request interface {
 	isRankRequest_Request()
 }
@@ -1099,11 +1129,30 @@ type RankRequest_GiveUp struct {
 	GiveUp bool `protobuf:"varint,5,opt,name=give_up,json=giveUp,proto3,oneof"` // the rank waits for this call no longer; there is no answer
 }
 
+type RankRequest_Suspected struct {
+	// To these there is no answer either, and call and timeout_us do not matter.
+	Suspected *PeerSuspected `protobuf:"bytes,60,opt,name=suspected,proto3,oneof"`
+}
+
+type RankRequest_Progress struct {
+	Progress *RankProgress `protobuf:"bytes,61,opt,name=progress,proto3,oneof"`
+}
+
+type RankRequest_Hello struct {
+	Hello int64 `protobuf:"varint,62,opt,name=hello,proto3,oneof"` // the rank, on a stream that replaces one that broke
+}
+
 func (*RankRequest_Quorum) isRankRequest_Request() {}
 
 func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
 
 func (*RankRequest_GiveUp) isRankRequest_Request() {}
+
+func (*RankRequest_Suspected) isRankRequest_Request() {}
+
+func (*RankRequest_Progress) isRankRequest_Request() {}
+
+func (*RankRequest_Hello) isRankRequest_Request() {}
 
 type RankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1114,6 +1163,8 @@ type RankResponse struct {
 	//	*RankResponse_ShouldCommit
 	//	*RankResponse_Failure
 	//	*RankResponse_MemberFailed
+	//	*RankResponse_MemberStalled
+	//	*RankResponse_ProgressAsked
 	Response      isRankResponse_Response `protobuf_oneof:"response"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1199,6 +1250,24 @@ func (x *RankResponse) GetMemberFailed() *MemberFailed {
 	return nil
 }
 
+func (x *RankResponse) GetMemberStalled() *MemberStalled {
+	if x != nil {
+		if x, ok := x.Response.(*RankResponse_MemberStalled); ok {
+			return x.MemberStalled
+		}
+	}
+	return nil
+}
+
+func (x *RankResponse) GetProgressAsked() bool {
+	if x != nil {
+		if x, ok := x.Response.(*RankResponse_ProgressAsked); ok {
+			return x.ProgressAsked
+		}
+	}
+	return false
+}
+
 type isRankResponse_Response interface {
 	isRankResponse_Response()
 }
@@ -1216,7 +1285,16 @@ type RankResponse_Failure struct {
 }
 
 type RankResponse_MemberFailed struct {
-	MemberFailed *MemberFailed `protobuf:"bytes,5,opt,name=member_failed,json=memberFailed,proto3,oneof"` // belongs to no call
+	// These belong to no call.
+	MemberFailed *MemberFailed `protobuf:"bytes,5,opt,name=member_failed,json=memberFailed,proto3,oneof"`
+}
+
+type RankResponse_MemberStalled struct {
+	MemberStalled *MemberStalled `protobuf:"bytes,60,opt,name=member_stalled,json=memberStalled,proto3,oneof"`
+}
+
+type RankResponse_ProgressAsked struct {
+	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"` // the rank answers with its progress
 }
 
 func (*RankResponse_Quorum) isRankResponse_Response() {}
@@ -1226,6 +1304,10 @@ func (*RankResponse_ShouldCommit) isRankResponse_Response() {}
 func (*RankResponse_Failure) isRankResponse_Response() {}
 
 func (*RankResponse_MemberFailed) isRankResponse_Response() {}
+
+func (*RankResponse_MemberStalled) isRankResponse_Response() {}
+
+func (*RankResponse_ProgressAsked) isRankResponse_Response() {}
 
 // A member of a quorum is dead, or its connection says so; whoever is in a collective of that quorum need not wait for it.
 type MemberFailed struct {
@@ -1288,6 +1370,259 @@ func (x *MemberFailed) GetReason() string {
 	return ""
 }
 
+// A collective of this quorum failed, and not because somebody told of a death. Suspected is one member, or, where the
+// process group cannot tell, whoever does not speak up.
+type PeerSuspected struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	ReplicaId     string                 `protobuf:"bytes,2,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"` // empty: not known
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PeerSuspected) Reset() {
+	*x = PeerSuspected{}
+	mi := &file_torchft_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PeerSuspected) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PeerSuspected) ProtoMessage() {}
+
+func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PeerSuspected.ProtoReflect.Descriptor instead.
+func (*PeerSuspected) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *PeerSuspected) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *PeerSuspected) GetReplicaId() string {
+	if x != nil {
+		return x.ReplicaId
+	}
+	return ""
+}
+
+// What a rank does between a quorum and the vote, when it is asked.
+type RankProgress struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	Waits         bool                   `protobuf:"varint,2,opt,name=waits,proto3" json:"waits,omitempty"` // for other groups: it is not the one that holds up the step
+	What          string                 `protobuf:"bytes,3,opt,name=what,proto3" json:"what,omitempty"`    // it does, for people
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RankProgress) Reset() {
+	*x = RankProgress{}
+	mi := &file_torchft_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RankProgress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RankProgress) ProtoMessage() {}
+
+func (x *RankProgress) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RankProgress.ProtoReflect.Descriptor instead.
+func (*RankProgress) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *RankProgress) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *RankProgress) GetWaits() bool {
+	if x != nil {
+		return x.Waits
+	}
+	return false
+}
+
+func (x *RankProgress) GetWhat() string {
+	if x != nil {
+		return x.What
+	}
+	return ""
+}
+
+// What a group does, when the lighthouse asks: of the rank that holds it up, or of all if they wait for other groups.
+type GroupProgress struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Step          int64                  `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
+	GroupRank     int64                  `protobuf:"varint,2,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	Phase         string                 `protobuf:"bytes,3,opt,name=phase,proto3" json:"phase,omitempty"`               // for people
+	ForUs         int64                  `protobuf:"varint,4,opt,name=for_us,json=forUs,proto3" json:"for_us,omitempty"` // since when
+	Waits         bool                   `protobuf:"varint,5,opt,name=waits,proto3" json:"waits,omitempty"`              // for other groups
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GroupProgress) Reset() {
+	*x = GroupProgress{}
+	mi := &file_torchft_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GroupProgress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GroupProgress) ProtoMessage() {}
+
+func (x *GroupProgress) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
+func (*GroupProgress) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *GroupProgress) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *GroupProgress) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *GroupProgress) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *GroupProgress) GetForUs() int64 {
+	if x != nil {
+		return x.ForUs
+	}
+	return 0
+}
+
+func (x *GroupProgress) GetWaits() bool {
+	if x != nil {
+		return x.Waits
+	}
+	return false
+}
+
+// A member of a quorum makes no progress while the others wait for it.
+type MemberStalled struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	ReplicaId     string                 `protobuf:"bytes,2,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
+	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MemberStalled) Reset() {
+	*x = MemberStalled{}
+	mi := &file_torchft_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemberStalled) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemberStalled) ProtoMessage() {}
+
+func (x *MemberStalled) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemberStalled.ProtoReflect.Descriptor instead.
+func (*MemberStalled) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *MemberStalled) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *MemberStalled) GetReplicaId() string {
+	if x != nil {
+		return x.ReplicaId
+	}
+	return ""
+}
+
+func (x *MemberStalled) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 // A status, as a unary call would have ended with.
 type CallFailure struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1299,7 +1634,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[17]
+	mi := &file_torchft_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1311,7 +1646,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[17]
+	mi := &file_torchft_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1324,7 +1659,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{17}
+	return file_torchft_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -1350,6 +1685,9 @@ type MemberMessage struct {
 	//	*MemberMessage_Ask
 	//	*MemberMessage_GiveUp
 	//	*MemberMessage_Alive
+	//	*MemberMessage_Suspected
+	//	*MemberMessage_Progress
+	//	*MemberMessage_Incomplete
 	//	*MemberMessage_Past
 	Message       isMemberMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
@@ -1358,7 +1696,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1370,7 +1708,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1383,7 +1721,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{18}
+	return file_torchft_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *MemberMessage) GetMessage() isMemberMessage_Message {
@@ -1429,6 +1767,33 @@ func (x *MemberMessage) GetAlive() bool {
 	return false
 }
 
+func (x *MemberMessage) GetSuspected() *PeerSuspected {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Suspected); ok {
+			return x.Suspected
+		}
+	}
+	return nil
+}
+
+func (x *MemberMessage) GetProgress() *GroupProgress {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Progress); ok {
+			return x.Progress
+		}
+	}
+	return nil
+}
+
+func (x *MemberMessage) GetIncomplete() string {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Incomplete); ok {
+			return x.Incomplete
+		}
+	}
+	return ""
+}
+
 func (x *MemberMessage) GetPast() *PastQuorum {
 	if x != nil {
 		if x, ok := x.Message.(*MemberMessage_Past); ok {
@@ -1455,7 +1820,19 @@ type MemberMessage_GiveUp struct {
 }
 
 type MemberMessage_Alive struct {
-	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"` // nothing else was said for a while
+	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"` // nothing else was said for a while, or the lighthouse asked for a sign of life
+}
+
+type MemberMessage_Suspected struct {
+	Suspected *PeerSuspected `protobuf:"bytes,60,opt,name=suspected,proto3,oneof"`
+}
+
+type MemberMessage_Progress struct {
+	Progress *GroupProgress `protobuf:"bytes,61,opt,name=progress,proto3,oneof"`
+}
+
+type MemberMessage_Incomplete struct {
+	Incomplete string `protobuf:"bytes,62,opt,name=incomplete,proto3,oneof"` // why the group takes part in nothing until it asks again: a rank is gone
 }
 
 type MemberMessage_Past struct {
@@ -1469,6 +1846,12 @@ func (*MemberMessage_Ask) isMemberMessage_Message() {}
 func (*MemberMessage_GiveUp) isMemberMessage_Message() {}
 
 func (*MemberMessage_Alive) isMemberMessage_Message() {}
+
+func (*MemberMessage_Suspected) isMemberMessage_Message() {}
+
+func (*MemberMessage_Progress) isMemberMessage_Message() {}
+
+func (*MemberMessage_Incomplete) isMemberMessage_Message() {}
 
 func (*MemberMessage_Past) isMemberMessage_Message() {}
 
@@ -1488,7 +1871,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1500,7 +1883,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1513,7 +1896,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{19}
+	return file_torchft_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -1564,7 +1947,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1576,7 +1959,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1589,7 +1972,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{20}
+	return file_torchft_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PastQuorum) GetQuorumId() int64 {
@@ -1630,7 +2013,7 @@ type Voter struct {
 
 func (x *Voter) Reset() {
 	*x = Voter{}
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1642,7 +2025,7 @@ func (x *Voter) String() string {
 func (*Voter) ProtoMessage() {}
 
 func (x *Voter) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1655,7 +2038,7 @@ func (x *Voter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Voter.ProtoReflect.Descriptor instead.
 func (*Voter) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{21}
+	return file_torchft_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Voter) GetReplicaId() string {
@@ -1690,7 +2073,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1702,7 +2085,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1715,7 +2098,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{22}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -1778,6 +2161,9 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_Failure
 	//	*LighthouseMessage_Closing
 	//	*LighthouseMessage_MemberFailed
+	//	*LighthouseMessage_MemberStalled
+	//	*LighthouseMessage_ProgressAsked
+	//	*LighthouseMessage_Probe
 	//	*LighthouseMessage_Recall
 	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
@@ -1786,7 +2172,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1798,7 +2184,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1811,7 +2197,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{23}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -1882,6 +2268,33 @@ func (x *LighthouseMessage) GetMemberFailed() *MemberFailed {
 	return nil
 }
 
+func (x *LighthouseMessage) GetMemberStalled() *MemberStalled {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_MemberStalled); ok {
+			return x.MemberStalled
+		}
+	}
+	return nil
+}
+
+func (x *LighthouseMessage) GetProgressAsked() bool {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_ProgressAsked); ok {
+			return x.ProgressAsked
+		}
+	}
+	return false
+}
+
+func (x *LighthouseMessage) GetProbe() bool {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Probe); ok {
+			return x.Probe
+		}
+	}
+	return false
+}
+
 func (x *LighthouseMessage) GetRecall() int64 {
 	if x != nil {
 		if x, ok := x.Message.(*LighthouseMessage_Recall); ok {
@@ -1919,6 +2332,18 @@ type LighthouseMessage_MemberFailed struct {
 	MemberFailed *MemberFailed `protobuf:"bytes,7,opt,name=member_failed,json=memberFailed,proto3,oneof"`
 }
 
+type LighthouseMessage_MemberStalled struct {
+	MemberStalled *MemberStalled `protobuf:"bytes,60,opt,name=member_stalled,json=memberStalled,proto3,oneof"`
+}
+
+type LighthouseMessage_ProgressAsked struct {
+	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"`
+}
+
+type LighthouseMessage_Probe struct {
+	Probe bool `protobuf:"varint,62,opt,name=probe,proto3,oneof"` // the member says at once that it is alive
+}
+
 type LighthouseMessage_Recall struct {
 	Recall int64 `protobuf:"varint,40,opt,name=recall,proto3,oneof"` // the lighthouse does not know the quorum of this id, and asks for it
 }
@@ -1935,6 +2360,12 @@ func (*LighthouseMessage_Closing) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_MemberFailed) isLighthouseMessage_Message() {}
 
+func (*LighthouseMessage_MemberStalled) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_ProgressAsked) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_Probe) isLighthouseMessage_Message() {}
+
 func (*LighthouseMessage_Recall) isLighthouseMessage_Message() {}
 
 type Welcome struct {
@@ -1947,7 +2378,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1959,7 +2390,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1972,7 +2403,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{24}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -2004,7 +2435,7 @@ type ListChange struct {
 
 func (x *ListChange) Reset() {
 	*x = ListChange{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2016,7 +2447,7 @@ func (x *ListChange) String() string {
 func (*ListChange) ProtoMessage() {}
 
 func (x *ListChange) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2029,7 +2460,7 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
 func (*ListChange) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListChange) GetWhole() bool {
@@ -2079,7 +2510,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2091,7 +2522,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2104,7 +2535,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -2175,7 +2606,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2187,7 +2618,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2200,7 +2631,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -2315,36 +2746,67 @@ const file_torchft_proto_rawDesc = "" +
 	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
-	"\fKillResponse\"\xe4\x01\n" +
+	"\fKillResponse\"\xe9\x02\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
 	"timeout_us\x18\x02 \x01(\x03R\ttimeoutUs\x127\n" +
 	"\x06quorum\x18\x03 \x01(\v2\x1d.torchft.ManagerQuorumRequestH\x00R\x06quorum\x12C\n" +
 	"\rshould_commit\x18\x04 \x01(\v2\x1c.torchft.ShouldCommitRequestH\x00R\fshouldCommit\x12\x19\n" +
-	"\agive_up\x18\x05 \x01(\bH\x00R\x06giveUpB\t\n" +
-	"\arequest\"\x9e\x02\n" +
+	"\agive_up\x18\x05 \x01(\bH\x00R\x06giveUp\x126\n" +
+	"\tsuspected\x18< \x01(\v2\x16.torchft.PeerSuspectedH\x00R\tsuspected\x123\n" +
+	"\bprogress\x18= \x01(\v2\x15.torchft.RankProgressH\x00R\bprogress\x12\x16\n" +
+	"\x05hello\x18> \x01(\x03H\x00R\x05helloB\t\n" +
+	"\arequest\"\x88\x03\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
 	"\x06quorum\x18\x02 \x01(\v2\x1e.torchft.ManagerQuorumResponseH\x00R\x06quorum\x12D\n" +
 	"\rshould_commit\x18\x03 \x01(\v2\x1d.torchft.ShouldCommitResponseH\x00R\fshouldCommit\x120\n" +
 	"\afailure\x18\x04 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12<\n" +
-	"\rmember_failed\x18\x05 \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailedB\n" +
+	"\rmember_failed\x18\x05 \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
+	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
+	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAskedB\n" +
 	"\n" +
 	"\bresponse\"b\n" +
 	"\fMemberFailed\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x02 \x01(\tR\treplicaId\x12\x16\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\"K\n" +
+	"\rPeerSuspected\x12\x1b\n" +
+	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
+	"\n" +
+	"replica_id\x18\x02 \x01(\tR\treplicaId\"W\n" +
+	"\fRankProgress\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x14\n" +
+	"\x05waits\x18\x02 \x01(\bR\x05waits\x12\x12\n" +
+	"\x04what\x18\x03 \x01(\tR\x04what\"\x85\x01\n" +
+	"\rGroupProgress\x12\x12\n" +
+	"\x04step\x18\x01 \x01(\x03R\x04step\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x02 \x01(\x03R\tgroupRank\x12\x14\n" +
+	"\x05phase\x18\x03 \x01(\tR\x05phase\x12\x15\n" +
+	"\x06for_us\x18\x04 \x01(\x03R\x05forUs\x12\x14\n" +
+	"\x05waits\x18\x05 \x01(\bR\x05waits\"c\n" +
+	"\rMemberStalled\x12\x1b\n" +
+	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
+	"\n" +
+	"replica_id\x18\x02 \x01(\tR\treplicaId\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xcb\x01\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xdb\x02\n" +
 	"\rMemberMessage\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
 	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x19\n" +
 	"\agive_up\x18\x03 \x01(\x04H\x00R\x06giveUp\x12\x16\n" +
-	"\x05alive\x18\x04 \x01(\bH\x00R\x05alive\x12)\n" +
+	"\x05alive\x18\x04 \x01(\bH\x00R\x05alive\x126\n" +
+	"\tsuspected\x18< \x01(\v2\x16.torchft.PeerSuspectedH\x00R\tsuspected\x124\n" +
+	"\bprogress\x18= \x01(\v2\x16.torchft.GroupProgressH\x00R\bprogress\x12 \n" +
+	"\n" +
+	"incomplete\x18> \x01(\tH\x00R\n" +
+	"incomplete\x12)\n" +
 	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04pastB\t\n" +
 	"\amessage\"\x91\x01\n" +
 	"\bGreeting\x12\x1d\n" +
@@ -2372,7 +2834,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06member\x18\x04 \x01(\v2\x15.torchft.QuorumMemberR\x06member\x12\x12\n" +
 	"\x04step\x18\x05 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
-	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\"\xf3\x02\n" +
+	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\"\xf5\x03\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
 	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x126\n" +
@@ -2381,7 +2843,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06quorum\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06quorum\x120\n" +
 	"\afailure\x18\x05 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12\x1a\n" +
 	"\aclosing\x18\x06 \x01(\bH\x00R\aclosing\x12<\n" +
-	"\rmember_failed\x18\a \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12\x18\n" +
+	"\rmember_failed\x18\a \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
+	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
+	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x12\x16\n" +
+	"\x05probe\x18> \x01(\bH\x00R\x05probe\x12\x18\n" +
 	"\x06recall\x18( \x01(\x03H\x00R\x06recallB\t\n" +
 	"\amessage\"I\n" +
 	"\aWelcome\x12*\n" +
@@ -2432,7 +2897,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -2451,67 +2916,77 @@ var file_torchft_proto_goTypes = []any{
 	(*RankRequest)(nil),                 // 14: torchft.RankRequest
 	(*RankResponse)(nil),                // 15: torchft.RankResponse
 	(*MemberFailed)(nil),                // 16: torchft.MemberFailed
-	(*CallFailure)(nil),                 // 17: torchft.CallFailure
-	(*MemberMessage)(nil),               // 18: torchft.MemberMessage
-	(*Greeting)(nil),                    // 19: torchft.Greeting
-	(*PastQuorum)(nil),                  // 20: torchft.PastQuorum
-	(*Voter)(nil),                       // 21: torchft.Voter
-	(*Ask)(nil),                         // 22: torchft.Ask
-	(*LighthouseMessage)(nil),           // 23: torchft.LighthouseMessage
-	(*Welcome)(nil),                     // 24: torchft.Welcome
-	(*ListChange)(nil),                  // 25: torchft.ListChange
-	(*QuorumStates)(nil),                // 26: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 27: torchft.PlacedState
-	(*timestamppb.Timestamp)(nil),       // 28: google.protobuf.Timestamp
+	(*PeerSuspected)(nil),               // 17: torchft.PeerSuspected
+	(*RankProgress)(nil),                // 18: torchft.RankProgress
+	(*GroupProgress)(nil),               // 19: torchft.GroupProgress
+	(*MemberStalled)(nil),               // 20: torchft.MemberStalled
+	(*CallFailure)(nil),                 // 21: torchft.CallFailure
+	(*MemberMessage)(nil),               // 22: torchft.MemberMessage
+	(*Greeting)(nil),                    // 23: torchft.Greeting
+	(*PastQuorum)(nil),                  // 24: torchft.PastQuorum
+	(*Voter)(nil),                       // 25: torchft.Voter
+	(*Ask)(nil),                         // 26: torchft.Ask
+	(*LighthouseMessage)(nil),           // 27: torchft.LighthouseMessage
+	(*Welcome)(nil),                     // 28: torchft.Welcome
+	(*ListChange)(nil),                  // 29: torchft.ListChange
+	(*QuorumStates)(nil),                // 30: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 31: torchft.PlacedState
+	(*timestamppb.Timestamp)(nil),       // 32: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	28, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	32, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	20, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	24, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
 	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	7,  // 7: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	11, // 8: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	17, // 9: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	16, // 10: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	19, // 11: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	22, // 12: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	20, // 13: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	21, // 14: torchft.PastQuorum.members:type_name -> torchft.Voter
-	21, // 15: torchft.PastQuorum.base:type_name -> torchft.Voter
-	0,  // 16: torchft.Ask.member:type_name -> torchft.QuorumMember
-	24, // 17: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	25, // 18: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	26, // 19: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	17, // 20: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	16, // 21: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	0,  // 22: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	28, // 23: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	27, // 24: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	21, // 25: torchft.QuorumStates.base:type_name -> torchft.Voter
-	2,  // 26: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 27: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 28: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 29: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 30: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 31: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	14, // 32: torchft.RankService.Session:input_type -> torchft.RankRequest
-	18, // 33: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	3,  // 34: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 35: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 36: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 37: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 38: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 39: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	15, // 40: torchft.RankService.Session:output_type -> torchft.RankResponse
-	23, // 41: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	34, // [34:42] is the sub-list for method output_type
-	26, // [26:34] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	17, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
+	18, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	7,  // 9: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	11, // 10: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	21, // 11: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	16, // 12: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	20, // 13: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
+	23, // 14: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	26, // 15: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	17, // 16: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	19, // 17: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	24, // 18: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	25, // 19: torchft.PastQuorum.members:type_name -> torchft.Voter
+	25, // 20: torchft.PastQuorum.base:type_name -> torchft.Voter
+	0,  // 21: torchft.Ask.member:type_name -> torchft.QuorumMember
+	28, // 22: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	29, // 23: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	30, // 24: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	21, // 25: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	16, // 26: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	20, // 27: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	0,  // 28: torchft.ListChange.set:type_name -> torchft.QuorumMember
+	32, // 29: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	31, // 30: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	25, // 31: torchft.QuorumStates.base:type_name -> torchft.Voter
+	2,  // 32: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 33: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 34: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 35: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 36: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 37: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	14, // 38: torchft.RankService.Session:input_type -> torchft.RankRequest
+	22, // 39: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	3,  // 40: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 41: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 42: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 43: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 44: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 45: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	15, // 46: torchft.RankService.Session:output_type -> torchft.RankResponse
+	27, // 47: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	40, // [40:48] is the sub-list for method output_type
+	32, // [32:40] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -2524,27 +2999,38 @@ func file_torchft_proto_init() {
 		(*RankRequest_Quorum)(nil),
 		(*RankRequest_ShouldCommit)(nil),
 		(*RankRequest_GiveUp)(nil),
+		(*RankRequest_Suspected)(nil),
+		(*RankRequest_Progress)(nil),
+		(*RankRequest_Hello)(nil),
 	}
 	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
 		(*RankResponse_ShouldCommit)(nil),
 		(*RankResponse_Failure)(nil),
 		(*RankResponse_MemberFailed)(nil),
+		(*RankResponse_MemberStalled)(nil),
+		(*RankResponse_ProgressAsked)(nil),
 	}
-	file_torchft_proto_msgTypes[18].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[22].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_GiveUp)(nil),
 		(*MemberMessage_Alive)(nil),
+		(*MemberMessage_Suspected)(nil),
+		(*MemberMessage_Progress)(nil),
+		(*MemberMessage_Incomplete)(nil),
 		(*MemberMessage_Past)(nil),
 	}
-	file_torchft_proto_msgTypes[23].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[27].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_ListChange)(nil),
 		(*LighthouseMessage_Quorum)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
 		(*LighthouseMessage_MemberFailed)(nil),
+		(*LighthouseMessage_MemberStalled)(nil),
+		(*LighthouseMessage_ProgressAsked)(nil),
+		(*LighthouseMessage_Probe)(nil),
 		(*LighthouseMessage_Recall)(nil),
 	}
 	type x struct{}
@@ -2553,7 +3039,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   28,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   4,
 		},

@@ -46,6 +46,7 @@ func (c *Cluster) StartLighthouse(minReplicas int, change ...func(*lighthouse.Co
 
 // LighthouseOn starts one on some host, at port 29510. The caller shuts it down.
 func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lighthouse.Config)) *lighthouse.Server {
+	c.Net.Host(host).revive()
 	cfg := lighthouse.DefaultConfig()
 	cfg.MinReplicas = minReplicas
 	cfg.JoinTimeout = 10 * time.Second
@@ -89,6 +90,7 @@ func (c *Cluster) ServerConfig(name string, worldSize int64) manager.ServerConfi
 
 // StartGroup starts a group, in a bubble of testing/synctest. Everything is shut down at the end of the test.
 func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manager.ServerConfig)) *Group {
+	c.Net.Host(name).revive()
 	cfg := c.ServerConfig(name, worldSize)
 	for _, f := range change {
 		f(&cfg)
@@ -106,6 +108,7 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 
 // Dial makes one more client of the group's server, on a host.
 func (g *Group) Dial(host string) *manager.Client {
+	g.c.Net.Host(host).revive()
 	client, err := manager.Dial(context.Background(), g.Server.Address(), 10*time.Second, manager.WithNetwork(g.c.Net.Host(host)), manager.WithSecurity(g.security))
 	require.NoError(g.c.T, err)
 	g.c.T.Cleanup(func() { _ = client.Close() })

@@ -17,6 +17,7 @@ import (
 type Network struct {
 	mu        sync.Mutex
 	listeners map[string]*listener
+	dead      map[string]bool // hosts
 	conns     map[*conn]struct{}
 	blocked   map[[2]string]bool
 	nextPort  int
@@ -68,7 +69,7 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
 	l := h.net.listeners[address]
-	if l == nil {
+	if l == nil || h.net.dead[h.name] {
 		return nil, fmt.Errorf("dial %s: %w", address, syscall.ECONNREFUSED)
 	}
 	there, here := newPipe(), newPipe()
@@ -87,12 +88,25 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return client, nil
 }
 
-// Kill is kill -9 of the host: its connections break, on both ends, and nothing listens on it any more.
+// Kill is kill -9 of the host: its connections break, on both ends, nothing listens on it any more, and what is left
+// of its processes in the test reaches nobody, until something is started on it anew.
 func (h *Host) Kill() {
+	h.net.mu.Lock()
+	if h.net.dead == nil {
+		h.net.dead = map[string]bool{}
+	}
+	h.net.dead[h.name] = true
+	h.net.mu.Unlock()
 	for _, l := range h.net.listenersOf(h.name) {
 		_ = l.Close()
 	}
 	h.Cut()
+}
+
+func (h *Host) revive() {
+	h.net.mu.Lock()
+	defer h.net.mu.Unlock()
+	delete(h.net.dead, h.name)
 }
 
 // Cut breaks the open connections of the host. New ones can be made.

@@ -1,0 +1,120 @@
+package lighthouse
+
+import (
+	"context"
+	"fmt"
+	"net/url"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// What the lighthouse wants to know of members: whether they are alive, and what they do.
+
+// checkTime is how long a member that its peers suspect may take to give a sign of life.
+const checkTime = time.Second
+
+// check looks for a sign of life. A member that has a stream gets a word and has to answer it: the kernel of a stopped
+// process, and a host that vanished a moment ago, keep connections open. All others are connected to. The caller holds mu.
+func (j *job) check(p quorum.Check) {
+	var streams []*stream
+	var before []int64
+	for one := range j.streams.open {
+		if one.replicaID == p.ReplicaID {
+			streams, before = append(streams, one), append(before, one.heard.Load())
+			one.post(outgoing{news: wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}})})
+		}
+	}
+	rpc.Go(&j.server.tasks, j.log, "check", func() {
+		var reached bool
+		var reason string
+		if len(streams) > 0 {
+			reached = j.spoke(streams, before)
+			reason = fmt.Sprintf("no answer within %s", checkTime)
+		} else {
+			err := j.connect(p.Address)
+			reached, reason = err == nil, fmt.Sprint(err)
+		}
+		j.log.Info("torchft: peers suspect a member", "quorum_id", p.QuorumID, "member", p.ReplicaID, "reached", reached, "reason", reason)
+		_ = j.feed(quorum.Checked{ReplicaID: p.ReplicaID, QuorumID: p.QuorumID, Reached: reached, Reason: reason})
+	})
+}
+
+// spoke waits for a message on one of the streams.
+func (j *job) spoke(streams []*stream, before []int64) bool {
+	deadline := time.NewTimer(checkTime)
+	defer deadline.Stop()
+	look := time.NewTicker(checkTime / 50)
+	defer look.Stop()
+	for {
+		for i, one := range streams {
+			if one.heard.Load() != before[i] {
+				return true
+			}
+		}
+		select {
+		case <-look.C:
+		case <-deadline.C:
+			return false
+		case <-j.stop:
+			return true // nobody is to be blamed for that
+		}
+	}
+}
+
+func (j *job) connect(address string) error {
+	u, err := url.Parse(address)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), checkTime)
+	defer cancel()
+	conn, err := j.cfg.Network.Dial(ctx, u.Host)
+	if err != nil {
+		return err
+	}
+	return conn.Close()
+}
+
+// askProgress asks members what they do. The caller holds mu.
+func (j *job) askProgress(ids []string, now time.Time) {
+	asked := map[string]bool{}
+	for _, id := range ids {
+		asked[id] = true
+	}
+	word := wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}})
+	for one := range j.streams.open {
+		if asked[one.replicaID] {
+			one.post(outgoing{news: word})
+		}
+	}
+	for _, id := range ids {
+		if j.streams.of[id] == 0 {
+			// A peer of the published package cannot say what it does: it gets the benefit of the doubt.
+			j.machine.Step(quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}, now) // of the same time: there is nothing else to do about it
+		}
+	}
+}
+
+// stalled tells everybody of a member that makes no progress. The caller holds mu.
+func (j *job) stalled(a quorum.Stalled) {
+	j.log.Warn("torchft: a member makes no progress", "quorum_id", a.QuorumID, "member", a.ReplicaID, "reason", a.Reason)
+	word := wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
+		MemberStalled: &torchftpb.MemberStalled{QuorumId: a.QuorumID, ReplicaId: a.ReplicaID, Reason: a.Reason},
+	}})
+	for one := range j.streams.open {
+		one.post(outgoing{news: word})
+	}
+}
+
+func wordOf(message *torchftpb.LighthouseMessage) []rpc.Encoded {
+	encoded, err := proto.Marshal(message)
+	if err != nil { // a name that is no UTF-8, which no stream and no call lets in
+		return []rpc.Encoded{}
+	}
+	return []rpc.Encoded{encoded}
+}

@@ -1,0 +1,101 @@
+package round
+
+import (
+	"fmt"
+	"time"
+)
+
+// phase is what a rank does, as its requests tell.
+type phase int
+
+const (
+	starting  phase = iota // it has not asked for anything yet
+	inQuorum               // it waits for a quorum
+	inStep                 // it has one, and has not voted
+	inVote                 // it waits for the decision
+	afterVote              // it has not asked for the next quorum
+)
+
+func (p phase) String() string {
+	return [...]string{"has not asked for a quorum yet", "waits for a quorum", "in the step", "waits for the vote", "after the vote"}[p]
+}
+
+// activity is what a rank does, and since when. The machine knows it by the way, so that no step pays for it; what a rank
+// does within a step it says when it is asked.
+type activity struct {
+	phase phase
+	step  int64
+	since time.Time
+
+	said  bool // since it was asked
+	waits bool
+	what  string
+}
+
+func (a *activity) begin(p phase, step int64, now time.Time) {
+	*a = activity{phase: p, step: step, since: now}
+}
+
+// Progress is what a group does: the rank that holds it up, or, if all wait for other groups, any of them.
+type Progress struct {
+	Step      int64
+	GroupRank int64
+	Phase     string // for people
+	For       time.Duration
+	Waits     bool // for other groups
+}
+
+func (m *Machine) forgetProgress() {
+	for r := range m.ranks {
+		m.ranks[r].said = false
+	}
+}
+
+func (m *Machine) rankProgressed(e RankProgressed) {
+	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
+		a := &m.ranks[e.GroupRank].activity
+		a.said, a.waits, a.what = true, e.Waits, e.What
+	}
+}
+
+// Progress tells what the group does, and whether all ranks that were asked have answered. It changes nothing.
+func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
+	complete = true
+	worst := -1
+	for r := range m.ranks {
+		a := &m.ranks[r].activity
+		if a.phase == inStep && !a.said {
+			complete = false
+		}
+		if !a.idle() && (worst < 0 || m.ranks[worst].since.After(a.since)) {
+			worst = r
+		}
+	}
+	p.Waits = worst < 0
+	a := &m.ranks[max(worst, 0)].activity
+	p.Step, p.GroupRank, p.For, p.Phase = a.step, int64(max(worst, 0)), now.Sub(a.since), a.phase.String()
+	switch {
+	case a.phase == inStep && a.said:
+		p.Phase = a.what
+	case a.phase == inStep:
+		p.Phase = "does not answer"
+	case a.since.IsZero():
+		p.For = 0
+	}
+	if f := m.ranks[p.GroupRank].absent; f != nil {
+		p.Phase = fmt.Sprintf("%s (%s)", p.Phase, f.Reason)
+	}
+	return p, complete
+}
+
+// idle reports whether a rank waits for others: for its siblings, for other groups, or for a quorum.
+func (a *activity) idle() bool {
+	switch a.phase {
+	case inQuorum, inVote:
+		return true
+	case inStep:
+		return a.said && a.waits
+	default:
+		return false
+	}
+}

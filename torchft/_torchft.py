@@ -409,18 +409,30 @@ class ManagerClient(_Native):
         go = self._go
         return go.run(go.pyapi_ManagerChangeStart, self._handle, _micros("timeout", timeout))
 
-    def _wait_failure(self, timeout: timedelta) -> MemberFailure | None:
-        """Waits for the next failure of a member of any quorum.
+    def _wait_notice(self, timeout: timedelta) -> tuple[str, MemberFailure] | None:
+        """Waits for the lighthouse's next word.
 
         Returns:
-            None if there was none in time.
+            What it is about, ``died``, ``stalled`` or ``progress`` (the lighthouse asks what this rank does), and the
+            member of any quorum that the first two are about. None if there was none in time.
 
         Raises:
             RuntimeError: the client is shut down.
         """
         go = self._go
-        told = go.run(go.pyapi_ManagerFailureStart, self._handle, _micros("timeout", timeout))
-        return MemberFailure(**json.loads(told)) if told else None
+        told = go.run(go.pyapi_ManagerNoticeStart, self._handle, _micros("timeout", timeout))
+        if not told:
+            return None
+        notice = json.loads(told)
+        return notice.pop("kind"), MemberFailure(**notice)
+
+    def _suspect(self, quorum_id: int, replica_id: str) -> None:
+        """Tells the lighthouse that a collective failed, and whom this rank suspects; empty if it cannot tell."""
+        self._go.pyapi_ManagerSuspect(self._handle, quorum_id, replica_id)
+
+    def _say_progress(self, group_rank: int, waits: bool, what: str) -> None:
+        """Answers the lighthouse's question: whether this rank waits for other groups, and what it does."""
+        self._go.pyapi_ManagerSayProgress(self._handle, group_rank, waits, what)
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """What group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""

@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, ReduceOp, TCPStore
 
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureListener, PeerFailed
+from torchft._manager.incident import Incident
 from torchft._manager.inputs import Inputs, Kept
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.log import _ManagerLogger
@@ -244,6 +245,7 @@ class Manager:
         # lock: its thread ends the collectives of one step, and never of the next.
         self._failures: Dict[int, MemberFailure] = {}
         self._failure_lock = threading.Lock()
+        self._incident: Optional[Incident] = None  # a failure after which nothing was committed yet
         self._connecting = False  # the process group gets the peers of a new quorum
         self._failure_callbacks: List[FailureCallback] = []
         self._failure_listener: Optional[FailureListener] = None
@@ -314,8 +316,9 @@ class Manager:
         self._client = ManagerClient(address, connect_timeout=settings.connect_timeout)
         self._client._group_world_size = self._group_world_size  # refused if rank 0 has another one
         self._rounds = make_rounds(self._client)
-        if self._enable_error_bus:
-            self._failure_listener = FailureListener(self._client, self._peer_failed)
+        self._failure_listener = FailureListener(
+            self._client, self._group_rank, self._peer_failed, self._peer_stalled, self._progress
+        )
         set_rank_info = getattr(self._pg, "set_rank_info", None)
         if set_rank_info is not None:  # a native group has no such method
             set_rank_info(
@@ -476,8 +479,10 @@ class Manager:
             self._recovery.begin(self._position, self._asked)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id:
+            self._incident_phase("quorum")
             with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
                 self._follow_quorum(plan)
+            self._incident_phase("reconfigure")
         if plan.recover_dst or plan.help_dst or plan.heal:
             with get_stream_context(self._recovery_stream):
                 self._recover(plan)
@@ -651,8 +656,12 @@ class Manager:
         """
         if not peers_fault(e):
             self._refuse_replay(f"a collective cannot be done: {e!r}")
+        elif not self._aborted and not isinstance(e, PeerFailed) and self._failure_listener and self._plan:
+            others = [i for i in self._plan.replica_ids if i != self._replica_id]
+            self._failure_listener.suspect(self._quorum_id, others)
         self._step_failed(e)
         self._abort_collectives()
+        self._incident_phase("abort")
 
     def _abort_collectives(self) -> None:
         """Aborts the process group, once a step. The next quorum has a new id, as this step is not committed."""
@@ -674,6 +683,8 @@ class Manager:
 
     def _peer_failed(self, failure: MemberFailure) -> None:
         """Ends what waits for a peer that died. A step whose collectives have all ended is none the worse for it."""
+        if not self._enable_error_bus:
+            return
         with self._failure_lock:
             if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
                 self._failures.setdefault(failure.quorum_id, failure)
@@ -689,6 +700,20 @@ class Manager:
         for callback in self._failure_callbacks:
             callback(failure)
 
+    def _peer_stalled(self, failure: MemberFailure) -> None:
+        self._logger.warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
+
+    def _progress(self) -> tuple[bool, str]:
+        """Whether this rank waits for other groups, and what it does; asked only when a step takes very long."""
+        running = [i for i, work in enumerate(self._works) if not work.ended()]
+        if self._connecting:
+            return True, "connects with its peers"
+        if running:
+            return True, f"waits for its peers in collective {running[0]} of this step"
+        if self._healing and self._pending_state_dict is None:
+            return True, "fetches the state of a peer"
+        return False, f"computes, after {len(self._works)} collectives of this step"
+
     def _check_peers(self) -> None:
         """Raises if a member of the present quorum is known to be dead."""
         failure = self._failures.get(self._quorum_id)
@@ -698,7 +723,14 @@ class Manager:
     def _keep_error(self, e: Exception) -> None:
         if self._errored is None:  # what came first is the cause
             self._errored = ExceptionWithTraceback(e)
+        if self._incident is None:
+            self._incident = Incident(str(e), self._step, self._quorum_id)
         self._logger.error_event(e)
+
+    def _incident_phase(self, name: str) -> None:
+        incident = self._incident  # read once: the training thread ends it
+        if incident is not None:
+            incident.ended(name)
 
     def errored(self) -> Optional[ExceptionWithTraceback]:
         """The first error of this step, None if there is none."""
@@ -761,8 +793,15 @@ class Manager:
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
+            if self._incident is not None:
+                self._incident.ended("next step")
+                self._logger.failure_event(self._incident)
+                self._incident = None
         else:
             self._commit_failures = failures + 1
+            if self._incident is not None:
+                self._incident.steps_lost += 1
+                self._incident.ended("give up the step")
             self._logger.warn(f"step {step} is lost: {self._why_lost()}")
         if self._inputs is not None:
             self._inputs.begin()

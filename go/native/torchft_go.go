@@ -345,9 +345,9 @@ func pyapi_ManagerClientStart(addr *C.char, connectTimeoutUs C.longlong, securit
 	return C.longlong(cret)
 }
 
-//export pyapi_ManagerFailureStart
-func pyapi_ManagerFailureStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerFailureStart(int64(handle), int64(timeoutUs))
+//export pyapi_ManagerNoticeStart
+func pyapi_ManagerNoticeStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerNoticeStart(int64(handle), int64(timeoutUs))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -381,6 +381,18 @@ func pyapi_ManagerRoundPrepare(handle C.longlong, groupRank C.longlong, checkpoi
 	return C.longlong(cret)
 }
 
+//export pyapi_ManagerSayProgress
+func pyapi_ManagerSayProgress(handle C.longlong, groupRank C.longlong, waits C.char, what *C.char) C.char {
+	cret, __err := pyapi.ManagerSayProgress(int64(handle), int64(groupRank), boolPyToGo(waits), C.GoString(what))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
 //export pyapi_ManagerServerStart
 func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostname *C.char, bind *C.char, storeAddr *C.char, worldSize C.longlong, heartbeatIntervalUs C.longlong, connectTimeoutUs C.longlong, quorumRetries C.longlong, replaysFailedSteps C.char, security *C.char) C.longlong {
 	cret, __err := pyapi.ManagerServerStart(C.GoString(replicaID), C.GoString(lighthouseAddr), C.GoString(hostname), C.GoString(bind), C.GoString(storeAddr), int64(worldSize), int64(heartbeatIntervalUs), int64(connectTimeoutUs), int64(quorumRetries), boolPyToGo(replaysFailedSteps), C.GoString(security))
@@ -391,6 +403,18 @@ func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostnam
 		return C.longlong(0)
 	}
 	return C.longlong(cret)
+}
+
+//export pyapi_ManagerSuspect
+func pyapi_ManagerSuspect(handle C.longlong, quorumID C.longlong, replicaID *C.char) C.char {
+	cret, __err := pyapi.ManagerSuspect(int64(handle), int64(quorumID), C.GoString(replicaID))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
 }
 
 //export pyapi_ManagerVotePrepare

@@ -79,9 +79,9 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// ManagerFailureStart waits until the lighthouse tells of a member that failed; the result is JSON, or nothing if none did
-// in time.
-func ManagerFailureStart(handle, timeoutUs int64) (op int64, err error) {
+// ManagerNoticeStart waits until the lighthouse tells of a member, or asks what this rank does; the result is the JSON of
+// notice, or nothing if nothing came in time.
+func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
 	if err != nil {
@@ -90,7 +90,7 @@ func ManagerFailureStart(handle, timeoutUs int64) (op int64, err error) {
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
 		select {
 		case f := <-client.Notices():
-			return toJSON(memberFailure{f.QuorumID, f.ReplicaID, f.Reason})
+			return toJSON(notice{[...]string{"died", "stalled", "progress"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason})
 		case <-client.Closed:
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():
@@ -99,8 +99,31 @@ func ManagerFailureStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// memberFailure has the attributes of MemberFailure in torchft/_torchft.py, under the same names.
-type memberFailure struct {
+// ManagerSuspect tells that a collective of a quorum failed, and which member is suspected, empty if that is not known.
+func ManagerSuspect(handle, quorumID int64, replicaID string) (found bool, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return false, err
+	}
+	go client.Suspect(quorumID, replicaID) // nobody waits for the network
+	return true, nil
+}
+
+// ManagerSayProgress says whether this rank waits for other groups, and what it does.
+func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found bool, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return false, err
+	}
+	go client.SayProgress(groupRank, waits, what)
+	return true, nil
+}
+
+// notice has a kind, and the attributes of MemberFailure in torchft/_torchft.py under the same names.
+type notice struct {
+	Kind      string `json:"kind"`
 	QuorumID  int64  `json:"quorum_id"`
 	ReplicaID string `json:"replica_id"`
 	Reason    string `json:"reason"`

@@ -26,18 +26,30 @@ class PeerFailed(RuntimeError):
 
 
 class FailureListener:
-    """Calls back for each failure, on a thread of its own, until the client is shut down.
+    """Speaks with the lighthouse about failures, until the client is shut down: listens on a thread of its own.
 
     The thread is a daemon, as that of the quorum is: it must not keep a process from ending.
 
     Args:
-        client: of this rank's manager server; one that only stands in for ours hears nothing.
-        callback: what it raises is logged.
+        client: of this rank's manager server; with one that only stands in for ours nothing is said or heard.
+        group_rank: of this rank.
+        died: called for each member that died; what it raises is logged.
+        stalled: called for each member that makes no progress while the others wait for it.
+        progress: tells whether this rank waits for other groups, and what it does, when the lighthouse asks.
     """
 
-    def __init__(self, client: Any, callback: Callable[[MemberFailure], None]) -> None:
+    def __init__(
+        self,
+        client: Any,
+        group_rank: int,
+        died: Callable[[MemberFailure], None],
+        stalled: Callable[[MemberFailure], None],
+        progress: Callable[[], tuple[bool, str]],
+    ) -> None:
         self._client = client
-        self._callback = callback
+        self._group_rank = group_rank
+        self._about = {"died": died, "stalled": stalled}
+        self._progress = progress
         self._thread: Optional[threading.Thread] = None
         if type(client) is _torchft.ManagerClient:
             self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
@@ -48,15 +60,28 @@ class FailureListener:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def suspect(self, quorum_id: int, others: list[str]) -> None:
+        """Tells that a collective failed; whom to suspect is known only where there is one other group."""
+        if self._thread is None or not others:
+            return
+        try:
+            self._client._suspect(quorum_id, others[0] if len(others) == 1 else "")
+        except RuntimeError as e:  # the client is shut down
+            _logger.debug("a suspicion was not told: %s", e)
+
     def _run(self) -> None:
         while True:
             try:
-                failure = self._client._wait_failure(_LONGEST_WAIT)
+                notice = self._client._wait_notice(_LONGEST_WAIT)
             except Exception:  # the client is shut down
                 return
-            if failure is None:
+            if notice is None:
                 continue
+            kind, failure = notice
             try:
-                self._callback(failure)
+                if kind == "progress":
+                    self._client._say_progress(self._group_rank, *self._progress())
+                else:
+                    self._about[kind](failure)
             except Exception:
-                _logger.exception("a callback for failures failed")
+                _logger.exception("a notice of the lighthouse could not be taken")

@@ -8,12 +8,14 @@ import os
 from typing import TYPE_CHECKING, Any, Optional
 
 if TYPE_CHECKING:
+    from torchft._manager.incident import Incident
     from torchft._manager.phases import Phases
     from torchft.manager import Manager
 
 _quorums = logging.getLogger("torchft_quorums")
 _commits = logging.getLogger("torchft_commits")
 _errors = logging.getLogger("torchft_errors")
+_failures = logging.getLogger("torchft_failures")
 _recoveries = logging.getLogger("torchft_recoveries")
 
 
@@ -51,6 +53,19 @@ class _ManagerLogger:
         text = f"healed from step {from_step} in {phases}"
         self.info(text)
         self._event(_recoveries, logging.INFO, text, from_step=from_step, bytes=phases.received, **_named(phases))
+
+    def failure_event(self, incident: Incident) -> None:
+        self.info(str(incident))
+        self._event(
+            _failures,
+            logging.INFO,
+            str(incident),
+            cause=incident.cause,
+            failed_step=incident.step,
+            failed_quorum_id=incident.quorum_id,
+            steps_lost=incident.steps_lost,
+            **{f"{phase.replace(' ', '_')}_seconds": s for phase, s in incident.seconds().items()},
+        )
 
     def _event(self, logger: logging.Logger, level: int, msg: str, **fields: Any) -> None:
         # These records are for exporters: without a handler of their own they would reach Python's handler of last

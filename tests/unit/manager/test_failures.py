@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
+import pytest
 import torch
 from torch.distributed import Work
 
@@ -163,3 +165,46 @@ def test_an_abort_that_ends_the_work_whose_error_caused_it(fixture: Fixture) -> 
     assert not waiter.is_alive()
     future.wait()
     assert group.aborts == 1 and not manager.should_commit()
+
+
+def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:
+    manager, group = started(fixture)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torchft_failures")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        manager.allreduce(torch.ones(1))
+        manager._peer_failed(failure())
+        assert not manager.should_commit() and not records
+        fixture.client._quorum.return_value = make_quorum(quorum_id=2)
+        manager.start_quorum()
+        work = manager.allreduce(torch.ones(1))
+        group.works[-1].future.set_result(None)
+        assert work.wait() and manager.should_commit()
+        manager.start_quorum()
+        assert manager.should_commit()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    (record,) = records
+    assert record.__dict__["steps_lost"] == 1 and record.__dict__["failed_quorum_id"] == 1
+    phases = ["abort", "give_up_the_step", "quorum", "reconfigure", "next_step"]
+    seconds = [record.__dict__[f"{phase}_seconds"] for phase in phases]
+    assert sum(seconds) == pytest.approx(record.__dict__["total_seconds"])
+    assert "group_0:uuid of quorum 1 failed" in record.getMessage()
+
+
+def test_what_a_rank_says_it_does(fixture: Fixture) -> None:
+    """Whether it waits for other groups decides who is blamed for a step that takes too long."""
+    manager, group = started(fixture)
+    assert manager._progress() == (False, "computes, after 0 collectives of this step")
+    manager.allreduce(torch.ones(1))
+    manager.allreduce(torch.ones(1))
+    group.works[0].future.set_result(None)
+    assert manager._progress() == (True, "waits for its peers in collective 1 of this step")
+    group.works[1].future.set_result(None)
+    assert manager._progress() == (False, "computes, after 2 collectives of this step")

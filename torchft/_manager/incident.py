@@ -1,0 +1,40 @@
+"""What a failure cost, phase by phase: from the first sign of it to the next commit."""
+
+from __future__ import annotations
+
+import time
+
+
+class Incident:
+    """A failure, from when this rank knew of it until it commits again. Each phase counts once, when it first ends.
+
+    Args:
+        cause: what was noticed, in words.
+        step: that it happened in.
+        quorum_id: that it happened in.
+    """
+
+    def __init__(self, cause: str, step: int, quorum_id: int) -> None:
+        self.cause = cause
+        self.step = step
+        self.quorum_id = quorum_id
+        self.steps_lost = 0
+        self._last = self._began = time.monotonic()
+        self._phases: dict[str, float] = {}
+
+    def ended(self, phase: str) -> None:
+        """Ends a phase: the time since the one before, or since the failure was noticed, is its."""
+        now = time.monotonic()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, and ``total`` since the failure was noticed."""
+        return {**self._phases, "total": self._last - self._began}
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in self._phases.items())
+        return (
+            f"after a failure in step {self.step} of quorum {self.quorum_id} ({self.cause}) the next commit came in "
+            f"{1000 * (self._last - self._began):.0f} ms ({phases}); {self.steps_lost} lost"
+        )

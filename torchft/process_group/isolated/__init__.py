@@ -1,7 +1,8 @@
 """Isolated groups: the real group, Gloo or NCCL, lives in a worker, a process that can be killed.
 
-    parent     the group as the trainer sees it; `groups`: by backend
-    channel    the trainer's end of one worker: operations in flight, and who waits for them
+    parent     the group as the trainer sees it; `groups`: by backend; `call`, `work`: one operation, there and back
+    channel    the trainer's end of one worker: operations in flight, and who waits for them; `completer`: futures;
+               `devices`: what the two share; `wire`: the descriptors between them
     standby    gives out workers, one of which stands by; `server`: the process that forks them
     worker     runs the operations
     protocol   what travels between trainer and worker
@@ -18,10 +19,11 @@ killed, and whoever waits gets an error. A worker ends with its trainer, however
 
 from __future__ import annotations
 
-from torchft.process_group.isolated.channel import _FutureMetadata, _OpMetadata
 from torchft.process_group.isolated.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupBabyXCCL
-from torchft.process_group.isolated.parent import ProcessGroupBaby, _BabyWork
+from torchft.process_group.isolated.operation import _FutureMetadata, _OpMetadata
+from torchft.process_group.isolated.parent import ProcessGroupBaby
 from torchft.process_group.isolated.protocol import _PickleSafeOptions
+from torchft.process_group.isolated.work import _BabyWork
 
 __all__ = [
     "ProcessGroupBaby",

@@ -7,27 +7,23 @@ own answer, and no thread is needed as long as nobody asks for a future.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import itertools
-import logging
 import os
-import select
-import socket
 import threading
 import time
 import weakref
-from dataclasses import dataclass
-from typing import Any, Callable, Generator, Iterable, Optional, Sequence
+from typing import Any, Callable, Optional
 
 import torch
 
 from torchft.process_group._operations import copied
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.sharing import Lease, Sharing, is_plain
-from torchft.utils import get_stream_context
-
-_logger: logging.Logger = logging.getLogger(__name__)
+from torchft.process_group.isolated.completer import Completer
+from torchft.process_group.isolated.devices import Devices, MakeSharing
+from torchft.process_group.isolated.operation import WorkerDied, _FutureMetadata, _OpMetadata, release
+from torchft.process_group.isolated.sharing import Lease
+from torchft.process_group.isolated.wire import Wire
 
 # A worker whose operation is overdue is asked for a sign of life this often, and given up without one. It
 # reads its requests all the time, whatever its operations do.
@@ -44,134 +40,43 @@ _ASK_DEVICE_EVERY_SEC = 0.0005
 # the pipe.
 _READ_ABOVE = 64
 
-_ANSWERS_AT_ONCE = 1 << 14  # bytes
-_ANSWERS_SIZE = 1 << 20  # bytes: what an unprivileged process may ask for
-
-
-class WorkerDied(RuntimeError):
-    """The worker's process has ended without a word."""
-
-
-@dataclass
-class _FutureMetadata:
-    """A future that somebody asked for, and the stream on which it is completed."""
-
-    future: torch.futures.Future[object]
-    stream: Optional[torch.Stream]
-
-    @contextlib.contextmanager
-    def set_stream(self) -> Generator[None, None, None]:
-        """Makes its stream the current one."""
-        with get_stream_context(self.stream):
-            yield
-
-
-class _OpMetadata:
-    """An operation that was sent to the worker.
-
-    Args:
-        op_id: its number.
-        leases: (device, lease) of every tensor.
-        result: what its future gives: the caller's tensors.
-        patience: seconds until a silent worker is asked whether it lives.
-        stream: the current one when it was called.
-    """
-
-    __slots__ = (
-        "done", "error", "followers", "future", "leases", "marks", "op_id", "patience", "result", "started", "stream",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        op_id: int,
-        leases: list[tuple[int, Lease]],
-        result: Any,
-        patience: float,
-        stream: Optional[torch.Stream] = None,
-    ) -> None:
-        self.op_id = op_id
-        self.leases = leases
-        self.result = result
-        self.patience = patience
-        self.stream = stream
-        self.started = time.monotonic()
-        self.done = False
-        self.error: Optional[Exception] = None
-        # Of the worker's device, when it is done.
-        self.marks: Sequence[protocol.Item] = ()
-        self.future: Optional[_FutureMetadata] = None
-        # Locks that followers wait at.
-        self.followers: list[threading.Lock] = []
-
-    @contextlib.contextmanager
-    def set_stream(self) -> Generator[None, None, None]:
-        """Makes the stream it was called on the current one."""
-        with get_stream_context(self.stream):
-            yield
-
 
 class Channel:
     """The trainer's end.
 
     Args:
         name: of the group, for errors.
-        sharings: makes the sharing of each device, by its number, given how to tell the worker's.
+        sharings: makes the sharing of each device.
         on_broken: called once, with no lock held, when the worker is of no use any more. It shall see to it that
-            `close_sharings` is called as soon as the worker has ended.
+            `devices.close` is called as soon as the worker has ended.
+
+    Attributes:
+        wire: what connects the two; `wire.theirs` is for the worker.
+        devices: what the two share.
     """
 
-    def __init__(
-        self,
-        name: str,
-        sharings: Callable[[int, Callable[[bytes, Optional[int]], None]], Sharing],
-        on_broken: Callable[[], None],
-    ) -> None:
+    def __init__(self, name: str, sharings: MakeSharing, on_broken: Callable[[], None]) -> None:
         self._name = name
-        self._make_sharing = sharings
         self._on_broken = on_broken
-        self._sharings: dict[int, Sharing] = {}
-        self._sharings_lock = threading.Lock()
-        # Whether some device has marks.
-        self._marking = False
-
-        # SEQPACKET keeps the messages apart, and carries file descriptors. Answers are written by several threads
-        # of the worker, some of Gloo's: a pipe is faster, and holds thousands of them.
-        self._requests, self.worker_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._answers, self.worker_answers = os.pipe()
-        with contextlib.suppress(OSError):
-            self._grow(self._answers)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        self._poll.register(self._answers, select.POLLIN)
-        self._poll.register(self._wake, select.POLLIN)
-        self._send_poll = select.poll()
-        self._send_poll.register(self._requests, select.POLLOUT)
-
-        # A garbage collection may close this on a thread that is in here already.
-        self._send_lock = threading.RLock()
-        # Guards what follows.
+        self.wire = Wire()
+        self.devices = Devices(
+            sharings,
+            lambda device, note, descriptor: self._send(
+                protocol.request(protocol.TELL, device, note), descriptor, _UNRESPONSIVE_SEC
+            ),
+        )
+        # Guards what follows. A garbage collection may close this on a thread that is in here already.
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
         self._ops: dict[int, _OpMetadata] = {}
         self._leading = False
         self._followers: list[threading.Lock] = []
         self._broken: Optional[Exception] = None
-        self._closed = False
-        self._rest = b""
         self._heard = 0.0
-        # Operations whose leases are released when the worker's device has reached the mark.
-        self._queued: list[_OpMetadata] = []
-        # Ended operations whose future is to be completed, and the thread that does so.
-        self._ended: list[_OpMetadata] = []
-        self._completer: Optional[threading.Thread] = None
-        self._completer_signal = threading.Lock()
+        self._completer = Completer(
+            name, self.devices, self._lock, self._lead_for_futures, lambda: self._broken is not None
+        )
         _channels.add(self)
-
-    @staticmethod
-    def _grow(pipe: int) -> None:
-        import fcntl
-
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _ANSWERS_SIZE)
 
     # Sending
 
@@ -191,11 +96,11 @@ class Channel:
         """
         op = _OpMetadata(next(self._ids), leases, result, patience, stream)
         if kind == protocol.RUN:
-            body = (self._marks(leases) if self._marking else protocol.NO_MARKS) + body
+            body = self.devices.marks(leases) + body
         if len(self._ops) > _READ_ABOVE:
             self._read_what_is_there()
-        if self._queued:
-            self._release_reached()
+        if self.devices.queued:
+            self.devices.release_reached()
         with self._lock:
             broken = self._broken is not None
             if not broken:
@@ -206,51 +111,20 @@ class Channel:
         self._send(protocol.request(kind, op.op_id, body), None, patience)
         return op
 
-    def _marks(self, leases: list[tuple[int, Lease]]) -> bytes:
-        marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in leases}]
-        return protocol.marks([item for item in marks if item[1]])
-
     def tell(self, kind: int, rest: bytes = b"") -> None:
         """Sends something that is not answered."""
         self._send(protocol.request(kind, 0, rest), None, _UNRESPONSIVE_SEC)
 
-    def sharing(self, device: int) -> Sharing:
-        """The trainer's end for a kind of device; the first tensor of that kind makes it."""
-        sharing = self._sharings.get(device)
-        if sharing is None:
-            with self._sharings_lock:
-                sharing = self._sharings.get(device)
-                if sharing is None:
-
-                    def tell(note: bytes, descriptor: Optional[int]) -> None:
-                        data = protocol.request(protocol.TELL, device, note)
-                        self._send(data, descriptor, _UNRESPONSIVE_SEC)
-
-                    sharing = self._sharings[device] = self._make_sharing(device, tell)
-                    self._marking = self._marking or not is_plain(sharing)
-        return sharing
-
     def _send(self, data: bytes, descriptor: Optional[int], timeout: float) -> None:
-        """Waits only while the worker does not read, which it does all the time."""
-        deadline = None
-        with self._send_lock:
-            while True:
-                if self._broken is not None:
-                    raise self._error()
-                try:
-                    send(self._requests, data, () if descriptor is None else (descriptor,))
-                    return
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    error = self._why_it_died()
-                    break
-                deadline = deadline or time.monotonic() + max(timeout, _UNRESPONSIVE_SEC)
-                self._send_poll.poll(100)
-                if time.monotonic() > deadline:
-                    error = RuntimeError(f"{self._name}: the worker does not take any more operations")
-                    break
-        self.close(error)
+        if self._broken is None:
+            try:
+                self.wire.send(data, descriptor, max(timeout, _UNRESPONSIVE_SEC))
+                return
+            except TimeoutError:
+                error: Exception = RuntimeError(f"{self._name}: the worker does not take any more operations")
+            except OSError:
+                error = self._why_it_died()
+            self.close(error)
         raise self._error()
 
     # Waiting
@@ -302,7 +176,7 @@ class Channel:
             if self._broken is None:
                 self._pass_on()
                 return
-        self._close_descriptors()
+        self._close_wire()
 
     def _pass_on(self) -> None:
         """Wakes somebody to lead. The lock is held."""
@@ -310,8 +184,8 @@ class Channel:
             return
         if self._followers:
             self._followers.pop(0).release()
-        elif self._completer is not None and self._completer_signal.locked():
-            self._completer_signal.release()
+        else:
+            self._completer.wake()
 
     def _lead(self, until: Callable[[], bool], op: Optional[_OpMetadata], deadline: Optional[float]) -> None:
         """Reads answers until there is no more need to, the deadline has passed, or the worker is lost."""
@@ -345,21 +219,14 @@ class Channel:
 
     def _read(self, timeout: float) -> bool:
         """Handles what answers there are, or come within `timeout` seconds; whether any came. Only for the leader."""
-        ready = self._poll.poll(timeout * 1000)
-        if not ready or self._broken is not None:
-            return False
-        if len(ready) == 1 and ready[0][0] == self._wake:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-            return False
-        data = os.read(self._answers, _ANSWERS_AT_ONCE)
-        if not data:
+        try:
+            answers = self.wire.read(timeout)
+        except EOFError:
             self.close(self._worker_died())
             return False
-        answers, self._rest = protocol.read_answers(self._rest + data if self._rest else data)
         for answer in answers:
             self._handle(answer)
-        return True
+        return bool(answers)
 
     def _read_what_is_there(self) -> None:
         with self._lock:
@@ -393,11 +260,11 @@ class Channel:
         self._end(op)
 
     def _end(self, op: _OpMetadata) -> None:
-        if not op.marks:
+        if op.marks:
+            self.devices.hold(op)
+        else:
             release(op)
         with self._lock:
-            if op.marks:
-                self._queued.append(op)
             op.done = True
             for signal in op.followers:
                 # One that was handed the lead is awake already.
@@ -405,21 +272,10 @@ class Channel:
                     self._followers.remove(signal)
                     signal.release()
             op.followers.clear()
-            if op.future is None:
-                return
-            self._ended.append(op)
-            if self._completer_signal.locked():
-                self._completer_signal.release()
+            if op.future is not None:
+                self._completer.ended(op)
 
     # Devices
-
-    def follow(self, op: _OpMetadata) -> None:
-        """The current stream waits for what the worker's device does for an operation."""
-        for device, mark in op.marks:
-            self._sharings[device].follow(mark)
-
-    def _reached(self, op: _OpMetadata) -> bool:
-        return all(self._sharings[device].reached(mark) for device, mark in op.marks)
 
     def reach(self, op: _OpMetadata, deadline: float) -> bool:
         """Waits until the worker's device has done an operation; False when it has not at the deadline.
@@ -427,7 +283,7 @@ class Channel:
         Raises:
             Exception: why the worker is of no use.
         """
-        while not self._reached(op):
+        while not self.devices.reached(op):
             if self.lost():
                 raise self._error()
             if time.monotonic() >= deadline:
@@ -435,26 +291,14 @@ class Channel:
             time.sleep(_ASK_DEVICE_EVERY_SEC)
         return True
 
-    def _release_reached(self) -> None:
-        with self._lock:
-            queued, self._queued = self._queued, []
-        waiting = []
-        for op in queued:
-            if self._reached(op):
-                release(op)
-            else:
-                waiting.append(op)
-        with self._lock:
-            self._queued += waiting
-
     def drain(self, timeout: float) -> bool:
         """Waits until the worker's device has done what was queued; False when it has not in `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while self._queued and self._broken is None:
-            self._release_reached()
+        while self.devices.queued and self._broken is None:
+            self.devices.release_reached()
             if time.monotonic() >= deadline:
-                return not self._queued
-            if self._queued:
+                return not self.devices.queued
+            if self.devices.queued:
                 time.sleep(_ASK_DEVICE_EVERY_SEC)
         return True
 
@@ -463,69 +307,28 @@ class Channel:
     def get_future(
         self, op: _OpMetadata, devices: list[Any], stream: Optional[torch.Stream]
     ) -> torch.futures.Future[object]:
-        """The future of an operation; with it begins a thread that completes futures as operations end."""
+        """The future of an operation, completed on `stream`."""
         with self._lock:
             if op.future is not None:
                 return op.future.future
             op.future = metadata = _FutureMetadata(torch.futures.Future(devices=devices), stream)
             if not op.done:
-                if self._completer is None:
-                    self._completer_signal.acquire(blocking=False)
-                    self._completer = threading.Thread(
-                        target=self._complete, name="torchft_isolated_futures", daemon=True
-                    )
-                    self._completer.start()
-                elif self._completer_signal.locked():
-                    self._completer_signal.release()
+                self._completer.begin()
                 return metadata.future
-        self._set(op)
+        self._completer.complete(op)
         return metadata.future
 
-    def _complete(self) -> None:
-        """Callbacks run here, one after another. It leads while nobody else does and some future is open."""
-        while True:
-            with self._lock:
-                ended, self._ended = self._ended, []
-                lead = not ended and not self._leading and any(o.future for o in self._ops.values())
-                if lead:
-                    self._leading = True
-                elif not ended:
-                    if self._broken is not None:
-                        return
-                    self._completer_signal.acquire(blocking=False)
-            if lead:
-                try:
-                    self._lead(lambda: bool(self._ended), None, None)
-                finally:
-                    self._step_down()
-            elif ended:
-                for op in ended:
-                    self._set(op)
-                # Held on to, they would keep their tensors until the next ones end.
-                del ended, op
-            else:
-                # Until something ends, breaks, or nobody leads any more.
-                self._completer_signal.acquire()
-
-    def _set(self, op: _OpMetadata) -> None:
-        metadata = op.future
-        assert metadata is not None
-        error = op.error
+    def _lead_for_futures(self, until: Callable[[], bool]) -> bool:
+        """Leads until that is true; False at once when somebody else does, or there is nothing to wait for."""
+        with self._lock:
+            if self._leading or self._broken is not None or not any(op.future for op in self._ops.values()):
+                return False
+            self._leading = True
         try:
-            with metadata.set_stream():
-                if error is None:
-                    try:
-                        self.follow(op)
-                    except Exception as e:
-                        error = e
-                if error is None:
-                    metadata.future.set_result(op.result)
-                else:
-                    # pyrefly: ignore [bad-argument-type]  # typed as a result
-                    metadata.future.set_exception(error)
-        except Exception:
-            # A callback that raises fails the future that it made, not this one.
-            _logger.exception("%s: could not complete a future", self._name)
+            self._lead(until, None, None)
+        finally:
+            self._step_down()
+        return True
 
     # The end
 
@@ -571,63 +374,36 @@ class Channel:
                 return
             self._broken = error
             ops, self._ops = self._ops, {}
-            queued, self._queued = self._queued, []
-            leading = self._leading
+        self.devices.abandon()
         for op in ops.values():
             op.error = self._error()
             op.leases = []
             self._end(op)
-        for op in queued:
-            op.leases = []
         with self._lock:
-            if self._completer is not None and self._completer_signal.locked():
-                self._completer_signal.release()
-            if leading:
-                os.eventfd_write(self._wake, 1)
-        with contextlib.suppress(OSError):
-            self._requests.shutdown(socket.SHUT_RDWR)
-        if not leading:
-            self._close_descriptors()
+            self._completer.wake()
+            # Whoever leads closes the wire, but not before it has had this lock.
+            if self._leading:
+                self.wire.wake()
+        self.wire.hang_up()
+        self._close_wire()
         self._on_broken()
 
-    def _close_descriptors(self) -> None:
-        with self._send_lock, self._lock:
-            if self._closed or self._leading:
+    def _close_wire(self) -> None:
+        with self._lock:
+            if self._leading:
                 return
-            self._closed = True
-            self._requests.close()
-            os.close(self._answers)
-            os.close(self._wake)
-
-    @property
-    def uses_devices(self) -> bool:
-        """Whether there is more to give back than memory of the host."""
-        return any(self._sharings)
-
-    def close_sharings(self) -> None:
-        """To be called when the worker has ended: until then its device may write."""
-        for sharing in list(self._sharings.values()):
-            sharing.close()
+        self.wire.close()
 
     def _forget(self) -> None:
         """In a forked child: these are the parent's."""
-        self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
-        for descriptor in (self._requests.fileno(), self._answers, self._wake):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        self._requests.detach()
-        self._closed = True
+        if self._broken is None:
+            self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
+        self.wire.forget()
 
 
 def _first_wait(patience: float, deadline: Optional[float]) -> float:
     """Seconds that a leader waits for the first answer before it looks around."""
     return patience if deadline is None else min(patience, max(0.0, deadline - time.monotonic()))
-
-
-def release(op: _OpMetadata) -> None:
-    leases, op.leases = op.leases, []
-    for _, lease in leases:
-        lease.release()
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -636,58 +412,8 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 def _forget_all() -> None:
     # A child that kept them open would hide the trainer's death from the workers.
     for channel in list(_channels):
-        if not channel._closed:
-            channel._forget()
+        channel._forget()
     _channels.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-# Messages longer than a socket takes travel as memory.
-
-_LONG = 1 << 15
-_MEMORY = b"\xff"
-_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_ANCILLARY = socket.CMSG_SPACE(4 * 4)  # four descriptors
-
-
-def send(to: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Sends a message, without waiting.
-
-    Raises:
-        BlockingIOError: the other end does not read.
-        OSError: it is gone.
-    """
-    if len(data) > _LONG:
-        memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
-        try:
-            os.truncate(memory, len(data))
-            os.pwrite(memory, data, 0)
-            send(to, _MEMORY, (memory, *descriptors))
-        finally:
-            os.close(memory)
-        return
-    if not descriptors:
-        to.send(data, _FLAGS)
-        return
-    to.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))], _FLAGS)
-
-
-def receive(source: socket.socket) -> tuple[bytes, list[int]]:
-    """The next message, b"" when the other end is gone, and the descriptors that came with it."""
-    data, ancillary, _, _ = source.recvmsg(_LONG, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
-    descriptors = list(_descriptors(ancillary)) if ancillary else []
-    if data == _MEMORY:
-        memory = descriptors.pop(0)
-        try:
-            data = os.pread(memory, os.fstat(memory).st_size, 0)
-        finally:
-            os.close(memory)
-    return data, descriptors
-
-
-def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> Iterable[int]:
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            yield from array.array("i", data[: len(data) // 4 * 4])

@@ -9,14 +9,13 @@ import importlib
 import json
 import os
 import sys
-import time
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, ClassVar, List, Optional, Sequence, Union
+from typing import Any, Callable, ClassVar, List, Optional, Union
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ReduceOp, Store, Work
+from torch.distributed import PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -27,13 +26,14 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from torchft.futures import _devices
 from torchft.process_group._operations import copied
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.channel import Channel, _OpMetadata
-from torchft.process_group.isolated.sharing import Lease, Sharing
+from torchft.process_group.isolated.call import Call, encoded_reduction, flat, reduction
+from torchft.process_group.isolated.channel import Channel
+from torchft.process_group.isolated.operation import _OpMetadata
+from torchft.process_group.isolated.sharing import Sharing
 from torchft.process_group.isolated.standby import Worker, Workers, started
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
 
@@ -42,64 +42,6 @@ STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
 
 # What the worker's own deadline for connecting is given to arrive.
 _GRACE_SEC = 1.0
-
-
-class _BabyWork(Work):
-    """An operation in the worker.
-
-    Args:
-        pg: the group it was called on, which knows it by
-        op_id: its number.
-        stream: the current one when it was called; None where there are only CPU tensors.
-    """
-
-    def __init__(self, pg: ProcessGroupBaby, op_id: int, stream: Optional[torch.Stream]) -> None:
-        super().__init__()
-        self._channel, self._op = pg._started(op_id)
-        self._stream = stream
-
-    def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Waits until it is done; see the package for what that means.
-
-        Raises:
-            RuntimeError: `timeout` has passed. The operation goes on.
-            Exception: whatever it failed with.
-        """
-        op = self._op
-        seconds, began = None, 0.0
-        if timeout is not None and timeout > timedelta(0):
-            seconds, began = timeout.total_seconds(), time.monotonic()
-        if not op.done and not self._channel.wait(op, seconds):
-            raise _timed_out(seconds)
-        if op.error is not None:
-            raise copied(op.error)
-        if op.marks:
-            if seconds is not None and not self._channel.reach(op, began + seconds):
-                raise _timed_out(seconds)
-            self._channel.follow(op)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        self.wait(timeout)
-
-    def get_future(self) -> torch.futures.Future[object]:
-        stream = self._stream
-        return self._channel.get_future(self._op, [] if stream is None else _devices(), stream)
-
-    def is_completed(self) -> bool:
-        return self._channel.is_done(self._op)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._op.error is None
-
-    def exception(self) -> Optional[Exception]:
-        return self._op.error if self.is_completed() else None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._op.result
 
 
 class ProcessGroupBaby(ProcessGroup):
@@ -318,7 +260,7 @@ class ProcessGroupBaby(ProcessGroup):
         if self._checker is not None:
             self._checker.check(name, arguments, arguments[-1])
         channel = worker.channel
-        call = _Call(channel)
+        call = Call(channel.devices)
         parts = [protocol.code(name)]
         timeout = None
         try:
@@ -338,7 +280,7 @@ class ProcessGroupBaby(ProcessGroup):
             # So that it says who refuses what.
             kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
             raise kind(f"{self._name}: {name}: {e}") from e
-        result = _flat(arguments[0]) if call.leases else []
+        result = flat(arguments[0]) if call.leases else []
         seconds = 0.0 if timeout is None else timeout.total_seconds()
         if seconds <= 0:
             seconds = self._timeout.total_seconds()
@@ -368,7 +310,7 @@ class ProcessGroupBaby(ProcessGroup):
         return self._start("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
 
     def allreduce(self, tensors: List[torch.Tensor], opts: Union[dist.AllreduceOptions, dist.ReduceOp]) -> Work:
-        as_options = _bare if self._checker is None else _reduction
+        as_options = encoded_reduction if self._checker is None else reduction
         return self._start("allreduce", tensors, as_options(opts, AllreduceOptions))
 
     def allreduce_coalesced(
@@ -376,7 +318,7 @@ class ProcessGroupBaby(ProcessGroup):
         tensors: List[torch.Tensor],
         opts: Union[dist.AllreduceCoalescedOptions, dist.ReduceOp],
     ) -> Work:
-        as_options = _bare if self._checker is None else _reduction
+        as_options = encoded_reduction if self._checker is None else reduction
         return self._start("allreduce_coalesced", tensors, as_options(opts, AllreduceCoalescedOptions))
 
     def alltoall_base(
@@ -419,46 +361,6 @@ class ProcessGroupBaby(ProcessGroup):
         return self._start("send", tensors, dst_rank, tag)
 
 
-class _Call:
-    """Lends the tensors of one operation."""
-
-    __slots__ = ("_channel", "leases", "on_device")
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self.leases: list[tuple[int, Lease]] = []
-        self.on_device = False
-
-    def lend(self, kind: str, argument: Any, access: str) -> bytes:
-        read, write = "r" in access, "w" in access
-        if kind == "tensors":
-            return protocol.tensors(self._lend(argument, read, write))
-        if kind == "tensor":
-            return protocol.tensor(self._lend((argument,), read, write)[0])
-        return protocol.lists([self._lend(tensors, read, write) for tensors in argument])
-
-    def _lend(self, tensors: Sequence[torch.Tensor], read: bool, write: bool) -> list[protocol.Item]:
-        items = []
-        for tensor in tensors:
-            # Cheaper than to ask for the device's type.
-            device = 0 if tensor.is_cpu else self._device_of(tensor)
-            lease = self._channel.sharing(device).lend(tensor, read, write)
-            self.leases.append((device, lease))
-            items.append((device, lease.ref))
-        return items
-
-    def _device_of(self, tensor: torch.Tensor) -> int:
-        kind = tensor.device.type
-        if kind not in protocol.DEVICES:
-            raise RuntimeError(f"a tensor on {tensor.device} is not supported")
-        self.on_device = True
-        return protocol.DEVICES.index(kind)
-
-    def release(self) -> None:
-        for _, lease in self.leases:
-            lease.release()
-
-
 def _delegate(name: str) -> Callable[..., Work]:
     """An operation that torchft adds nothing to; its arguments are PyTorch's, options last."""
     kinds = protocol.OPERATIONS[name]
@@ -477,42 +379,6 @@ def _delegate(name: str) -> Callable[..., Work]:
 for _operation in protocol.OPERATIONS:
     if _operation not in vars(ProcessGroupBaby) and hasattr(BaseProcessGroup, _operation):
         setattr(ProcessGroupBaby, _operation, _delegate(_operation))
-
-
-def _flat(outputs: Any) -> list[torch.Tensor]:
-    """What an operation's future gives, as Gloo does: its outputs, one after another."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
-
-
-# Options of a bare operation, encoded. ReduceOp.SUM and the like live for ever.
-_BARE: dict[tuple[int, type], bytes] = {}
-
-
-def _reduction(opts: Any, kind: type) -> Any:
-    """Options of that kind, made from others or from an operation."""
-    if type(opts) is kind:
-        return opts
-    made: Any = kind()
-    if hasattr(opts, "reduceOp"):
-        made.reduceOp = opts.reduceOp
-        made.timeout = opts.timeout
-        return made
-    made.reduceOp = opts
-    return made
-
-
-def _bare(op: Any, kind: type) -> Any:
-    """What `_reduction` gives; encoded once for one of ReduceOp's constants, which most callers pass."""
-    if type(op) is not ReduceOp.RedOpType:
-        return _reduction(op, kind)
-    known = _BARE.get((id(op), kind))
-    if known is None:
-        known = protocol.options(_reduction(op, kind))
-        if any(op is constant for constant in vars(ReduceOp).values()):
-            _BARE[id(op), kind] = known
-    return known
 
 
 def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]:
@@ -545,10 +411,6 @@ def _current_device() -> int:
         return 0
     module: Any = torch.get_device_module(accelerator)
     return module.current_device() if module.is_available() else 0
-
-
-def _timed_out(seconds: Optional[float]) -> Exception:
-    return RuntimeError(f"Operation timed out: it did not complete within {seconds} s")
 
 
 def _as_timeout(timeout: Union[float, timedelta]) -> timedelta:

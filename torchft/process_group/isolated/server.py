@@ -84,7 +84,7 @@ class _Server:
             self._kill(number)
 
     def _handle(self) -> bool:
-        from torchft.process_group.isolated.channel import receive
+        from torchft.process_group.isolated.messages import receive
 
         data, descriptors = receive(self._control)
         if not data:

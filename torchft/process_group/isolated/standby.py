@@ -24,8 +24,10 @@ from typing import Any, Callable, Optional
 from torchft.futures import _TIMEOUT_MANAGER
 from torchft.process_group._operations import copied
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.channel import Channel, WorkerDied, send
-from torchft.process_group.isolated.sharing import Sharing
+from torchft.process_group.isolated.channel import Channel
+from torchft.process_group.isolated.devices import MakeSharing
+from torchft.process_group.isolated.messages import send
+from torchft.process_group.isolated.operation import WorkerDied
 
 # Where nobody has started a worker yet, PyTorch is imported first.
 _START_SEC = 60.0
@@ -225,16 +227,15 @@ class Worker:
         self,
         message: dict[str, Any],
         name: str,
-        sharings: Callable[[int, Callable[[bytes, Optional[int]], None]], Sharing],
+        sharings: MakeSharing,
     ) -> None:
         self._name = name
         self._number, self._ended = -1, -1
         self.channel = channel = Channel(name, sharings, self._broken)
+        requests, answers = channel.wire.theirs
         try:
             self._server = servers.get()
-            self._number, self._ended = self._server.spawn(
-                message, channel.worker_requests.fileno(), channel.worker_answers
-            )
+            self._number, self._ended = self._server.spawn(message, requests.fileno(), answers)
         except OSError as e:
             # The server died in this moment, say.
             channel.close(WorkerDied(f"{name}: the worker could not be started: {e}"))
@@ -242,8 +243,8 @@ class Worker:
             channel.close(RuntimeError(f"{name}: the worker could not be started: {e}"))
             raise
         finally:
-            channel.worker_requests.close()
-            os.close(channel.worker_answers)
+            requests.close()
+            os.close(answers)
 
     def ask(
         self, kind: int, rest: bytes, timeout: float, what: str, meanwhile: Callable[[], None] = lambda: None
@@ -275,20 +276,20 @@ class Worker:
         if self._number < 0:
             return
         self._server.kill(self._number)
-        if self.channel.uses_devices:
+        if self.channel.devices.any:
             # Nobody waits for a device to let go of a process.
             threading.Thread(target=self._reap, name="torchft_isolated_reaper", daemon=True).start()
         else:
             # It must not write into shared memory any more when whoever aborts goes on.
             self._poll_end(_STOP_SEC)
-            self.channel.close_sharings()
+            self.channel.devices.close()
             os.close(self._ended)
 
     def _reap(self) -> None:
         ended = self._poll_end(_REAP_SEC)
         os.close(self._ended)
         if ended:
-            self.channel.close_sharings()
+            self.channel.devices.close()
 
     def _poll_end(self, seconds: float) -> bool:
         poll = select.poll()

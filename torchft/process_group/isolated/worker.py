@@ -24,7 +24,7 @@ from torch.futures import Future
 from torchft.process_group._connections import Connections
 from torchft.process_group._operations import _LOOK_SEC, POINT_TO_POINT, Operations, refused
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.channel import receive
+from torchft.process_group.isolated.messages import receive
 from torchft.process_group.isolated.scheduling import Guests, calm_loops
 from torchft.process_group.isolated.sharing import Sharing, is_plain
 from torchft.process_group.reconfigure import create_store_client
@@ -160,8 +160,8 @@ class Worker:
         group._worker_global_ranks = global_ranks
         store = create_store_client(store_addr, timedelta(seconds=connect_timeout))
         self._pg = group._create_pg(store, rank, world_size)
-        calm_loops()
         if not group._queues:
+            calm_loops()
             operations = Operations(group._name, Connections(store, rank, world_size))
             if operations.connections:
                 threading.Thread(target=self._watch, args=(operations,), daemon=True).start()

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchft.process_group import _PickleSafeOptions
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.channel import receive, send
+from torchft.process_group.isolated.messages import receive, send
 
 
 def fields(opts: Any) -> dict[str, Any]:

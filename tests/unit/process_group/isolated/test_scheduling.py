@@ -10,24 +10,26 @@ import torch
 from torch.distributed import ReduceOp, TCPStore
 
 from tests.unit.process_group.isolated.test_isolated import workers
-from tests.unit.process_group.ranks import TIMEOUT, meeting
+from tests.unit.process_group.ranks import TIMEOUT, connect, on_ranks
 from torchft.process_group import ProcessGroupBabyGloo
 from torchft.process_group.isolated.scheduling import _LOOP
 
 
 def test_only_the_loop_of_gloo_does_not_interrupt(store: TCPStore) -> None:
-    group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
-    group.configure(meeting(store), "replica", 0, 1)
+    # Two, so that the loops have something to do before there are peers.
+    groups = [ProcessGroupBabyGloo(TIMEOUT, standby=False) for _ in range(2)]
+    connect(groups, store)
     try:
-        group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+        on_ranks(2, lambda rank: groups[rank].allreduce([torch.ones(1)], ReduceOp.SUM).wait())
         policies: dict[str, set[int]] = {}
         for worker in workers():
             for thread in Path(f"/proc/{worker}/task").iterdir():
                 name = (thread / "comm").read_text().strip()
                 policies.setdefault(name, set()).add(os.sched_getscheduler(int(thread.name)))
     finally:
-        group.shutdown()
+        for group in groups:
+            group.shutdown()
     if _LOOP not in policies:
         pytest.skip(f"this PyTorch does not name Gloo's thread: {sorted(policies)}")
-    assert os.SCHED_BATCH in policies.pop(_LOOP)
+    assert policies.pop(_LOOP) == {os.SCHED_BATCH}
     assert set().union(*policies.values()) == {os.SCHED_OTHER}

@@ -38,7 +38,7 @@ def staged(group: ProcessGroupBabyGloo) -> int:
     """Bytes of memory that copies of tensors are put into."""
     worker = group._worker
     assert worker is not None
-    sharing: Any = worker.channel.sharing(0)
+    sharing: Any = worker.channel.devices.sharing(0)
     return sum(size * len(slots) for size, slots in sharing._free.items())
 
 

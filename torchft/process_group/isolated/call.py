@@ -1,0 +1,88 @@
+"""An operation on its way to the worker: its tensors lent, its options as bytes."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from torch.distributed import ReduceOp
+
+from torchft.process_group.isolated import protocol
+from torchft.process_group.isolated.devices import Devices
+from torchft.process_group.isolated.sharing import Lease
+
+
+class Call:
+    """Lends the tensors of one operation."""
+
+    __slots__ = ("_devices", "leases", "on_device")
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        self.leases: list[tuple[int, Lease]] = []
+        self.on_device = False
+
+    def lend(self, kind: str, argument: Any, access: str) -> bytes:
+        read, write = "r" in access, "w" in access
+        if kind == "tensors":
+            return protocol.tensors(self._lend(argument, read, write))
+        if kind == "tensor":
+            return protocol.tensor(self._lend((argument,), read, write)[0])
+        return protocol.lists([self._lend(tensors, read, write) for tensors in argument])
+
+    def _lend(self, tensors: Sequence[torch.Tensor], read: bool, write: bool) -> list[protocol.Item]:
+        items = []
+        for tensor in tensors:
+            # Cheaper than to ask for the device's type.
+            device = 0 if tensor.is_cpu else self._device_of(tensor)
+            lease = self._devices.sharing(device).lend(tensor, read, write)
+            self.leases.append((device, lease))
+            items.append((device, lease.ref))
+        return items
+
+    def _device_of(self, tensor: torch.Tensor) -> int:
+        kind = tensor.device.type
+        if kind not in protocol.DEVICES:
+            raise RuntimeError(f"a tensor on {tensor.device} is not supported")
+        self.on_device = True
+        return protocol.DEVICES.index(kind)
+
+    def release(self) -> None:
+        for _, lease in self.leases:
+            lease.release()
+
+
+def flat(outputs: Any) -> list[torch.Tensor]:
+    """What an operation's future gives, as Gloo does: its outputs, one after another."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
+
+
+# Options of a bare operation, encoded. ReduceOp.SUM and the like live for ever.
+_BARE: dict[tuple[int, type], bytes] = {}
+
+
+def reduction(opts: Any, kind: type) -> Any:
+    """Options of that kind, made from others or from an operation."""
+    if type(opts) is kind:
+        return opts
+    made: Any = kind()
+    if hasattr(opts, "reduceOp"):
+        made.reduceOp = opts.reduceOp
+        made.timeout = opts.timeout
+        return made
+    made.reduceOp = opts
+    return made
+
+
+def encoded_reduction(op: Any, kind: type) -> Any:
+    """What `reduction` gives; encoded once for one of ReduceOp's constants, which most callers pass."""
+    if type(op) is not ReduceOp.RedOpType:
+        return reduction(op, kind)
+    known = _BARE.get((id(op), kind))
+    if known is None:
+        known = protocol.options(reduction(op, kind))
+        if any(op is constant for constant in vars(ReduceOp).values()):
+            _BARE[id(op), kind] = known
+    return known

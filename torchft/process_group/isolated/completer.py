@@ -1,0 +1,101 @@
+"""Completes the futures of operations, on a thread that begins with the first one that is asked for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Callable, ContextManager, Optional
+
+from torchft.process_group.isolated.devices import Devices
+from torchft.process_group.isolated.operation import _OpMetadata
+
+_logger: logging.Logger = logging.getLogger(__name__)
+
+
+class Completer:
+    """Callbacks run on its thread, one after another.
+
+    Args:
+        name: of the group.
+        devices: of the group's worker.
+        lock: of the channel. `begin`, `wake` and `ended` are called with it.
+        lead: reads answers until something is true; False at once when somebody else does, or no future is open.
+        broken: whether no operation will end any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        devices: Devices,
+        lock: ContextManager[object],
+        lead: Callable[[Callable[[], bool]], bool],
+        broken: Callable[[], bool],
+    ) -> None:
+        self._name = name
+        self._devices = devices
+        self._lock = lock
+        self._lead = lead
+        self._broken = broken
+        # Operations that have ended, whose future is still to be completed.
+        self._ended: list[_OpMetadata] = []
+        self._thread: Optional[threading.Thread] = None
+        # Held while the thread has nothing to do.
+        self._idle = threading.Lock()
+
+    def begin(self) -> None:
+        """There is a future to wait for."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="torchft_isolated_futures", daemon=True)
+            self._thread.start()
+        else:
+            self.wake()
+
+    def wake(self) -> None:
+        if self._idle.locked():
+            self._idle.release()
+
+    def ended(self, op: _OpMetadata) -> None:
+        """An operation with a future has ended."""
+        self._ended.append(op)
+        # Where the worker was lost in this moment, the thread may be gone already.
+        self.begin()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                ended, self._ended = self._ended, []
+                if not ended:
+                    # Before it looks whether there is something to do: whoever has something then wakes it.
+                    self._idle.acquire(blocking=False)
+            if ended:
+                for op in ended:
+                    self.complete(op)
+                # Held on to, they would keep their tensors until the next ones end.
+                del ended, op
+            elif not self._lead(lambda: bool(self._ended)):
+                with self._lock:
+                    if self._broken() and not self._ended:
+                        self._thread = None
+                        return
+                self._idle.acquire()
+
+    def complete(self, op: _OpMetadata) -> None:
+        """Completes the future of an operation that has ended."""
+        metadata = op.future
+        assert metadata is not None
+        error = op.error
+        try:
+            with metadata.set_stream():
+                if error is None:
+                    try:
+                        self._devices.follow(op)
+                    except Exception as e:
+                        error = e
+                if error is None:
+                    metadata.future.set_result(op.result)
+                else:
+                    # pyrefly: ignore [bad-argument-type]  # typed as a result
+                    metadata.future.set_exception(error)
+        except Exception:
+            # A callback that raises fails the future that it made, not this one.
+            _logger.exception("%s: could not complete a future", self._name)

@@ -1,0 +1,107 @@
+"""What one trainer shares with one worker: the sharing of each kind of device, and operations queued there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Callable, Optional
+
+from torchft.process_group.isolated import protocol
+from torchft.process_group.isolated.operation import _OpMetadata, release
+from torchft.process_group.isolated.sharing import Lease, Sharing, is_plain
+
+# Makes the sharing of a device, by its number, given how to tell the worker's end.
+MakeSharing = Callable[[int, Callable[[bytes, Optional[int]], None]], Sharing]
+
+
+class Devices:
+    """The trainer's ends.
+
+    Args:
+        make: makes one.
+        tell: sends a note to the worker's end for a device, perhaps with a descriptor.
+    """
+
+    def __init__(self, make: MakeSharing, tell: Callable[[int, bytes, Optional[int]], None]) -> None:
+        self._make = make
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._sharings: dict[int, Sharing] = {}
+        # Whether some device has marks.
+        self._marking = False
+        # Operations whose leases are released when the worker's device has reached the mark.
+        self._queued: list[_OpMetadata] = []
+
+    def sharing(self, device: int) -> Sharing:
+        """The trainer's end for a kind of device; the first tensor of that kind makes it."""
+        sharing = self._sharings.get(device)
+        if sharing is None:
+            with self._lock:
+                sharing = self._sharings.get(device)
+                if sharing is None:
+
+                    def tell(note: bytes, descriptor: Optional[int]) -> None:
+                        self._tell(device, note, descriptor)
+
+                    sharing = self._sharings[device] = self._make(device, tell)
+                    self._marking = self._marking or not is_plain(sharing)
+        return sharing
+
+    # Order
+
+    def marks(self, leases: list[tuple[int, Lease]]) -> bytes:
+        """What is queued so far on the devices of these leases, for the worker."""
+        if not self._marking:
+            return protocol.NO_MARKS
+        marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in leases}]
+        return protocol.marks([item for item in marks if item[1]])
+
+    def follow(self, op: _OpMetadata) -> None:
+        """The current stream waits for what the worker's device does for an operation."""
+        for device, mark in op.marks:
+            self._sharings[device].follow(mark)
+
+    def reached(self, op: _OpMetadata) -> bool:
+        """Whether the worker's device has done an operation."""
+        return all(self._sharings[device].reached(mark) for device, mark in op.marks)
+
+    # Leases of operations that have ended, but not on the device
+
+    @property
+    def queued(self) -> bool:
+        return bool(self._queued)
+
+    def hold(self, op: _OpMetadata) -> None:
+        """Keeps the operation's leases until the worker's device has done it."""
+        with self._lock:
+            self._queued.append(op)
+
+    def release_reached(self) -> None:
+        with self._lock:
+            queued, self._queued = self._queued, []
+        waiting = []
+        for op in queued:
+            if self.reached(op):
+                release(op)
+            else:
+                waiting.append(op)
+        with self._lock:
+            self._queued += waiting
+
+    def abandon(self) -> None:
+        """The worker is lost: leases keep their memory until `close`."""
+        with self._lock:
+            queued, self._queued = self._queued, []
+        for op in queued:
+            op.leases = []
+
+    # The end
+
+    @property
+    def any(self) -> bool:
+        """Whether there is more to give back than memory of the host."""
+        return any(self._sharings)
+
+    def close(self) -> None:
+        """To be called when the worker has ended: until then its device may write."""
+        for sharing in list(self._sharings.values()):
+            sharing.close()

@@ -1,0 +1,55 @@
+"""Messages through a socket that keeps them apart, with file descriptors; long ones travel as memory."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from typing import Iterable, Sequence
+
+# Longer than this a message does not fit into a socket.
+_LONG = 1 << 15
+_MEMORY = b"\xff"
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_ANCILLARY = socket.CMSG_SPACE(4 * 4)  # four descriptors
+
+
+def send(to: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Sends a message, without waiting.
+
+    Raises:
+        BlockingIOError: the other end does not read.
+        OSError: it is gone.
+    """
+    if len(data) > _LONG:
+        memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
+        try:
+            os.truncate(memory, len(data))
+            os.pwrite(memory, data, 0)
+            send(to, _MEMORY, (memory, *descriptors))
+        finally:
+            os.close(memory)
+        return
+    if not descriptors:
+        to.send(data, _FLAGS)
+        return
+    to.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))], _FLAGS)
+
+
+def receive(source: socket.socket) -> tuple[bytes, list[int]]:
+    """The next message, b"" when the other end is gone, and the descriptors that came with it."""
+    data, ancillary, _, _ = source.recvmsg(_LONG, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+    descriptors = list(_descriptors(ancillary)) if ancillary else []
+    if data == _MEMORY:
+        memory = descriptors.pop(0)
+        try:
+            data = os.pread(memory, os.fstat(memory).st_size, 0)
+        finally:
+            os.close(memory)
+    return data, descriptors
+
+
+def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> Iterable[int]:
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            yield from array.array("i", data[: len(data) // 4 * 4])

@@ -1,0 +1,83 @@
+"""An operation in the worker, as the trainer knows it: who waits for it, and what it gives back when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Generator, Optional, Sequence
+
+import torch
+
+from torchft.process_group.isolated import protocol
+from torchft.process_group.isolated.sharing import Lease
+from torchft.utils import get_stream_context
+
+
+class WorkerDied(RuntimeError):
+    """The worker's process has ended without a word."""
+
+
+@dataclass
+class _FutureMetadata:
+    """A future that somebody asked for, and the stream on which it is completed."""
+
+    future: torch.futures.Future[object]
+    stream: Optional[torch.Stream]
+
+    @contextlib.contextmanager
+    def set_stream(self) -> Generator[None, None, None]:
+        """Makes its stream the current one."""
+        with get_stream_context(self.stream):
+            yield
+
+
+class _OpMetadata:
+    """An operation that was sent to the worker.
+
+    Args:
+        op_id: its number.
+        leases: (device, lease) of every tensor.
+        result: what its future gives: the caller's tensors.
+        patience: seconds until a silent worker is asked whether it lives.
+        stream: the current one when it was called.
+    """
+
+    __slots__ = (
+        "done", "error", "followers", "future", "leases", "marks", "op_id", "patience", "result", "started", "stream",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        op_id: int,
+        leases: list[tuple[int, Lease]],
+        result: Any,
+        patience: float,
+        stream: Optional[torch.Stream] = None,
+    ) -> None:
+        self.op_id = op_id
+        self.leases = leases
+        self.result = result
+        self.patience = patience
+        self.stream = stream
+        self.started = time.monotonic()
+        self.done = False
+        self.error: Optional[Exception] = None
+        # Of the worker's device, when it is done.
+        self.marks: Sequence[protocol.Item] = ()
+        self.future: Optional[_FutureMetadata] = None
+        # Locks that followers wait at.
+        self.followers: list[threading.Lock] = []
+
+    @contextlib.contextmanager
+    def set_stream(self) -> Generator[None, None, None]:
+        """Makes the stream it was called on the current one."""
+        with get_stream_context(self.stream):
+            yield
+
+
+def release(op: _OpMetadata) -> None:
+    leases, op.leases = op.leases, []
+    for _, lease in leases:
+        lease.release()

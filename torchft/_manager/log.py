@@ -3,6 +3,7 @@ machines."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any, Optional
@@ -19,6 +20,45 @@ _failures = logging.getLogger("torchft_failures")
 _recoveries = logging.getLogger("torchft_recoveries")
 
 
+# Where OpenTelemetry's logs go, and whether they go at all, by its own variables.
+_OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_EXPORTERS = ("otlp", "console")
+
+
+def otel_exporters() -> list[str]:
+    """The exporters that OpenTelemetry's variables ask for; none unless they ask for one.
+
+    Raises:
+        ValueError: OTEL_LOGS_EXPORTER names one that is not known.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return []
+    text = os.environ.get("OTEL_LOGS_EXPORTER", "").strip()
+    if not text:
+        return ["otlp"] if any(os.environ.get(name) for name in _OTLP_ENDPOINTS) else []
+    kinds = [kind.strip() for kind in text.split(",")]
+    if kinds == ["none"]:
+        return []
+    for kind in kinds:
+        if kind not in _EXPORTERS:
+            raise ValueError(f"OTEL_LOGS_EXPORTER={text!r}: allowed are none, or {' and '.join(_EXPORTERS)}")
+    return kinds
+
+
+def export_events() -> None:
+    """Sends the events to OpenTelemetry if the environment asks for it. That costs nothing where it does not."""
+    if not otel_exporters():
+        return
+    try:
+        otel = importlib.import_module("torchft.otel")
+    except ImportError as e:
+        message = "OpenTelemetry's variables ask for an export of events, which needs pip install 'torchft[otel]': %s"
+        logging.getLogger("torchft.manager").warning(message, e)
+        return
+    for logger in (_quorums, _commits, _errors, _recoveries):
+        otel.setup_logger(logger.name)
+
+
 class _ManagerLogger:
     """Prefixes each line with who says it and at which step."""
 
@@ -27,6 +67,7 @@ class _ManagerLogger:
         self._manager = manager
         self._replica_id = replica_id
         self._group_rank = group_rank
+        export_events()
 
     def prefix(self) -> str:
         return f"[{self._replica_id}/{self._group_rank} - step {self._manager.current_step()}]"

@@ -1,0 +1,65 @@
+"""The Slurm scripts, with stand-ins for Slurm's commands: everything but Slurm itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_train_demo import EXAMPLES
+
+SCRIPTS = EXAMPLES / "slurm"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a group of two nodes; srun and torchft_lighthouse print what they are given."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    show = "env | grep -E '^(TORCHFT|REPLICA|NUM_REPLICA)' | sort"
+    for name, text in {
+        "srun": f'{show}\necho "srun $*"',
+        "scontrol": "echo node3; echo node4",
+        "torchft_lighthouse": 'echo "lighthouse $*"',
+    }.items():
+        (commands / name).write_text(f"#!/bin/bash\n{text}\n")
+        (commands / name).chmod(0o755)
+    return {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SHARED": str(tmp_path / "shared"),
+        "SLURM_ARRAY_TASK_ID": "2",
+        "SLURM_ARRAY_TASK_COUNT": "4",
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NODELIST": "node[3-4]",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+
+
+def run(script: str, env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPTS / script), *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_group_finds_the_lighthouse_and_starts_torchrun_on_all_its_nodes(slurm: dict[str, str]) -> None:
+    said = run("lighthouse.sbatch", {**slurm, "MIN_REPLICAS": "3"})
+    assert said.stdout == "lighthouse --bind [::]:29510 --min_replicas 3\n", said.stderr
+    said = run("groups.sbatch", {**slurm, "NPROC": "8"}, "train_ddp.py", "--steps", "20")
+    assert said.returncode == 0, said.stderr
+    *env, command = said.stdout.splitlines()
+    address = (Path(slurm["SHARED"]) / "lighthouse").read_text().strip()
+    assert address.startswith("http://") and address.endswith(":29510")
+    assert env == ["NUM_REPLICA_GROUPS=4", "REPLICA_GROUP_ID=2", f"TORCHFT_LIGHTHOUSE={address}"]
+    assert "--nnodes 2 --nproc_per_node 8 --max_restarts 3" in command
+    port = 20000 + (1234 * 31 + 2) % 9000
+    assert command.endswith(f"--rdzv_endpoint node3:{port} --rdzv_id 1234 train_ddp.py --steps 20")
+
+
+def test_what_is_missing_is_said(slurm: dict[str, str]) -> None:
+    said = run("groups.sbatch", {**slurm, "LIGHTHOUSE_TIMEOUT": "1"}, "train_ddp.py")
+    assert said.returncode == 1 and "no lighthouse in" in said.stderr
+    said = run("groups.sbatch", slurm)
+    assert said.returncode == 2 and "usage: sbatch" in said.stderr
+    without = {name: value for name, value in slurm.items() if name != "SLURM_ARRAY_TASK_ID"}
+    said = run("groups.sbatch", without, "train_ddp.py")
+    assert said.returncode == 2 and "submit this as an array" in said.stderr

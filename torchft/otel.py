@@ -1,0 +1,144 @@
+"""The Manager's events as OpenTelemetry logs: quorums, commits, errors and recoveries.
+
+Off unless OpenTelemetry's own variables ask for it: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_LOGS_ENDPOINT, or
+OTEL_LOGS_EXPORTER with ``otlp``, ``console`` or both. OTEL_SDK_DISABLED=true and OTEL_LOGS_EXPORTER=none switch it
+off. All others (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, …) mean what they always
+do. Needs ``pip install 'torchft[otel]'``. `python -m torchft.otel` sends one record and says where.
+
+Records are sent from a thread of OpenTelemetry's; a collector that is away costs them, and nothing else.
+"""
+
+# pyrefly: ignore-errors[missing-import]  # an extra
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, List, Sequence
+
+from opentelemetry.sdk._logs import LoggerProvider, LoggingHandler, ReadableLogRecord
+from opentelemetry.sdk._logs.export import (
+    BatchLogRecordProcessor,
+    ConsoleLogRecordExporter,
+    LogRecordExporter,
+    LogRecordExportResult,
+)
+from opentelemetry.sdk.resources import Resource
+
+from torchft._manager.log import otel_exporters
+
+__all__ = ["TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON", "TeeLogExporter", "setup_logger", "shutdown"]
+
+# Further resource attributes for each logger: a JSON object by the logger's name, or the path of a file with one.
+TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON = "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON"
+
+_LOGGER_PROVIDER: dict[str, LoggerProvider] = {}
+_HANDLERS: dict[str, logging.Handler] = {}
+
+
+class TeeLogExporter(LogRecordExporter):
+    """Gives each batch to several exporters.
+
+    Args:
+        exporters: all of which get it, whatever comes of the others.
+    """
+
+    def __init__(self, exporters: List[LogRecordExporter]) -> None:
+        self._exporters = exporters
+
+    def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
+        """FAILURE if one of them failed."""
+        results = [exporter.export(batch) for exporter in self._exporters]
+        failed = any(result != LogRecordExportResult.SUCCESS for result in results)
+        return LogRecordExportResult.FAILURE if failed else LogRecordExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        for exporter in self._exporters:
+            exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        flushed = [exporter.force_flush(timeout_millis) for exporter in self._exporters]
+        return all(flushed)
+
+
+def setup_logger(name: str) -> None:
+    """Exports what is logged to a logger of Python's. Does nothing unless the environment asks for it, or twice.
+
+    Args:
+        name: of the logger. One without a level gets INFO.
+
+    Raises:
+        ValueError: OTEL_LOGS_EXPORTER or TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON is not understood.
+    """
+    kinds = otel_exporters()
+    if not kinds or name in _LOGGER_PROVIDER:
+        return
+    resource = Resource.create(_resource_attributes(name))
+    provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_log_record_processor(BatchLogRecordProcessor(TeeLogExporter([_exporter(kind) for kind in kinds])))
+    logger = logging.getLogger(name)
+    with warnings.catch_warnings():
+        # The SDK's own handler is to move to a package of its own, which says no more than this one.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        _HANDLERS[name] = LoggingHandler(level=logging.NOTSET, logger_provider=provider)
+    _LOGGER_PROVIDER[name] = provider
+    logger.addHandler(_HANDLERS[name])
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+def shutdown() -> None:
+    """Sends what is left, and ends the export. Called at the end of the process as well."""
+    for name in list(_LOGGER_PROVIDER):
+        logging.getLogger(name).removeHandler(_HANDLERS.pop(name))
+        _LOGGER_PROVIDER.pop(name).shutdown()
+
+
+atexit.register(shutdown)
+
+
+def _exporter(kind: str) -> LogRecordExporter:
+    if kind == "console":
+        return ConsoleLogRecordExporter(out=sys.stderr)
+    from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+
+    return OTLPLogExporter()
+
+
+def _resource_attributes(name: str) -> dict[str, Any]:
+    setting = os.environ.get(TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON, "").strip()
+    if not setting:
+        return {}
+    try:
+        attributes = json.loads(setting if setting.startswith("{") else Path(setting).read_text())
+        mine = attributes.get(name, {})
+        if not isinstance(mine, dict):
+            raise ValueError(f"{name!r} has {mine!r}")
+        return mine
+    except (OSError, ValueError, AttributeError) as e:
+        raise ValueError(
+            f"{TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON}={setting!r} is no JSON object of objects by the name of a logger "
+            f"and no file with one: {e}"
+        ) from e
+
+
+def main() -> None:
+    """Sends one record, to see whether it arrives."""
+    kinds = otel_exporters()
+    if not kinds:
+        print("off: set OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_LOGS_EXPORTER to otlp or console")
+        return
+    setup_logger("torchft_errors")
+    logging.getLogger("torchft_errors").info("a record of torchft.otel, to see whether it arrives")
+    arrived = _LOGGER_PROVIDER["torchft_errors"].force_flush()
+    shutdown()
+    print(f"sent one record of the logger torchft_errors through {', '.join(kinds)}" if arrived else "not sent")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A TorchX component: replica groups as the roles of one app.
+
+torchx run -s local_cwd torchft/torchx.py:hsdp --replicas 2 --script train_ddp.py -- --steps 200
+"""
+
+# pyrefly: ignore-errors[missing-import]  # an extra
+
+from __future__ import annotations
+
+import os
+from typing import Dict, Optional
+
+from torchx import specs
+
+__all__ = ["hsdp"]
+
+_DEFAULT_LIGHTHOUSE = "http://localhost:29510"
+
+
+def hsdp(
+    *script_args: str,
+    replicas: int = 2,
+    workers_per_replica: int = 1,
+    max_restarts: int = 10,
+    script: str = "train_ddp.py",
+    env: Optional[Dict[str, str]] = None,
+    image: str = "",
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 1024,
+) -> specs.AppDef:
+    """Replica groups, each a torchrun on one host that starts its workers again when one fails.
+
+    Every group gets REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE (of whoever submits the app, else
+    http://localhost:29510). The lighthouse is not part of the app.
+
+    Args:
+        script_args: arguments of the script.
+        replicas: number of groups.
+        workers_per_replica: ranks of a group.
+        max_restarts: how often torchrun starts the workers of a group again.
+        script: what each rank runs.
+        env: further environment; it wins over the variables above.
+        image: where the script is, as the scheduler understands it.
+        h: a named resource, instead of cpu, gpu and memMB.
+        cpu: CPUs of a group.
+        gpu: GPUs of a group; with none its workers see none.
+        memMB: memory of a group.
+
+    Raises:
+        ValueError: a number is out of range, or there is no script.
+    """
+    for name, value, least in (
+        ("replicas", replicas, 1),
+        ("workers_per_replica", workers_per_replica, 1),
+        ("max_restarts", max_restarts, 0),
+        ("gpu", gpu, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name}={value}: at least {least} is needed")
+    if not script:
+        raise ValueError("script is empty: the name of what each rank runs is needed")
+    shared = {
+        "NUM_REPLICA_GROUPS": str(replicas),
+        "TORCHFT_LIGHTHOUSE": os.environ.get("TORCHFT_LIGHTHOUSE", _DEFAULT_LIGHTHOUSE),
+    }
+    if gpu == 0 and h is None:
+        shared.update(CUDA_VISIBLE_DEVICES="", XPU_VISIBLE_DEVICES="")
+    torchrun = [
+        "--standalone",  # a free port for each group: several may share a host
+        "--nnodes=1",
+        f"--nproc_per_node={workers_per_replica}",
+        f"--max_restarts={max_restarts}",
+    ]
+    roles = [
+        specs.Role(
+            name=f"replica_{group}",
+            image=image,
+            entrypoint="torchrun",
+            args=[*torchrun, script, *script_args],
+            env={"REPLICA_GROUP_ID": str(group), **shared, **(env or {})},
+            num_replicas=1,
+            resource=specs.resource(cpu=cpu, gpu=gpu, memMB=memMB, h=h),
+        )
+        for group in range(replicas)
+    ]
+    return specs.AppDef(name="torchft", roles=roles)

@@ -987,6 +987,15 @@ class Manager:
         """
         return dict(self._recovery.phases.seconds)
 
+    def num_up_to_date(self) -> int:
+        """Groups of this quorum that had the newest state when it formed; the others heal in it. Waits for the quorum.
+
+        All groups of a quorum get the same number: one by which they can decide to leave together.
+        """
+        self.wait_quorum()
+        assert self._plan is not None
+        return self._plan.num_up_to_date
+
     def is_participating(self) -> bool:
         """Whether this group's gradients count in this step."""
         return self._participating_replica_rank is not None and not self._healing

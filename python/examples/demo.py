@@ -14,8 +14,10 @@ import signal
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
+import loss_curves
 from replica_group import TRAIN_SCRIPT, Group
 
 from torchft.launch.job import tail
@@ -42,9 +44,12 @@ def main() -> int:
     groups = [Group(number, args.groups, folder, args.nproc, args.script) for number in range(args.groups)]
     try:
         with lighthouse(folder / "lighthouse.log", LIGHTHOUSE_OPTIONS) as address:
-            killed_at = train(args, groups, address)
-        print_table(groups, killed_at)
+            kills = train(args, groups, address)
+        print_table(groups, kills)
         check(groups)
+        if args.plot:
+            loss_curves.draw(groups, kills, args.plot)
+            print(f"the losses are drawn in {args.plot}")
     except LaunchError as error:
         print(f"\nfailed: {error}")
         for log in error.logs:
@@ -61,14 +66,16 @@ def main() -> int:
     return 0
 
 
-def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
-    """Trains to the end with one kill on the way. Returns when that was, by the wall clock."""
+def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[float]:
+    """Trains to the end with kills on the way. Returns when those were, by the wall clock."""
     # At the end the others go on until the killed group is back: the time limit is ours.
     train_args = ["--steps", str(args.steps), "--overtime", "1000000", "--device", args.device, *args.train_args]
     torchrun_args = ["--max_restarts", "1"] if args.kill == "rank" else []
     for group in groups:
         group.start(address, train_args, torchrun_args)
-    victim, killed_at = groups[-1], 0.0
+    victim = groups[-1]
+    kills: list[float] = []
+    kill_at = args.kill_at
     progress = Progress(args.steps)
     deadline = time.monotonic() + args.time_limit
 
@@ -78,8 +85,11 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
             group.follow()
             if group.status:
                 raise LaunchError(f"group {group.number} ended with status {group.status}", group.log)
-        if not killed_at and all(group.step() >= args.kill_at for group in groups):
-            killed_at = time.time()
+        back = victim.state == "done" or victim.time_to_heal() is not None
+        ready = victim.state.startswith("training") and (back or not kills)
+        if ready and kill_at < args.steps and all(group.step() >= kill_at for group in groups):
+            kills.append(time.time())
+            kill_at = args.steps if args.kill_every is None else victim.step() + args.kill_every
             if args.kill == "rank":
                 victim.kill_rank(args.nproc - 1)
             else:
@@ -88,14 +98,14 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> float:
                 victim.start(address, train_args)
         progress.show(groups)
         back = victim.state == "done" or victim.time_to_heal() is not None
-        if groups[0].state == "done" and not (killed_at and back):
+        if groups[0].state == "done" and not (kills and back):
             raise LaunchError(f"the run was over before the kill at step {args.kill_at}: raise --steps")
         if time.monotonic() > deadline:
             raise LaunchError(f"not done after {args.time_limit:g} s", *(group.log for group in groups))
     for group in groups:
         group.follow()
     progress.show(groups)
-    return killed_at
+    return kills
 
 
 class Progress:
@@ -129,9 +139,10 @@ class Progress:
         return f"group {group.number} [{bar}] step {step:5d}/{self._steps}  {group.state}{overtime}"
 
 
-def print_table(groups: list[Group], killed_at: float) -> None:
+def print_table(groups: list[Group], kills: list[float]) -> None:
     *survivors, victim = groups
     nothing = [""] * len(survivors)
+    killed_at = kills[-1]
     rows = [
         ("steps committed", [str(len(group.commits())) for group in groups]),
         ("steps lost", [str(len(group.losses())) for group in groups]),
@@ -142,8 +153,14 @@ def print_table(groups: list[Group], killed_at: float) -> None:
         ("from its restart to healed", [*nothing, seconds(victim.time_to_heal())]),
         ("  of it until PyTorch was ready", [*nothing, seconds(victim.time_to_start())]),
         *((f"  {what}", [*nothing, seconds(victim.recovery(phase))]) for phase, what in PHASES.items()),
-        ("accuracy on held-out images", [f"{group.ends()[0].get('accuracy', 0):.2%}" for group in groups]),
     ]
+    ends = [group.ends()[0] for group in groups]
+    if any("bits_per_byte" in end for end in ends):
+        rows.append(("bits per byte of held-out text", [f"{end.get('bits_per_byte', 0):.3f}" for end in ends]))
+    else:
+        rows.append(("accuracy on held-out images", [f"{end.get('accuracy', 0):.2%}" for end in ends]))
+    if len(kills) > 1:
+        rows.insert(2, ("killed, times", [*("0" for _ in survivors), str(len(kills))]))
     print("\n" + " " * 34 + "".join(f"{f'group {group.number}':>12}" for group in groups))
     for name, cells in rows:
         print(f"{name:34}" + "".join(f"{cell:>12}" for cell in cells))
@@ -177,14 +194,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--kill-at", type=int, help="step after which the last group is killed; a third of --steps")
+    parser.add_argument("--kill-every", type=int, help="kill it again so many steps later, once it is back")
     parser.add_argument("--kill", choices=["group", "rank"], default="group", help="all of the last group, or a rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs a GPU for every rank")
     parser.add_argument("--time-limit", type=float, default=170, help="seconds")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep logs and events here (must be new or empty)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)")
     parser.add_argument("train_args", nargs="*", help="after --: further arguments for the script")
     args = parser.parse_args()
     if args.kill_at is None:
-        args.kill_at = args.steps // 3
+        args.kill_at = args.kill_every or args.steps // 3
     if args.groups < 2:
         parser.error(f"--groups must be at least 2, got {args.groups}: someone has to survive")
     if not args.script.is_file():
@@ -193,6 +212,10 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--nproc must be at least 1, got {args.nproc}")
     if not 0 < args.kill_at < args.steps:
         parser.error(f"--kill-at must lie between 0 and --steps ({args.steps}), got {args.kill_at}")
+    if args.kill_every is not None and args.kill_every < 1:
+        parser.error(f"--kill-every must be at least 1 step, got {args.kill_every}")
+    if args.plot and not find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     if args.logs and args.logs.is_dir() and any(args.logs.iterdir()):
         parser.error(f"--logs {args.logs} must be new or empty")
     return args

@@ -138,7 +138,7 @@ class Group:
     def recovery(self, phase: str) -> float | None:
         """Seconds of a phase of that heal, as `Manager.recovery_seconds` names them."""
         healed = self._first_heal()
-        return None if healed is None else healed["recovery"][phase]
+        return None if healed is None else (healed.get("recovery") or {}).get(phase)
 
     def _first_heal(self) -> Event | None:
         """The first step since the last start that was committed with the others' weights."""

@@ -37,6 +37,7 @@ class Plan:
     # None: this group contributes zeros (it is a spare, or behind the others)
     participating_rank: Optional[int]
     participants: int
+    num_up_to_date: int  # groups at max_step
     up_to_date: bool  # at max_step, before any heal
     # A step that fails here, or failed before at max_step, is reduced again: see replay.py
     replay: bool
@@ -98,6 +99,7 @@ def make_plan(
         committed_quorum_id=result.committed_quorum_id,
         participating_rank=rank,
         participants=participants,
+        num_up_to_date=result.max_world_size,
         up_to_date=result.max_replica_rank is not None,
         replay=result.replay,
         source=source,

@@ -51,6 +51,7 @@ def plan(quorum: Any, **settings: Any) -> Plan:
 def test_who_takes_part(use_async: bool, allow_heal: bool, rank: Optional[int], participants: int) -> None:
     got = plan(result(), use_async_quorum=use_async, allow_heal=allow_heal)
     assert (got.participating_rank, got.participants, got.divisor) == (rank, participants, participants)
+    assert got.num_up_to_date == 2  # in any case: by this groups can decide alike
     assert got.heal is allow_heal
 
 

@@ -1,0 +1,126 @@
+"""What `make train-diloco` runs, in small: a group is killed, heals, and all end with the same global parameters."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_train_demo import EXAMPLES, ROOT, environment, read_events
+
+import train_diloco
+from torchft import Manager
+
+__all__ = ["environment"]  # a fixture
+
+
+@pytest.mark.timeout(240)
+def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: dict[str, str], tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, str(EXAMPLES / "demo.py"), "--script", str(ROOT / "train_diloco.py")),
+        *("--steps", "60", "--kill-at", "20", "--time-limit", "200", "--logs", str(tmp_path), "--", "--smoke"),
+    ]
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=220
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for state in ("training", "killed", "starting again", "done"):
+        assert any(line.startswith("group 1 [") and state in line for line in done.stdout.splitlines()), done.stdout
+    digests = re.findall(r"group \d rank \d  ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
+    assert len(digests) == 2 and len(set(digests)) == 1 and done.stdout.splitlines()[-1] == "equal"
+    bits = re.search(r"bits per byte of held-out text +(\d\.\d+) +(\d\.\d+)", done.stdout)
+    assert bits and bits[1] == bits[2] and float(bits[1]) < 7  # a byte that is not predicted at all needs 8
+
+    survivor, victim = (read_events(tmp_path, group) for group in (0, 1))
+    commits = [event["step"] for event in survivor if event["event"] == "commit"]
+    assert commits == list(range(commits[0], commits[0] + len(commits))) and commits[-1] >= 60
+    assert sum(event["event"] == "lost" for event in survivor) <= 1
+    assert {event["participants"] for event in survivor if event["event"] == "commit"} == {1, 2}
+    again = [event["event"] for event in victim].index("start", 1)
+    healed = next(event for event in victim[again:] if event["event"] == "commit")
+    assert healed["healing"] and healed["step"] > victim[again - 1]["step"] >= 20
+
+
+@pytest.mark.parametrize(
+    ("step", "up_to_date", "ends", "why"),
+    [
+        (99, 2, False, "steps are left"),
+        (100, 2, True, "all are up to date"),
+        (100, 1, False, "the other one is missing, or heals in this very quorum"),
+        (109, 1, False, "it may still come"),
+        (110, 1, True, "it had its time"),
+    ],
+)
+def test_groups_leave_together(
+    step: int, up_to_date: int, ends: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = object.__new__(train_diloco.Job)
+    job._steps, job._overtime, job._groups, job._step = 100, 10, 2, step
+    monkeypatch.setattr(Manager, "start_quorum", lambda self: None)
+    monkeypatch.setattr(Manager, "num_up_to_date", lambda self: up_to_date)
+    left = False
+    try:
+        job.start_quorum()
+    except train_diloco.TheEnd:
+        left = True
+    assert left is ends, why
+
+
+def test_the_text_is_the_standard_library() -> None:
+    train, held_out = train_diloco.standard_library(limit=50_000)
+    assert (len(train), len(held_out)) == (50_000, 5_000)
+    assert b"import" in bytes(train) and bytes(held_out) not in bytes(train)
+
+
+def test_batches_are_pieces_and_what_follows_them() -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    bytes_in, bytes_out = next(train_diloco.Batches(text, batch_size=7, context=10))
+    assert bytes_in.shape == bytes_out.shape == (7, 10)
+    assert torch.equal(bytes_out, bytes_in + 1)
+    with pytest.raises(ValueError, match="a shard of 10 bytes is shorter than --context 10: raise --text-bytes"):
+        train_diloco.Batches(text[:10], 7, 10)
+
+
+def test_a_model_that_knows_nothing_needs_eight_bits() -> None:
+    net = train_diloco.language_model(width=32, layers=1, context=8)
+    for p in net[-1].parameters():
+        torch.nn.init.zeros_(p)
+    assert train_diloco.bits_per_byte(net, torch.randint(256, (100,)), context=8) == pytest.approx(8)
+
+
+def test_predictions_do_not_see_what_they_predict() -> None:
+    net = train_diloco.language_model(width=32, layers=2, context=8)
+    text = torch.randint(256, (1, 8))
+    changed = text.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    before, after = net(text), net(changed)
+    assert torch.allclose(before[:, :5], after[:, :5], atol=1e-6) and not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_groups_of_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "2", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["train_diloco.py", "--device", "cpu"])
+    with pytest.raises(ValueError, match="--nproc_per_node 2: a group of this script is one process"):
+        train_diloco.main()
+
+
+def test_the_picture_has_a_curve_a_group_and_a_mark_where_it_was_killed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib: pip install 'torchft[plot]'")
+    import loss_curves
+
+    def group(number: int, steps: list[int]) -> Any:
+        events = [{"step": step, "loss": 1 / step, "time": 10.0 * step} for step in steps]
+        return SimpleNamespace(number=number, commits=lambda: events)
+
+    path = tmp_path / "loss.svg"
+    loss_curves.draw([group(0, list(range(1, 30))), group(1, [1, 2, 3, 20, 21])], [35.0], path)  # type: ignore[list-item]
+    picture = path.read_text()
+    assert "group 0" in picture and "group 1" in picture and "killed" in picture
+    assert loss_curves.smoothed([4.0, 2.0]) == [4.0, 3.0] and not math.isnan(loss_curves.smoothed([1.0] * 50)[-1])

@@ -31,6 +31,8 @@ KINDS = {
     "isolated, standby with a context": {"standby": True, "standby_context": True},
 }
 KILLED = "killed"
+HEAL = "heal"
+HEAL_BYTES = 1 << 30
 FIGURES = {
     "issue_us": "begin an allreduce of 16 floats, µs",
     "done_us": "the same until the device has finished, µs",
@@ -45,7 +47,8 @@ CHILD_TIMEOUT_S = 300
 def main() -> int:
     args = _parse()
     if args.child:
-        figures = _killed() if args.child == KILLED else _measure(args.child, args.rounds)
+        others = {KILLED: _killed, HEAL: _heal}
+        figures = others[args.child]() if args.child in others else _measure(args.child, args.rounds)
         print(json.dumps(figures), flush=True)
         # A stream that waits for a killed process would keep a normal exit.
         os._exit(0)
@@ -55,7 +58,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("needs a CUDA device: torch.cuda.is_available() is False", file=sys.stderr)
         return 1
-    results = {kind: _in_child(kind, args.rounds) for kind in (*KINDS, KILLED)}
+    results = {kind: _in_child(kind, args.rounds) for kind in (*KINDS, KILLED, HEAL)}
     text = _page(results, torch.cuda.get_device_name(), torch.__version__, args.rounds)
     print(text)
     if not args.no_write:
@@ -178,6 +181,26 @@ def _killed() -> dict[str, Any]:
     return {"released_s": None}
 
 
+def _heal() -> dict[str, Any]:
+    """How fast a state on the device gets to a target in the same process, which moves it to the device again."""
+    import torch
+
+    from tests.gpu.device import DEVICE
+    from torchft.checkpointing import HTTPTransport
+
+    timeout = timedelta(seconds=60)
+    state = {f"t{i}": torch.ones(HEAL_BYTES // 64, dtype=torch.uint8, device=DEVICE) for i in range(64)}
+    torch.cuda.synchronize()
+    source: Any = HTTPTransport(timeout, 0, snapshot=False)
+    target: Any = HTTPTransport(timeout, 0)
+    seconds = []
+    for step in range(4):
+        source.send_checkpoint([1], step, state, timeout)
+        seconds += _times(lambda step=step: target.recv_checkpoint(0, source.metadata(), step, timeout), 1)
+        source.disallow_checkpoint()
+    return {"heal_gb_s": HEAL_BYTES / 1e9 / statistics.median(seconds[1:])}  # the first gets the blocks
+
+
 def _page(results: dict[str, dict[str, Any]], device: str, torch_version: str, rounds: int) -> str:
     lines = [
         f"{date.today().isoformat()}, {device}, PyTorch {torch_version}, "
@@ -196,6 +219,8 @@ def _page(results: dict[str, dict[str, Any]], device: str, torch_version: str, r
         seconds = results[KILLED]["released_s"]
         fate = "never goes on (looked at for 30 s)" if seconds is None else f"goes on after {seconds:.2f} s"
         lines += ["", f"A stream that waits for an event of a worker that is killed before it got there {fate}."]
+    if "heal_gb_s" in results[HEAL]:
+        lines += ["", f"Healing {HEAL_BYTES / 1e9:.1f} GB, device to device: {results[HEAL]['heal_gb_s']:.2f} GB/s."]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._lending import Lease, Server
+from torchft.checkpointing._staging import KINDS, Copies, Staged
 from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -47,11 +48,14 @@ class Offer:
         self.copies = copy
         self.session = secrets.token_hex(8)  # the same bytes, for a target that comes again
         after: Dict[torch.device, _After] = {}
+        copies: Dict[torch.device, Optional[Copies]] = {}
         self._blocks: Dict[int, _Block] = {}
         for storage in checkpoint.storages():
-            if storage.device not in after:
-                after[storage.device] = _After(storage.device)
-            self._blocks[storage._cdata] = _Block(storage, after[storage.device])
+            device = storage.device
+            if device not in after:
+                after[device] = _After(device)
+                copies[device] = KINDS[device.type](device) if device.type in KINDS else None
+            self._blocks[storage._cdata] = _Block(storage, after[device], copies[device])
 
         self._cond = threading.Condition()
         self._closed = False
@@ -105,7 +109,7 @@ class Offer:
         with self._cond:
             if self._lease is None:
                 storages = self.checkpoint.encoded.storages
-                if any(storage.device.type != "cpu" for storage in storages):
+                if any(s.device.type != "cpu" or self._blocks[s._cdata].staged is not None for s in storages):
                     return None
                 self._lease = server.lease([(s.data_ptr(), s.nbytes()) for s in storages], self.checkpoint)
                 for block in self._blocks.values():
@@ -135,6 +139,11 @@ class Offer:
                 continue
             block = self._blocks[storage._cdata]
             start = 0
+            if block.staged is not None and block.mine is None:
+                # the device memory is in use only while a piece is copied, not while it is sent
+                for piece in block.staged.read(start):
+                    yield tensor_memory(piece)
+                    start += piece.numel()
             while start < block.nbytes:
                 with self._in_use(block, cut_off):
                     piece = block.piece(start)
@@ -185,6 +194,9 @@ class Offer:
             lease = self._lease
         if lease is not None:
             lease.revoke(_PIECE_GRACE)
+        for block in self._blocks.values():
+            if block.staged is not None:
+                block.staged.close()
         with self._cond:
             if self._cond.wait_for(lambda: not self._direct, _PIECE_GRACE):
                 return
@@ -224,12 +236,13 @@ class _After:
 class _Block:
     """One storage of the state, and its copy once there is one."""
 
-    def __init__(self, storage: torch.UntypedStorage, after: _After) -> None:
+    def __init__(self, storage: torch.UntypedStorage, after: _After, copies: Optional[Copies]) -> None:
         self.nbytes = storage.nbytes()
         self.cdata = storage._cdata
         self.mine: Optional[torch.Tensor] = None
         self._source = storage_bytes(storage)
         self._after = after
+        self.staged = Staged(self._source, copies) if copies is not None and self.nbytes else None
 
     def copy(self) -> None:
         mine = torch.empty(self.nbytes, dtype=torch.uint8)

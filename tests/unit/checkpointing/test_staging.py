@@ -1,0 +1,187 @@
+"""Staging on a simulated device: CPU memory that is copied late, in order, on a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Callable
+
+import pytest
+import torch
+
+from torchft.checkpointing import HTTPTransport, _staging
+from torchft.checkpointing._checkpoint import FULL, Checkpoint
+from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._staging import Staged
+
+TIMEOUT = timedelta(seconds=20)
+BLOCK = 64 << 10
+
+
+class Simulated:
+    """Holds its copies back until they are let through, or lets them through after a while."""
+
+    made: list[Simulated]
+    late = 0.002  # seconds; None: until `let` is called
+
+    def __init__(self, device: torch.device) -> None:
+        Simulated.made.append(self)
+        self.blocks = 0
+        self.under_way = self.most_under_way = self.ended = 0
+        self.gate = threading.Semaphore(0)
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def block(self, nbytes: int) -> torch.Tensor:
+        self.blocks += 1
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        target.fill_(255)  # what is read too early is wrong
+        done = threading.Event()
+        self._queue.put((target, source, done))
+        return lambda: _wait(done)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            target, source, done = item
+            if self.late is None:
+                self.gate.acquire()
+            else:
+                time.sleep(self.late)
+            target.copy_(source)
+            self.under_way -= 1
+            self.ended += 1
+            done.set()
+
+    def close(self) -> None:
+        self.gate.release(1000)
+        self._queue.put(None)
+        self._thread.join(10)
+
+
+def _wait(done: threading.Event) -> None:
+    assert done.wait(10)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Simulated]]:
+    Simulated.made = []
+    monkeypatch.setattr(Simulated, "late", 0.002)
+    monkeypatch.setitem(_staging.KINDS, "cpu", Simulated)
+    monkeypatch.setattr(_staging, "_free", {})
+    monkeypatch.setattr(_staging, "BLOCK", BLOCK)
+    yield Simulated
+    for each in Simulated.made:
+        each.close()
+
+
+def numbers(nbytes: int) -> torch.Tensor:
+    return torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("nbytes", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
+@pytest.mark.parametrize("start", [0, 1, BLOCK])
+def test_every_byte_once(device: type[Simulated], nbytes: int, start: int) -> None:
+    source, copies = numbers(nbytes), Simulated(torch.device("cpu"))
+    pieces = [piece.clone() for piece in Staged(source, copies).read(start)]
+    got = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    assert torch.equal(got, source[start:])
+    assert copies.most_under_way <= 2
+
+
+def test_the_next_block_is_copied_while_one_is_sent(device: type[Simulated]) -> None:
+    copies = Simulated(torch.device("cpu"))
+    reader = Staged(numbers(5 * BLOCK), copies).read(0)
+    for sent in range(1, 5):
+        piece = next(reader)
+        before = piece.clone()
+        until(lambda sent=sent: copies.ended == sent + 1)  # while this one is on the network
+        assert torch.equal(piece, before)
+        assert copies.under_way == 0  # and none after it: there are two blocks
+    assert copies.blocks == 2
+
+
+def test_blocks_are_reused(device: type[Simulated]) -> None:
+    copies = Simulated(torch.device("cpu"))
+    staged = Staged(numbers(3 * BLOCK), copies)
+    for _ in range(3):
+        assert sum(piece.numel() for piece in staged.read(0)) == 3 * BLOCK
+    assert copies.blocks == 2
+
+
+def test_a_block_that_is_written_still_is_not_given_to_others(
+    device: type[Simulated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Simulated, "late", 0.2)
+    copies = Simulated(torch.device("cpu"))
+    reader = Staged(numbers(3 * BLOCK), copies).read(0)
+    next(reader)
+    reader.close()  # type: ignore[attr-defined]  the peer is gone; the second block's copy was under way
+    assert copies.under_way == 0
+
+
+def test_close_waits_for_copies_and_ends_readers(device: type[Simulated], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulated, "late", 0.2)
+    source = numbers(4 * BLOCK)
+    expected = source.clone()
+    staged = Staged(source, Simulated(torch.device("cpu")))
+    reader = staged.read(0)
+    got = [next(reader).clone()]
+    staged.close()
+    source.fill_(7)  # the source trains on
+    got += [piece.clone() for piece in reader]
+    assert len(got) == 2  # what was copied before; the reader asks elsewhere for the rest
+    assert torch.equal(torch.cat(got), expected[: 2 * BLOCK])
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_an_offer_of_device_memory(device: type[Simulated], copy: bool) -> None:
+    """A reader in the middle of a tensor goes on with the copy, or hears that there is none."""
+    state = {"w": numbers(4 * BLOCK)}
+    expected = state["w"].clone()
+    checkpoint = Checkpoint(state, 0)
+    offer = Offer(checkpoint, copy)
+    stream = checkpoint.stream(FULL)
+    assert stream is not None
+    pieces = offer.read(stream, lambda: None)
+    got = bytes(next(pieces)) and bytes(next(pieces))
+    offer.close(keep_copy=copy, timeout=10)
+    state["w"].fill_(7)
+    if copy:
+        for piece in pieces:
+            got += bytes(piece)
+        assert torch.equal(torch.frombuffer(bytearray(got), dtype=torch.uint8), expected)
+    else:
+        got += bytes(next(pieces))  # was copied before
+        with pytest.raises(ConnectionAbortedError, match="trains on"):
+            next(pieces)
+        assert torch.equal(torch.frombuffer(bytearray(got), dtype=torch.uint8), expected[: len(got)])
+
+
+@pytest.mark.parametrize("num_chunks", [0, 2])
+def test_a_heal_from_device_memory(device: type[Simulated], num_chunks: int) -> None:
+    state = {"w": numbers(3 * BLOCK + 7), "b": torch.ones(3), "empty": torch.empty(0), "lr": 0.1}
+    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, snapshot=False)
+    target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
+    try:
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        got = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    finally:
+        source.shutdown()
+        target.shutdown()
+    assert got["lr"] == 0.1 and all(torch.equal(got[key], state[key]) for key in ("w", "b", "empty"))
+    assert 2 <= sum(each.blocks for each in Simulated.made) <= 4

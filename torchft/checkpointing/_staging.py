@@ -1,0 +1,129 @@
+"""Device memory on its way to the network: through two blocks of host memory, one written while the other is sent.
+
+What that needs of a kind of device is `Copies`; `KINDS` has those that there are.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Type
+
+import torch
+
+BLOCK = 8 << 20  # bytes
+_KEPT = 8  # blocks of a kind that are kept for the next reader: page-locked memory is slow to get, and scarce
+
+Wait = Callable[[], None]
+
+
+class Copies(Protocol):
+    """Copies from one device, in an order of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        """From now on copies come after what was queued on the device before."""
+
+    def block(self, nbytes: int) -> torch.Tensor:
+        """Host memory that the device writes to without a detour."""
+        ...
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
+        """Queues a copy from the device into a block; the result returns when it has ended, each time it is called."""
+        ...
+
+
+class StreamCopies:
+    """Copies on a stream of their own: CUDA, and what has the same interface."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._backend: Any = getattr(torch, device.type)
+        before = self._backend.Event()
+        before.record(self._backend.current_stream(device))
+        self._stream = self._backend.Stream(device)
+        self._stream.wait_event(before)
+
+    def block(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
+        with self._backend.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            ended = self._backend.Event()
+            ended.record(self._stream)
+        return ended.synchronize
+
+
+KINDS: Dict[str, Type[Copies]] = {"cuda": StreamCopies, "xpu": StreamCopies}
+
+_lock = threading.Lock()
+_free: Dict[str, List[torch.Tensor]] = {}
+
+
+@contextmanager
+def two_blocks(kind: str, copies: Copies) -> Iterator[List[torch.Tensor]]:
+    """Two blocks for one reader. No copy into them is under way when it gives them back."""
+    with _lock:
+        kept = _free.setdefault(kind, [])
+        blocks = [kept.pop() for _ in range(min(2, len(kept)))]
+    blocks += [copies.block(BLOCK) for _ in range(2 - len(blocks))]
+    try:
+        yield blocks
+    finally:
+        with _lock:
+            kept += blocks[: max(0, _KEPT - len(kept))]
+
+
+class Staged:
+    """The bytes of some device memory, block by block. Several readers may be at it.
+
+    Args:
+        source: flat, of bytes
+        copies: from its device
+    """
+
+    def __init__(self, source: torch.Tensor, copies: Copies) -> None:
+        self._source = source
+        self._copies = copies
+        self._lock = threading.Lock()
+        self._under_way: List[Wait] = []
+        self._closed = False
+
+    def close(self) -> None:
+        """From its return on, nobody reads the device memory. It takes as long as the copies that are under way."""
+        with self._lock:
+            self._closed = True
+            under_way = list(self._under_way)
+        for wait in under_way:
+            wait()
+
+    def read(self, start: int) -> Iterator[torch.Tensor]:
+        """What lies from a byte on, a block at a time, each valid until the next is asked for. Ends early if closed."""
+        turn = 0
+        with two_blocks(self._source.device.type, self._copies) as blocks:
+            ahead = self._start(blocks[0], start)
+            try:
+                while ahead is not None:
+                    now, wait = ahead
+                    start += now.numel()
+                    turn += 1
+                    ahead = self._start(blocks[turn % 2], start)
+                    self._end(wait)
+                    yield now
+            finally:
+                if ahead is not None:
+                    self._end(ahead[1])
+
+    def _start(self, block: torch.Tensor, start: int) -> Optional[tuple[torch.Tensor, Wait]]:
+        source = self._source[start : start + BLOCK]
+        with self._lock:
+            if self._closed or source.numel() == 0:
+                return None
+            target = block[: source.numel()]
+            wait = self._copies.start(target, source)
+            self._under_way.append(wait)
+            return target, wait
+
+    def _end(self, wait: Wait) -> None:
+        wait()
+        with self._lock:
+            self._under_way.remove(wait)

@@ -2,7 +2,7 @@
 
 Two sources train: each step computes for 10 ms and then waits for 10 ms, as for a GPU, so that two of them leave one of
 two cores free. A target fetches their state from both, again and again. Compared are the steps with and without a
-target, in turns; with a limit on each source's bandwidth, as on hosts whose network the training needs, and without one.
+target, in turns; with a limit on each source's bandwidth, as on hosts whose network the training needs, and without.
 
     python python/bench/run.py heal_sources
 """

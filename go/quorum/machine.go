@@ -148,9 +148,10 @@ func (m *Machine) asked(e Asked, decide bool) (actions []Action, decided bool) {
 // act decides, and does what was decided. tick tells of the timer, and when it came before.
 func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
 	d, in, changed, missing := m.decide(m.roster.tally(m.now), m.now)
-	if d.cause != behindJob {
+	switch { // who comes and goes meanwhile does not make the others wait anew
+	case d.cause == nobodyWaits, d.cause == forbidden, d.ready():
 		m.behind = time.Time{}
-	} else if m.behind.IsZero() {
+	case d.cause == behindJob && m.behind.IsZero():
 		m.behind = m.now
 	}
 	switch {

@@ -177,7 +177,9 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		majority := float64(len(candidates)) > float64(healthy)/2
 		everybody := len(candidates) == healthy
 		if !enough || !majority || !everybody && now.Sub(first) < m.policy.JoinTimeout {
-			m.behind = time.Time{}
+			if len(candidates) == 0 {
+				m.behind = time.Time{}
+			}
 			return nil, nil
 		}
 		if m.mustWaitForTheStep(in, candidates, now) {

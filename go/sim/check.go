@@ -2,8 +2,6 @@ package sim
 
 import (
 	"slices"
-	"strings"
-	"time"
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
@@ -29,334 +27,132 @@ const (
 	ruleStale     = "a request that newer ones of its member overtook is refused"
 	ruleWaiters   = "every waiter is answered once, by its deadline"
 	ruleBehind    = "a quorum behind the job waits for those who were ahead"
+	rulePlace     = "those who were members of one quorum never train apart"
 	ruleMemory    = "memory is bounded by live members"
 )
 
-// seen is what the checker knows of a group: what the lighthouse was told of it, counted in the obvious way.
+// seen is what the checker knows of a group.
 type seen struct {
-	number   uint64 // of its newest request
-	listed   bool
-	lastBeat time.Duration
-	beaten   bool
-	waits    int           // requests that wait at the lighthouse
-	joined   time.Duration // since when it is a candidate
-	previous bool          // member of the latest quorum
-	missed   int           // quorums that should have had it and had not
-	shrinks  bool          // its newest request asks shrink_only
-	asksStep int64         // the step of its newest request
-	expected bool
-
-	lastID  int64 // of the quorums that it heard of
-	maxStep int64 // of the latest of those
-	behind  bool  // whether it has to heal in it
+	lastID   int64 // of the quorums that it heard of
+	maxStep  int64 // of the latest of those
+	behind   bool  // whether it has to heal in it
+	commitID int64 // quorum in which it committed last, 0 if in none
 }
 
-// checker looks at what goes into the machines and at what comes out, and knows nothing else of them.
+// checker looks at the whole job.
 type checker struct {
-	w     *world
-	clock time.Duration // of the lighthouse's machine: never goes back
-	known []*group      // that the lighthouse may remember, ordered by replica_id
-
-	lastID   int64
-	members  []string // of lastID
-	lastTime time.Duration
-
-	reached int64         // largest step of the latest quorum of this lighthouse
-	behind  time.Duration // since when a quorum is due that would go on below it, 0 if none is
+	w       *world
+	lastID  int64
+	quorums map[int64]*formed
 }
 
-func (c *checker) lighthouseStarts() {
-	for _, g := range c.known {
-		g.listed, g.beaten, g.waits, g.previous, g.missed = false, false, 0, false, 0
-	}
-	c.known = c.known[:0]
-	c.clock, c.reached, c.behind = c.w.lh.clock(), 0, 0
+// formed is a quorum that was formed: after which one, and of whom.
+type formed struct {
+	after   int64 // 0: of none
+	members []string
 }
 
-func (c *checker) healthy(g *group) bool {
-	return g.beaten && c.clock-g.lastBeat < c.w.Policy.HeartbeatTimeout
-}
-
-func (c *checker) candidate(g *group) bool { return g.waits > 0 && c.healthy(g) }
-
-func (c *checker) move() { c.clock = max(c.clock, c.w.lh.clock()) }
-
-func (c *checker) beat(g *group) {
-	c.move()
-	was := c.candidate(g)
-	g.beaten, g.lastBeat = true, c.clock
-	if !g.listed {
-		g.listed = true
-		at, _ := slices.BinarySearchFunc(c.known, g, func(a, b *group) int { return strings.Compare(a.id, b.id) })
-		c.known = slices.Insert(c.known, at, g)
-	}
-	if !was && g.waits > 0 {
-		g.joined = c.clock
-	}
-}
-
-func (c *checker) asked(g *group) {
-	c.beat(g)
-	if g.waits++; g.waits == 1 {
-		g.joined = c.clock
-	}
-}
-
-// newest reports whether a request is newer than all that the lighthouse has of this group, and notes it.
-func (c *checker) newest(g *group, number uint64) bool {
-	c.move()
-	if g.listed && (c.healthy(g) || g.waits > 0 || g.previous) && number <= g.number {
-		return false
-	}
-	g.number = number
-	return true
-}
-
-func (c *checker) gaveUp(g *group) {
-	c.move()
-	g.waits--
-}
-
-// tally is who is healthy, who is a candidate, and whether there has to be a quorum.
-type tally struct {
-	healthy, candidates, eligible int
-	shrink, fast                  bool
-	waited                        time.Duration
-}
-
-func (c *checker) tally() tally {
-	t := tally{fast: true}
-	previous := 0
-	for i := range c.w.lh.waiting {
-		q := &c.w.lh.waiting[i]
-		q.g.shrinks, q.g.asksStep = q.shrink, q.step // the newest is the last
-	}
-	for _, g := range c.known {
-		candidate := false
-		if c.healthy(g) {
-			t.healthy++
-			if candidate = g.waits > 0; candidate {
-				t.candidates++
-				t.waited = max(t.waited, c.clock-g.joined)
-				t.shrink = t.shrink || g.shrinks
-			}
-		}
-		if g.previous {
-			previous++
-			t.fast = t.fast && candidate
-		}
-		g.expected = candidate
-	}
-	t.fast = t.fast && previous > 0
-	t.shrink = t.shrink && previous > 0
-	for _, g := range c.known {
-		g.expected = g.expected && (g.previous || !t.shrink)
-		if g.expected {
-			t.eligible++
-		}
-	}
-	return t
-}
-
-// mayWait reports that a quorum that is due would go on below the step that the job had reached, while somebody lives who
-// was there, and has not waited for heartbeat_timeout_ms.
-func (c *checker) mayWait(t tally) bool {
-	step, lives := int64(-1), false
-	for _, g := range c.known {
-		if g.expected {
-			step = max(step, g.asksStep)
-		}
-		lives = lives || g.previous && c.healthy(g) && !c.candidate(g)
-	}
-	if t.fast || step >= c.reached || !lives {
-		c.behind = 0
-		return false
-	}
-	if c.behind == 0 {
-		c.behind = c.clock
-	}
-	return c.clock-c.behind <= c.w.Policy.HeartbeatTimeout
-}
-
-// due reports that there has to be a quorum: docs/design.md, the lighthouse's machine.
-func (c *checker) due(t tally) bool {
-	p := c.w.Policy
-	return t.candidates > 0 && (t.fast || t.eligible >= p.MinReplicas && 2*t.candidates > t.healthy &&
-		(t.candidates == t.healthy || t.waited >= p.JoinTimeout))
-}
-
-// delivered checks a quorum before anybody hears of it.
-func (c *checker) delivered(d quorum.Deliver) {
+// ids: they never fall, and each has one set of members.
+func (c *checker) ids(by *watch, d quorum.Deliver) {
 	w, q := c.w, d.Quorum
-	c.move()
-	t := c.tally()
-	switch p := w.Policy; {
-	case t.fast:
-	case 2*t.candidates <= t.healthy:
-		w.broken(ruleMajority, "quorum %d has %d members, of %d healthy", q.ID, len(q.Members), t.healthy)
-	case t.eligible < p.MinReplicas:
-		w.broken(ruleMajority, "quorum %d has %d members, min_replicas is %d", q.ID, len(q.Members), p.MinReplicas)
-	case t.candidates < t.healthy && t.waited < p.JoinTimeout:
-		w.broken(ruleMajority, "quorum %d does not wait for the healthy that have not asked", q.ID)
+	last := c.lastID
+	if w.Lighthouses > 1 {
+		last = by.latest
 	}
-	if !t.fast {
-		c.notBehind(q, t)
+	if q.ID < last {
+		w.broken(ruleIDs, "quorum %d comes after quorum %d", q.ID, last)
 	}
-	c.reached, c.behind = 0, 0
-	for i := range q.Members {
-		c.reached = max(c.reached, q.Members[i].Step)
-	}
-	c.sameMembers(q)
-	c.sameWaiters(d)
-	c.ids(q)
-
-	for _, g := range c.known {
-		if g.previous = g.expected; g.expected {
-			g.waits, g.missed = 0, 0
-		} else if c.candidate(g) {
-			g.joined = c.clock // it waits on, for the next
-		}
-	}
-	c.lastTime = w.now
-}
-
-// notBehind: a quorum below the step that the job had reached has waited for those who were there.
-func (c *checker) notBehind(q *quorum.Quorum, t tally) {
-	step, lives := int64(-1), ""
-	for i := range q.Members {
-		step = max(step, q.Members[i].Step)
-	}
-	for _, g := range c.known {
-		if g.previous && c.healthy(g) && !c.candidate(g) {
-			lives = g.id
-		}
-	}
-	if step < c.reached && lives != "" && t.waited < c.w.Policy.HeartbeatTimeout {
-		c.w.broken(ruleBehind, "quorum %d goes on at step %d, %s of the one before, which was at step %d, is alive", q.ID, step, lives, c.reached)
-	}
-}
-
-func (c *checker) sameMembers(q *quorum.Quorum) {
-	i := 0
-	for _, g := range c.known {
-		switch in := i < len(q.Members) && q.Members[i].ReplicaID == g.id; {
-		case in && g.expected:
-			i++
-		case in:
-			i++
-			c.w.broken(ruleMembers, "%s is in quorum %d and does not wait (a ghost)", g.id, q.ID)
-		case g.expected:
-			if g.missed++; g.missed >= 2 {
-				c.w.broken(ruleNewcomer, "%s waits, and quorum %d is the second without it", g.id, q.ID)
-			}
-			g.expected = false
-		}
-	}
-	if i < len(q.Members) {
-		c.w.broken(ruleMembers, "quorum %d has %s, which nobody knows, or is not in order", q.ID, q.Members[i].ReplicaID)
-	}
-}
-
-func (c *checker) sameWaiters(d quorum.Deliver) {
-	n := 0
-	for i := range c.w.lh.waiting {
-		q := &c.w.lh.waiting[i]
-		if !q.g.expected {
-			continue
-		}
-		n++
-		if !slices.Contains(d.Waiters, q.id) {
-			c.w.broken(ruleBroadcast, "%s is in quorum %d and is not told", q.g.id, d.Quorum.ID)
-		}
-	}
-	if len(d.Waiters) != n {
-		c.w.broken(ruleBroadcast, "quorum %d goes to %d waiters, %d wait", d.Quorum.ID, len(d.Waiters), n)
-	}
-}
-
-func (c *checker) ids(q *quorum.Quorum) {
-	w := c.w
-	switch {
-	case q.ID < c.lastID:
-		w.broken(ruleIDs, "quorum %d comes after quorum %d", q.ID, c.lastID)
-	case q.ID > c.lastID:
-		c.lastID = q.ID
-		c.members = c.members[:0]
+	c.lastID = max(c.lastID, q.ID)
+	f := c.quorums[q.ID]
+	if f == nil {
+		f = &formed{members: make([]string, len(q.Members))}
 		for i := range q.Members {
-			c.members = append(c.members, q.Members[i].ReplicaID)
+			f.members[i] = q.Members[i].ReplicaID
 		}
+		if d.Before != nil {
+			f.after = d.Before.ID
+		}
+		c.quorums[q.ID] = f
 		return
 	}
-	same := len(q.Members) == len(c.members)
+	same := len(q.Members) == len(f.members)
 	for i := range q.Members {
-		same = same && q.Members[i].ReplicaID == c.members[i]
+		same = same && q.Members[i].ReplicaID == f.members[i]
 	}
 	if !same {
-		w.broken(ruleOneSet, "quorum %d had %v, and now has %s", q.ID, c.members, describe(q))
+		w.broken(ruleOneSet, "quorum %d had %v, and now has %s", q.ID, f.members, describe(q))
 	}
 }
 
-// ticked checks that no quorum is overdue, that the lighthouse forgets, and that the job goes on.
-func (c *checker) ticked() {
+// onePlace: those who were members of one quorum never train apart, each in a quorum that knows nothing of the other's,
+// whatever lighthouses they reach. It is asked when a group commits in a quorum for the first time.
+func (c *checker) onePlace(g *group, id int64) {
+	g.commitID = id
 	w := c.w
-	c.move()
-	if t := c.tally(); !c.due(t) {
-		c.behind = 0
-	} else if !c.mayWait(t) {
-		w.broken(ruleForms, "%d of %d healthy wait, for %s, and there is no quorum", t.candidates, t.healthy, t.waited)
+	if w.Lighthouses == 1 || id < 0 {
+		return
 	}
-	c.known = slices.DeleteFunc(c.known, func(g *group) bool {
-		gone := !c.healthy(g) && g.waits == 0 && !g.previous
-		g.listed = g.listed && !gone
-		return gone
-	})
-	if replicas, _ := w.lh.machine.Size(); replicas != len(c.known) && !w.mistake.anySize {
-		w.broken(ruleMemory, "the lighthouse remembers %d replicas, %d are alive, wait or are in the latest quorum", replicas, len(c.known))
-	}
-	c.progress()
-}
-
-func (c *checker) lighthouseSize() {
-	w := c.w
-	if _, waiters := w.lh.machine.Size(); waiters != len(w.lh.waiting) && !w.mistake.anySize {
-		w.broken(ruleWaiters, "the lighthouse remembers %d waiters, %d wait", waiters, len(w.lh.waiting))
+	for i := range w.slots {
+		x := w.slots[i].g
+		if x == nil || x == g || x.commitID == 0 || x.commitID == id {
+			continue
+		}
+		a, b := id, x.commitID
+		for a != b {
+			if a < b {
+				a, b = b, a
+			}
+			if a = c.quorums[a].after; a == 0 {
+				break
+			}
+		}
+		if a == 0 || a == id || a == x.commitID { // nothing in common, or one after the other
+			continue
+		}
+		if m := c.quorums[a].members; slices.Contains(m, g.id) && slices.Contains(m, x.id) {
+			w.broken(rulePlace, "%s trains in quorum %d and %s in quorum %d, both were members of quorum %d", g.id, id, x.id, x.commitID, a)
+		}
 	}
 }
 
 // progress: while nothing changes for the worse, and some groups are connected with each other and with the
-// lighthouse, are enough, and more than half of the healthy, each of them commits again and again.
-func (c *checker) progress() {
-	w := c.w
+// lighthouse, are enough, and more than half of the healthy, each of them commits again and again. Where there are several
+// lighthouses, all groups have to be there: a lighthouse cannot know whether those who are not train elsewhere.
+func (c *checker) progress(by *watch) {
+	w, lh := c.w, by.l.index
 	bound := w.bound()
-	if w.rough > 0 || w.now-w.changed <= bound {
+	if w.rough > 0 || w.now-w.changed <= bound || lh > 0 {
 		return
 	}
 	connected := 0
 	for i := range w.slots {
-		if !w.reached(i) {
+		if !w.reached(i, lh) {
+			if w.Lighthouses > 1 {
+				return
+			}
 			continue
 		}
 		connected++
 		for j := range i {
-			if w.reached(j) && !w.connected(i, j) {
+			if w.reached(j, lh) && !w.connected(i, j) {
 				return
 			}
 		}
 	}
 	healthy := 0
-	for _, g := range c.known {
-		if c.healthy(g) {
+	for _, g := range by.known {
+		if by.healthy(g) {
 			healthy++
 		}
 	}
 	if connected < w.Policy.MinReplicas || 2*connected <= healthy {
 		return
 	}
-	if w.now-c.lastTime > bound {
-		w.broken(ruleForms, "%d groups are connected, and there has been no quorum for %s", connected, w.now-c.lastTime)
+	if w.now-by.lastTime > bound {
+		w.broken(ruleForms, "%d groups are connected, and there has been no quorum for %s", connected, w.now-by.lastTime)
 	}
 	for i := range w.slots {
-		if g := w.slots[i].g; w.reached(i) && w.now-max(g.began, g.lastCommit) > bound {
+		if g := w.slots[i].g; w.reached(i, lh) && w.now-max(g.began, g.lastCommit) > bound {
 			w.broken(ruleProgress, "%s has not committed for %s", g.id, w.now-g.lastCommit)
 		}
 	}
@@ -477,6 +273,9 @@ func (c *checker) committed(r *rank) {
 		c.once(r)
 	}
 	m := r.comm
+	if r.g.commitID != r.plan.QuorumID {
+		c.onePlace(r.g, r.plan.QuorumID)
+	}
 	for i := range m.commits {
 		o := &m.commits[i]
 		if o.by == "" || o.step != r.step {

@@ -134,3 +134,15 @@ func (c *comm) abort(by *rank) {
 		w.after(w.delay(p.r.g.slot), event{kind: rankReduced, g: p.r.g, rank: int16(p.r.index), id: p.number})
 	}
 }
+
+// peerFailed ends what waits for a member of a quorum that is dead: nobody in it can be complete any more.
+func (r *rank) peerFailed(quorumID int64) {
+	c, w := r.comm, r.g.w
+	if c == nil || r.member < 0 || c.key.quorumID != quorumID || c.aborted {
+		return
+	}
+	c.abort(r)
+	if p := &c.members[r.member]; p.number != 0 {
+		w.after(w.delay(r.g.slot), event{kind: rankReduced, g: r.g, rank: int16(r.index), id: p.number})
+	}
+}

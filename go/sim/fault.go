@@ -69,6 +69,7 @@ type Fault struct {
 	Slots Slots
 	For   time.Duration
 	N     int64
+	Of    uint8 // lighthouses that it is about, a bit each; 0: all
 }
 
 func (f Fault) String() string {
@@ -78,6 +79,9 @@ func (f Fault) String() string {
 	}
 	if f.For > 0 {
 		s += fmt.Sprintf(" for %s", f.For.Round(time.Millisecond))
+	}
+	if f.Of != 0 {
+		s += fmt.Sprintf(" [lighthouses %03b]", f.Of)
 	}
 	if f.N != 0 {
 		s += fmt.Sprintf(" [%d]", f.N)
@@ -126,6 +130,9 @@ func drawFault(r *rand.Rand, s Setup) Fault {
 	if r.IntN(6) == 0 {
 		f.For += s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout
 	}
+	if s.Lighthouses > 1 && r.IntN(4) > 0 {
+		f.Of = uint8(1 + r.IntN(1<<s.Lighthouses-1))
+	}
 	switch f.Kind {
 	case KillLighthouse, VanishLighthouse, PauseLighthouse, Noise:
 		f.Slots = 0
@@ -158,11 +165,11 @@ func (w *world) beginFault(f *Fault) {
 	}
 	switch f.Kind {
 	case KillLighthouse, VanishLighthouse:
-		w.lh.crash(f.Kind == VanishLighthouse, f.For)
+		w.each(f, func(l *lighthouse) { l.crash(f.Kind == VanishLighthouse, f.For) })
 	case PauseLighthouse:
-		w.lh.pausedUntil = max(w.lh.pausedUntil, w.now+f.For)
+		w.each(f, func(l *lighthouse) { l.pausedUntil = max(l.pausedUntil, w.now+f.For) })
 	case ClockLighthouse:
-		w.lh.jump(time.Duration(f.N) * time.Millisecond)
+		w.each(f, func(l *lighthouse) { l.jump(time.Duration(f.N) * time.Millisecond) })
 	case Noise:
 		w.noise++
 	default:
@@ -177,6 +184,15 @@ func (w *world) beginFault(f *Fault) {
 	}
 	if f.For > 0 {
 		w.after(f.For, event{kind: faultEnd, id: w.faultNumber(f)})
+	}
+}
+
+// each runs something for each lighthouse that a fault is about.
+func (w *world) each(f *Fault, do func(*lighthouse)) {
+	for i := range w.Lighthouses {
+		if f.Of == 0 || f.Of>>i&1 == 1 {
+			do(&w.lhs[i])
+		}
 	}
 }
 
@@ -201,12 +217,16 @@ func (w *world) strike(f *Fault, i int) {
 	switch f.Kind {
 	case Partition:
 		w.cut(f, i, 1)
-		s.cutUp++
-		s.cutDown++
+		w.each(f, func(l *lighthouse) {
+			s.cutUp[l.index]++
+			s.cutDown[l.index]++
+		})
 	case CutLighthouse, CutUp, CutDown:
-		s.cutUp += toInt(f.Kind != CutDown)
-		s.cutDown += toInt(f.Kind != CutUp)
-		s.oneWay = w.now
+		w.each(f, func(l *lighthouse) {
+			s.cutUp[l.index] += toInt(f.Kind != CutDown)
+			s.cutDown[l.index] += toInt(f.Kind != CutUp)
+			s.oneWay[l.index] = w.now
+		})
 	case CutPeers, CutPeersOneWay:
 		w.cut(f, i, 1)
 	case Slow:
@@ -220,7 +240,7 @@ func (w *world) strike(f *Fault, i int) {
 		g.crash(f.Kind == Vanish, "killed")
 		w.after(f.For, event{kind: slotStart, id: uint64(i)})
 	case Leave:
-		g.leave()
+		g.shutDown()
 		w.after(f.For, event{kind: slotStart, id: uint64(i)})
 	case RankDies:
 		r := &g.ranks[min(int(f.N), len(g.ranks)-1)]
@@ -265,11 +285,15 @@ func (w *world) endFault(f *Fault) {
 		switch f.Kind {
 		case Partition:
 			w.cut(f, i, -1)
-			s.cutUp--
-			s.cutDown--
+			w.each(f, func(l *lighthouse) {
+				s.cutUp[l.index]--
+				s.cutDown[l.index]--
+			})
 		case CutLighthouse, CutUp, CutDown:
-			s.cutUp -= toInt(f.Kind != CutDown)
-			s.cutDown -= toInt(f.Kind != CutUp)
+			w.each(f, func(l *lighthouse) {
+				s.cutUp[l.index] -= toInt(f.Kind != CutDown)
+				s.cutDown[l.index] -= toInt(f.Kind != CutUp)
+			})
 		case CutPeers, CutPeersOneWay:
 			w.cut(f, i, -1)
 		case Slow:

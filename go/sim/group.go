@@ -25,9 +25,10 @@ type group struct {
 	pausedUntil time.Duration
 	ranks       []rank
 
-	lastWaiter  round.WaiterID
-	calls       []call // of ranks, that the machine has not answered
-	asking      asking
+	lastWaiter round.WaiterID
+	calls      []call // of ranks, that the machine has not answered
+	asking     asking
+	connection
 	quorum      *quorum.Quorum // the latest that the machine was told
 	attempt     uint64         // the round of that quorum
 	askTimer    time.Duration  // when the next askDeadline comes, 0 if none is on its way
@@ -37,7 +38,8 @@ type group struct {
 	began      time.Duration
 	lastCommit time.Duration
 
-	seen // what the checker knows of it
+	seen                       // what the checker knows of it
+	views [maxLighthouses]view // what each lighthouse was told of it
 }
 
 type callKind uint8
@@ -63,6 +65,7 @@ type asking struct {
 	req      uint64 // of the attempt that is on its way
 	request  *request
 	deadline time.Duration
+	since    time.Duration
 	failed   int
 }
 
@@ -84,10 +87,17 @@ func (w *world) startGroup(i int) {
 		g.machine = w.mistake.group(description, machine)
 	}
 	g.ranks = make([]rank, w.Ranks)
-	s.g = g
+	g.back, g.connection.seen = -1, -1
+	s.g, s.hostDown = g, false
 	w.byID[g.id] = g
 	w.say("%s starts", g.id)
 	w.after(w.upTo(w.HeartbeatInterval), event{kind: beatDue, g: g})
+	if !w.calls(i) {
+		g.connect()
+		if w.Lighthouses > 1 {
+			w.after(w.lookBackEvery(), event{kind: lookBack, g: g})
+		}
+	}
 	for r := range g.ranks {
 		g.ranks[r].init(g, r)
 		w.after(w.upTo(w.Compute), event{kind: rankStart, g: g, rank: int16(r)})
@@ -106,23 +116,25 @@ func (g *group) crash(silent bool, why string) {
 			w.result.replayDeaths[r.phase]++
 		}
 	}
-	delete(w.byID, g.id)
-	w.slots[g.slot].g = nil
+	w.slots[g.slot].g, w.slots[g.slot].hostDown = nil, silent
 	w.say("%s dies: %s", g.id, why)
-	if g.asking.active && w.lh.up {
+	if k := g.link; k != nil {
+		k.close(silent)
+	}
+	if g.asking.active && w.calls(g.slot) && w.lhs[0].up {
 		notice := w.delay(g.slot)
-		if silent || w.up(g.slot) {
+		if silent || w.up(g.slot, 0) {
 			notice = 2 * w.Keepalive
 		}
-		w.after(notice, event{kind: lhGaveUp, g: g, id: g.asking.req, life: w.lh.life})
+		w.after(notice, event{kind: lhGaveUp, g: g, id: g.asking.req, life: w.lhs[0].life})
 	}
 	for r := range g.ranks {
 		g.ranks[r].leaveComm(silent)
 	}
 }
 
-// leave is an orderly end: the manager server answers everybody who waits.
-func (g *group) leave() {
+// shutDown is an orderly end: the manager server answers everybody who waits.
+func (g *group) shutDown() {
 	g.step(round.Closed{Reason: "the manager server of " + g.id + " is shutting down"})
 	if len(g.calls) > 0 {
 		g.w.broken(ruleWaiters, "%s shut down and did not answer %s", g.id, g.describeCalls())
@@ -134,14 +146,20 @@ func (g *group) handle(e *event) {
 	w := g.w
 	switch e.kind {
 	case beatDue:
-		if w.lh.up && !w.up(g.slot) && !w.lost() {
-			w.after(w.delay(g.slot), event{kind: lhBeat, g: g, life: w.lh.life})
+		g.alive()
+	case linkRetry:
+		g.connect()
+	case welcomed, linkDue, linkBroken, recall, memberFailed, lookBack:
+		g.handleLink(e)
+	case sentOn:
+		if a := &g.asking; a.active && a.req == e.id && e.link == g.link {
+			g.sentOn()
 		}
-		w.after(w.HeartbeatInterval, event{kind: beatDue, g: g})
 	case answered:
 		if a := &g.asking; a.active && a.req == e.id {
 			a.active = false
 			g.quorum, g.attempt = e.x.(*quorum.Quorum), a.round
+			g.last, g.shied[g.at] = g.quorum, 0
 			w.check.learned(g, g.quorum)
 			g.step(round.QuorumKnown{Round: a.round, Quorum: g.quorum})
 		}
@@ -149,7 +167,7 @@ func (g *group) handle(e *event) {
 		g.refused(e.id)
 	case retryDue:
 		if a := &g.asking; a.active && a.round == e.id {
-			g.send()
+			g.call()
 		}
 	case askDeadline:
 		g.askTimer = 0
@@ -177,8 +195,8 @@ func (g *group) handle(e *event) {
 	}
 }
 
-// call lets the machine know of a rank's call.
-func (g *group) call(r *rank, kind callKind, number uint64) round.WaiterID {
+// begin lets the machine know of a rank's call.
+func (g *group) begin(r *rank, kind callKind, number uint64) round.WaiterID {
 	g.lastWaiter++
 	g.calls = append(g.calls, call{g.lastWaiter, kind, int16(r.index), number})
 	return g.lastWaiter
@@ -190,7 +208,7 @@ func (g *group) managerAsk(r *rank, number uint64) {
 	}
 	w := g.w
 	remaining := r.deadline - w.now
-	id := g.call(r, quorumCall, number)
+	id := g.begin(r, quorumCall, number)
 	g.step(round.QuorumAsked{
 		Waiter:             id,
 		GroupRank:          int64(r.index),
@@ -210,7 +228,7 @@ func (g *group) managerVote(r *rank, number uint64) {
 	if r.number != number {
 		return
 	}
-	id := g.call(r, voteCall, number)
+	id := g.begin(r, voteCall, number)
 	r.cast = vote{yes: r.votesYes, step: r.step, attempt: r.attempt}
 	g.step(round.Voted{Waiter: id, GroupRank: int64(r.index), Step: r.step, ShouldCommit: r.votesYes})
 }
@@ -314,46 +332,12 @@ func (g *group) describeCalls() string {
 	return text
 }
 
-// ask starts the request of a round.
-func (g *group) ask(a round.AskLighthouse) {
-	w := g.w
-	if g.asking.active {
-		w.broken(ruleWaiters, "%s asks the lighthouse for round %d while it asks for round %d", g.id, a.Round, g.asking.round)
-	}
-	deadline := a.Deadline.Sub(epoch)
-	deadline -= min(tellMargin, (deadline-w.now)/10)
-	g.asking = asking{active: true, round: a.Round, deadline: deadline,
-		request: &request{member: a.Member, known: a.KnownQuorumID, deadline: deadline}}
-	g.armAsk()
-	g.send()
-}
-
 // armAsk sees to it that askDeadline comes at the deadline, or before: one timer for all rounds, since few of
 // them last that long.
 func (g *group) armAsk() {
 	if at := g.asking.deadline; g.askTimer == 0 || at < g.askTimer {
 		g.askTimer = at
 		g.w.push(event{at: at, kind: askDeadline, g: g})
-	}
-}
-
-// send makes one attempt.
-func (g *group) send() {
-	w := g.w
-	w.req++
-	a := &g.asking
-	a.req = w.req
-	d := w.delay(g.slot)
-	switch {
-	case !w.lh.up && !w.up(g.slot) && !w.down(g.slot):
-		w.after(d, event{kind: refused, g: g, id: a.req})
-	case !w.lh.up || w.up(g.slot) || w.lost():
-		w.after(w.Keepalive, event{kind: refused, g: g, id: a.req})
-	default:
-		w.after(d, event{kind: lhAsk, g: g, id: a.req, x: a.request, life: w.lh.life})
-		if w.doubled() {
-			w.after(w.delay(g.slot), event{kind: lhAsk, g: g, id: a.req, x: a.request, life: w.lh.life})
-		}
 	}
 }
 
@@ -364,8 +348,8 @@ func (g *group) refused(req uint64) {
 		return
 	}
 	w := g.w
-	if w.lh.up { // it notices, too, that the connection broke, sooner or later
-		w.after(w.upTo(w.Keepalive), event{kind: lhGaveUp, g: g, id: req, life: w.lh.life})
+	if l := &w.lhs[0]; l.up { // it notices, too, that the connection broke, sooner or later
+		w.after(w.upTo(w.Keepalive), event{kind: lhGaveUp, g: g, id: req, life: l.life})
 	}
 	a.failed++
 	wait := 20 * time.Millisecond << min(a.failed-1, 6)
@@ -383,7 +367,10 @@ func (g *group) refused(req uint64) {
 func (g *group) cancel() {
 	w := g.w
 	g.asking.active = false
-	if w.lh.up && !w.up(g.slot) && !w.lost() {
-		w.after(w.delay(g.slot), event{kind: lhGaveUp, g: g, id: g.asking.req, life: w.lh.life})
+	switch l := &w.lhs[0]; {
+	case g.link != nil:
+		g.link.up(event{kind: lhGaveUp, id: g.asking.req, link: g.link})
+	case w.calls(g.slot) && l.up && !w.up(g.slot, 0) && !w.lost():
+		w.after(w.delay(g.slot), event{kind: lhGaveUp, g: g, id: g.asking.req, life: l.life})
 	}
 }

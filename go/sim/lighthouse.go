@@ -10,18 +10,25 @@ import (
 // answerMargin is the most that a wait ends before its caller's deadline, as in package lighthouse.
 const answerMargin = 50 * time.Millisecond
 
+// maxLighthouses are in a list.
+const maxLighthouses = 3
+
 // lighthouse is the shell around its machine: what package lighthouse is in production.
 type lighthouse struct {
 	w           *world
+	index       int // in the list of the members
 	machine     lighthouseMachine
+	check       watch
 	up          bool
 	life        uint32
 	skew        time.Duration // of its clock, after jumps
 	pausedUntil time.Duration
+	disk        *quorum.Recalled // what is on it, nil if nothing is
 
 	lastWaiter quorum.WaiterID
 	refused    quorum.WaiterID // the last that was
 	waiting    []waiting
+	links      []*link
 	timer      time.Duration // when the next lhDeadline comes, 0 if none is on its way
 }
 
@@ -29,10 +36,12 @@ type lighthouse struct {
 type waiting struct {
 	id       quorum.WaiterID
 	g        *group
+	link     *link // nil for a call
 	req      uint64
 	deadline time.Duration // on the lighthouse's clock
 	shrink   bool
 	step     int64
+	known    int64
 }
 
 // request is a quorum request on its way.
@@ -48,7 +57,7 @@ func (l *lighthouse) start() {
 	w := l.w
 	l.life++
 	l.up, l.skew, l.pausedUntil = true, 0, 0
-	l.waiting, l.timer = nil, 0
+	l.waiting, l.links, l.timer = nil, nil, 0
 	begin := epoch.Add(w.now)
 	if w.mistake.start != nil {
 		begin = w.mistake.start(begin)
@@ -62,9 +71,19 @@ func (l *lighthouse) start() {
 	if w.mistake.lighthouse != nil {
 		l.machine = w.mistake.lighthouse(machine)
 	}
-	w.check.lighthouseStarts()
-	w.say("the lighthouse starts")
-	w.after(w.QuorumTick, event{kind: lhTick, life: l.life})
+	l.check.begins()
+	w.say("%s starts", l.name())
+	if l.disk != nil {
+		l.remember(*l.disk)
+	}
+	w.after(w.QuorumTick, event{kind: lhTick, lh: uint8(l.index), life: l.life})
+}
+
+func (l *lighthouse) name() string {
+	if l.w.Lighthouses == 1 {
+		return "the lighthouse"
+	}
+	return [maxLighthouses]string{"the first lighthouse", "the second lighthouse", "the third lighthouse"}[l.index]
 }
 
 // crash ends it, and breaks its connections. A host that vanishes breaks none: the groups notice by themselves.
@@ -74,96 +93,157 @@ func (l *lighthouse) crash(silent bool, down time.Duration) {
 		return
 	}
 	l.up = false
-	w.say("the lighthouse is killed")
+	w.say("%s is killed", l.name())
 	for i := range w.slots {
-		if g := w.slots[i].g; g != nil && g.asking.active {
-			notice := w.delay(i)
-			if silent || w.down(i) {
-				notice = w.Keepalive
-			}
+		g := w.slots[i].g
+		if g == nil {
+			continue
+		}
+		notice := w.delay(i)
+		if silent || w.down(i, l.index) {
+			notice = w.Keepalive
+		}
+		if k := g.link; k != nil && k.lh == l.index {
+			k.stuck = true
+			w.after(notice, event{kind: linkBroken, g: g, link: k})
+		}
+		if g.asking.active && w.calls(i) {
 			w.after(notice, event{kind: refused, g: g, id: g.asking.req})
 		}
 	}
-	w.after(down, event{kind: lhStart})
+	w.after(down, event{kind: lhStart, lh: uint8(l.index)})
 }
 
 func (l *lighthouse) handle(e *event) {
 	w := l.w
 	switch e.kind {
 	case lhAsk:
-		r := e.x.(*request)
-		remaining := r.deadline - w.now
-		remaining -= min(answerMargin, remaining/10)
-		if remaining <= 0 {
-			return
-		}
-		l.lastWaiter++
-		id := l.lastWaiter
-		asked := quorum.Asked{Waiter: id, Member: r.member, KnownQuorumID: r.known, Number: e.id}
-		if w.Published.has(e.g.slot) {
-			asked.Number = 0
-		} else if !w.check.newest(e.g, e.id) {
-			l.refused = 0
-			l.step(asked)
-			if l.refused != id {
-				w.broken(ruleStale, "%s sent request %d before others that are here, and it is taken", e.g.id, e.id)
-			}
-			return
-		}
-		deadline := l.clock() + remaining
-		l.waiting = append(l.waiting, waiting{id, e.g, e.id, deadline, r.member.ShrinkOnly, r.member.Step})
-		w.check.asked(e.g)
-		l.arm(deadline)
-		l.step(asked)
+		l.ask(e)
 	case lhBeat:
-		w.check.beat(e.g)
-		l.step(quorum.Beat{ReplicaID: e.g.id})
-	case lhGaveUp:
-		for i := len(l.waiting) - 1; i >= 0; i-- {
-			if q := l.waiting[i]; q.g == e.g && q.req == e.id {
-				l.giveUp(i)
-			}
+		if e.link == nil || slices.Contains(l.links, e.link) {
+			l.check.beat(e.g)
+			l.step(quorum.Beat{ReplicaID: e.g.id})
 		}
+	case lhGreet:
+		l.links = append(l.links, e.link)
+		l.check.beat(e.g)
+		l.step(quorum.Greeted{ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term})
+		term := int64(0)
+		if m, ok := l.machine.(interface{ Term() int64 }); ok {
+			term = m.Term()
+		}
+		e.link.down(event{kind: welcomed, id: uint64(term)})
+	case lhLost:
+		l.lost(e.link)
+	case lhPast:
+		l.remember(quorum.Recalled{Past: *e.x.(*quorum.Past)})
+	case lhEnded:
+		l.check.ended(e.g)
+		l.step(quorum.Ended{ReplicaID: e.g.id})
+	case lhGaveUp:
+		l.giveUp(func(q *waiting) bool { return q.g == e.g && q.req == e.id })
 	case lhDeadline:
 		l.timer = 0
+		l.giveUp(func(q *waiting) bool { return q.deadline <= l.clock() })
 		next := time.Duration(0)
-		for i := len(l.waiting) - 1; i >= 0; i-- {
-			if at := l.waiting[i].deadline; at <= l.clock() {
-				l.giveUp(i)
-			} else if next == 0 || at < next {
+		for i := range l.waiting {
+			if at := l.waiting[i].deadline; next == 0 || at < next {
 				next = at
 			}
 		}
 		if next > 0 {
 			l.arm(next)
 		}
+	case lhWake:
+		l.check.move()
+		l.step(quorum.Woken{})
 	case lhTick:
 		l.step(quorum.Tick{})
-		w.check.ticked()
-		w.after(w.QuorumTick, event{kind: lhTick, life: l.life})
+		l.check.ticked()
+		w.after(w.QuorumTick, event{kind: lhTick, lh: uint8(l.index), life: l.life})
 	}
+}
+
+func (l *lighthouse) ask(e *event) {
+	w, r := l.w, e.x.(*request)
+	remaining := r.deadline - w.now
+	remaining -= min(answerMargin, remaining/10)
+	if remaining <= 0 {
+		return
+	}
+	if k := e.link; k != nil {
+		if !slices.Contains(l.links, k) || k.stale {
+			return // the group hears that the link has ended
+		}
+		l.giveUp(func(q *waiting) bool { return q.link == k })
+	}
+	l.lastWaiter++
+	id := l.lastWaiter
+	asked := quorum.Asked{Waiter: id, Member: r.member, KnownQuorumID: r.known, Number: e.id, Tells: e.link != nil}
+	if w.Published.has(e.g.slot) {
+		asked.Number = 0
+	} else if !l.check.newest(e.g, e.id) {
+		l.refused = 0
+		l.step(asked)
+		if l.refused != id {
+			w.broken(ruleStale, "%s sent request %d before others that are here, and it is taken", e.g.id, e.id)
+		}
+		return
+	}
+	deadline := l.clock() + remaining
+	l.waiting = append(l.waiting, waiting{id, e.g, e.link, e.id, deadline, r.member.ShrinkOnly, r.member.Step, r.known})
+	l.check.asked(e.g)
+	l.arm(deadline)
+	l.step(asked)
+}
+
+// lost: a link has ended.
+func (l *lighthouse) lost(k *link) {
+	i := slices.Index(l.links, k)
+	if i < 0 {
+		return
+	}
+	l.links = slices.Delete(l.links, i, i+1)
+	l.giveUp(func(q *waiting) bool { return q.link == k })
+	if !slices.ContainsFunc(l.links, func(o *link) bool { return o.g == k.g }) {
+		l.check.lost(k.g)
+		l.step(quorum.Lost{ReplicaID: k.g.id})
+	}
+}
+
+// remember takes what a member or the disk knows.
+func (l *lighthouse) remember(r quorum.Recalled) {
+	if l.w.trace != nil {
+		l.w.say("%s is told of quorum %d", l.name(), r.Past.ID)
+	}
+	l.check.recalled(r.Past)
+	l.step(r)
 }
 
 // arm sees to it that lhDeadline comes at a time of the lighthouse's clock, or before.
 func (l *lighthouse) arm(at time.Duration) {
 	if at -= l.skew; l.timer == 0 || at < l.timer {
 		l.timer = at
-		l.w.push(event{at: at, kind: lhDeadline, life: l.life})
+		l.w.push(event{at: at, kind: lhDeadline, lh: uint8(l.index), life: l.life})
 	}
 }
 
-func (l *lighthouse) giveUp(i int) {
-	q := l.waiting[i]
-	l.waiting = slices.Delete(l.waiting, i, i+1)
-	l.w.check.gaveUp(q.g)
-	l.step(quorum.GaveUp{Waiter: q.id})
+// giveUp takes back requests, the newest first. Each may end others, too.
+func (l *lighthouse) giveUp(which func(*waiting) bool) {
+	for i := len(l.waiting) - 1; i >= 0; i = min(i, len(l.waiting)) - 1 {
+		if q := l.waiting[i]; which(&q) {
+			l.waiting = slices.Delete(l.waiting, i, i+1)
+			l.check.gaveUp(q.g)
+			l.step(quorum.GaveUp{Waiter: q.id})
+		}
+	}
 }
 
 // jump moves its clock.
 func (l *lighthouse) jump(by time.Duration) {
 	l.skew += by
 	if l.up && len(l.waiting) > 0 {
-		l.w.push(event{kind: lhDeadline, life: l.life})
+		l.w.push(event{kind: lhDeadline, lh: uint8(l.index), life: l.life})
 	}
 }
 
@@ -173,15 +253,45 @@ func (l *lighthouse) step(input quorum.Event) {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			w.hash(uint64(a.Quorum.ID), uint64(len(a.Waiters)))
-			w.check.delivered(a)
+			l.check.delivered(a)
 			if w.trace != nil {
 				w.say("quorum %d: %s", a.Quorum.ID, describe(a.Quorum))
 			}
 			l.answer(a)
+			l.keep(a)
 			w.served(a.Quorum)
 		case quorum.Refuse:
 			l.refused = a.Waiter
-			w.say("a late request is refused: %s", a.Reason)
+			w.say("a request is refused: %s", a.Reason)
+			l.refuse(a)
+		case quorum.Renew:
+			w.say("%s: %s", l.name(), a.Reason)
+			from := input.(quorum.Greeted).ReplicaID
+			for _, k := range l.links {
+				if k.g.id != from {
+					k.stale = true
+					k.down(event{kind: linkBroken})
+				}
+			}
+		case quorum.Recall:
+			for _, q := range l.waiting {
+				if q.id == a.Waiter && q.link != nil {
+					q.link.down(event{kind: recall, id: uint64(a.QuorumID)})
+				}
+			}
+		case quorum.Probe:
+			l.probe(w.byID[a.ReplicaID])
+		case quorum.Failed:
+			if w.trace != nil {
+				w.say("%s of quorum %d has failed: %s", a.ReplicaID, a.QuorumID, a.Reason)
+			}
+			for _, k := range l.links {
+				k.down(event{kind: memberFailed, x: &a})
+			}
+		case quorum.Wake:
+			w.push(event{at: a.At.Sub(epoch) - l.skew, kind: lhWake, lh: uint8(l.index), life: l.life})
+		case quorum.Regressed:
+			w.say("  it goes back: %s", a.Reason)
 		case quorum.Changed:
 			if w.trace != nil {
 				w.say("  because %s", a.Reason)
@@ -192,7 +302,41 @@ func (l *lighthouse) step(input quorum.Event) {
 			}
 		}
 	}
-	w.check.lighthouseSize()
+	l.check.size()
+}
+
+// refuse forgets who was refused, and sends it on if it may have more luck elsewhere.
+func (l *lighthouse) refuse(a quorum.Refuse) {
+	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
+	if i < 0 {
+		return
+	}
+	q := l.waiting[i]
+	l.waiting = slices.Delete(l.waiting, i, i+1)
+	l.check.gaveUp(q.g)
+	if a.Why == quorum.Outvoted && q.link != nil {
+		q.link.down(event{kind: sentOn, id: q.req})
+	}
+}
+
+// probe asks the host of a group whether its process is gone. Only a host that can be reached, and runs, says so.
+func (l *lighthouse) probe(g *group) {
+	w := l.w
+	if w.mistake.silentIsGone && g != nil {
+		w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
+		return
+	}
+	if g == nil || !g.dead || w.slots[g.slot].hostDown || w.up(g.slot, l.index) || w.down(g.slot, l.index) {
+		return
+	}
+	w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
+}
+
+// keep writes to disk, mostly in time.
+func (l *lighthouse) keep(a quorum.Deliver) {
+	if w := l.w; w.Disk && !w.chance(0.05) {
+		l.disk = &quorum.Recalled{Past: a.Quorum.Past(), Highest: a.Quorum.ID + 10}
+	}
 }
 
 // answer sends the quorum to those who waited for it.
@@ -205,7 +349,11 @@ func (l *lighthouse) answer(a quorum.Deliver) {
 			continue
 		}
 		i := q.g.slot
-		if w.down(i) || w.lost() {
+		switch {
+		case q.link != nil:
+			q.link.down(event{kind: answered, id: q.req, x: a.Quorum})
+			continue
+		case w.down(i, l.index) || w.lost():
 			w.after(w.Keepalive, event{kind: refused, g: q.g, id: q.req})
 			continue
 		}

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"math/rand/v2"
 	"slices"
 	"strconv"
 	"strings"
@@ -50,6 +51,25 @@ func requests(change func(*quorum.Asked)) func(*quorum.Machine) lighthouseMachin
 		}
 		return m.Step(e, now)
 	})
+}
+
+// greetings changes what members say when they come.
+func greetings(change func(*quorum.Greeted)) func(*quorum.Machine) lighthouseMachine {
+	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
+		if g, ok := e.(quorum.Greeted); ok {
+			change(&g)
+			e = g
+		}
+		return m.Step(e, now)
+	})
+}
+
+// several lighthouses, and more cuts than else.
+func several(s *Setup) {
+	s.Lighthouses = 2
+	s.Slots = 3 + int(s.Seed%3)
+	s.Policy.MinReplicas = 1
+	s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 3)), *s, 10)
 }
 
 // keepHeartbeats lets nobody die whose heartbeat ever came.
@@ -183,7 +203,7 @@ var mistakes = []struct {
 			}
 			return actions
 		}}
-	}}, []string{ruleOneSet, ruleIDs}},
+	}}, []string{ruleOneSet, ruleIDs, ruleProgress}},
 
 	{mistake{name: "quorum_id stays after failed commits", lighthouse: requests(func(a *quorum.Asked) { a.Member.CommitFailures = 0 })},
 		[]string{ruleProgress}},
@@ -229,7 +249,19 @@ var mistakes = []struct {
 	})}, []string{ruleVote}},
 
 	{mistake{name: "a request that was held up on the way is believed", anySize: true,
-		lighthouse: requests(func(a *quorum.Asked) { a.Number = 0 })}, []string{ruleStale}},
+		lighthouse: requests(func(a *quorum.Asked) { a.Number = 0 }),
+		setup:      func(s *Setup) { s.Lighthouses, s.Calls = 1, ^Slots(0) }}, []string{ruleStale}},
+
+	{mistake{name: "a lighthouse does not know that there are others", setup: several, lighthouse: greetings(func(g *quorum.Greeted) {
+		g.Seat = quorum.Seat{Of: 1}
+	})}, []string{rulePlace, ruleOneSet}},
+
+	{mistake{name: "a host that does not answer counts as one that says that its process is gone", setup: several, silentIsGone: true},
+		[]string{rulePlace}},
+
+	{mistake{name: "who comes from another lighthouse does not say so", setup: several, anySize: true, lighthouse: greetings(func(g *quorum.Greeted) {
+		g.Term = 0
+	})}, []string{rulePlace, ruleIDs, ruleOneSet}},
 
 	{mistake{name: "a healed group keeps its own weights", keepState: true}, []string{ruleEqual}},
 
@@ -244,6 +276,9 @@ func hunt(t *testing.T, seeds, rounds, tries int, change func(*Setup)) (Setup, *
 	for seed := range uint64(seeds) {
 		s := Draw(seed, 2+int(seed%3), rounds) // few groups make short histories
 		change(&s)
+		if s.mistake.setup != nil {
+			s.mistake.setup(&s)
+		}
 		if b := Run(s, nil).Broken; b != nil {
 			return Shrink(s, b.Rule, tries), b
 		}

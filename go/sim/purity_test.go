@@ -41,7 +41,7 @@ func TestNothingDependsOnAScheduleOrAClock(t *testing.T) {
 		})
 	}
 	require.Greater(t, len(parsed), 8)
-	require.ElementsMatch(t, []string{"comms", "byID"}, maps)
+	require.ElementsMatch(t, []string{"comms", "byID", "quorums"}, maps)
 
 	for _, file := range parsed {
 		ast.Inspect(file, func(node ast.Node) bool {

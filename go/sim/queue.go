@@ -12,26 +12,39 @@ const (
 	lhGaveUp               // the client cancelled request id, or its connection broke
 	lhDeadline             // the earliest deadline of a request has come
 	lhTick                 // quorum_tick_ms passed
+	lhGreet                // a link of g begins
+	lhLost                 // a link has ended
+	lhPast                 // a member answers a recall; x is the *quorum.Past
+	lhEnded                // the host of g says that its process is gone
+	lhWake                 // what the machine asked to be woken for
 
 	lastOfLighthouse
 
-	beatDue     // g sends a heartbeat
-	answered    // the lighthouse answered request id; x is the *quorum.Quorum
-	refused     // request id did not arrive, or its connection broke
-	retryDue    // g asks the lighthouse again, for round id
-	askDeadline // the time of round id is nearly up
-	managerAsk  // a rank's quorum request arrives at its manager server
-	managerVote // a rank's vote arrives
-	rankDue     // a timer of the rank: its call or its collective has taken too long
-	rankStart   // the rank begins a step
-	rankQuorum  // the rank hears of its quorum; x is the *recovery.Result
-	rankVoted   // the rank hears the decision; ok
-	rankFailed  // the rank's call failed
-	rankArrive  // the rank reaches its collective
-	rankReduced // the rank's collective ended; ok
-	healAsk     // a group that heals asks g for its state; x is the *heal
-	healAnswer  // and is answered; ok
-	rankGone    // the manager server notices that a rank's connection broke
+	beatDue      // g says that it is alive
+	welcomed     // the lighthouse answers the greeting, in term id
+	linkDue      // it should have by now
+	linkBroken   // g notices that its link has ended
+	linkRetry    // g opens another one
+	recall       // the lighthouse asks for quorum id
+	memberFailed // the lighthouse tells of a death; x is the *quorum.Failed
+	sentOn       // the lighthouse has too few members for request id
+	lookBack     // g looks whether an earlier lighthouse is back
+	answered     // the lighthouse answered request id; x is the *quorum.Quorum
+	refused      // request id did not arrive, or its connection broke
+	retryDue     // g asks the lighthouse again, for round id
+	askDeadline  // the time of round id is nearly up
+	managerAsk   // a rank's quorum request arrives at its manager server
+	managerVote  // a rank's vote arrives
+	rankDue      // a timer of the rank: its call or its collective has taken too long
+	rankStart    // the rank begins a step
+	rankQuorum   // the rank hears of its quorum; x is the *recovery.Result
+	rankVoted    // the rank hears the decision; ok
+	rankFailed   // the rank's call failed
+	rankArrive   // the rank reaches its collective
+	rankReduced  // the rank's collective ended; ok
+	healAsk      // a group that heals asks g for its state; x is the *heal
+	healAnswer   // and is answered; ok
+	rankGone     // the manager server notices that a rank's connection broke
 
 	lastOfGroup
 
@@ -47,9 +60,11 @@ type event struct {
 	kind kind
 	ok   bool
 	rank int16
-	life uint32 // of the lighthouse that it is for
+	lh   uint8  // the lighthouse that it is for
+	life uint32 // of that
 	id   uint64
 	g    *group
+	link *link
 	x    any
 }
 
@@ -99,7 +114,7 @@ func (q *queue) push(e *event) {
 func (q *queue) pop(e *event) {
 	top := q.heap[0].event
 	*e = q.events[top]
-	q.events[top].g, q.events[top].x = nil, nil
+	q.events[top].g, q.events[top].link, q.events[top].x = nil, nil, nil
 	q.free = append(q.free, top)
 
 	n := len(q.heap) - 1

@@ -15,6 +15,9 @@ type Setup struct {
 	Slots  int // places for groups; a group may die and another begin in its place, under a new replica_id
 	Ranks  int // of each group
 
+	Lighthouses int  // in the list of the groups; 0 is 1
+	Disk        bool // they keep their state on disk
+
 	Policy            quorum.Policy
 	QuorumTick        time.Duration
 	HeartbeatInterval time.Duration
@@ -34,6 +37,8 @@ type Setup struct {
 	// Published are the slots whose groups say nothing that the published package does not say: not in which quorum
 	// they committed, and no numbers of requests.
 	Published Slots
+	// Calls are those whose groups say all that ours say, and keep no stream: in calls, which may overtake each other.
+	Calls Slots
 
 	// Replay: groups reduce a step again that lost a member, but for those that are Published.
 	Replay bool
@@ -66,6 +71,8 @@ type mistake struct {
 	start        func(time.Time) time.Time // of a lighthouse's clock when it begins
 	replayBehind bool                      // a step is reduced again whatever the quorum says
 	replaySums   bool                      // what a reduction left is reduced again, not what was kept
+	silentIsGone bool                      // a host that cannot be asked is taken for one that says that the process is gone
+	setup        func(*Setup)              // of the histories in which it is looked for
 	keepState    bool                      // a group that heals goes to the step and keeps its weights
 	anySize      bool                      // what the lighthouse remembers is not looked at
 }
@@ -96,6 +103,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 			MinReplicas:      1 + r.IntN(slots/2+1),
 			JoinTimeout:      between(50*time.Millisecond, 400*time.Millisecond),
 			HeartbeatTimeout: between(300*time.Millisecond, 800*time.Millisecond),
+			SuspectGrace:     between(10*time.Millisecond, 100*time.Millisecond),
 		},
 		QuorumTick:        between(20*time.Millisecond, 100*time.Millisecond),
 		HeartbeatInterval: 100 * time.Millisecond,
@@ -118,6 +126,13 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	if r.IntN(2) == 0 {
 		s.Loss, s.Duplicate, s.Straggle = 2e-4, 1e-3, 2e-3
 	}
+	s.Lighthouses, s.Disk = 1, r.IntN(2) == 0
+	if r.IntN(3) == 0 {
+		s.Lighthouses = 2 + r.IntN(maxLighthouses-1)
+	}
+	if s.Lighthouses == 1 && r.IntN(5) == 0 {
+		s.Calls = Slots(r.Uint64())
+	}
 	s.Faults = drawFaults(r, s, every)
 	return s
 }
@@ -126,5 +141,10 @@ func Draw(seed uint64, slots, rounds int) Setup {
 // request of before for QuorumTimeout, and then be one of two that wait for each other's Timeout; the fallout of
 // that costs each such wait once more.
 func (s Setup) bound() time.Duration {
-	return s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute) + time.Second
+	bound := s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute) + time.Second
+	if s.Lighthouses > 1 {
+		// Those who were sent on stay away from a lighthouse for up to 16 heartbeat timeouts.
+		bound += 24 * s.Policy.HeartbeatTimeout
+	}
+	return bound
 }

@@ -48,6 +48,17 @@ func TestTheRulesHold(t *testing.T) {
 	t.Logf("%d quorums, %d faults, %d heals", rounds, faults, heals)
 }
 
+// A list of lighthouses, and many cuts of groups from some of them.
+func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
+	for seed := range uint64(budget(60, 6)) {
+		s := Draw(1000+seed, 0, 300)
+		several(&s)
+		s.Lighthouses = 2 + int(seed%2)
+		r := hold(t, s)
+		require.Positive(t, r.FaultsHit)
+	}
+}
+
 // TestSeed replays one history: go test ./sim -seed N
 func TestSeed(t *testing.T) {
 	if *seedFlag < 0 {
@@ -62,7 +73,7 @@ func TestSeed(t *testing.T) {
 }
 
 func TestASeedRepeatsItsHistoryToTheByte(t *testing.T) {
-	for seed := range uint64(budget(12, 3)) {
+	for seed := range uint64(budget(6, 2)) {
 		s := Draw(seed, 0, 300)
 		require.Equal(t, Run(s, nil), Run(s, nil))
 		require.Equal(t, History(s, 1<<20), History(s, 1<<20))
@@ -124,18 +135,20 @@ func TestAJoinTimeoutBelowAStepCanSplitAJob(t *testing.T) {
 		s.Compute = 200 * time.Millisecond
 		s.Policy.JoinTimeout = join
 	}
-	found := 0
-	for seed := uint64(23); seed < 26; seed++ {
+	for seed := range uint64(60) {
 		s := Draw(seed, 12, 200)
+		s.Lighthouses = 1
+		split(&s, 60*time.Millisecond)
+		b := Run(s, nil).Broken
+		if b == nil {
+			continue
+		}
+		require.Equal(t, ruleProgress, b.Rule, "seed %d: %v", seed, b)
 		split(&s, 400*time.Millisecond)
 		hold(t, s)
-		split(&s, 60*time.Millisecond)
-		if b := Run(s, nil).Broken; b != nil {
-			require.Equal(t, ruleProgress, b.Rule, "seed %d: %v", seed, b)
-			found++
-		}
+		return
 	}
-	require.NotZero(t, found, "seed 23 did; if it does not any more, look for another, or for the reason")
+	require.Fail(t, "no job was split: look for the reason")
 }
 
 // In a job with published groups all decide by steps, as those do: whatever they then miss, they agree on who takes part.
@@ -161,7 +174,7 @@ func TestAClockThatIsBehindIsNotSurvivedByMemoryAlone(t *testing.T) {
 		s.mistake.start = func(time.Time) time.Time { return epoch }
 	})
 	require.NotNil(t, first)
-	require.Equal(t, ruleIDs, first.Rule)
+	require.Contains(t, []string{ruleIDs, ruleOneSet}, first.Rule)
 }
 
 // TestSoak simulates for -soak, from a random seed on.

@@ -56,12 +56,12 @@ type world struct {
 	queue queue
 	trace Tracer
 
-	lh      lighthouse
+	lhs     [maxLighthouses]lighthouse
 	slots   []slot
 	links   [][]int // links[i][j]: cuts that keep what group i sends from group j
 	cuts    int     // cuts between groups that last
 	comms   map[commKey]*comm
-	byID    map[string]*group // of groups that live
+	byID    map[string]*group // of all groups there ever were
 	noise   int               // bursts of loss that last
 	req     uint64            // of the last request to the lighthouse
 	next    int               // of the faults
@@ -77,12 +77,13 @@ type world struct {
 
 // slot is a place where a group runs: a host, with its connections.
 type slot struct {
-	g       *group        // nil while there is none
-	lives   int           // groups that began here
-	cutUp   int           // cuts that last, towards the lighthouse
-	cutDown int           // and from it
-	oneWay  time.Duration // when the last cut of one direction began
-	slow    int           // faults that slow it down
+	g        *group                        // nil while there is none
+	lives    int                           // groups that began here
+	cutUp    [maxLighthouses]int           // cuts that last, towards each lighthouse
+	cutDown  [maxLighthouses]int           // and from it
+	oneWay   [maxLighthouses]time.Duration // when the last cut of one direction began
+	slow     int                           // faults that slow it down
+	hostDown bool                          // the host of the last group is off
 }
 
 // Run plays one history. Lines about it go to the tracer, if there is one.
@@ -96,11 +97,18 @@ func Run(s Setup, trace Tracer) Result {
 		comms: map[commKey]*comm{},
 		byID:  map[string]*group{},
 	}
-	w.lh.w, w.check.w = w, w
+	w.check = checker{w: w, quorums: map[int64]*formed{}}
+	if s.Lighthouses == 0 || s.Published|s.Calls != 0 { // who makes calls knows one
+		w.Lighthouses = 1
+	}
 	for i := range w.links {
 		w.links[i] = make([]int, s.Slots)
 	}
-	w.push(event{kind: lhStart})
+	for i := range w.Lighthouses {
+		w.lhs[i].w, w.lhs[i].index = w, i
+		w.lhs[i].check.l = &w.lhs[i]
+		w.push(event{kind: lhStart, lh: uint8(i)})
+	}
 	for i := range w.slots {
 		w.push(event{at: w.upTo(100 * time.Millisecond), kind: slotStart, id: uint64(i)})
 	}
@@ -110,6 +118,9 @@ func Run(s Setup, trace Tracer) Result {
 	w.result.Elapsed = w.now
 	return w.result
 }
+
+// calls reports whether the group in a slot makes calls: it keeps no stream.
+func (w *world) calls(i int) bool { return (w.Published | w.Calls).has(i) }
 
 // push makes something happen, at the earliest now.
 func (w *world) push(e event) {
@@ -136,11 +147,12 @@ func (w *world) step() {
 	w.now = e.at
 	switch {
 	case e.kind < lastOfLighthouse:
-		if e.life != w.lh.life || !w.lh.up {
+		l := &w.lhs[e.lh]
+		if e.life != l.life || !l.up {
 			return
 		}
-		if w.lh.pausedUntil > w.now {
-			e.at = w.lh.pausedUntil
+		if l.pausedUntil > w.now {
+			e.at = l.pausedUntil
 			w.push(*e)
 			return
 		}
@@ -161,12 +173,12 @@ func (w *world) step() {
 	w.hash(uint64(e.at), uint64(e.kind)<<32|uint64(uint16(e.rank)), e.id)
 	switch {
 	case e.kind < lastOfLighthouse:
-		w.lh.handle(e)
+		w.lhs[e.lh].handle(e)
 	case e.kind < lastOfGroup:
 		e.g.handle(e)
 		w.dieInReplay(e.g)
 	case e.kind == lhStart:
-		w.lh.start()
+		w.lhs[e.lh].start()
 	case e.kind == slotStart:
 		w.startGroup(int(e.id))
 	case e.kind == faultBegin:
@@ -192,6 +204,9 @@ func (w *world) disturbedUntil(t time.Duration) { w.calm = max(w.calm, t) }
 // over reports that the run has had its rounds, and then its time to repair everything.
 func (w *world) over() bool {
 	if w.result.Rounds < w.Rounds {
+		if most := time.Duration(w.Rounds+300) * 3 * w.QuorumTimeout; w.now > most {
+			w.broken(ruleForms, "there were %d of %d quorums in %s", w.result.Rounds, w.Rounds, w.now)
+		}
 		return false
 	}
 	if !w.ending {
@@ -231,19 +246,22 @@ func (w *world) doubled() bool {
 	return w.chance(w.Duplicate) || w.noise > 0 && w.chance(0.05)
 }
 
-// up and down report whether messages between a slot and the lighthouse are lost. Where only one direction is cut
-// the other follows, when the connection is given up.
-func (w *world) up(i int) bool { return w.slots[i].cutUp > 0 || w.slots[i].cutDown > 0 && w.givenUp(i) }
-func (w *world) down(i int) bool {
-	return w.slots[i].cutDown > 0 || w.slots[i].cutUp > 0 && w.givenUp(i)
+// up and down report whether messages between a slot and a lighthouse are lost. Where only one direction is cut the other
+// follows, when the connection is given up.
+func (w *world) up(i, lh int) bool {
+	return w.slots[i].cutUp[lh] > 0 || w.slots[i].cutDown[lh] > 0 && w.givenUp(i, lh)
 }
 
-func (w *world) givenUp(i int) bool { return w.now >= w.slots[i].oneWay+w.Keepalive }
+func (w *world) down(i, lh int) bool {
+	return w.slots[i].cutDown[lh] > 0 || w.slots[i].cutUp[lh] > 0 && w.givenUp(i, lh)
+}
 
-// reached reports that a group lives in a slot and nothing keeps it from the lighthouse.
-func (w *world) reached(i int) bool {
+func (w *world) givenUp(i, lh int) bool { return w.now >= w.slots[i].oneWay[lh]+w.Keepalive }
+
+// reached reports that a group lives in a slot and nothing keeps it from a lighthouse.
+func (w *world) reached(i, lh int) bool {
 	s := &w.slots[i]
-	return s.g != nil && s.cutUp == 0 && s.cutDown == 0
+	return s.g != nil && s.cutUp[lh] == 0 && s.cutDown[lh] == 0
 }
 
 // connected reports whether what one slot sends arrives at another, and comes back.

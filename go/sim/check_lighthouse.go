@@ -1,0 +1,350 @@
+package sim
+
+import (
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// view is what a lighthouse was told of a group, counted in the obvious way.
+type view struct {
+	number   uint64 // of its newest request
+	listed   bool
+	lastBeat time.Duration
+	beaten   bool
+	presumed bool // it was in the quorum before the start, and said nothing since
+	suspect  bool // its last link has ended
+	lostAt   time.Duration
+	waits    int           // requests that wait
+	joined   time.Duration // since when it is a candidate
+	previous bool          // member of the latest quorum
+	missed   int           // quorums that should have had it and had not
+	shrinks  bool          // its newest request asks shrink_only
+	asksStep int64         // the step of its newest request
+	knows    int64         // and the quorum that it knows
+	tells    bool          // it can be asked for that
+	expected bool
+}
+
+// watch looks at what goes into a lighthouse's machine and at what comes out, and knows nothing else of it.
+type watch struct {
+	l     *lighthouse
+	clock time.Duration // of the machine: never goes back
+	known []*group      // that the lighthouse may remember, ordered by replica_id
+
+	latest   int64         // id of its latest quorum
+	reached  int64         // largest step of that
+	behind   time.Duration // since when a quorum is due that would go on below it, 0 if none is
+	looking  time.Duration // since when a member knows a later quorum, 0 if none does
+	lastTime time.Duration // of its last quorum, on the clock of the world
+}
+
+func (c *watch) of(g *group) *view { return &g.views[c.l.index] }
+
+func (c *watch) begins() {
+	for _, g := range c.known {
+		number := c.of(g).number
+		*c.of(g) = view{number: number}
+	}
+	c.known = c.known[:0]
+	c.clock, c.latest, c.reached, c.behind, c.looking = c.l.clock(), 0, 0, 0, 0
+}
+
+func (c *watch) healthy(g *group) bool {
+	v, p := c.of(g), c.l.w.Policy
+	return v.beaten && c.clock-v.lastBeat < p.HeartbeatTimeout && !(v.suspect && c.clock-v.lostAt >= p.SuspectGrace)
+}
+
+func (c *watch) candidate(g *group) bool { return c.of(g).waits > 0 && c.healthy(g) }
+
+func (c *watch) move() { c.clock = max(c.clock, c.l.clock()) }
+
+func (c *watch) list(g *group) {
+	if v := c.of(g); !v.listed {
+		v.listed = true
+		at, _ := slices.BinarySearchFunc(c.known, g, func(a, b *group) int { return strings.Compare(a.id, b.id) })
+		c.known = slices.Insert(c.known, at, g)
+	}
+}
+
+func (c *watch) beat(g *group) {
+	c.move()
+	v, was := c.of(g), c.candidate(g)
+	v.beaten, v.lastBeat, v.presumed, v.suspect = true, c.clock, false, false
+	c.list(g)
+	if !was && v.waits > 0 {
+		v.joined = c.clock
+	}
+}
+
+func (c *watch) asked(g *group) {
+	c.beat(g)
+	if v := c.of(g); true {
+		if v.waits++; v.waits == 1 {
+			v.joined = c.clock
+		}
+	}
+}
+
+// newest reports whether a request is newer than all that the lighthouse has of this group, and notes it.
+func (c *watch) newest(g *group, number uint64) bool {
+	c.move()
+	v := c.of(g)
+	if v.listed && (c.healthy(g) || v.waits > 0 || v.previous) && number <= v.number {
+		return false
+	}
+	v.number = number
+	return true
+}
+
+func (c *watch) gaveUp(g *group) {
+	c.move()
+	c.of(g).waits--
+}
+
+func (c *watch) lost(g *group) {
+	c.move()
+	if v := c.of(g); c.healthy(g) && !v.suspect {
+		v.suspect, v.lostAt = true, c.clock
+	}
+}
+
+func (c *watch) ended(g *group) {
+	c.move()
+	if v := c.of(g); v.waits == 0 && (!c.healthy(g) || v.presumed || v.suspect) {
+		v.beaten = false
+	}
+}
+
+// recalled: the lighthouse is told of a quorum, and goes on after it if it is a later one.
+func (c *watch) recalled(p quorum.Past) {
+	c.move()
+	if p.ID <= c.latest {
+		return
+	}
+	for _, g := range c.known {
+		c.of(g).previous = false
+	}
+	for _, voter := range p.Members {
+		g := c.l.w.byID[voter.ReplicaID]
+		v := c.of(g)
+		v.previous, v.missed = true, 0
+		if !c.healthy(g) {
+			waits := v.waits > 0
+			v.beaten, v.lastBeat, v.presumed, v.suspect = true, c.clock, true, false
+			if waits {
+				v.joined = c.clock
+			}
+		}
+		c.list(g)
+	}
+	c.latest, c.reached = p.ID, p.Step
+}
+
+// tally is who is healthy, who is a candidate, and whether there has to be a quorum.
+type tally struct {
+	healthy, candidates, eligible, presumed int
+	shrink, fast                            bool
+	waited                                  time.Duration
+	known                                   int64 // latest quorum that a candidate knows of and can tell
+}
+
+func (c *watch) tally() tally {
+	t := tally{fast: true}
+	previous := 0
+	for i := range c.l.waiting {
+		q := &c.l.waiting[i]
+		v := c.of(q.g) // the newest is the last
+		v.shrinks, v.asksStep, v.knows, v.tells = q.shrink, q.step, q.known, q.link != nil
+	}
+	for _, g := range c.known {
+		v, candidate := c.of(g), false
+		if c.healthy(g) {
+			t.healthy++
+			if v.presumed {
+				t.presumed++
+			}
+			if candidate = v.waits > 0; candidate {
+				t.candidates++
+				t.waited = max(t.waited, c.clock-v.joined)
+				t.shrink = t.shrink || v.shrinks
+				if v.tells {
+					t.known = max(t.known, v.knows)
+				}
+			}
+		}
+		if v.previous {
+			previous++
+			t.fast = t.fast && candidate
+		}
+		v.expected = candidate
+	}
+	t.fast = t.fast && previous > 0
+	t.shrink = t.shrink && previous > 0
+	for _, g := range c.known {
+		v := c.of(g)
+		v.expected = v.expected && (v.previous || !t.shrink)
+		if v.expected {
+			t.eligible++
+		}
+	}
+	return t
+}
+
+// due reports that there has to be a quorum: docs/design.md, the lighthouse's machine.
+func (c *watch) due(t tally) bool {
+	p := c.l.w.Policy
+	return t.candidates > 0 && (t.fast || t.eligible >= p.MinReplicas && 2*t.candidates > t.healthy &&
+		(t.candidates == t.healthy || t.waited >= p.JoinTimeout && t.presumed == 0))
+}
+
+// mayWait reports that a quorum that is due may wait for a while: for what a member knows, or, where it would go on below
+// the step that the job had reached, for somebody who lives and was there.
+func (c *watch) mayWait(t tally) bool {
+	timeout := c.l.w.Policy.HeartbeatTimeout + c.l.w.QuorumTick
+	step, lives := int64(-1), false
+	for _, g := range c.known {
+		v := c.of(g)
+		if v.expected {
+			step = max(step, v.asksStep)
+		}
+		lives = lives || v.previous && c.healthy(g) && !c.candidate(g)
+	}
+	return c.lasts(&c.looking, t.known > c.latest, timeout) || c.lasts(&c.behind, !t.fast && step < c.reached && lives, timeout)
+}
+
+// lasts reports that something is so, and has not been for too long.
+func (c *watch) lasts(since *time.Duration, so bool, most time.Duration) bool {
+	if !so {
+		*since = 0
+		return false
+	}
+	if *since == 0 {
+		*since = c.clock
+	}
+	return c.clock-*since <= most
+}
+
+// delivered checks a quorum before anybody hears of it.
+func (c *watch) delivered(d quorum.Deliver) {
+	w, q := c.l.w, d.Quorum
+	c.move()
+	t := c.tally()
+	switch p := w.Policy; {
+	case t.fast:
+	case 2*t.candidates <= t.healthy:
+		w.broken(ruleMajority, "quorum %d has %d members, of %d healthy", q.ID, len(q.Members), t.healthy)
+	case t.eligible < p.MinReplicas:
+		w.broken(ruleMajority, "quorum %d has %d members, min_replicas is %d", q.ID, len(q.Members), p.MinReplicas)
+	case t.candidates < t.healthy && (t.waited < p.JoinTimeout || t.presumed > 0):
+		w.broken(ruleMajority, "quorum %d does not wait for the healthy that have not asked", q.ID)
+	}
+	if !t.fast {
+		c.notBehind(q, t)
+	}
+	c.reached, c.behind, c.looking = 0, 0, 0
+	for i := range q.Members {
+		c.reached = max(c.reached, q.Members[i].Step)
+	}
+	c.sameMembers(q)
+	c.sameWaiters(d)
+	w.check.ids(c, d)
+	c.latest = q.ID
+
+	for _, g := range c.known {
+		v := c.of(g)
+		if v.previous = v.expected; v.expected {
+			v.waits, v.missed = 0, 0
+		} else if c.candidate(g) {
+			v.joined = c.clock // it waits on, for the next
+		}
+	}
+	c.lastTime = w.now
+}
+
+// notBehind: a quorum below the step that the job had reached has waited for those who were there.
+func (c *watch) notBehind(q *quorum.Quorum, t tally) {
+	step, lives := int64(-1), ""
+	for i := range q.Members {
+		step = max(step, q.Members[i].Step)
+	}
+	for _, g := range c.known {
+		if c.of(g).previous && c.healthy(g) && !c.candidate(g) {
+			lives = g.id
+		}
+	}
+	if step < c.reached && lives != "" && t.waited < c.l.w.Policy.HeartbeatTimeout {
+		c.l.w.broken(ruleBehind, "quorum %d goes on at step %d, %s of the one before, which was at step %d, is alive", q.ID, step, lives, c.reached)
+	}
+}
+
+func (c *watch) sameMembers(q *quorum.Quorum) {
+	w, i := c.l.w, 0
+	for _, g := range c.known {
+		v := c.of(g)
+		switch in := i < len(q.Members) && q.Members[i].ReplicaID == g.id; {
+		case in && v.expected:
+			i++
+		case in:
+			i++
+			w.broken(ruleMembers, "%s is in quorum %d and does not wait (a ghost)", g.id, q.ID)
+		case v.expected:
+			if v.missed++; v.missed >= 2 {
+				w.broken(ruleNewcomer, "%s waits, and quorum %d is the second without it", g.id, q.ID)
+			}
+			v.expected = false
+		}
+	}
+	if i < len(q.Members) {
+		w.broken(ruleMembers, "quorum %d has %s, which nobody knows, or is not in order", q.ID, q.Members[i].ReplicaID)
+	}
+}
+
+func (c *watch) sameWaiters(d quorum.Deliver) {
+	w, n := c.l.w, 0
+	for i := range c.l.waiting {
+		q := &c.l.waiting[i]
+		if !c.of(q.g).expected {
+			continue
+		}
+		n++
+		if !slices.Contains(d.Waiters, q.id) {
+			w.broken(ruleBroadcast, "%s is in quorum %d and is not told", q.g.id, d.Quorum.ID)
+		}
+	}
+	if len(d.Waiters) != n {
+		w.broken(ruleBroadcast, "quorum %d goes to %d waiters, %d wait", d.Quorum.ID, len(d.Waiters), n)
+	}
+}
+
+// ticked checks that no quorum is overdue, that the lighthouse forgets, and that the job goes on.
+func (c *watch) ticked() {
+	w := c.l.w
+	c.move()
+	switch t := c.tally(); {
+	case !c.due(t):
+		c.behind, c.looking = 0, 0
+	case w.Lighthouses > 1: // others may serve the job: progress looks at what must be
+	case !c.mayWait(t):
+		w.broken(ruleForms, "%d of %d healthy wait, for %s, and there is no quorum", t.candidates, t.healthy, t.waited)
+	}
+	c.known = slices.DeleteFunc(c.known, func(g *group) bool {
+		v := c.of(g)
+		gone := !c.healthy(g) && v.waits == 0 && !v.previous
+		v.listed = v.listed && !gone
+		return gone
+	})
+	if replicas, _ := c.l.machine.Size(); replicas != len(c.known) && !w.mistake.anySize {
+		w.broken(ruleMemory, "the lighthouse remembers %d replicas, %d are alive, wait or are in the latest quorum", replicas, len(c.known))
+	}
+	w.check.progress(c)
+}
+
+func (c *watch) size() {
+	w := c.l.w
+	if _, waiters := c.l.machine.Size(); waiters != len(c.l.waiting) && !w.mistake.anySize {
+		w.broken(ruleWaiters, "the lighthouse remembers %d waiters, %d wait", waiters, len(c.l.waiting))
+	}
+}

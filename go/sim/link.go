@@ -1,0 +1,309 @@
+package sim
+
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/round"
+)
+
+// link is a stream between a group and a lighthouse: what goes one way arrives in order, or the stream breaks.
+type link struct {
+	id   uint64
+	g    *group
+	lh   int
+	life uint32 // of the lighthouse
+	term int64  // that the greeting says
+
+	stuck        bool // something was lost on it: both sides will notice
+	welcomed     bool
+	stale        bool          // the lighthouse has asked for another one
+	upAt, downAt time.Duration // when what was sent last arrives
+}
+
+func (k *link) lighthouse() *lighthouse { return &k.g.w.lhs[k.lh] }
+
+// up sends to the lighthouse.
+func (k *link) up(e event) {
+	w, l := k.g.w, k.lighthouse()
+	switch {
+	case k.stuck || !l.up || l.life != k.life:
+	case w.up(k.g.slot, k.lh) || w.lost():
+		k.jam()
+	default:
+		k.upAt = max(k.upAt, w.now+w.delay(k.g.slot))
+		e.at, e.lh, e.life, e.g = k.upAt, uint8(k.lh), k.life, k.g
+		w.push(e)
+	}
+}
+
+// down sends to the group.
+func (k *link) down(e event) {
+	w := k.g.w
+	switch {
+	case k.stuck || k.g.dead:
+	case w.down(k.g.slot, k.lh) || w.lost():
+		k.jam()
+	default:
+		k.downAt = max(k.downAt, w.now+w.delay(k.g.slot))
+		e.at, e.g, e.link = k.downAt, k.g, k
+		w.push(e)
+	}
+}
+
+// jam ends it for both sides, when they notice.
+func (k *link) jam() {
+	w := k.g.w
+	k.stuck = true
+	w.after(w.Keepalive, event{kind: linkBroken, g: k.g, link: k})
+	w.after(w.Keepalive, event{kind: lhLost, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
+}
+
+// close ends it from the group's side, in order. The lighthouse hears of it if anything can reach it.
+func (k *link) close(silent bool) {
+	w := k.g.w
+	if k.stuck {
+		return
+	}
+	k.stuck = true
+	notice := w.delay(k.g.slot)
+	if silent || w.up(k.g.slot, k.lh) {
+		notice = 2 * w.Keepalive
+	}
+	w.after(max(notice, k.upAt-w.now), event{kind: lhLost, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
+}
+
+// connection is a group's side of it: package manager's member.
+type connection struct {
+	link  *link // nil: none is open, or about to be
+	tries int   // in a row that failed
+	term  int64 // highest that a lighthouse told
+	spoke time.Duration
+
+	at     int // the lighthouse that served last
+	served bool
+	broke  time.Duration // when its link broke, 0 if it has not
+	back   int           // an earlier one that is there again, -1 if there is none
+	seen   int           // at the look before
+	avoid  [maxLighthouses]time.Duration
+	shied  [maxLighthouses]int
+	last   *quorum.Quorum // that it was told of
+}
+
+// lookBackEvery is how often a group looks whether an earlier lighthouse is back.
+func (w *world) lookBackEvery() time.Duration { return 2 * w.Keepalive }
+
+// order are the lighthouses to try.
+func (g *group) order() (order [maxLighthouses]int, n int) {
+	c, w := &g.connection, g.w
+	avoided := func(i int) bool { return w.now < c.avoid[i] }
+	if w.Lighthouses == 1 || c.served && c.back < 0 && !avoided(c.at) && (c.broke == 0 || w.now-c.broke < w.Keepalive) {
+		order[0] = c.at
+		return order, 1
+	}
+	for _, want := range [2]bool{false, true} {
+		for i := range w.Lighthouses {
+			if avoided(i) == want {
+				order[n] = i
+				n++
+			}
+		}
+	}
+	return order, n
+}
+
+// connect opens a link, if there is none.
+func (g *group) connect() {
+	c, w := &g.connection, g.w
+	if c.link != nil {
+		return
+	}
+	order, n := g.order()
+	i := order[c.tries%n]
+	c.tries++
+	l := &w.lhs[i]
+	w.req++
+	k := &link{id: w.req, g: g, lh: i, life: l.life, term: c.term}
+	c.link = k
+	switch {
+	case w.up(g.slot, i) || w.down(g.slot, i):
+		k.stuck = true
+		w.after(w.Keepalive, event{kind: linkBroken, g: g, link: k})
+	case !l.up:
+		k.stuck = true
+		w.after(w.delay(g.slot), event{kind: linkBroken, g: g, link: k})
+	default:
+		k.up(event{kind: lhGreet, link: k})
+		w.after(4*w.Keepalive, event{kind: linkDue, g: g, link: k})
+	}
+}
+
+// leave ends the link, to open another one.
+func (g *group) leave() {
+	if k := g.link; k != nil {
+		g.link = nil
+		k.close(false)
+	}
+	g.tries = 0
+	g.connect()
+}
+
+func (g *group) handleLink(e *event) {
+	c, k := &g.connection, e.link
+	if e.kind != lookBack && c.link != k {
+		return
+	}
+	switch e.kind {
+	case welcomed:
+		k.welcomed = true
+		c.term = max(c.term, int64(e.id))
+		c.at, c.served, c.broke, c.back, c.tries = k.lh, true, 0, -1, 0
+		if g.asking.active {
+			g.send()
+		}
+	case linkDue:
+		if !k.welcomed {
+			k.close(false)
+			g.linkEnded()
+		}
+	case linkBroken:
+		k.stuck = true
+		g.linkEnded()
+	case recall:
+		if c.last != nil && c.last.ID >= int64(e.id) {
+			p := c.last.Past()
+			k.up(event{kind: lhPast, x: &p})
+		}
+	case memberFailed:
+		for r := range g.ranks {
+			g.ranks[r].peerFailed(e.x.(*quorum.Failed).QuorumID)
+		}
+	case lookBack:
+		g.lookBack()
+	}
+}
+
+func (g *group) linkEnded() {
+	c, w := &g.connection, g.w
+	c.link = nil
+	if c.broke == 0 {
+		c.broke = w.now
+	}
+	wait := min(20*time.Millisecond<<min(c.tries, 6), time.Second)
+	w.after(wait-w.upTo(wait/4), event{kind: linkRetry, g: g})
+}
+
+// lookBack looks whether a lighthouse is there that comes before the one that serves.
+func (g *group) lookBack() {
+	c, w := &g.connection, g.w
+	w.after(w.lookBackEvery()-w.upTo(w.lookBackEvery()/5), event{kind: lookBack, g: g})
+	found := -1
+	for i := range c.at {
+		if w.now >= c.avoid[i] && w.lhs[i].up && !w.up(g.slot, i) && !w.down(g.slot, i) {
+			found = i
+			break
+		}
+	}
+	if found >= 0 && found == c.seen {
+		c.back = found
+		if g.asking.active && w.now-g.asking.since > w.lookBackEvery() {
+			g.leave()
+		}
+	}
+	c.seen = found
+}
+
+// sentOn: the lighthouse has too few of the members. It is left alone for a while.
+func (g *group) sentOn() {
+	c, w := &g.connection, g.w
+	c.avoid[c.at] = w.now + 2*w.Policy.HeartbeatTimeout<<min(c.shied[c.at], 3)
+	c.shied[c.at]++
+	g.leave()
+}
+
+// ask starts the request of a round.
+func (g *group) ask(a round.AskLighthouse) {
+	w := g.w
+	if g.asking.active {
+		w.broken(ruleWaiters, "%s asks the lighthouse for round %d while it asks for round %d", g.id, a.Round, g.asking.round)
+	}
+	deadline := a.Deadline.Sub(epoch)
+	deadline -= min(tellMargin, (deadline-w.now)/10)
+	known := a.KnownQuorumID
+	if g.last != nil {
+		known = max(known, g.last.ID)
+	}
+	g.asking = asking{active: true, round: a.Round, deadline: deadline, since: w.now,
+		request: &request{member: a.Member, known: known, deadline: deadline}}
+	g.armAsk()
+	if g.back >= 0 {
+		g.leave()
+		return
+	}
+	g.send()
+}
+
+// send makes one attempt, as soon as there is a link.
+func (g *group) send() {
+	w := g.w
+	if w.calls(g.slot) {
+		g.call()
+		return
+	}
+	k := g.link
+	if k == nil {
+		if g.broke == 0 { // else it is tried again in a moment
+			g.connect()
+		}
+		return
+	}
+	if k.welcomed {
+		w.req++
+		g.asking.req = w.req
+		g.spoke = w.now
+		k.up(event{kind: lhAsk, id: g.asking.req, x: g.asking.request, link: k})
+	}
+}
+
+// call makes the request of a published group.
+func (g *group) call() {
+	w := g.w
+	l := &w.lhs[0]
+	w.req++
+	a := &g.asking
+	a.req = w.req
+	d := w.delay(g.slot)
+	switch {
+	case !l.up && !w.up(g.slot, 0) && !w.down(g.slot, 0):
+		w.after(d, event{kind: refused, g: g, id: a.req})
+	case !l.up || w.up(g.slot, 0) || w.lost():
+		w.after(w.Keepalive, event{kind: refused, g: g, id: a.req})
+	default:
+		w.after(d, event{kind: lhAsk, g: g, id: a.req, x: a.request, life: l.life})
+		if w.doubled() {
+			w.after(w.delay(g.slot), event{kind: lhAsk, g: g, id: a.req, x: a.request, life: l.life})
+		}
+	}
+}
+
+// alive says so, unless something was said a moment ago.
+func (g *group) alive() {
+	w := g.w
+	if w.calls(g.slot) {
+		if l := &w.lhs[0]; l.up && !w.up(g.slot, 0) && !w.lost() {
+			w.after(w.delay(g.slot), event{kind: lhBeat, g: g, life: l.life})
+		}
+		w.after(w.HeartbeatInterval, event{kind: beatDue, g: g})
+		return
+	}
+	interval := w.Policy.HeartbeatTimeout / 3
+	if silent := w.now - g.spoke; silent < interval {
+		w.after(interval-silent, event{kind: beatDue, g: g})
+		return
+	}
+	g.spoke = w.now
+	if k := g.link; k != nil && k.welcomed {
+		k.up(event{kind: lhBeat, link: k})
+	}
+	w.after(interval, event{kind: beatDue, g: g})
+}

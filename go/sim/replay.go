@@ -87,9 +87,18 @@ func (w *world) countJoin() {
 	}
 }
 
+func (w *world) living() (n int) {
+	for i := range w.slots {
+		if w.slots[i].g != nil {
+			n++
+		}
+	}
+	return n
+}
+
 // dieInReplay lets a group die in the phase of a replay that the setup names, now and then, if others live.
 func (w *world) dieInReplay(g *group) {
-	if w.ReplayDeath == idle || g.dead || len(w.byID) < 2 || w.ending {
+	if w.ReplayDeath == idle || g.dead || w.living() < 2 || w.ending {
 		return
 	}
 	r := &g.ranks[0]

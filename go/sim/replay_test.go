@@ -11,6 +11,7 @@ func onlyDeaths(seed uint64) Setup {
 	s := Draw(seed, 2+int(seed%4), 400)
 	s.Replay, s.OnlyDeaths = true, true
 	s.Policy.MinReplicas = 1
+	s.Lighthouses = 1 // with several, those who are left may have to wait for longer than a quorum call
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
 	for i := range s.Faults {
 		f := &s.Faults[i]

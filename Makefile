@@ -7,6 +7,8 @@ export GO
 
 # How long `make soak` runs.
 SOAK ?= 1h
+# What `make chaos` does: see its --help.
+CHAOS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -60,6 +62,9 @@ test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need a CUDA device; wit
 
 soak: ## simulate for SOAK=1h, print progress, and a seed to replay if a rule breaks
 	cd go && $(GO) test ./sim -count=1 -timeout 0 -run '^TestSoak$$' -v -soak $(SOAK)
+
+chaos: $(VENV)/with-test $(LIBRARY) ## kill and stop real processes at random, CHAOS="--minutes=60 --kind=gloo --seed=1"
+	$(PY) tests/process/chaos.py $(CHAOS)
 
 test-slow: $(VENV)/with-test $(LIBRARY) ## the tests that take minutes
 	$(PY) -m pytest -m slow

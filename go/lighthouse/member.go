@@ -85,9 +85,10 @@ type stream struct {
 	job       *job
 	wire      grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
 	replicaID string
-	tells     bool            // it answers a recall
-	said      quorum.Member   // what the member said last; only receive uses it
-	heard     atomic.Int64    // messages of the member
+	tells     bool          // it answers a recall
+	said      quorum.Member // what the member said last; only receive uses it
+	heard     atomic.Int64  // messages of the member
+	ended     atomic.Bool
 	held      quorum.Revision // of the list that the member has once it has all that was sent; only send uses it
 
 	// The job's lock guards these.
@@ -208,6 +209,7 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 
 // end returns when nothing of the stream is left: nobody may send on it once its handler has returned.
 func (s *stream) end() {
+	s.ended.Store(true)
 	defer s.senders.Wait()
 	job := s.job
 	job.mu.Lock()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/url"
+	"slices"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -32,29 +33,37 @@ func (j *job) check(p quorum.Check) {
 	rpc.Go(&j.server.tasks, j.log, "check", func() {
 		var reached bool
 		var reason string
-		if len(streams) > 0 {
-			reached = j.spoke(streams, before)
+		if reached = j.spoke(streams, before); !reached {
 			reason = fmt.Sprintf("no answer within %s", checkTime)
-		} else {
-			err := j.connect(p.Address)
-			reached, reason = err == nil, fmt.Sprint(err)
+			if !open(streams) {
+				err := j.connect(p.Address)
+				reached, reason = err == nil, fmt.Sprint(err)
+			}
 		}
 		j.log.Info("torchft: peers suspect a member", "quorum_id", p.QuorumID, "member", p.ReplicaID, "reached", reached, "reason", reason)
 		_ = j.feed(quorum.Checked{ReplicaID: p.ReplicaID, QuorumID: p.QuorumID, Reached: reached, Reason: reason})
 	})
 }
 
-// spoke waits for a message on one of the streams.
+// open reports whether one of the streams has not broken.
+func open(streams []*stream) bool {
+	return slices.ContainsFunc(streams, func(s *stream) bool { return !s.ended.Load() })
+}
+
+// spoke waits for a message on one of the streams that are open.
 func (j *job) spoke(streams []*stream, before []int64) bool {
 	deadline := time.NewTimer(checkTime)
 	defer deadline.Stop()
-	look := time.NewTicker(checkTime / 50)
+	look := time.NewTicker(checkTime / 200)
 	defer look.Stop()
 	for {
 		for i, one := range streams {
 			if one.heard.Load() != before[i] {
 				return true
 			}
+		}
+		if !open(streams) {
+			return false
 		}
 		select {
 		case <-look.C:

@@ -1,8 +1,8 @@
 """From a death to the survivors' next commit: one of the groups gets SIGKILL (it dies) or SIGSTOP (it hangs).
 
-Steps of 50 ms on plain Gloo, with two groups and with four, and the lighthouse's own defaults for heartbeats (5 s); its
-join timeout is 10 s. Measured from the signal to the end of the first step that a survivor commits without the victim;
-of several survivors the slowest counts. All processes of a round are new.
+Steps of 50 ms on plain and on isolated Gloo, with two groups and with four, and the lighthouse's own defaults for
+heartbeats (5 s); its join timeout is 10 s. Measured from the signal to the end of the first step that a survivor
+commits without the victim; of several survivors the slowest counts. All processes of a round are new.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ GOAL_KILL = 0.1
 GOAL_STOP_S = 5.5
 COMPUTE_MS = 50
 TRAIN_S = 2.0
+CASES = {"kill": [(2, "plain"), (4, "plain"), (2, "isolated")], "stop": [(2, "plain")]}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 # A hung peer of the published package holds the others until the collective's timeout: 30 s here.
 PATIENCE_S = 90
@@ -28,17 +29,17 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
     """Return, per fault and number of groups, the seconds of each side and the steps that survivors lost."""
     result: dict[str, Any] = {}
     for fault in SIGNALS:
-        for groups in (2, 4):
+        for groups, kind in CASES[fault]:
             rows: dict[str, list[dict[str, float]]] = {ours.name: [], published.name: []}
-            for number in range(rounds):
+            for number in range(rounds if fault == "kill" else 1):  # published holds everybody for 30 s after a stop
                 for side in rotated((ours, published), number):
-                    rows[side.name].append(_round(side, fault, groups))
+                    rows[side.name].append(_round(side, fault, groups, kind))
                 progress(
-                    f"recovery, {fault}, {groups} groups, round {number + 1}/{rounds}: "
+                    f"recovery, {fault}, {groups} groups, {kind}, round {number + 1}/{rounds}: "
                     + ", ".join(f"{name} {mine[-1]['seconds']:.2f} s" for name, mine in rows.items())
                 )
             ratios = [a["seconds"] / b["seconds"] for a, b in zip(rows[ours.name], rows[published.name])]
-            result[f"{fault}, {groups} groups"] = {
+            result[f"{fault}, {groups} groups, {kind}"] = {
                 "sides": {
                     name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]}
                     for name, mine in rows.items()
@@ -48,12 +49,12 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
     return result
 
 
-def _round(side: Side, fault: str, groups: int) -> dict[str, float]:
+def _round(side: Side, fault: str, groups: int, kind: str) -> dict[str, float]:
     with Job() as job:
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
         everybody = start_groups(job, side, groups, 1)
         everybody.do(START_TIMEOUT_S, do="state", mb=1)
-        everybody.do(START_TIMEOUT_S, do="manager", lighthouse=address)
+        everybody.do(START_TIMEOUT_S, do="manager", lighthouse=address, kind=kind)
         for child in everybody.children:
             child.send(do="survive", compute_ms=COMPUTE_MS)
         _wait_for_commits(job, everybody.children, groups)

@@ -24,6 +24,7 @@ import heal_sources
 import heal_stall
 import process_groups
 import recovery
+import recovery_churn
 import startup
 import step
 import throughput
@@ -40,6 +41,7 @@ PARTS = {
     "heal_stall": heal_stall,
     "process_groups": process_groups,
     "recovery": recovery,
+    "churn": recovery_churn,
 }
 ROUNDS = {
     "startup": 10,
@@ -49,7 +51,8 @@ ROUNDS = {
     "heal_sources": 5,
     "heal_stall": 10,
     "process_groups": 8,
-    "recovery": 5,
+    "recovery": 2,
+    "churn": 1,
 }
 OURS = "ours"
 

@@ -48,14 +48,15 @@ class Worker:
         torch.manual_seed(GROUP)
         self.state = [torch.randn(250_000) for _ in range(mb)]
 
-    def do_manager(self, lighthouse: str) -> None:
+    def do_manager(self, lighthouse: str, kind: str = "plain") -> None:
         from torchft import Manager, ProcessGroupGloo
+        from torchft.process_group import ProcessGroupBabyGloo
 
         if RANK == 0 and self.group_store is None:  # torchrun's agent hosts it for all lives of the group
             port = int(os.environ["MASTER_PORT"])
             self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
         self.manager = Manager(
-            pg=ProcessGroupGloo(timeout=TIMEOUT),
+            pg=(ProcessGroupBabyGloo if kind == "isolated" else ProcessGroupGloo)(timeout=TIMEOUT),
             load_state_dict=self._load,
             state_dict=self._save,
             min_replica_size=1,
@@ -143,15 +144,16 @@ class Worker:
     def do_survive(self, compute_ms: float) -> dict[str, Any]:
         """Run steps until the parent says stop; return when each began and ended (seconds, a clock all share)."""
         emit("surviving")
-        steps = []
+        steps, numbers = [], []
         together = 0
         while self.commands.poll() is None:
             steps.append(self._step(compute_ms))
+            numbers.append(self.manager.current_step())
             _, _, committed, participants = steps[-1]
             if committed and participants != together:
                 together = participants
                 emit("committed", participants=participants)
-        return {"steps": steps}
+        return {"steps": steps, "numbers": numbers}
 
     def do_join(self, lighthouse: str, settle: int, compute_ms: float) -> dict[str, Any]:
         """Join a running job as a new group, heal, and run `settle` steps with it."""

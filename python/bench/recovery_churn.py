@@ -1,0 +1,119 @@
+"""Throughput of four groups of which one is killed every 10 s and started again at once, and a picture of it over time.
+
+Steps of 100 ms on plain Gloo, the lighthouse's defaults but for the join timeout. Counted are the batches that are
+committed (steps times the groups that take part in them), as a share of those of four groups without faults. A commit
+goes back in history if its step is below one that another group had committed before it began.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from common import REPOSITORY, START_TIMEOUT_S, Progress, Side, markdown_table, start_group, start_groups, verdict
+from processes import Child, Job, free_port
+
+GOAL = 0.83
+GROUPS = 4
+COMPUTE_MS = 100
+CALM_S, CHURN_S, EVERY_S = 10.0, 60.0, 10.0
+# The published package is measured where it was before; 60 s is the default of both commands.
+JOIN_TIMEOUTS_MS = {100: False, 2000: True, 10_000: True, 60_000: False}
+PICTURE = REPOSITORY / "docs" / "recovery.png"
+
+
+def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+    """Return, per join timeout and side, the share of the throughput that is kept, and the batches in each second."""
+    result: dict[str, Any] = {}
+    for join_timeout_ms, both in JOIN_TIMEOUTS_MS.items():
+        for side in (ours, published) if both else (ours,):
+            runs = [_run(side, join_timeout_ms) for _ in range(rounds)]
+            runs.sort(key=lambda run: run["share"])
+            result.setdefault(f"{join_timeout_ms / 1000:g}", {})[side.name] = runs[len(runs) // 2]
+            progress(f"churn, join timeout {join_timeout_ms} ms, {side.name}: {runs[len(runs) // 2]['share']:.2f} kept")
+    _draw(result, PICTURE)
+    return result
+
+
+def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
+    with Job() as job:
+        _, address = job.lighthouse(
+            side.path, min_replicas=1, join_timeout_ms=join_timeout_ms, heartbeat_timeout_ms=5000
+        )
+        everybody = start_groups(job, side, GROUPS, 1)
+        everybody.do(START_TIMEOUT_S, do="state", mb=1)
+        everybody.do(START_TIMEOUT_S, do="manager", lighthouse=address)
+        for child in everybody.children:
+            child.send(do="survive", compute_ms=COMPUTE_MS)
+        job.wait(
+            lambda: all(any(e["participants"] == GROUPS for e in c.of("committed")) for c in everybody.children),
+            START_TIMEOUT_S,
+            "all groups train",
+        )
+        groups: list[Child] = list(everybody.children)
+        calm = time.monotonic()
+        time.sleep(CALM_S)
+        churn = time.monotonic()
+        for number in range(int(CHURN_S / EVERY_S)):
+            victim = 1 + number % (GROUPS - 1)  # the first one lives, and tells
+            groups[victim].kill()
+            (child,) = start_group(job, side, victim, 1, free_port())
+            for command in (
+                {"do": "state", "mb": 1},
+                {"do": "manager", "lighthouse": address},
+                {"do": "survive", "compute_ms": COMPUTE_MS},
+            ):
+                child.send(**command)
+            groups[victim] = child
+            time.sleep(max(0.0, churn + (number + 1) * EVERY_S - time.monotonic()))
+        end = time.monotonic()
+        for child in groups:
+            child.send(do="stop")
+        answered = time.monotonic() + 90
+        while time.monotonic() < answered and not all(child.of("survive") for child in groups):
+            time.sleep(0.2)
+        told = [child.of("survive")[-1] for child in groups if child.of("survive")]
+        commits = [
+            (step, number) for run in told for step, number in zip(run["steps"], run["numbers"], strict=True) if step[2]
+        ]
+        first = told[0] if groups[0].of("survive") else {"steps": []}
+        batches = [(e, participants) for _, e, ok, participants in first["steps"] if ok]
+        before = sum(n for e, n in batches if calm <= e < churn) / (churn - calm)
+        kept = sum(n for e, n in batches if churn <= e < end) / (end - churn)
+        seconds = [sum(n for e, n in batches if s <= e - calm < s + 1) for s in range(int(end - calm))]
+        behind = sum(any(n2 > n and s2[1] < s[0] for s2, n2 in commits) for s, n in commits)
+        return {"share": kept / before if before else 0.0, "per_second": seconds, "behind": behind}
+
+
+def _draw(result: dict[str, Any], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        return  # the figures are in the table
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(result), 1, figsize=(9, 2 * len(result)), sharex=True)
+    for ax, (seconds, sides) in zip(axes, result.items(), strict=True):
+        for name, run in sides.items():
+            ax.plot(range(len(run["per_second"])), run["per_second"], label=f"{name}: {run['share']:.2f} kept")
+        for kill in range(int(CHURN_S / EVERY_S)):
+            ax.axvline(CALM_S + kill * EVERY_S, color="0.8", linewidth=1)
+        ax.set_ylabel("batches/s")
+        ax.set_title(f"join timeout {seconds} s", fontsize=9)
+        ax.set_ylim(bottom=0)
+        ax.legend(fontsize=8)
+    axes[-1].set_xlabel("seconds; at each line one of four groups is killed and started again")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def tables(result: dict[str, Any], ours: str, published: str) -> str:
+    """Return the result as Markdown."""
+    rows = []
+    for seconds, sides in result.items():
+        for name, run in sides.items():
+            goal = f" (goal >= {GOAL:g}: {verdict(run['share'] >= GOAL)})" if name == ours else ""
+            rows.append([seconds, name, f"{run['share']:.2f}{goal}", str(run["behind"])])
+    return markdown_table(["join timeout, s", "package", "throughput kept", "commits behind history"], rows)

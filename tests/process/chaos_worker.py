@@ -1,0 +1,187 @@
+"""A rank of a replica group that can be told to die, or to stop, at a named phase of its next step.
+
+What it trains is small, and its gradients depend only on the step and the group: so a parent can work out, from who
+took part in which step, what the weights must be.
+
+Commands: {"do": "join", "lighthouse": ADDRESS} makes the Manager and trains; {"do": "strike", "phase": NAME, "signal":
+NUMBER} strikes at the next time that the phase is reached; {"do": "finish", "step": N} ends after step N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from events import Commands, emit
+from torch.distributed import PrefixStore, TCPStore
+
+BUCKETS = 3
+SIZE = 64
+RATE = 0.125
+TIMEOUT = timedelta(seconds=30)
+
+
+def gradient(step: int, group: int, bucket: int) -> torch.Tensor:
+    """Small integers: their sum over groups is exact, whatever the order."""
+    generator = torch.Generator().manual_seed(1_000_000 * bucket + 100 * step + group)
+    return torch.randint(-8, 9, (SIZE,), generator=generator).float()
+
+
+class Worker:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.group, self.kind, self.compute_s = args.group, args.kind, args.compute_s
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.commands = Commands()
+        torch.set_num_threads(1)
+        # Groups start with different weights: one that is not healed shows.
+        self.weights = [torch.full((SIZE,), float(args.group)) for _ in range(BUCKETS)]
+        self.ballast = torch.zeros(args.state_mb * 250_000)  # so that a heal takes a moment
+        self.armed: dict[str, Any] | None = None
+        self.last_step: int | None = None
+        emit("imported")
+
+    def process_group(self) -> dist.ProcessGroup:
+        if self.kind == "native":
+            shared = TCPStore("localhost", int(os.environ["SHARED_STORE"]), is_master=False, wait_for_workers=False)
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore(f"rank{self.rank}", shared),
+                rank=self.group,
+                world_size=64,
+                timeout=TIMEOUT,
+                enable_reconfigure=True,
+            )
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo
+
+        return ProcessGroupBabyGloo(timeout=TIMEOUT) if self.kind == "isolated" else ProcessGroupGloo(timeout=TIMEOUT)
+
+    def join(self, lighthouse: str) -> None:
+        from torchft import Manager
+        from torchft.checkpointing import HTTPTransport
+
+        worker = self
+
+        class Transport(HTTPTransport):
+            """Tells when this group heals."""
+
+            def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+                worker.strike("heals")
+                return super().recv_checkpoint(*args, **kwargs)
+
+        self.manager = Manager(
+            pg=self.process_group(),
+            load_state_dict=self.load,
+            state_dict=self.save,
+            min_replica_size=1,
+            lighthouse_addr=lighthouse,
+            replica_id=f"chaos_{self.group}",
+            timeout=TIMEOUT,
+            quorum_timeout=timedelta(seconds=90),
+            connect_timeout=TIMEOUT,
+            checkpoint_transport=Transport(timeout=TIMEOUT, num_chunks=0),
+        )
+
+    def save(self) -> dict[str, Any]:
+        if self.armed is not None:
+            threading.Timer(0.002, self.strike, ["heals another"]).start()
+        return {"weights": self.weights, "ballast": self.ballast}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for mine, theirs in zip(self.weights, state["weights"], strict=True):
+            mine.copy_(theirs)
+
+    def strike(self, phase: str) -> None:
+        armed = self.armed
+        if armed is None or armed["phase"] != phase:
+            return
+        self.armed = None
+        emit("striking", phase=phase, at=time.monotonic(), step=self.manager.current_step())
+        os.kill(os.getpid(), armed["signal"])
+
+    def hear(self) -> None:
+        while (command := self.commands.poll()) is not None:
+            if command["do"] == "finish":
+                self.last_step = command["step"]
+            else:
+                self.armed = command
+
+    def train(self) -> None:
+        manager = self.manager
+        while self.last_step is None or manager.current_step() < self.last_step:
+            self.hear()
+            self.strike("before the quorum")
+            began = time.monotonic()
+            manager.start_quorum()
+            self.strike("in the quorum")
+            time.sleep(self.compute_s)
+            manager.wait_quorum()
+            step, contributes = manager.current_step(), manager.is_participating()
+            plan = manager._plan
+            assert plan is not None
+            groups = sorted(int(i.split(":")[0].removeprefix("chaos_")) for i in plan.replica_ids)
+            # Before the first collective: whoever dies after this may be part of the sum.
+            emit("begin", step=step, quorum=plan.quorum_id, contributes=contributes)
+            gradients, works = [], []
+            for bucket in range(BUCKETS):
+                gradients.append(gradient(step, self.group, bucket))
+                works.append(manager.allreduce(gradients[-1]))
+                self.strike(f"in bucket {bucket}")
+            for work in works:
+                work.wait()
+            self.strike("before the vote")
+            committed = manager.should_commit()
+            self.strike("after the vote")
+            if committed:
+                for weight, mean in zip(self.weights, gradients, strict=True):
+                    weight -= RATE * mean
+            emit(
+                "step",
+                began=began,
+                at=time.monotonic(),
+                step=step,
+                committed=committed,
+                quorum=plan.quorum_id,
+                groups=groups,
+                participants=manager.num_participants(),
+                batches=manager.batches_committed(),
+                digest=self.digest(),
+                weights=[weight[0].item() for weight in self.weights],
+                error=None if manager.errored() is None else str(manager.errored())[:200],
+            )
+        emit("finished", step=manager.current_step(), digest=self.digest(), **self.left_over())
+        manager.shutdown()
+        if self.kind == "native":
+            dist.destroy_process_group()
+
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in self.weights)).hexdigest()[:16]
+
+    def left_over(self) -> dict[str, Any]:
+        """What a leak would make grow."""
+        return {
+            "threads": sorted(thread.name.split("-")[0] for thread in threading.enumerate()),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+        }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--group", type=int, required=True)
+    parser.add_argument("--kind", choices=["gloo", "isolated", "native"], default="gloo")
+    parser.add_argument("--compute_s", type=float, default=0.03)
+    parser.add_argument("--state_mb", type=int, default=4)
+    worker = Worker(parser.parse_args())
+    while (command := worker.commands.next())["do"] != "join":
+        worker.armed = command
+    worker.join(command["lighthouse"])
+    emit("joined")
+    worker.train()

@@ -49,8 +49,8 @@ train-fsdp: $(VENV)/with-train $(LIBRARY) ## the same with FSDP2: groups of two 
 	PYTHONPATH=. $(PY) python/examples/demo.py --script train_fsdp.py --nproc 2 --kill rank --steps 600
 
 train-diloco: $(VENV)/with-plot $(LIBRARY) ## a language model with streaming DiLoCo; one group is killed again and again
-	PYTHONPATH=. $(PY) python/examples/demo.py --script train_diloco.py --steps 1500 --kill-every 400 \
-		--time-limit 300 --plot loss_curves.png
+	PYTHONPATH=. $(PY) python/examples/demo.py --script train_diloco.py --steps 600 --kill-every 200 \
+		--time-limit 240 --plot loss_curves.png
 
 test: $(VENV)/with-test $(LIBRARY) ## go vet, go test -race, pytest
 	cd go && $(GO_ENV) $(GO) vet ./...

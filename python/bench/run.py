@@ -22,6 +22,7 @@ from typing import Any
 import heal
 import heal_sources
 import heal_stall
+import local_sgd
 import process_groups
 import recovery
 import recovery_churn
@@ -42,6 +43,7 @@ PARTS = {
     "process_groups": process_groups,
     "recovery": recovery,
     "churn": recovery_churn,
+    "local_sgd": local_sgd,
 }
 ROUNDS = {
     "startup": 10,
@@ -53,6 +55,8 @@ ROUNDS = {
     "process_groups": 8,
     "recovery": 2,
     "churn": 1,
+    "recovery": 5,
+    "local_sgd": 3,
 }
 OURS = "ours"
 

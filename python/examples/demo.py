@@ -48,7 +48,7 @@ def main() -> int:
         print_table(groups, kills)
         check(groups)
         if args.plot:
-            loss_curves.draw(groups, kills, args.plot)
+            loss_curves.draw(groups, args.plot)
             print(f"the losses are drawn in {args.plot}")
     except LaunchError as error:
         print(f"\nfailed: {error}")

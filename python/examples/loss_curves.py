@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from replica_group import Group
+    from replica_group import Event, Group
 
 SMOOTHED = 10  # steps that a point of the curve is the mean of
 
 
-def draw(groups: list[Group], kills: list[float], path: Path) -> None:
+def draw(groups: list[Group], path: Path) -> None:
     """Writes the picture; where a group was killed its curve has a mark, and a gap until it is back.
 
     Args:
         groups: of a job that has ended.
-        kills: when the last of them was killed, by the wall clock.
         path: of the picture, its ending says the format.
     """
     from matplotlib.figure import Figure
@@ -25,21 +23,28 @@ def draw(groups: list[Group], kills: list[float], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for group in groups:
-        points = [(e["step"], e["loss"], e["time"]) for e in group.commits()]
-        lives = [0.0, *kills, float("inf")] if group is groups[-1] else [0.0, float("inf")]
-        colour = f"C{group.number}"
-        for i, (begin, end) in enumerate(pairwise(lives)):
-            life = [(step, loss) for step, loss, time in points if begin <= time < end]
-            if not life:
-                continue
-            steps, losses = [step for step, _ in life], smoothed([loss for _, loss in life])
-            axes.plot(steps, losses, color=colour, label=f"group {group.number}" if i == 0 else None)
-            if end != float("inf"):
-                axes.plot(steps[-1], losses[-1], "x", color=colour, markersize=10, label="killed" if i == 0 else None)
+        colour, name = f"C{group.number}", f"group {group.number}"
+        found = [life for life in lives(group.events) if life]
+        for i, life in enumerate(found):
+            steps, losses = [event["step"] for event in life], smoothed([event["loss"] for event in life])
+            axes.plot(steps, losses, color=colour, label=name if i == 0 else None)
+            if i < len(found) - 1:
+                axes.plot(steps[-1], losses[-1], "x", color=colour, label=f"{name} killed" if i == 0 else None)
     axes.set(xlabel="step", ylabel="training loss", title="Loss of each replica group")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
+
+
+def lives(events: list[Event]) -> list[list[Event]]:
+    """The commits of a group from each of its starts to the next."""
+    found: list[list[Event]] = []
+    for event in events:
+        if event["event"] == "start":
+            found.append([])
+        elif event["event"] == "commit":
+            found[-1].append(event)
+    return found
 
 
 def smoothed(values: list[float]) -> list[float]:

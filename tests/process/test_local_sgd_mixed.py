@@ -25,7 +25,7 @@ def start(job: Job, paths: tuple[Path, Path]) -> list[Child]:
 def test_every_number_is_that_of_the_published_package() -> None:
     ours, theirs = ours_path(), published_path("nightly")
     with Job() as job:
-        jobs = {pair: start(job, pair) for pair in ((ours, ours), (theirs, theirs), (ours, theirs), (theirs, ours))}
+        jobs = {pair: start(job, pair) for pair in ((ours, ours), (theirs, theirs), (ours, theirs))}
         everybody = [child for children in jobs.values() for child in children]
         job.wait(lambda: all(child.of("imported") for child in everybody), START_TIMEOUT_S, "all have imported torchft")
         for pair, children in jobs.items():

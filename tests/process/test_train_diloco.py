@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 import sys
@@ -115,12 +114,16 @@ def test_the_picture_has_a_curve_a_group_and_a_mark_where_it_was_killed(tmp_path
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib: pip install 'torchft[plot]'")
     import loss_curves
 
-    def group(number: int, steps: list[int]) -> Any:
-        events = [{"step": step, "loss": 1 / step, "time": 10.0 * step} for step in steps]
-        return SimpleNamespace(number=number, commits=lambda: events)
+    def group(number: int, *steps: list[int]) -> Any:
+        events = []
+        for life in steps:
+            events += [{"event": "start"}, *({"event": "commit", "step": step, "loss": 1 / step} for step in life)]
+        return SimpleNamespace(number=number, events=[*events, {"event": "lost"}, {"event": "end"}])
 
     path = tmp_path / "loss.svg"
-    loss_curves.draw([group(0, list(range(1, 30))), group(1, [1, 2, 3, 20, 21])], [35.0], path)  # type: ignore[list-item]
+    groups = [group(0, list(range(1, 30))), group(1, [1, 2, 3], [], [20, 21])]
+    loss_curves.draw(groups, path)
     picture = path.read_text()
-    assert "group 0" in picture and "group 1" in picture and "killed" in picture
-    assert loss_curves.smoothed([4.0, 2.0]) == [4.0, 3.0] and not math.isnan(loss_curves.smoothed([1.0] * 50)[-1])
+    assert "group 0 -->" in picture and "group 1 killed" in picture and "group 0 killed" not in picture
+    assert [len(life) for life in loss_curves.lives(groups[1].events)] == [3, 0, 2]
+    assert loss_curves.smoothed([4.0, 2.0]) == [4.0, 3.0] and len(loss_curves.smoothed([1.0] * 50)) == 50

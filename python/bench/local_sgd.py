@@ -1,0 +1,91 @@
+"""What a synchronisation of LocalSGD and DiLoCo sends, and what memory and time it takes, beside the published package.
+
+Two groups as processes on Gloo over loopback, a model of four equal layers. Both sides run the same script, a process
+for each group, and take turns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated
+from processes import HERE, Job
+
+LAYER = 2048  # 16.8 MB a layer
+CASE_TIMEOUT_S = 120
+# name: fragments, settings of DiLoCo (None: LocalSGD), whether the published package can do it on a CPU
+CASES: dict[str, tuple[int, dict[str, Any] | None, bool]] = {
+    "LocalSGD": (1, None, True),
+    "DiLoCo": (1, {"sync_every": 4}, True),
+    "DiLoCo, in buckets": (1, {"sync_every": 4, "use_bucketization": True}, True),
+    "4 fragments": (4, {"sync_every": 4}, True),
+    "4 fragments, delay 1": (4, {"sync_every": 8, "fragment_sync_delay": 1}, True),
+    "the same, alpha 0.5": (4, {"sync_every": 8, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}, True),
+    "4 fragments, quantized": (4, {"sync_every": 4, "should_quantize": True}, False),
+}
+
+
+def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+    """Return, for each case and side: bytes sent, memory beyond the state (both in models), ms in inner steps."""
+    samples: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in CASES}
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours.path, min_replicas=2, heartbeat_timeout_ms=1000)
+        script = HERE.parents[1] / "python" / "bench" / "local_sgd_worker.py"
+        sides = {
+            side.name: Workers(
+                job, [job.python(f"{side.name}-{g}", script, f"--group={g}", path=side.path) for g in range(2)]
+            )
+            for side in (ours, published)
+        }
+        everybody = [child for workers in sides.values() for child in workers.children]
+        job.wait(lambda: all(c.of("imported") for c in everybody), START_TIMEOUT_S, "all have imported torchft")
+        for number in range(rounds):
+            for name, (fragments, settings, stock_can) in CASES.items():
+                for side in rotated((ours, published), number):
+                    if side is published and not stock_can:
+                        continue
+                    ends = _run(
+                        job,
+                        sides[side.name],
+                        lighthouse=lighthouse,
+                        name=f"{side.name}_{name}_{number}".replace(" ", "_"),
+                        fragments=fragments,
+                        layer=LAYER,
+                        syncs=3,
+                        settings=settings,
+                    )
+                    kept = samples[name].setdefault(side.name, {"sent": [], "peak": [], "ms": []})
+                    for figure, values in kept.items():
+                        values += [end[figure] for end in ends]
+            progress(f"local_sgd, round {number + 1}/{rounds}")
+    return {
+        "rounds": rounds,
+        "model_mb": 4 * LAYER * LAYER * 4 / 1e6,
+        "cases": {
+            name: {side: {f: vars(Spread.of(v)) for f, v in kept.items()} for side, kept in of.items()}
+            for name, of in samples.items()
+        },
+    }
+
+
+def _run(job: Job, workers: Workers, **command: Any) -> list[dict[str, Any]]:
+    before = [len(child.of("case")) for child in workers.children]
+    for child in workers.children:
+        child.send(do="case", **command)
+    job.wait(
+        lambda: all(len(c.of("case")) > n for c, n in zip(workers.children, before)), CASE_TIMEOUT_S, command["name"]
+    )
+    return [child.of("case")[-1] for child in workers.children]
+
+
+def tables(result: dict[str, Any], ours: str, published: str) -> str:
+    rows = []
+    for name, sides in result["cases"].items():
+        for side in (ours, published):
+            if side not in sides:
+                rows.append((name, side, "needs a GPU", "", ""))
+                continue
+            spread = {figure: Spread(**values) for figure, values in sides[side].items()}
+            rows.append((name, side, spread["sent"].text(), spread["peak"].text(), spread["ms"].text(0)))
+    head = ("case", "package", "sent, models", "memory, models", "ms in inner steps")
+    return markdown_table(head, rows)

@@ -1,0 +1,132 @@
+"""One replica group of the local_sgd benchmark, of whichever torchft is on PYTHONPATH.
+
+Bytes are what the kernel counts on this process's own TCP connections, so headers of collectives and the control plane
+are in. Memory is the growth of the resident set beyond what is there between two synchronisations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import struct
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from events import Commands, emit
+from torch import nn
+from torch.distributed import TCPStore
+
+from torchft.local_sgd import DiLoCo, LocalSGD
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
+
+TIMEOUT = timedelta(seconds=120)
+_BYTES_ACKED = 120  # offset in Linux's struct tcp_info, an unsigned 64 bit number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--group", type=int, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    commands = Commands()
+    emit("imported")
+    while True:
+        command = commands.next()
+        emit("case", **run(args.group, **{k: v for k, v in command.items() if k != "do"}))
+
+
+def run(
+    group: int, lighthouse: str, name: str, fragments: int, layer: int, syncs: int, settings: dict[str, Any] | None
+) -> dict[str, Any]:
+    """`syncs` rounds of each fragment; settings None: LocalSGD."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(layer, layer, bias=False) for _ in range(4)])
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pg = ProcessGroupGloo(timeout=TIMEOUT)
+    manager = Manager(
+        pg=pg,
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=2,
+        use_async_quorum=False,
+        timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"{name}_{group}",
+        init_sync=False,
+    )
+    if settings is None:
+        algorithm: Any = LocalSGD(manager, model, inner, sync_every=4)
+    else:
+        parts = [model] if fragments == 1 else [nn.ModuleList([m]) for m in model]
+        outer = [torch.optim.SGD(p.parameters(), lr=0.7, momentum=0.9, nesterov=True) for p in parts]
+        algorithm = DiLoCo(manager, parts, inner, outer, **settings)
+    with algorithm:
+        train(model, inner, manager, 2 * fragments)  # connections, the outer optimizer's state
+        sent, rest, began = sent_bytes(), settle(), time.monotonic()
+        blocked = train(model, inner, manager, (2 + syncs) * fragments)
+        took, peak, sent = time.monotonic() - began, memory("VmHWM"), sent_bytes() - sent
+    manager.shutdown()
+    pg.shutdown()
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {
+        "sent": sent / syncs / nbytes,  # for one sync of the whole model, in models
+        "peak": (peak - rest) / nbytes,
+        "ms": 1000 * blocked / syncs,
+        "seconds": took,
+    }
+
+
+def train(model: nn.Module, inner: torch.optim.Optimizer, manager: Manager, until: int) -> float:
+    """Inner steps until a step of the Manager. Returns the seconds in the optimizer: what the synchronisations cost."""
+    blocked = 0.0
+    while manager.current_step() < until:
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            p.grad.fill_(1e-3)
+        began = time.perf_counter()
+        inner.step()
+        blocked += time.perf_counter() - began
+    return blocked
+
+
+def settle() -> int:
+    """Forgets the peak so far. Returns the resident bytes now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+def memory(what: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(f"{what}:"))
+
+
+def sent_bytes() -> int:
+    """What peers have acknowledged on this process's TCP connections, bytes."""
+    total = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            if not os.readlink(fd).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(fd.name))) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    if len(info) >= _BYTES_ACKED + 8:
+                        total += struct.unpack_from("<Q", info, _BYTES_ACKED)[0]
+        except OSError:  # it was closed meanwhile
+            continue
+    return total
+
+
+if __name__ == "__main__":
+    main()

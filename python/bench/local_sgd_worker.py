@@ -51,7 +51,7 @@ def run(
     pg = ProcessGroupGloo(timeout=TIMEOUT)
     manager = Manager(
         pg=pg,
-        load_state_dict=model.load_state_dict,
+        load_state_dict=lambda state: model.load_state_dict(state),
         state_dict=model.state_dict,
         min_replica_size=2,
         use_async_quorum=False,
@@ -67,11 +67,14 @@ def run(
     if settings is None:
         algorithm: Any = LocalSGD(manager, model, inner, sync_every=4)
     else:
-        parts = [model] if fragments == 1 else [nn.ModuleList([m]) for m in model]
-        outer = [torch.optim.SGD(p.parameters(), lr=0.7, momentum=0.9, nesterov=True) for p in parts]
+        parts: list[nn.Module] = [model] if fragments == 1 else [nn.ModuleList([m]) for m in model]
+        outer: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(p.parameters(), lr=0.7, momentum=0.9, nesterov=True) for p in parts
+        ]
         algorithm = DiLoCo(manager, parts, inner, outer, **settings)
     with algorithm:
         train(model, inner, manager, 2 * fragments)  # connections, the outer optimizer's state
+        fill_gradients(model)
         sent, rest, began = sent_bytes(), settle(), time.monotonic()
         blocked = train(model, inner, manager, (2 + syncs) * fragments)
         took, peak, sent = time.monotonic() - began, memory("VmHWM"), sent_bytes() - sent
@@ -90,14 +93,18 @@ def train(model: nn.Module, inner: torch.optim.Optimizer, manager: Manager, unti
     """Inner steps until a step of the Manager. Returns the seconds in the optimizer: what the synchronisations cost."""
     blocked = 0.0
     while manager.current_step() < until:
-        for p in model.parameters():
-            if p.grad is None:
-                p.grad = torch.empty_like(p)
-            p.grad.fill_(1e-3)
+        fill_gradients(model)
         began = time.perf_counter()
         inner.step()
         blocked += time.perf_counter() - began
     return blocked
+
+
+def fill_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.fill_(1e-3)
 
 
 def settle() -> int:

@@ -817,3 +817,21 @@ def test_shutdown_leaves_no_thread(fixture: Fixture) -> None:
     manager.shutdown()
     assert not any(t.name.startswith("torchft_quorum") for t in threading.enumerate())
     fixture.transport.shutdown.assert_called_with(wait=True)
+
+
+def test_finish_serving_waits_for_the_step_and_then_for_the_readers(fixture: Fixture, make_quorum: Quorum) -> None:
+    """Streaming DiLoCo changes its state while a step is open: a group that heals must not read half of that."""
+    manager = fixture.manager(use_async_quorum=False)
+    manager.start_quorum()
+    manager.finish_serving()
+    fixture.transport.disallow_checkpoint.assert_not_called()  # nobody heals from here
+    fixture.client._quorum.return_value = make_quorum(quorum_id=2, recover_dst_replica_ranks=[0])
+    manager.start_quorum()
+    fixture.transport.send_checkpoint.assert_called_once()
+    order: list[str] = []
+    fixture.transport.disallow_checkpoint.side_effect = lambda: order.append("not served any more")
+    work = manager.allreduce(torch.ones(2))
+    wait = work.wait
+    work.wait = lambda *timeout: (order.append("collective"), wait(*timeout))[1]  # type: ignore[method-assign]
+    manager.finish_serving()
+    assert order == ["collective", "not served any more"]

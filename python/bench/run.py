@@ -55,7 +55,6 @@ ROUNDS = {
     "process_groups": 8,
     "recovery": 2,
     "churn": 1,
-    "recovery": 5,
     "local_sgd": 3,
 }
 OURS = "ours"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.faulty_proxy import Fault, Proxy, random_faults
-from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing import HTTPTransport, _receive
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=20)
@@ -104,6 +105,76 @@ def test_random_transfers(source: HTTPTransport[Any]) -> None:
             source.disallow_checkpoint()
     assert struck > TRANSFERS / 2, f"seed {seed}: hardly any fault came to pass"
     assert failed < TRANSFERS / 4, f"seed {seed}"
+
+
+@pytest.mark.timeout(600)
+def test_random_transfers_with_a_helper(source: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The helper has some of it alike, behind a network of its own; at times it goes away in the middle."""
+    monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
+    seed = random.randrange(2**32)
+    for number in range(TRANSFERS // 4):
+        rng = random.Random(seed + number)
+        state = random_state(rng)
+        nbytes = max(1, sum(t.numel() for t in state.values()))
+        faults = [random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], nbytes, 4) for _ in range(2)]
+        source.send_checkpoint([1], number, state, TIMEOUT)
+        lent = {name: t.clone() if rng.random() < 0.7 else torch.full_like(t, 77) for name, t in state.items()}
+        helper: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
+        helper.help_checkpoint(number, lent)
+        target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
+        wires = [Wire(source, [], faults[0]), Wire(helper, [], faults[1])]
+        away = threading.Timer(rng.random() * 0.05, helper.disallow_checkpoint)
+        if rng.random() < 0.5:
+            away.start()
+        try:
+            got = target.recv_checkpoint(0, wires[0].metadata, number, TIMEOUT, helpers=[lambda w=wires[1]: w.metadata])
+            assert_same(got, state)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, transfer {number}") from error
+        finally:
+            away.cancel()
+            for wire in wires:
+                wire.close()
+            target.shutdown()
+            helper.shutdown()
+            source.disallow_checkpoint()
+
+
+def test_a_source_that_turned_to_another_step(source: Any, target: Any, wire: Any) -> None:
+    """It needed its memory back in the middle, made no copy, and is a step further when the target asks again."""
+    state = large_state()
+    source._snapshot = False
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    through = wire(data=[Fault("reset", MB, True), Fault("reset", MB, True)])
+    turned = threading.Event()
+
+    def turn() -> None:
+        until(lambda: len(through.data.done) > 0)
+        source._source.disallow(0.0)
+        for tensor in state.values():
+            tensor.fill_(7)
+        source.send_checkpoint([1], 2, state, TIMEOUT)
+        turned.set()
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    refused = ""
+    try:
+        got = target.recv_checkpoint(0, through.metadata, 1, TIMEOUT)
+    except CheckpointError as error:
+        refused, got = str(error), {}
+    assert not refused or re.search(r"step 1 .*(serving step 2 but got step=1|trains on)", refused), refused
+    assert not any((t == 7).all() for t in got.values())  # all of it came before, or nothing is given
+    thread.join(20)
+    assert turned.is_set()
+    assert_same(target.recv_checkpoint(0, source.metadata(), 2, TIMEOUT), state)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def large_state() -> dict[str, torch.Tensor]:

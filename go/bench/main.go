@@ -1,8 +1,10 @@
 // Command bench puts load on a lighthouse: replica groups, each with a connection of its own, that ask for one quorum
 // after the other as fast as they come. It prints a line of JSON for each number of groups.
 //
-//	go run ./bench -lighthouse http://localhost:29510 -kind stock -groups 100,300,1000 -pid PID
+//	go run ./bench -lighthouse http://localhost:29510 -kind stock -groups 1000 -pid PID
+//	go run ./bench -comeback ./torchft_lighthouse -groups 10000
 //
+// The second kills a lighthouse under its groups, starts it again, and measures how they come back.
 // Groups of kind stock speak as the published manager does, those of kind ours as the one of this repository. The
 // lighthouse must wait for all groups: its min_replicas is their number.
 package main
@@ -34,6 +36,8 @@ type settings struct {
 	limit      time.Duration
 	idle       time.Duration
 	pid        int
+	comeback   string
+	away       time.Duration
 }
 
 func parse(args []string) (s settings, err error) {
@@ -45,10 +49,14 @@ func parse(args []string) (s settings, err error) {
 	flags.DurationVar(&s.limit, "limit", time.Minute, "after this time no further round begins")
 	flags.DurationVar(&s.idle, "idle", 0, "how long to measure what it costs to know that the groups are alive; 0: not at all")
 	flags.IntVar(&s.pid, "pid", 0, "process of the lighthouse, to measure its time and memory; 0: not at all")
+	flags.StringVar(&s.comeback, "comeback", "", "command of a lighthouse to kill and to start again, in place of -lighthouse")
+	flags.DurationVar(&s.away, "away", 2*time.Second, "how long it stays away")
 	if err := flags.Parse(args); err != nil {
 		return s, err
 	}
 	switch {
+	case s.comeback != "" && s.groups > 0:
+		return s, nil
 	case s.lighthouse == "":
 		return s, errors.New("-lighthouse is missing: give http://host:port")
 	case kinds[s.kind] == nil:
@@ -85,6 +93,9 @@ func run(args []string) error {
 	s, err := parse(args)
 	if err != nil {
 		return err
+	}
+	if s.comeback != "" {
+		return printComeback(s)
 	}
 	r, err := measure(context.Background(), s)
 	if err != nil {

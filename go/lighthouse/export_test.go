@@ -1,6 +1,10 @@
 package lighthouse
 
-import "github.com/torchft/torchft/go/internal/rpc"
+import (
+	"net/http"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+)
 
 // BreakMachine makes the next use of the default job's machine panic, as a bug in it would.
 func (s *Server) BreakMachine() {
@@ -22,4 +26,25 @@ func (s *Server) defaultJob() *job {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.jobs[rpc.DefaultJob]
+}
+
+// Handler serves the server's HTTP routes, and recovers nothing.
+func (s *Server) Handler() http.Handler { return s.handler() }
+
+// EncodeState is the file of a job's state.
+func EncodeState(job string, highest int64) []byte {
+	file, err := state{Job: job, Highest: highest}.encode()
+	if err != nil {
+		panic(err)
+	}
+	return file
+}
+
+// Sealed is a file with any text and the right checksum.
+func Sealed(text []byte) []byte { return seal(text) }
+
+// DecodeState reads a file.
+func DecodeState(file []byte, job string) error {
+	_, err := decodeState(file, job)
+	return err
 }

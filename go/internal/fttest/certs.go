@@ -97,7 +97,7 @@ func write(t *testing.T, path, kind string, der []byte) {
 }
 
 // File makes a file that only its owner can read.
-func File(t *testing.T, content string) string {
+func File(t testing.TB, content string) string {
 	path := filepath.Join(t.TempDir(), "file")
 	require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
 	return path

@@ -70,9 +70,10 @@ func clientLimits() []grpc.DialOption {
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: clientPingAfter, Timeout: pingTimeout, PermitWithoutStream: true}),
 		// A connection stays up between steps however long they take.
 		grpc.WithIdleTimeout(0),
-		// gRPC's own backoff grows to two minutes; a lighthouse that comes back should be found at once.
+		// gRPC's own backoff grows to two minutes; a lighthouse that comes back should be found within a second, together
+		// with RetryBackoff, which is waited on top of it.
 		grpc.WithConnectParams(grpc.ConnectParams{
-			Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
+			Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.5, MaxDelay: 400 * time.Millisecond},
 			MinConnectTimeout: 5 * time.Second,
 		}),
 	}

@@ -91,7 +91,7 @@ func TestBackoff(t *testing.T) {
 	for failed, want := range map[int]time.Duration{0: 20, 1: 20, 2: 40, 3: 80, 6: 640, 7: 1000, 1000: 1000} {
 		assert.Equal(t, want*time.Millisecond, b.Wait(failed, 0), "after %d", failed)
 	}
-	assert.Equal(t, 15*time.Millisecond, b.Wait(1, 1), "spread shortens by up to a quarter")
+	assert.Equal(t, 10*time.Millisecond, b.Wait(1, 1), "spread shortens by up to half")
 }
 
 func TestCodes(t *testing.T) {

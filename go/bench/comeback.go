@@ -1,0 +1,234 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// comeback is what a lighthouse goes through that is killed under many groups and started again: all of them come back at
+// once. The groups have the connections and the pauses of real managers.
+type comeback struct {
+	Groups   int     `json:"groups"`
+	AwayS    float64 `json:"away_s"`    // how long there was no lighthouse
+	HalfMS   float64 `json:"half_ms"`   // from when it listens until half of the groups are in
+	AllMS    float64 `json:"all_ms"`    // until all are
+	Attempts float64 `json:"attempts"`  // streams that were begun for each group, since the kill
+	CPUMS    float64 `json:"cpu_ms"`    // of the lighthouse meanwhile
+	MemoryMB float64 `json:"memory_mb"` // resident, afterwards
+	PeakMB   float64 `json:"peak_mb"`
+}
+
+// returning are groups that keep a stream each, and make a new one when it breaks.
+type returning struct {
+	attempts atomic.Int64
+
+	mu      sync.Mutex
+	in      int
+	since   []time.Time // when each came in, since the last forget
+	changed chan struct{}
+}
+
+func (r *returning) came(in int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.in += in
+	if in > 0 {
+		r.since = append(r.since, time.Now())
+	}
+	close(r.changed)
+	r.changed = make(chan struct{})
+}
+
+// wait returns when there are n groups in.
+func (r *returning) wait(ctx context.Context, n int) error {
+	for {
+		r.mu.Lock()
+		in, changed := r.in, r.changed
+		r.mu.Unlock()
+		if in == n {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("%d groups are in, not %d: %w", in, n, ctx.Err())
+		}
+	}
+}
+
+func (r *returning) forget() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.since = nil
+	r.attempts.Store(0)
+}
+
+// attend keeps a group's stream open, with the pauses that a manager makes.
+func (r *returning) attend(ctx context.Context, conn *grpc.ClientConn, replicaID string) {
+	stub := torchftpb.NewMemberServiceClient(conn)
+	for failed := 0; ctx.Err() == nil; {
+		if r.stream(ctx, stub, replicaID) {
+			failed = 0
+		}
+		failed++
+		select {
+		case <-ctx.Done():
+		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
+		}
+	}
+}
+
+func (r *returning) stream(ctx context.Context, stub torchftpb.MemberServiceClient, replicaID string) (welcomed bool) {
+	r.attempts.Add(1)
+	wire, err := stub.Attend(ctx)
+	if err != nil {
+		return false
+	}
+	err = wire.Send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: replicaID}}})
+	for err == nil {
+		var m *torchftpb.LighthouseMessage
+		if m, err = wire.Recv(); m.GetWelcome() != nil && !welcomed {
+			welcomed = true
+			r.came(1)
+		}
+	}
+	if welcomed {
+		r.came(-1)
+	}
+	return welcomed
+}
+
+// measureComeback kills and starts the command, which is that of a lighthouse without its bind.
+func measureComeback(ctx context.Context, command string, groups int, away time.Duration) (c comeback, err error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	bind, err := freePort()
+	if err != nil {
+		return c, err
+	}
+	first, err := startLighthouse(ctx, command, bind, groups)
+	if err != nil {
+		return c, err
+	}
+	defer func() { first.end() }()
+	r := &returning{changed: make(chan struct{})}
+	conns := make([]*grpc.ClientConn, groups)
+	attending, stop := context.WithCancel(ctx)
+	var all sync.WaitGroup
+	defer func() {
+		stop()
+		for _, conn := range conns {
+			if conn != nil {
+				_ = conn.Close()
+			}
+		}
+		all.Wait()
+	}()
+	if err := inParallel(groups, func(i int) (err error) {
+		conns[i], err = rpc.Dial(ctx, nil, "lighthouse", "http://"+bind, patience)
+		return err
+	}); err != nil {
+		return c, err
+	}
+	for i, conn := range conns {
+		all.Go(func() { r.attend(attending, conn, newMember(i).GetReplicaId()) })
+	}
+	if err := r.wait(ctx, groups); err != nil {
+		return c, err
+	}
+
+	first.end()
+	if err := r.wait(ctx, 0); err != nil {
+		return c, err
+	}
+	r.forget()
+	time.Sleep(away)
+	second, err := startLighthouse(ctx, command, bind, groups)
+	if err != nil {
+		return c, err
+	}
+	defer second.end()
+	listens := time.Now()
+	if err := r.wait(ctx, groups); err != nil {
+		return c, err
+	}
+	used := usage(second.pid())
+	slices.SortFunc(r.since, time.Time.Compare)
+	return comeback{
+		Groups: groups, AwayS: away.Seconds(),
+		HalfMS:   milliseconds(r.since[len(r.since)/2].Sub(listens)),
+		AllMS:    milliseconds(r.since[len(r.since)-1].Sub(listens)),
+		Attempts: float64(r.attempts.Load()) / float64(groups),
+		CPUMS:    milliseconds(used.cpu), MemoryMB: used.memoryMB, PeakMB: used.peakMB,
+	}, nil
+}
+
+func freePort() (bind string, err error) {
+	lis, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	return lis.Addr().String(), lis.Close()
+}
+
+// running is a lighthouse's process.
+type running struct {
+	command *exec.Cmd
+	ended   sync.Once
+}
+
+func (r *running) pid() int { return r.command.Process.Pid }
+
+// end is kill -9.
+func (r *running) end() {
+	r.ended.Do(func() {
+		_ = r.command.Process.Kill()
+		_ = r.command.Wait()
+	})
+}
+
+// startLighthouse returns when it says that it listens.
+func startLighthouse(ctx context.Context, command, bind string, groups int) (*running, error) {
+	args := append(strings.Fields(command), "--bind", bind, "--min_replicas", strconv.Itoa(groups), "--state_dir", "")
+	c := exec.CommandContext(ctx, args[0], args[1:]...)
+	c.Stderr = os.Stderr
+	out, err := c.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := c.Start(); err != nil {
+		return nil, err
+	}
+	line, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil || !strings.Contains(line, "listening") {
+		_ = c.Process.Kill()
+		return nil, errors.Join(fmt.Errorf("%q does not listen: it said %q", command, line), err, c.Wait())
+	}
+	return &running{command: c}, nil
+}
+
+func printComeback(s settings) error {
+	c, err := measureComeback(context.Background(), s.comeback, s.groups, s.away)
+	if err != nil {
+		return err
+	}
+	return json.NewEncoder(os.Stdout).Encode(c)
+}

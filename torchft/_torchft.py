@@ -597,7 +597,7 @@ class _LighthouseCommand(_Server):
 
 
 def lighthouse_main() -> None:
-    """The ``torchft_lighthouse`` command: serves until SIGINT or SIGTERM.
+    """The ``torchft_lighthouse`` command: serves until SIGINT or SIGTERM, then tells all who wait to ask again.
 
     Exits with 2 when an argument is not understood or not allowed, and with 1 when the server does not start.
     """
@@ -620,4 +620,6 @@ def lighthouse_main() -> None:
         sys.exit(2 if isinstance(e, ValueError) else 1)
     print(f"Lighthouse listening on: {server.address()}", flush=True)
     stop.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # a second one does not wait for anything
     server.shutdown()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -11,14 +13,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
-from torchft.coordination import LighthouseClient
+from torchft.coordination import LighthouseClient, ManagerClient, ManagerServer
 
 MAIN = "from torchft._torchft import lighthouse_main; lighthouse_main()"
 AT_ONCE = ["--bind", "127.0.0.1:0", "--join_timeout_ms", "10"]
@@ -48,6 +52,41 @@ def test_it_serves_until_a_signal(stop: signal.Signals) -> None:
         _, errors = server.communicate(timeout=30)
     assert server.returncode == 0
     assert "Traceback" not in errors
+
+
+def fixed_port() -> int:
+    """A free one that no outgoing connection takes while nobody listens there."""
+    for port in random.sample(range(20000, 29000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port between 20000 and 29000")
+
+
+def test_sigterm_tells_those_who_wait_and_a_job_goes_on_with_the_next_one() -> None:
+    again = ["--bind", f"127.0.0.1:{fixed_port()}", "--join_timeout_ms", "10", "--state_dir", ""]
+    with start(["--min_replicas", "3", *again]) as first, ThreadPoolExecutor() as threads:
+        address = address_of(first)
+        group = ManagerServer(
+            "group", address, "localhost", "[::]:0", "localhost:1", 1, timedelta(seconds=1), timedelta(seconds=20), 0
+        )
+        rank = ManagerClient(group.address(), timedelta(seconds=20))
+        asked = threads.submit(rank._quorum, 0, 1, "", False, timedelta(seconds=60), 0)
+        called = threads.submit(LighthouseClient(address, timedelta(seconds=20)).quorum, "x", timedelta(seconds=60))
+        deadline = time.monotonic() + 30
+        while json.load(urlopen(f"{address}/status", timeout=10))["candidates"] < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first.send_signal(signal.SIGTERM)
+        with pytest.raises(RuntimeError, match="shutting down"):
+            called.result(timeout=30)
+        first.communicate(timeout=30)
+        assert first.returncode == 0
+        assert not asked.done()  # the group asks again, and its ranks wait on
+        with start(["--min_replicas", "1", *again]) as second:
+            assert asked.result(timeout=50).replica_ids == ["group"]
+            second.send_signal(signal.SIGTERM)
+            second.communicate(timeout=30)
+        group.shutdown()
 
 
 def test_the_installed_script_starts() -> None:

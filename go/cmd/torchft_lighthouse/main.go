@@ -35,6 +35,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	}
 	_, _ = fmt.Fprintf(stdout, "torchft lighthouse listening on %s\n", server.Address())
 	<-stop
+	signal.Stop(stop) // a second one does not wait for anything
 	server.Shutdown()
 	return 0
 }

@@ -30,21 +30,3 @@ func (s *Server) defaultJob() *job {
 
 // Handler serves the server's HTTP routes, and recovers nothing.
 func (s *Server) Handler() http.Handler { return s.handler() }
-
-// EncodeState is the file of a job's state.
-func EncodeState(job string, highest int64) []byte {
-	file, err := state{Job: job, Highest: highest}.encode()
-	if err != nil {
-		panic(err)
-	}
-	return file
-}
-
-// Sealed is a file with any text and the right checksum.
-func Sealed(text []byte) []byte { return seal(text) }
-
-// DecodeState reads a file.
-func DecodeState(file []byte, job string) error {
-	_, err := decodeState(file, job)
-	return err
-}

@@ -41,12 +41,7 @@ func (s state) encode() ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	return seal(text), nil
-}
-
-// seal puts the magic and the checksum before a text.
-func seal(text []byte) []byte {
-	return fmt.Appendf(nil, "%s%x\n%s\n", stateMagic, sha256.Sum256(text), text)
+	return fmt.Appendf(nil, "%s%x\n%s\n", stateMagic, sha256.Sum256(text), text), nil
 }
 
 // decodeState reads a file. What was cut short or changed is an error.

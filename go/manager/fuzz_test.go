@@ -45,11 +45,12 @@ func FuzzSession(f *testing.F) {
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })
 	f.Fuzz(func(t *testing.T, all []byte) {
-		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		stream, err := conn.NewStream(ctx, &torchftpb.RankService_ServiceDesc.Streams[0],
 			torchftpb.RankService_Session_FullMethodName, grpc.ForceCodec(bytesCodec{}))
 		require.NoError(t, err)
+		defer time.AfterFunc(20*time.Millisecond, cancel).Stop()
 		for len(all) > 0 {
 			message, n := protowire.ConsumeBytes(all)
 			if n < 0 {

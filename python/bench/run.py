@@ -30,7 +30,7 @@ import startup
 import step
 import throughput
 from common import REPOSITORY, Side
-from processes import ours_path
+from processes import JobFailed, ours_path
 from published import REQUIREMENTS, PublishedUnavailable, install
 
 PARTS = {
@@ -67,7 +67,7 @@ def main() -> int:
     except PublishedUnavailable as e:
         print(f"nothing to compare with: {e}", file=sys.stderr)
         return 1
-    ours = Side(OURS, Path(args.ours).resolve() if args.ours else ours_path())
+    ours = Side(OURS, Path(args.ours).resolve() if args.ours else _built())
 
     began = time.monotonic()
 
@@ -84,12 +84,22 @@ def main() -> int:
     return 0
 
 
+def _built() -> Path:
+    """What this Python imports, else what lies beside this script, built in place."""
+    try:
+        return ours_path()
+    except JobFailed:
+        return REPOSITORY
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure ours and the published torchft side by side.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--rounds", type=int, help="rounds a part; default: " + str(ROUNDS))
     parser.add_argument("--published", choices=sorted(REQUIREMENTS), default="nightly")
-    parser.add_argument("--ours", help="directory that holds our torchft; default: the one this Python imports")
+    parser.add_argument(
+        "--ours", help="directory that holds our torchft; default: the one this Python imports, else this one"
+    )
     parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="where benchmarks.md and .json are")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()

@@ -52,7 +52,8 @@ class Operations:
     def __init__(self, name: str, connections: Optional[Connections] = None) -> None:
         self.name = name
         self.connections = connections
-        self._lock = threading.Lock()
+        # The garbage collector may call `end` on a thread that is in here.
+        self._lock = threading.RLock()
         self._ended: Optional[tuple[float, Exception]] = None
         self._looked = 0.0
         self._damaged: Optional[float] = None

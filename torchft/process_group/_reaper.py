@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-_lock = threading.Lock()
+# The garbage collector calls `reap` wherever it likes, also on a thread that is in here.
+_lock = threading.RLock()
 _pending: set[threading.Thread] = set()
 
 # How long the process waits at its end for groups that are being destroyed. With their connections

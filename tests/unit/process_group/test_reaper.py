@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+
+from torchft.process_group import _reaper
 
 # In a process of its own: if destroying the group kept the GIL, no timeout of ours would ever run.
 _SCRIPT = """
@@ -40,6 +43,19 @@ def test_destroying_a_group_leaves_the_gil_to_its_threads() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
+
+
+def test_a_garbage_collection_may_call_it_anywhere() -> None:
+    """Also on a thread that is in the middle of another call."""
+
+    def collect() -> None:
+        with _reaper._lock:
+            _reaper.reap([object()])
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()

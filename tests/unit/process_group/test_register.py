@@ -15,6 +15,7 @@ from tests.unit.process_group.ranks import TIMEOUT, meeting
 from torchft.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroup,
+    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
 )
@@ -30,9 +31,9 @@ def world(store: TCPStore) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["gloo", "error_swallowing"])
+@pytest.fixture(params=["gloo", "isolated", "error_swallowing"])
 def group(request: pytest.FixtureRequest, store: TCPStore) -> ProcessGroup:
-    group: ProcessGroup = ProcessGroupGloo(timeout=TIMEOUT)
+    group: ProcessGroup = (ProcessGroupBabyGloo if request.param == "isolated" else ProcessGroupGloo)(timeout=TIMEOUT)
     if request.param == "error_swallowing":
         group = ErrorSwallowingProcessGroupWrapper(group)
     group.configure(meeting(store), "replica", 0, 1)

@@ -21,6 +21,7 @@ from torchft.process_group import (
     FakeProcessGroupWrapper,
     ManagedProcessGroup,
     ProcessGroup,
+    ProcessGroupBabyGloo,
     ProcessGroupGloo,
 )
 
@@ -44,11 +45,16 @@ class Manager:
         return self._pg.allreduce([tensor], reduce_op)
 
 
-KINDS: dict[str, Callable[[ProcessGroup], ProcessGroup]] = {
-    "gloo": lambda group: group,
-    "error_swallowing": ErrorSwallowingProcessGroupWrapper,
-    "fake": FakeProcessGroupWrapper,
-    "managed": lambda group: ManagedProcessGroup(Manager(group)),  # type: ignore[arg-type]
+def gloo() -> ProcessGroup:
+    return ProcessGroupGloo(timeout=TIMEOUT)
+
+
+KINDS: dict[str, Callable[[], ProcessGroup]] = {
+    "gloo": gloo,
+    "isolated": lambda: ProcessGroupBabyGloo(timeout=TIMEOUT),
+    "error_swallowing": lambda: ErrorSwallowingProcessGroupWrapper(gloo()),
+    "fake": lambda: FakeProcessGroupWrapper(gloo()),
+    "managed": lambda: ManagedProcessGroup(Manager(gloo())),  # type: ignore[arg-type]
 }
 
 
@@ -61,9 +67,8 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(params=KINDS)
 def groups(request: pytest.FixtureRequest, store: TCPStore, world: None) -> Iterator[list[ProcessGroup]]:
-    inner = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(N)]
-    connect(inner, store)
-    made = [KINDS[request.param](group) for group in inner]
+    made = [KINDS[request.param]() for _ in range(N)]
+    connect(made, store)
     for group in made:
         group.register(f"rank {next(_names)}")
     yield made

@@ -95,6 +95,10 @@ class Channel:
             Exception: why the worker is of no use.
         """
         op = _OpMetadata(next(self._ids), leases, result, patience, stream)
+        if self._broken is not None:
+            # Here, too: in a forked child the lock may be another thread's, for ever.
+            release(op)
+            raise self._error()
         if kind == protocol.RUN:
             body = self.devices.marks(leases) + body
         if len(self._ops) > _READ_ABOVE:
@@ -219,6 +223,10 @@ class Channel:
 
     def _read(self, timeout: float) -> bool:
         """Handles what answers there are, or come within `timeout` seconds; whether any came. Only for the leader."""
+        if self._broken is not None:
+            # Nothing is left to read; whoever found out is about to end the operations.
+            time.sleep(0.001)
+            return False
         try:
             answers = self.wire.read(timeout)
         except EOFError:
@@ -381,7 +389,6 @@ class Channel:
             self._end(op)
         with self._lock:
             self._completer.wake()
-            # Whoever leads closes the wire, but not before it has had this lock.
             if self._leading:
                 self.wire.wake()
         self.wire.hang_up()

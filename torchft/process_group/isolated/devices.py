@@ -24,7 +24,8 @@ class Devices:
     def __init__(self, make: MakeSharing, tell: Callable[[int, bytes, Optional[int]], None]) -> None:
         self._make = make
         self._tell = tell
-        self._lock = threading.Lock()
+        # The garbage collector may close a channel on a thread that is in here.
+        self._lock = threading.RLock()
         self._sharings: dict[int, Sharing] = {}
         # Whether some device has marks.
         self._marking = False

@@ -384,7 +384,8 @@ def started(get: Callable[[], Worker]) -> Worker:
         except WorkerDied:
             if attempt == _ATTEMPTS:
                 raise
-        except WorkerTimedOut:
+        except WorkerTimedOut as e:
             worker.blame_server()
+            worker.end(copied(e))
             raise
     return worker

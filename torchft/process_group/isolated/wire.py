@@ -42,6 +42,8 @@ class Wire:
         self._send_poll.register(self._requests, select.POLLOUT)
         # A garbage collection may close this on a thread that is in here already.
         self._send_lock = threading.RLock()
+        # The number of a closed descriptor may be somebody else's at once.
+        self._closing = threading.RLock()
         self._rest = b""
         self.closed = False
 
@@ -87,7 +89,9 @@ class Wire:
 
     def wake(self) -> None:
         """Ends the wait of whoever reads."""
-        os.eventfd_write(self._wake, 1)
+        with self._closing:
+            if not self.closed:
+                os.eventfd_write(self._wake, 1)
 
     def hang_up(self) -> None:
         """Whoever sends gets an error from now on, and the worker ends."""
@@ -96,7 +100,7 @@ class Wire:
 
     def close(self) -> None:
         """To be called when nobody reads any more."""
-        with self._send_lock:
+        with self._send_lock, self._closing:
             if self.closed:
                 return
             self.closed = True

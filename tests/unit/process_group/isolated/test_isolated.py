@@ -516,15 +516,22 @@ def test_a_server_that_dies_while_it_is_asked_is_replaced(
     group.shutdown()
 
 
-def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
+@pytest.mark.parametrize("standby_too", [False, True])
+def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
     old = server()
-    monkeypatch.setattr(standby, "_START_SEC", 0.3)
     os.kill(old, signal.SIGSTOP)
-    with pytest.raises(RuntimeError, match="timed out: it did not start within"):
+    for pid in workers():
+        os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(standby, "_START_SEC", 0.3)
+
+    def configure() -> None:
         group.configure(meeting(store), "replica", 0, 1)
+
+    with pytest.raises(RuntimeError, match="timed out: it did not start within"):
+        (group.get_reconfigure_handle if standby_too else configure)()
     monkeypatch.undo()
-    group.configure(meeting(store), "replica", 0, 1)
+    configure()
     assert server() != old
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     group.shutdown()

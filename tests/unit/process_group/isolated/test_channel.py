@@ -1,0 +1,78 @@
+"""The trainer's end of a worker, in the moments in which the worker is lost. The worker's end is this test."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Callable, Iterator
+
+import pytest
+
+from torchft.futures import future_wait
+from torchft.process_group.isolated import protocol
+from torchft.process_group.isolated.channel import Channel
+
+AGES = timedelta(seconds=30)
+
+
+def no_sharing(*_: Any) -> Any:
+    raise AssertionError("there are no tensors")
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    channel = Channel("test", no_sharing, lambda: None)
+    yield channel
+    channel.close(RuntimeError("the test is over"))
+    channel.wire.theirs[0].close()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + AGES.total_seconds()
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_nobody_is_woken_through_a_closed_descriptor(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads may notice the worker's end, and close the descriptors, while another thread closes the channel.
+    Somebody else's descriptor may have the number by then."""
+    op = channel.start(protocol.PING, b"", [], None, 60.0)
+    woken: list[bool] = []
+
+    def meanwhile() -> None:
+        os.close(channel.wire.theirs[1])
+        wait_until(lambda: channel.wire.closed)
+
+    monkeypatch.setattr(channel.devices, "abandon", meanwhile)
+    monkeypatch.setattr(os, "eventfd_write", lambda *_: woken.append(channel.wire.closed))
+    reader = threading.Thread(target=channel.wait, args=(op, None), daemon=True)
+    reader.start()
+    wait_until(lambda: channel._leading)
+    channel.close(RuntimeError("aborted"))
+    reader.join(AGES.total_seconds())
+    assert not reader.is_alive() and op.error is not None
+    assert True not in woken
+
+
+def test_a_future_whose_operation_ends_while_the_worker_is_lost(channel: Channel) -> None:
+    """Its answer was read just before: the thread for futures sees nothing left to do, and goes."""
+    op = channel.start(protocol.PING, b"", [], ["the result"], 60.0)
+    future = channel.get_future(op, [], None)
+    read = channel._ops.pop(op.op_id)
+    channel.close(RuntimeError("aborted"))
+    wait_until(lambda: channel._completer._thread is None)
+    channel._end(read)
+    assert future_wait(future, AGES) == ["the result"]
+    os.close(channel.wire.theirs[1])
+
+
+def test_a_future_ends_with_the_channel(channel: Channel) -> None:
+    futures = [channel.get_future(channel.start(protocol.PING, b"", [], None, 60.0), [], None) for _ in range(3)]
+    channel.close(RuntimeError("aborted"))
+    for future in futures:
+        with pytest.raises(RuntimeError, match="aborted"):
+            future_wait(future, AGES)
+    os.close(channel.wire.theirs[1])

@@ -3,14 +3,12 @@
 torchx run -s local_cwd torchft/torchx.py:hsdp --replicas 2 --script train_ddp.py -- --steps 200
 """
 
-# pyrefly: ignore-errors[missing-import]  # an extra
-
 from __future__ import annotations
 
 import os
 from typing import Dict, Optional
 
-from torchx import specs
+from torchx import specs  # pyrefly: ignore [missing-import]
 
 __all__ = ["hsdp"]
 

@@ -24,6 +24,7 @@ import heal_sources
 import heal_stall
 import local_sgd
 import process_groups
+import quantized
 import recovery
 import recovery_churn
 import startup
@@ -41,6 +42,7 @@ PARTS = {
     "heal_sources": heal_sources,
     "heal_stall": heal_stall,
     "process_groups": process_groups,
+    "quantized": quantized,
     "recovery": recovery,
     "churn": recovery_churn,
     "local_sgd": local_sgd,
@@ -56,6 +58,8 @@ ROUNDS = {
     "recovery": 2,
     "churn": 1,
     "local_sgd": 3,
+    "quantized": 8,
+    "recovery": 5,
 }
 OURS = "ours"
 

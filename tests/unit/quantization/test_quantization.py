@@ -193,3 +193,15 @@ def test_kernels_give_the_same_bits() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 100  # comparisons
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_devices_with_and_without_fp8() -> None:
+    """To machine code, with the compiler that comes with Triton: no device is needed."""
+    pytest.importorskip("triton", reason="needs Triton")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.unit.quantization.compiled"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 48

@@ -1,0 +1,71 @@
+"""What an allreduce sends, at full precision and as 8-bit codes, how long it takes, and how far off the result is.
+
+Three ranks as processes, Gloo on loopback. The bytes are those that the kernel counted on all TCP connections of a
+rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated, verdict
+from processes import Job, free_port
+
+WORKER = Path(__file__).resolve().parent / "quantized_worker.py"
+RANKS = 3
+FLOATS = 4_000_000
+GOAL = 0.26
+TIMEOUT_S = 120
+
+
+def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+    """Return, per package and kind, bytes a rank sent, milliseconds and relative error; or why it was refused."""
+    samples: dict[str, dict[str, list[float]]] = {}
+    refused: dict[str, str] = {}
+    with Job() as job:
+        progress(f"quantized: starting {2 * RANKS} processes")
+        sides = {side.name: _start(job, side) for side in (ours, published)}
+        kinds = [(side.name, kind) for side in (ours, published) for kind in ("full", "fp8", "int8")]
+        for number in range(rounds + 1):  # the first one warms up
+            for name, kind in rotated(kinds, number):
+                key = f"{name}/{kind}"
+                if key in refused:
+                    continue
+                answers = sides[name].do(TIMEOUT_S, do="reduce", kind=kind, floats=FLOATS)
+                if "refused" in answers[0]:
+                    refused[key] = answers[0]["refused"]
+                elif number:
+                    for what in ("sent", "ms", "error"):
+                        value = max(answer[what] for answer in answers)
+                        samples.setdefault(key, {}).setdefault(what, []).append(value)
+            progress(f"quantized, round {number}/{rounds}")
+    measured = {key: {what: vars(Spread.of(v)) for what, v in mine.items()} for key, mine in samples.items()}
+    return {**measured, **{key: {"refused": why} for key, why in refused.items()}}
+
+
+def _start(job: Job, side: Side) -> Workers:
+    env = {"PEERS_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+    children = [
+        job.python(f"{side.name}-{rank}", WORKER, path=side.path, env={**env, "RANK": str(rank)})
+        for rank in range(RANKS)
+    ]
+    job.wait(lambda: all(c.of("connected") for c in children), START_TIMEOUT_S, f"{side.name} is connected")
+    return Workers(job, children)
+
+
+def tables(result: dict[str, Any], ours: str, published: str) -> str:
+    """Return the result as Markdown."""
+    rows = []
+    for key, figures in result.items():
+        name, _, kind = key.rpartition("/")
+        if "refused" in figures:
+            rows.append([name, kind, "refused on a CPU", "", "", ""])
+            continue
+        sent, ms, error = (Spread(**figures[what]) for what in ("sent", "ms", "error"))
+        share = sent.median / result[f"{ours}/full"]["sent"]["median"]
+        goal = f" (goal <= {GOAL:g}: {verdict(share <= GOAL)})" if name == ours and kind != "full" else ""
+        mb = Spread(*(value / 1e6 for value in (sent.median, sent.p10, sent.p90)), sent.samples)
+        rows.append([name, kind, mb.text(), f"{share:.3f}{goal}", ms.text(0), f"{error.median:.1e}"])
+    head = ["package", "sent as", "a rank sends, MB", "share of full", "allreduce, ms", "relative error (norm)"]
+    return markdown_table(head, rows)

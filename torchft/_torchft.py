@@ -494,10 +494,12 @@ class LighthouseServer(_Server):
             default 100.
         quorum_tick_ms (int): how often the quorum is decided anew without a request; default 100.
         heartbeat_timeout_ms (int): age of a heartbeat from which a group counts as dead; default 5000.
+        state_dir (str): where to keep the last quorum of each job on disk, for a lighthouse that is started there
+            again; default: nowhere.
 
     Raises:
         ValueError: an argument that is not allowed.
-        RuntimeError: the port is in use.
+        RuntimeError: the port is in use, or ``state_dir`` cannot be used, or is used by another lighthouse.
     """
 
     __slots__ = ()
@@ -509,6 +511,7 @@ class LighthouseServer(_Server):
         join_timeout_ms: int | None = None,
         quorum_tick_ms: int | None = None,
         heartbeat_timeout_ms: int | None = None,
+        state_dir: str | None = None,
     ) -> None:
         self._serve(
             "pyapi_LighthouseServerStart",
@@ -519,6 +522,7 @@ class LighthouseServer(_Server):
             _integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms, 1),
             _integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1),
             security(),
+            state_dir or "",
         )
 
 

@@ -25,7 +25,7 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
     it resolves; ``localhost``.
 
     Args:
-        lighthouse_addr: ``http://host:port`` of the lighthouse; default: ``TORCHFT_LIGHTHOUSE``.
+        lighthouse_addr: ``http://host:port`` of the lighthouse, or a list of those; default: ``TORCHFT_LIGHTHOUSE``.
 
     Raises:
         ValueError: ``TORCHFT_HOST`` names neither an interface with an address nor a host that resolves.
@@ -70,7 +70,7 @@ def _host_of_setting(setting: str) -> str:
 def _route_towards(lighthouse_addr: str) -> str | None:
     """The local address that packets to the lighthouse leave from; None if unknown or loopback."""
     try:
-        parts = urlsplit(lighthouse_addr)
+        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # of several, the one that serves when all is well
         if not parts.hostname:
             return None
         targets = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)

@@ -27,6 +27,10 @@ const aliveFraction = 3
 const (
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
+	// mostLists are sent at once: where thousands join, each in a buffer of its own would be the memory of the lighthouse.
+	mostLists = 256
+	// turnWait is the most that a list waits for others that are sent.
+	turnWait = 2 * time.Second
 	// mostOutgoing is how much waits for a member that does not read.
 	mostOutgoing = 64
 )
@@ -427,11 +431,28 @@ func (s *stream) send(o outgoing) (err error) {
 	if err != nil {
 		return err
 	}
+	if len(parts) > 0 {
+		defer s.job.server.takeTurn()()
+	}
 	if err := s.sendAll(parts); err != nil {
 		return err
 	}
 	s.held = d.quorum.Revision
 	return s.wire.SendMsg(rpc.Numbered{Number: o.number, Message: states})
+}
+
+// takeTurn waits until few enough lists are on their way, for a moment: one that does not move must not hold up others.
+// It returns what ends the turn.
+func (s *Server) takeTurn() (end func()) {
+	timer := time.NewTimer(turnWait)
+	defer timer.Stop()
+	select {
+	case s.lists <- struct{}{}:
+		return func() { <-s.lists }
+	case <-timer.C:
+	case <-s.stop:
+	}
+	return func() {}
 }
 
 func (s *stream) sendAll(messages []rpc.Encoded) error {

@@ -25,6 +25,7 @@ type Server struct {
 	tasks   sync.WaitGroup
 
 	lock    *os.File      // of the directory for states, nil without one
+	lists   chan struct{} // has room for as many lists as are sent at once
 	probing chan struct{} // has room for as many probes as there may be at once
 
 	mu     sync.Mutex
@@ -60,6 +61,7 @@ func New(cfg Config) (*Server, error) {
 		gate:    gate,
 		stop:    make(chan struct{}),
 		lock:    lock,
+		lists:   make(chan struct{}, mostLists),
 		probing: make(chan struct{}, maxProbes),
 		jobs:    map[string]*job{},
 	}

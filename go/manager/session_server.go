@@ -45,6 +45,10 @@ func (s sessions) Session(wire grpc.BidiStreamingServer[torchftpb.RankRequest, t
 	}
 }
 
+// mostCalls are open at once in a session: a rank makes one quorum call and one vote at a time, and a few may be on their way
+// that it gave up.
+const mostCalls = 64
+
 // openSession is one rank's stream and its calls in progress.
 type openSession struct {
 	wire    grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
@@ -55,6 +59,7 @@ type openSession struct {
 
 	mu       sync.Mutex
 	finished bool
+	refused  sync.Once
 	giveUp   map[uint64]context.CancelFunc
 }
 
@@ -105,6 +110,13 @@ func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) boo
 	defer o.mu.Unlock()
 	if o.finished {
 		cancel()
+		return false
+	}
+	if len(o.giveUp) >= mostCalls || o.giveUp[req.GetCall()] != nil {
+		cancel()
+		o.refused.Do(func() {
+			o.service.server.log.Warn("torchft: a session is ended: its rank makes calls and takes no answers, or numbers two alike", "calls", len(o.giveUp))
+		})
 		return false
 	}
 	o.giveUp[req.GetCall()] = cancel

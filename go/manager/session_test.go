@@ -179,3 +179,26 @@ func TestFailuresReachEveryRank(t *testing.T) {
 		close(source.failures)
 	})
 }
+
+func TestASessionHasABoundOnItsCalls(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		g := c.StartGroup("g", 1)
+		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		stream, err := torchftpb.NewRankServiceClient(conn).Session(t.Context())
+		require.NoError(t, err)
+		for call := range uint64(100) {
+			_ = stream.Send(&torchftpb.RankRequest{Call: call + 1, TimeoutUs: 60e6, Request: &torchftpb.RankRequest_ShouldCommit{
+				ShouldCommit: &torchftpb.ShouldCommitRequest{Step: 1},
+			}})
+		}
+		for {
+			if _, err := stream.Recv(); err != nil {
+				break // the stream has ended, long before the calls would have
+			}
+		}
+		assert.Positive(t, c.Log.Count("a session is ended"))
+	})
+}

@@ -502,12 +502,13 @@ _wrap__torchft_go_pyapi_LighthouseServerStart(PyObject * PYBINDGEN_UNUSED(dummy)
     int64_t quorumTickMs;
     int64_t heartbeatTimeoutMs;
     char *security;
-    const char *keywords[] = {"bind", "hostname", "minReplicas", "joinTimeoutMs", "quorumTickMs", "heartbeatTimeoutMs", "security", NULL};
+    char *stateDir;
+    const char *keywords[] = {"bind", "hostname", "minReplicas", "joinTimeoutMs", "quorumTickMs", "heartbeatTimeoutMs", "security", "stateDir", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ssLLLLs", (char **) keywords, &bind, &hostname, &minReplicas, &joinTimeoutMs, &quorumTickMs, &heartbeatTimeoutMs, &security)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "ssLLLLss", (char **) keywords, &bind, &hostname, &minReplicas, &joinTimeoutMs, &quorumTickMs, &heartbeatTimeoutMs, &security, &stateDir)) {
         return NULL;
     }
-    retval = pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, security);
+    retval = pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, security, stateDir);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -945,7 +946,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_LighthouseCommandStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandStart(arguments, hostname)\n\ntype: arguments: char *\ntype: hostname: char *" },
     {(char *) "pyapi_LighthouseHeartbeatStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseHeartbeatStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, replicaID, address, storeAddress, step, worldSize, shrinkOnly, data, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: address: char *\ntype: storeAddress: char *\ntype: step: int64_t\ntype: worldSize: int64_t\ntype: shrinkOnly: bool\ntype: data: char *\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_LighthouseServerStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, security)\n\ntype: bind: char *\ntype: hostname: char *\ntype: minReplicas: int64_t\ntype: joinTimeoutMs: int64_t\ntype: quorumTickMs: int64_t\ntype: heartbeatTimeoutMs: int64_t\ntype: security: char *" },
+    {(char *) "pyapi_LighthouseServerStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseServerStart(bind, hostname, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs, security, stateDir)\n\ntype: bind: char *\ntype: hostname: char *\ntype: minReplicas: int64_t\ntype: joinTimeoutMs: int64_t\ntype: quorumTickMs: int64_t\ntype: heartbeatTimeoutMs: int64_t\ntype: security: char *\ntype: stateDir: char *" },
     {(char *) "pyapi_ManagerChangeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerChangeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerChangeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerCheckpointMetadataStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },

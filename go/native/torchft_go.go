@@ -298,8 +298,8 @@ func pyapi_LighthouseQuorumStart(handle C.longlong, replicaID *C.char, address *
 }
 
 //export pyapi_LighthouseServerStart
-func pyapi_LighthouseServerStart(bind *C.char, hostname *C.char, minReplicas C.longlong, joinTimeoutMs C.longlong, quorumTickMs C.longlong, heartbeatTimeoutMs C.longlong, security *C.char) C.longlong {
-	cret, __err := pyapi.LighthouseServerStart(C.GoString(bind), C.GoString(hostname), int64(minReplicas), int64(joinTimeoutMs), int64(quorumTickMs), int64(heartbeatTimeoutMs), C.GoString(security))
+func pyapi_LighthouseServerStart(bind *C.char, hostname *C.char, minReplicas C.longlong, joinTimeoutMs C.longlong, quorumTickMs C.longlong, heartbeatTimeoutMs C.longlong, security *C.char, stateDir *C.char) C.longlong {
+	cret, __err := pyapi.LighthouseServerStart(C.GoString(bind), C.GoString(hostname), int64(minReplicas), int64(joinTimeoutMs), int64(quorumTickMs), int64(heartbeatTimeoutMs), C.GoString(security), C.GoString(stateDir))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

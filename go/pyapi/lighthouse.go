@@ -11,10 +11,10 @@ import (
 )
 
 // LighthouseServerStart binds and serves; the result is a handle for Address and Release.
-func LighthouseServerStart(bind, hostname string, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs int64, security string) (op int64, err error) {
+func LighthouseServerStart(bind, hostname string, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs int64, security, stateDir string) (op int64, err error) {
 	defer ops.Guard(&err)
 	cfg := lighthouse.DefaultConfig()
-	cfg.Bind, cfg.Hostname, cfg.MinReplicas = bind, hostname, int(minReplicas)
+	cfg.Bind, cfg.Hostname, cfg.MinReplicas, cfg.StateDir = bind, hostname, int(minReplicas), stateDir
 	if cfg.Security, err = parseSecurity(security); err != nil {
 		return 0, err
 	}

@@ -32,7 +32,7 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 		Security:           protected,
 	}
 	// An address that cannot be connected to is a RuntimeError, whatever is wrong with it.
-	if _, err := rpc.ParseAddress("lighthouse_addr", lighthouseAddr); err != nil {
+	if _, err := rpc.ParseAddresses("lighthouse_addr", lighthouseAddr); err != nil {
 		return 0, err
 	}
 	if err := cfg.Validate(); err != nil {

@@ -8,6 +8,7 @@ import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -76,6 +77,7 @@ def test_signatures_are_those_users_know() -> None:
         "join_timeout_ms",
         "quorum_tick_ms",
         "heartbeat_timeout_ms",
+        "state_dir",
     ]
     assert arguments(LighthouseClient) == ["addr", "connect_timeout"]
 
@@ -206,3 +208,25 @@ def test_the_announced_host_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
     server = LighthouseServer(bind="[::]:0", min_replicas=1)
     assert server.address().startswith("http://127.0.0.1:")
+
+
+def test_a_lighthouse_goes_on_after_what_is_in_its_state_dir(tmp_path: Path) -> None:
+    def quorum_id() -> int:
+        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, state_dir=str(tmp_path))
+        client = LighthouseClient(server.address(), connect_timeout=timedelta(seconds=30))
+        quorum = client.quorum("a", timeout=timedelta(seconds=30))
+        server.shutdown()
+        return quorum.quorum_id
+
+    first = quorum_id()
+    assert quorum_id() >= first + 1024
+    assert (tmp_path / "default.state").exists()
+    taken = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, state_dir=str(tmp_path))
+    with pytest.raises(RuntimeError, match="another lighthouse uses it"):
+        LighthouseServer(bind="127.0.0.1:0", min_replicas=1, state_dir=str(tmp_path))
+    taken.shutdown()
+
+
+def test_a_list_of_lighthouses_is_checked() -> None:
+    with pytest.raises(RuntimeError, match="is in it twice"):
+        LighthouseClient("http://a:1,http://a:1", connect_timeout=timedelta(seconds=1))

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -128,7 +129,8 @@ func (s *memberStream) receive() {
 	}
 }
 
-func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
+func (s *memberStream) take(message *torchftpb.LighthouseMessage) (err error) {
+	defer rpc.Recovered(slog.Default(), "an answer of the lighthouse", &err) // else it would end the training
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.LighthouseMessage_Welcome:
 		if s.interval != 0 {

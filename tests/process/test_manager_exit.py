@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
+import signal
 import sys
 from datetime import timedelta
 from torch.distributed import TCPStore
@@ -18,6 +19,7 @@ from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2)  # there is no second group: no quorum
 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 manager = Manager(

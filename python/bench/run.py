@@ -59,7 +59,6 @@ ROUNDS = {
     "churn": 1,
     "local_sgd": 3,
     "quantized": 8,
-    "recovery": 5,
 }
 OURS = "ours"
 

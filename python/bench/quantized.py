@@ -60,7 +60,7 @@ def tables(result: dict[str, Any], ours: str, published: str) -> str:
     for key, figures in result.items():
         name, _, kind = key.rpartition("/")
         if "refused" in figures:
-            rows.append([name, kind, "refused on a CPU", "", "", ""])
+            rows.append([name, kind, f"refused: {figures['refused'].split('.')[0]}", "", "", ""])
             continue
         sent, ms, error = (Spread(**figures[what]) for what in ("sent", "ms", "error"))
         share = sent.median / result[f"{ours}/full"]["sent"]["median"]

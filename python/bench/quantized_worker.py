@@ -28,11 +28,13 @@ def bytes_sent() -> int:
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AT + 8)
             total += struct.unpack_from("Q", info, _BYTES_SENT_AT)[0]
-        except OSError:
-            continue  # no TCP connection
+        except (OSError, struct.error):
+            continue  # closed meanwhile, or no TCP connection
     return total
 
 

@@ -52,12 +52,14 @@ def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
             "all groups train",
         )
         groups: list[Child] = list(everybody.children)
+        restarts: list[dict[str, float]] = []
         calm = time.monotonic()
         time.sleep(CALM_S)
         churn = time.monotonic()
         for number in range(int(CHURN_S / EVERY_S)):
             victim = 1 + number % (GROUPS - 1)  # the first one lives, and tells
             groups[victim].kill()
+            killed = time.monotonic()
             (child,) = start_group(job, side, victim, 1, free_port())
             for command in (
                 {"do": "state", "mb": 1},
@@ -67,6 +69,8 @@ def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
                 child.send(**command)
             groups[victim] = child
             time.sleep(max(0.0, churn + (number + 1) * EVERY_S - time.monotonic()))
+            if child.of("committed"):
+                restarts.append(_way_back(killed, child))
         end = time.monotonic()
         for child in groups:
             child.send(do="stop")
@@ -83,7 +87,25 @@ def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
         kept = sum(n for e, n in batches if churn <= e < end) / (end - churn)
         seconds = [sum(n for e, n in batches if s <= e - calm < s + 1) for s in range(int(end - calm))]
         behind = sum(any(n2 > n and s2[1] < s[0] for s2, n2 in commits) for s, n in commits)
-        return {"share": kept / before if before else 0.0, "per_second": seconds, "behind": behind}
+        for run in told[1:]:
+            for phase, took in run["recovery"].items():
+                restarts.append({phase: took})
+        way = {
+            name: _median([r[name] for r in restarts if name in r])
+            for name in dict.fromkeys(n for r in restarts for n in r)
+        }
+        return {"share": kept / before if before else 0.0, "per_second": seconds, "behind": behind, "way_back": way}
+
+
+def _way_back(killed: float, child: Child) -> dict[str, float]:
+    """Seconds of the parts of a restart, as its parent sees them."""
+    times = [killed, *(child.of(event)[0]["received"] for event in ("imported", "manager", "committed"))]
+    names = ["process start and import", "manager", "first commit"]
+    return {name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)}
+
+
+def _median(samples: list[float]) -> float:
+    return sorted(samples)[len(samples) // 2]
 
 
 def _draw(result: dict[str, Any], path: Path) -> None:
@@ -116,4 +138,14 @@ def tables(result: dict[str, Any], ours: str, published: str) -> str:
         for name, run in sides.items():
             goal = f" (goal >= {GOAL:g}: {verdict(run['share'] >= GOAL)})" if name == ours else ""
             rows.append([seconds, name, f"{run['share']:.2f}{goal}", str(run["behind"])])
-    return markdown_table(["join timeout, s", "package", "throughput kept", "commits behind history"], rows)
+    table = markdown_table(["join timeout, s", "package", "throughput kept", "commits behind history"], rows)
+    ways = [
+        [seconds, name, phase, f"{took:.3f}"]
+        for seconds, sides in result.items()
+        for name, run in sides.items()
+        for phase, took in run["way_back"].items()
+    ]
+    back = markdown_table(
+        ["join timeout, s", "package", "a restarted group's way to its first commit", "median, s"], ways
+    )
+    return f"{table}\n\n{back}"

@@ -153,7 +153,8 @@ class Worker:
             if committed and participants != together:
                 together = participants
                 emit("committed", participants=participants)
-        return {"steps": steps, "numbers": numbers}
+        seconds = getattr(self.manager, "recovery_seconds", dict)  # the published package has none
+        return {"steps": steps, "numbers": numbers, "recovery": seconds()}
 
     def do_join(self, lighthouse: str, settle: int, compute_ms: float) -> dict[str, Any]:
         """Join a running job as a new group, heal, and run `settle` steps with it."""

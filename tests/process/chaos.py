@@ -31,7 +31,7 @@ PHASES = [
     "before the vote",
     "after the vote",
 ]
-HEARTBEAT_TIMEOUT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 3.0
 # Generous: a machine may be busy. What it takes on a quiet one is in docs/failures.md.
 KILL_BOUND_S = 15.0
 STOP_BOUND_S = HEARTBEAT_TIMEOUT_S + 15.0

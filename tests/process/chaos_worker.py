@@ -10,8 +10,10 @@ NUMBER} strikes at the next time that the phase is reached; {"do": "finish", "st
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -174,6 +176,7 @@ class Worker:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)  # for whoever wonders where it hangs
     parser = argparse.ArgumentParser()
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--kind", choices=["gloo", "isolated", "native"], default="gloo")

@@ -18,7 +18,10 @@ KINDS = [
     "isolated",
     pytest.param(
         "native",
-        marks=pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14"),
+        marks=[
+            pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14"),
+            pytest.mark.slow,
+        ],
     ),
 ]
 
@@ -41,7 +44,7 @@ def test_a_group_dies_or_stops_and_the_others_go_on() -> None:
             "stop in bucket 0": chaos.stop(1, phase="in bucket 0"),
             "stop after the vote": chaos.stop(2, phase="after the vote"),
         }
-        chaos.stop_lighthouse(3.0)
+        chaos.stop_lighthouse(4.0)
         chaos.kill_lighthouse()
         outcomes["all but one"] = chaos.kill(0, 1, phase="in bucket 2")
         chaos.finish()
@@ -56,10 +59,12 @@ def test_other_process_groups(kind: str) -> None:
     with Job() as job:
         chaos = run(job, kind=kind, groups=2)
         chaos.kill(1, phase="in bucket 1")
-        chaos.stop(0, phase="in bucket 0")
+        if kind != "native":  # a stopped peer holds up a native group until its timeout: docs/failures.md
+            chaos.stop(0, phase="in bucket 0")
         chaos.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
     """The manager's rank, or another: its group is out either way. One that hangs is named, and put out."""
@@ -84,7 +89,7 @@ def test_each_phase(kind: str, groups: int) -> None:
         chaos = run(job, kind=kind, groups=groups)
         for number, phase in enumerate(PHASES):
             chaos.kill(number % groups, phase=phase)
-        for number, phase in enumerate(PHASES):
+        for number, phase in enumerate(PHASES if kind != "native" else []):
             chaos.stop(number % groups, phase=phase)
         chaos.kill_while_healing(0, "target")
         chaos.kill_while_healing(1, "source")

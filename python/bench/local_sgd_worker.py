@@ -10,19 +10,22 @@ import argparse
 import os
 import socket
 import struct
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from events import Commands, emit
 from torch import nn
 from torch.distributed import TCPStore
 
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "process"))
+from events import Commands, emit
 
 TIMEOUT = timedelta(seconds=120)
 _BYTES_ACKED = 120  # offset in Linux's struct tcp_info, an unsigned 64 bit number

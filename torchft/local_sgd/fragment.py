@@ -17,10 +17,10 @@ from torch import nn, optim
 from torchft.local_sgd import buckets
 from torchft.local_sgd.buckets import Buffers
 from torchft.local_sgd.parameters import (
+    all_finite,
     as_gradient_of,
     describe,
     extract_local_tensor,
-    largest,
     local_part,
     synchronised,
 )
@@ -75,7 +75,6 @@ class Fragment:
         self._global = {n: _backup(local_part(p), backup_device, pin_memory) for n, p in self.parameters.items()}
         self._buffers: Optional[Buffers] = None
         self._works: list[dist._Work] = []
-        self._largest_sent: Optional[torch.Tensor] = None
 
     def layout(self) -> list[str]:
         """A line for each parameter: what groups must have in common."""
@@ -93,7 +92,6 @@ class Fragment:
         for sent, last, now in zip(self._buffers.views, self._global.values(), locals_):
             sent.copy_(last, non_blocking=True)
             sent.sub_(now)
-        self._largest_sent = largest(self._buffers.pieces)
         self._works = [
             self._manager.allreduce(piece, should_quantize=self._should_quantize) for piece in self._buffers.pieces
         ]
@@ -107,11 +105,11 @@ class Fragment:
     def nonfinite(self) -> Optional[str]:
         """What is to say if the average holds NaN or Inf, None otherwise. Between :meth:`wait` and the end."""
         assert self._buffers is not None
-        most = largest(self._buffers.pieces)
-        if most is None or most.isfinite():
+        if all_finite(self._buffers.pieces):
             return None
-        sent = self._largest_sent
-        own = sent is None or bool(sent.isfinite())
+        # What was sent has made way for the average. The global parameters are finite or all groups know it already; so
+        # what was not finite in it is in this group's own parameters, and stays there.
+        own = all_finite(local_part(p) for p in self.parameters.values())
         return f"{self.name}: the average holds NaN or Inf; what this group sent was {'finite' if own else 'not'}"
 
     def commit(self) -> None:
@@ -155,7 +153,6 @@ class Fragment:
         self._drop_gradients()
         self._buffers = None
         self._works = []
-        self._largest_sent = None
 
     def _drop_gradients(self) -> None:
         for parameter in self.parameters.values():

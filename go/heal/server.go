@@ -168,6 +168,7 @@ type connection struct {
 	server *Server
 	grant  *Grant // server.mu guards it, and worked
 	worked func() // ends Working, nil unless it began
+	helps  bool   // the target has another source too
 
 	out    []byte // what is yet to be written
 	memory [][]byte
@@ -202,7 +203,6 @@ func (c *connection) serve() (err error) {
 	if grant == nil {
 		return c.gone(request{}, errEnded)
 	}
-	lowerPriority()
 	var b [requestSize]byte
 	for {
 		// A target asks ahead, so that a pause is its own.
@@ -227,6 +227,10 @@ func (c *connection) answer(g *Grant, r request) error {
 			return fmt.Errorf("block %d of %d", r.block, o.layout.Blocks())
 		}
 		if r.op == opEqual {
+			if !c.helps { // the target has another source, and waits for that one anyway
+				c.helps = true
+				lowerPriority()
+			}
 			crc, err := c.check(o, int(r.block))
 			if err != nil {
 				return c.gone(r, err)

@@ -783,11 +783,11 @@ class Manager:
         """
         timeout = _given("timeout", timeout, self._timeout)
         committed = self._try_step(timeout)
-        failures = self._commit_failures
+        step, why, failures = self._step, self._why_lost(), self._commit_failures
         if not committed and self._inputs is not None:
             committed = self._replay(self._inputs, timeout)
         self._logger.commit_event(committed)
-        step, participants = self._step, self._participating_replica_world_size
+        participants = self._participating_replica_world_size
         if committed:
             self._step += 1
             self._batches_committed += participants
@@ -802,7 +802,7 @@ class Manager:
             if self._incident is not None:
                 self._incident.steps_lost += 1
                 self._incident.ended("give up the step")
-            self._logger.warn(f"step {step} is lost: {self._why_lost()}")
+            self._logger.warn(f"step {step} is lost: {why}")
         if self._inputs is not None:
             self._inputs.begin()
         self._discard_unloaded_heal()
@@ -810,7 +810,7 @@ class Manager:
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise RuntimeError(
                 f"{self._commit_failures} steps in a row were not committed, max_retries={self._max_retries} allows "
-                f"{self._max_retries}; the last one: {self._why_lost()}"
+                f"{self._max_retries}; the last one: {why}"
             )
         return committed
 
@@ -891,6 +891,8 @@ class Manager:
         reason = why_anew(self._plan)
         if reason is not None:
             inputs.refuse(reason)
+        if self._layout is not None:
+            inputs.refuse("with LocalSGD and DiLoCo, who has committed asks for a quorum only after its local steps")
         return inputs.keep(tensor, reduce_op, should_quantize)
 
     def _replay(self, inputs: Inputs, timeout: timedelta) -> bool:

@@ -46,7 +46,9 @@ class Workers:
         return [child.of(command["do"])[-1] for child in self.children]
 
 
-def start_group(job: Job, side: Side, group: int, ranks: int, peers_port: int) -> list[Child]:
+def start_group(
+    job: Job, side: Side, group: int, ranks: int, peers_port: int, env: dict[str, str] | None = None
+) -> list[Child]:
     """Start the ranks of one replica group with the environment that torchrun would give them.
 
     `peers_port` is where the plain process groups across the replica groups meet.
@@ -64,16 +66,17 @@ def start_group(job: Job, side: Side, group: int, ranks: int, peers_port: int) -
                 "MASTER_PORT": str(master_port),
                 "REPLICA_GROUP_ID": str(group),
                 "PEERS_PORT": str(peers_port),
+                **(env or {}),
             },
         )
         for rank in range(ranks)
     ]
 
 
-def start_groups(job: Job, side: Side, groups: int, ranks: int) -> Workers:
+def start_groups(job: Job, side: Side, groups: int, ranks: int, env: dict[str, str] | None = None) -> Workers:
     """Start a job's processes and wait until they have imported torch."""
     port = free_port()
-    workers = Workers(job, [c for g in range(groups) for c in start_group(job, side, g, ranks, port)])
+    workers = Workers(job, [c for g in range(groups) for c in start_group(job, side, g, ranks, port, env)])
     job.wait(
         lambda: all(child.of("imported") for child in workers.children), START_TIMEOUT_S, f"{side.name} is imported"
     )

@@ -27,6 +27,7 @@ import process_groups
 import quantized
 import recovery
 import recovery_churn
+import replay
 import startup
 import step
 import throughput
@@ -46,6 +47,7 @@ PARTS = {
     "recovery": recovery,
     "churn": recovery_churn,
     "local_sgd": local_sgd,
+    "replay": replay,
 }
 ROUNDS = {
     "startup": 10,
@@ -59,6 +61,7 @@ ROUNDS = {
     "churn": 1,
     "local_sgd": 3,
     "quantized": 8,
+    "replay": 10,
 }
 OURS = "ours"
 

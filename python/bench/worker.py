@@ -82,6 +82,10 @@ class Worker:
 
     # step.py
 
+    def do_tensor(self, floats: int) -> None:
+        """Reduce so many floats in a step from now on."""
+        self.tensor = torch.ones(floats)
+
     def do_steps(self, count: int) -> dict[str, Any]:
         """Run `count` steps of a torchft job that computes nothing."""
         parts: dict[str, list[float]] = {"step": [], "start_quorum": [], "allreduce": [], "should_commit": []}

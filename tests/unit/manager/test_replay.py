@@ -157,7 +157,7 @@ def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Cal
         make_quorum(replay=True, quorum_id=len(said)),
     )[1]
     steps: list[tuple[int, bool, int]] = []
-    manager.register_commit_hook(lambda *decision: steps.append(decision))
+    manager.register_commit_hook(lambda step, committed, participants: steps.append((step, committed, participants)))
     manager._reduce_again = lambda inputs: manager._report_collective_error(RuntimeError("again"))  # type: ignore
     lose(manager)
     assert not manager.should_commit()

@@ -11,19 +11,28 @@ from torch.distributed import ReduceOp, TCPStore
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceScatterOptions
 
 from tests.unit.process_group.backends import NATIVE, native
-from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, on_ranks
+from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.collectives import (
     allocate_reduce_scatter_output,
     allreduce_quantized,
     get_padded_sizes,
     reduce_scatter_quantized,
 )
-from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupDummy, ProcessGroupGloo, ProcessGroupWrapper
+from torchft.process_group import (
+    ProcessGroupBabyGloo,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+    reconfigure_with_store,
+)
 from torchft.quantization import FORMAT_ENV
+
+# The workers of isolated groups import torch, which takes long where others use the machine.
+START_TIMEOUT = timedelta(seconds=100)
 
 MAKERS: dict[str, Callable[[TCPStore, int], Any]] = {
     "gloo": lambda store, rank: ProcessGroupGloo(timeout=TIMEOUT),
-    "isolated": lambda store, rank: ProcessGroupBabyGloo(timeout=TIMEOUT),
+    "isolated": lambda store, rank: ProcessGroupBabyGloo(timeout=START_TIMEOUT),
     "native": native,
 }
 
@@ -38,8 +47,9 @@ def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Any
     """Three ranks."""
     if request.param == "native" and not NATIVE:
         pytest.skip("this PyTorch has no native groups that can be reconfigured")
-    made = on_ranks(3, lambda rank: MAKERS[request.param](store, rank))
-    connect(made, store)
+    made = on_ranks(3, lambda rank: MAKERS[request.param](store, rank), START_TIMEOUT)
+    where = meeting(store)
+    on_ranks(3, lambda rank: reconfigure_with_store(made[rank], where, rank, 3, START_TIMEOUT), START_TIMEOUT)
     yield made
     for group in made:
         group.shutdown()

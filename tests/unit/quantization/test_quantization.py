@@ -196,12 +196,13 @@ def test_kernels_give_the_same_bits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kernels_compile_for_devices_with_and_without_fp8() -> None:
     """To machine code, with the compiler that comes with Triton: no device is needed."""
     pytest.importorskip("triton", reason="needs Triton")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.unit.quantization.compiled"],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=550,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == 48

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from processes import HERE, START_TIMEOUT_S, Job, ours_path
 from replay_model import reference
 from torch.distributed import TCPStore
@@ -18,17 +17,12 @@ from torch.distributed import TCPStore
 STEPS = 9
 DEATHS = (2, 4, 6)  # steps
 
-needs_native = pytest.mark.skipif(
-    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
-)
-
 
 @pytest.mark.parametrize(
     ("kind", "groups", "places"),
     [
         pytest.param("gloo", 4, ("bucket1", "forward", "bucket0"), id="gloo"),
         pytest.param("isolated", 3, ("bucket1",), id="isolated"),
-        pytest.param("native", 3, ("bucket1",), id="native", marks=needs_native),
         pytest.param("gloo", 4, ("commit", "bucket0", "bucket1"), id="gloo, other places", marks=pytest.mark.slow),
         pytest.param(
             "isolated", 4, ("commit", "forward", "bucket0"), id="isolated, four groups", marks=pytest.mark.slow

@@ -56,6 +56,22 @@ func TestADeathIsToldToAllAndNobodyWaitsForTheDead(t *testing.T) {
 	})
 }
 
+func TestAllButOneDieAtOnceAndTheLastOneGoesOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
+		round(t, 0, a, b, d)
+		died := time.Now()
+		for _, dead := range []*fttest.Group{b, d} {
+			dead.Host(-1).Kill()
+			dead.Server.Shutdown()
+		}
+		heard(t, a, 0)
+		assert.Equal(t, []string{"a"}, round(t, 1, a)[0].ReplicaIDs)
+		assert.Less(t, time.Since(died), 2*grace)
+	})
+}
+
 func TestASilentHostIsToldWhenItsHeartbeatIsTooOld(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

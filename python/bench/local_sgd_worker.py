@@ -52,9 +52,13 @@ def run(
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     pg = ProcessGroupGloo(timeout=TIMEOUT)
+
+    def load(state: dict[str, torch.Tensor]) -> None:
+        model.load_state_dict(state)
+
     manager = Manager(
         pg=pg,
-        load_state_dict=lambda state: model.load_state_dict(state),
+        load_state_dict=load,
         state_dict=model.state_dict,
         min_replica_size=2,
         use_async_quorum=False,

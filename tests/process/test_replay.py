@@ -23,6 +23,7 @@ DEATHS = (2, 4, 6)  # steps
     [
         pytest.param("gloo", 4, ("bucket1", "forward", "bucket0"), id="gloo"),
         pytest.param("isolated", 3, ("bucket1",), id="isolated"),
+        pytest.param("native", 4, ("bucket1", "forward", "bucket0"), id="native", marks=pytest.mark.slow),
         pytest.param("gloo", 4, ("commit", "bucket0", "bucket1"), id="gloo, other places", marks=pytest.mark.slow),
         pytest.param(
             "isolated", 4, ("commit", "forward", "bucket0"), id="isolated, four groups", marks=pytest.mark.slow

@@ -15,7 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Optional
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Work
+from torch.distributed import PrefixStore, Store, Work
 
 from torchft.process_group._connections import Connections
 
@@ -63,9 +63,7 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
     if work is not None:
         work.wait()
     if _is_gloo(pg):
-        # Where Gloo's addresses stand since PyTorch 2.14. Elsewhere nothing is found, and nothing is cut.
-        published = PrefixStore(f"reconfigure/{opts.uuid}", pg.get_group_store())
-        _connections[pg] = Connections(published, pg.rank(), pg.size())
+        _connections[pg] = Connections(_published(pg, opts.uuid), pg.rank(), pg.size())
 
 
 def abort_group(pg: dist.ProcessGroup) -> None:
@@ -84,6 +82,15 @@ def _cut(pg: dist.ProcessGroup) -> None:
     connections = _connections.pop(pg, None)
     if connections is not None:
         connections.shutdown()
+
+
+def _published(pg: dist.ProcessGroup, uuid: int) -> Store:
+    """Where Gloo's addresses stand since PyTorch 2.14. Elsewhere nothing is found, and nothing is cut."""
+    store = pg.get_group_store()
+    # init_process_group and new_group give the backend of a device a part of the group's store.
+    below = [PrefixStore(f"{device.type}/", store) for device in pg._device_types]
+    places = [PrefixStore(f"reconfigure/{uuid}", s) for s in (*below, store)]
+    return next((place for place in places if place.check(["0/0"])), places[-1])
 
 
 def _is_gloo(pg: dist.ProcessGroup) -> bool:

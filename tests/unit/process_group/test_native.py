@@ -12,7 +12,7 @@ from typing import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ReduceOp, TCPStore
+from torch.distributed import PrefixStore, ReduceOp, Store, TCPStore
 
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import (
@@ -28,7 +28,7 @@ from torchft.process_group import (
     reconfigure_with_store,
     supports_reconfigure,
 )
-from torchft.process_group.native import abort_group, reconfigure_group
+from torchft.process_group.native import abort_group, connections_of, reconfigure_group
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
@@ -38,15 +38,16 @@ pytestmark = pytest.mark.skipif(
 def natives(store: TCPStore, n: int) -> list[dist.ProcessGroup]:
     """What init_process_group(..., enable_reconfigure=True) makes in n ranks of a job, without its global state."""
     where = meeting(store)
-    groups = []
-    for rank in range(n):
-        own = create_store_client(where, TIMEOUT)
-        group = dist.ProcessGroup(own, rank, n)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        backend = dist.ProcessGroupGloo(own, rank, n, timeout=TIMEOUT, enable_reconfigure=True)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        groups.append(group)
-    return groups
+    return [native(create_store_client(where, TIMEOUT), rank, n) for rank in range(n)]
+
+
+def native(own: Store, rank: int, n: int, prefix: str = "cpu/") -> dist.ProcessGroup:
+    group = dist.ProcessGroup(own, rank, n)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    below = PrefixStore(prefix, own) if prefix else own
+    backend = dist.ProcessGroupGloo(below, rank, n, timeout=TIMEOUT, enable_reconfigure=True)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
 
 
 def check(group: dist.ProcessGroup, rank: int, n: int) -> None:
@@ -206,6 +207,31 @@ def test_an_abort_ends_what_is_in_flight_here_and_at_the_peers(store: TCPStore) 
         chosen = [groups[m] for m in members]
         connect(chosen, store)
         on_ranks(len(chosen), lambda rank, chosen=chosen: check(chosen[rank], rank, len(chosen)))
+
+
+def test_an_abort_cuts_the_world(world: dist.ProcessGroup, store: TCPStore) -> None:
+    """init_process_group gives Gloo a store below that of the group, and each time with peers new connections."""
+    peer = native(world.get_group_store().clone(), 1, 2)
+    for _ in range(2):
+        connect([world, peer], store)
+        assert all(connections_of(group) for group in (world, peer))
+        threads, errors = stuck([world], each=1)
+        abort_group(world)
+        ended(threads)
+        assert len(errors) == 1
+    connect([world, peer], store)
+    on_ranks(2, lambda rank: check([world, peer][rank], rank, 2))
+
+
+def test_an_abort_cuts_a_group_whose_store_is_gloos_own(store: TCPStore) -> None:
+    """As whoever makes a group without init_process_group does."""
+    where = meeting(store)
+    groups = [native(create_store_client(where, TIMEOUT), rank, 2, prefix="") for rank in range(2)]
+    connect(groups, store)
+    threads, errors = stuck(groups[:1], each=1)
+    abort_group(groups[1])
+    ended(threads)
+    assert len(errors) == 1
 
 
 def test_new_peers_do_not_wait_for_the_old_ones(store: TCPStore) -> None:

@@ -157,6 +157,7 @@ class Job:
             reduce, left = manager.allreduce, [int(place[len("bucket") :])]
 
             def allreduce(tensor: torch.Tensor, **more: Any) -> Any:
+                manager.wait_quorum()  # before it, the others would never have counted on this group
                 if left[0] == 0:
                     rank.crash()
                 left[0] -= 1

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
 import signal
@@ -24,6 +23,8 @@ from chaos_worker import BUCKETS, RATE, gradient
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 from torch.distributed import TCPStore
 
+from torchft.launch import process_tree
+
 PHASES = [
     "before the quorum",
     "in the quorum",
@@ -36,6 +37,20 @@ HEARTBEAT_TIMEOUT_S = 3.0
 KILL_BOUND_S = 15.0
 STOP_BOUND_S = HEARTBEAT_TIMEOUT_S + 15.0
 HEAL_BOUND_S = 90.0
+ENDS_S = 10.0  # after a trainer's end, until the workers of its isolated group have ended too
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a process group that run. One that only waits to be reaped does not."""
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in process_tree.alive(found) if _process_group(pid) == group]
+
+
+def _process_group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 @dataclass
@@ -241,9 +256,11 @@ class Chaos:
         for life in [*self.past, *self.lives, *self.spares]:
             for child in life.ranks:
                 assert child.returncode is not None
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, 0)
-                    raise AssertionError(f"a process of {child.name} is left")
+                # A worker of an isolated group ends with its trainer, and is reaped by whoever inherits it.
+                deadline = time.monotonic() + ENDS_S
+                while alive := processes_of(child.pid):
+                    assert time.monotonic() < deadline, f"processes of {child.name} are left: {alive}"
+                    time.sleep(0.05)
         left = {name for name in set(os.listdir("/dev/shm")) - self.memory_before if name.startswith("torchft")}
         assert not left, f"shared memory is left: {left}"
         with socket.socket() as s:

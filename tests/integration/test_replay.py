@@ -77,7 +77,7 @@ class Outcome:
 
     weights: dict[str, torch.Tensor]
     commits: list[bool]  # of each call of should_commit
-    participants: list[list[int]]  # of each commit, from step 0 on
+    participants: list[list[int]]  # of each step that was committed by anybody, from its first one on
     batches: int
     steps: list[int] = field(default_factory=list)  # that were decided on
 
@@ -99,6 +99,9 @@ class Job:
     steps: int = STEPS
 
     def __post_init__(self) -> None:
+        # By step and quorum: whose gradients were in it.
+        self.contributed: dict[tuple[int, int], set[int]] = {}
+        self.committed: dict[int, dict[int, int]] = {}  # by step and quorum: how many took part, by their own word
         self.started = threading.Barrier(self.groups * self.world_size)
 
     def loop(self, rank: Rank) -> Optional[Outcome]:
@@ -118,9 +121,8 @@ class Job:
             outcome.commits.append(committed)
             outcome.steps.append(step)
             if committed:
-                assert manager._plan is not None
-                ids = manager._plan.replica_ids
-                outcome.participants.append([int(i.split(":")[0][-1]) for i in ids][:participants])
+                self.committed.setdefault(step, {})[manager._quorum_id] = participants
+                self.took_part(rank, manager, step)
 
         manager.register_commit_hook(note)
         step_of_death, place = self.deaths.get(rank.group, (-1, ""))
@@ -140,6 +142,7 @@ class Job:
                 self.then(rank, manager, model, step)
                 if rank.crashed:
                     raise Died
+                self.took_part(rank, manager, step)
                 optimizer.step()
         except Exception:
             if rank.crashed:
@@ -148,6 +151,19 @@ class Job:
         outcome.weights = {name: value.clone() for name, value in model.state_dict().items()}
         outcome.batches = manager.batches_committed()
         return outcome
+
+    def took_part(self, rank: Rank, manager: Manager, step: int) -> None:
+        if manager.is_participating():
+            self.contributed.setdefault((step, manager._quorum_id), set()).add(rank.group)
+
+    def history(self) -> list[list[int]]:
+        """Who took part in each step. All who committed it did so in one quorum, and agree on how many they were."""
+        found = []
+        for step in sorted(self.committed):
+            ((quorum, participants),) = self.committed[step].items()
+            found.append(sorted(self.contributed[step, quorum]))
+            assert len(found[-1]) == participants, f"step {step}: {found[-1]}, {participants} participants"
+        return found
 
     def arm(self, rank: Rank, manager: Manager, place: str) -> None:
         """Lets the rank die at a place in the step that begins."""
@@ -186,7 +202,10 @@ class Job:
 
     def run(self, cluster: Cluster) -> list[Outcome]:
         started = [cluster.start(self.loop, group, self.world_size) for group in range(self.groups)]
-        return [outcome for outcome in results(*started) if outcome is not None]
+        outcomes = [outcome for outcome in results(*started) if outcome is not None]
+        for outcome in outcomes:
+            outcome.participants = self.history()[outcome.steps[0] :]
+        return outcomes
 
 
 class _Instead:
@@ -202,12 +221,24 @@ class _Instead:
         setattr(self._inner, name, value)
 
 
+def lost_steps(outcome: Outcome, outcomes: list[Outcome]) -> set[int]:
+    """The steps that it gave up, but for those that others committed at once: it took over their state."""
+    given_up = {step for step, committed in zip(outcome.steps, outcome.commits) if not committed}
+    at_once = {
+        step
+        for other in outcomes
+        for step in other.steps
+        if all(committed for at, committed in zip(other.steps, other.commits) if at == step)
+    }
+    return given_up - at_once
+
+
 def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) -> None:
     """The survivors lost so many steps, and hold what a plain loop over the participants of each step gives."""
     assert len(outcomes) == (job.groups - len(job.deaths)) * job.world_size
     expected = reference(outcomes[0].participants, clip)
     for outcome in outcomes:
-        assert outcome.commits.count(False) == lost, f"commits: {outcome.commits}"
+        assert len(lost_steps(outcome, outcomes)) == lost, f"steps {outcome.steps}, committed: {outcome.commits}"
         assert outcome.participants == outcomes[0].participants
         assert outcome.batches == sum(len(groups) for groups in outcome.participants)
         for name, value in outcome.weights.items():
@@ -263,7 +294,8 @@ def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
             assert torch.equal(value, joined.weights[name])
     assert joined.batches == outcomes[0].batches
     with_newcomer = [groups for groups in outcomes[0].participants if 5 in groups]
-    assert joined.participants[-len(with_newcomer) :] == with_newcomer
+    its_own = [job.history()[step] for step, committed in zip(joined.steps, joined.commits) if committed]
+    assert its_own[-len(with_newcomer) :] == with_newcomer
 
 
 def test_a_group_that_missed_a_commit_takes_over_its_state(cluster: Cluster) -> None:

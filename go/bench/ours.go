@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -28,11 +29,18 @@ type ours struct {
 	sending sync.Mutex
 	spoke   time.Time // when something was sent last
 	done    chan struct{}
-	speaker sync.WaitGroup
+	tasks   sync.WaitGroup
+	answers chan answer // to the asks, in order
 
-	keeps  bool
+	keeps  atomic.Bool
 	parts  [][]byte // of the list, each a message
 	states []byte
+}
+
+// answer is what came since the one before, up to a quorum or the end of the stream.
+type answer struct {
+	bytes int
+	err   error
 }
 
 func newOurs(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group, error) {
@@ -41,7 +49,7 @@ func newOurs(ctx context.Context, lighthouse string, member *torchftpb.QuorumMem
 	if err != nil {
 		return nil, err
 	}
-	o := &ours{conn: conn, member: member, done: make(chan struct{})}
+	o := &ours{conn: conn, member: member, done: make(chan struct{}), answers: make(chan answer, 1)}
 	ctx, o.cancel = context.WithCancel(context.Background())
 	o.stream, err = conn.NewStream(ctx, &torchftpb.MemberService_ServiceDesc.Streams[0], torchftpb.MemberService_Attend_FullMethodName)
 	if err == nil {
@@ -51,7 +59,8 @@ func newOurs(ctx context.Context, lighthouse string, member *torchftpb.QuorumMem
 		o.close()
 		return nil, err
 	}
-	o.speaker.Go(o.speak)
+	o.tasks.Go(o.speak)
+	o.tasks.Go(o.listen)
 	return o, nil
 }
 
@@ -94,36 +103,73 @@ func (o *ours) greet() error {
 func (o *ours) begin(step int64) error {
 	ask := &torchftpb.Ask{Number: uint64(time.Now().UnixNano()), TimeoutUs: patience.Microseconds(), Step: step, Member: o.member}
 	o.member = nil
-	o.sending.Lock()
-	defer o.sending.Unlock()
-	o.spoke = time.Now()
-	return o.stream.SendMsg(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
+	return o.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
 }
 
 func (o *ours) wait() (received int, err error) {
-	var message raw
+	a := <-o.answers
+	return a.bytes, a.err
+}
+
+// listen takes what the lighthouse says, also while nobody waits.
+func (o *ours) listen() {
+	received := 0
 	for {
-		if err := o.stream.RecvMsg(&message); err != nil {
-			return received, err
-		}
+		message, err := o.receive()
 		received += message.size
-		field, err := kindOf(message.bytes)
+		field := protowire.Number(0)
+		if err == nil {
+			field, err = o.heard(message.bytes)
+		}
+		if err == nil && field != quorumField {
+			continue
+		}
+		select {
+		case o.answers <- answer{received, err}:
+		case <-o.done:
+			return
+		}
 		if err != nil {
-			return received, err
+			return
 		}
-		switch field {
-		case listChangeField:
-			if o.keeps {
-				o.parts = append(o.parts, message.bytes)
-			}
-		case memberFailedField: // of the next round it is a member again
-		case quorumField:
-			o.states = message.bytes
-			return received, nil
-		default:
-			return received, fmt.Errorf("the lighthouse said: %s", text(message.bytes))
-		}
+		received = 0
 	}
+}
+
+func (o *ours) receive() (message raw, err error) {
+	err = o.stream.RecvMsg(&message)
+	return message, err
+}
+
+// heard does what a message wants, and returns its field.
+func (o *ours) heard(message []byte) (protowire.Number, error) {
+	field, err := kindOf(message)
+	if err != nil {
+		return 0, err
+	}
+	switch field {
+	case listChangeField:
+		if o.keeps.Load() {
+			o.parts = append(o.parts, message)
+		}
+	case quorumField:
+		o.states = message
+	case progressAskedField: // it is always between two rounds, or in one
+		return field, o.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
+			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
+		}})
+	case memberFailedField, memberStalledField: // of the next round it is a member again
+	default:
+		return field, fmt.Errorf("the lighthouse said: %s", text(message))
+	}
+	return field, nil
+}
+
+func (o *ours) say(m *torchftpb.MemberMessage) error {
+	o.sending.Lock()
+	defer o.sending.Unlock()
+	o.spoke = time.Now()
+	return o.stream.SendMsg(m)
 }
 
 // The fields of torchftpb.LighthouseMessage.
@@ -132,6 +178,9 @@ const (
 	listChangeField   = 3
 	quorumField       = 4
 	memberFailedField = 7
+
+	memberStalledField = 60
+	progressAskedField = 61
 )
 
 // kindOf is the field of the one message in a LighthouseMessage.
@@ -157,7 +206,7 @@ func text(message []byte) string {
 	return m.String()
 }
 
-func (o *ours) keep() { o.keeps = true }
+func (o *ours) keep() { o.keeps.Store(true) }
 
 func (o *ours) check() (members int, steps int64) {
 	var change quorum.Change
@@ -192,5 +241,5 @@ func (o *ours) close() {
 	close(o.done)
 	o.cancel()
 	_ = o.conn.Close()
-	o.speaker.Wait()
+	o.tasks.Wait()
 }

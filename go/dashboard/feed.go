@@ -14,7 +14,7 @@ import (
 const (
 	// lookEvery is how often viewers hear what changed.
 	lookEvery = time.Second
-	// mostViewers may look at once.
+	// mostViewers may look at a job at once (docs/operating.md).
 	mostViewers = 2000
 	// backlog is how many messages wait for a slow viewer. One with more is cut off, and connects again by itself.
 	backlog = 16
@@ -33,18 +33,34 @@ type Feed struct {
 	history History
 	board   Board
 	viewers map[*viewer]struct{}
+	wholes  map[int64]*whole // of those who join before the next change, by the event after which they want to hear
 	closed  bool
 	looked  time.Time
 	meters  *meters
 }
 
 type viewer struct {
+	whole    *whole      // comes first
 	messages chan []byte // closed when it is cut off
+}
+
+// whole is all there is at a moment. A thousand who connect at once, to a lighthouse that was restarted say, share it; it
+// is encoded once, and while nobody waits for the feed.
+type whole struct {
+	once sync.Once
+	last int64 // id of the last event
+	data any   // until it is encoded
+	text []byte
+}
+
+func (w *whole) message() []byte {
+	w.once.Do(func() { w.text, w.data = message("whole", w.last, w.data), nil })
+	return w.text
 }
 
 // NewFeed makes the feed of a job of this name, whose status this function tells.
 func NewFeed(job string, status func() quorum.Status) *Feed {
-	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, meters: newMeters(job)}
+	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, wholes: map[int64]*whole{}, meters: newMeters(job)}
 }
 
 // Record remembers an event and shows it to everybody.
@@ -53,16 +69,23 @@ func (f *Feed) Record(e Event) {
 	defer f.mu.Unlock()
 	f.meters.event(e)
 	e = f.history.Add(e)
+	clear(f.wholes)
 	if len(f.viewers) > 0 {
 		f.send(message("event", e.ID, e))
 	}
 }
 
-// Round remembers how far the job is.
-func (f *Feed) Round(step int64, groups int, now time.Time) {
+// Failed counts a member that was found dead. That it is told of everybody is one Event, of several of them.
+func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures[cause].Inc() }
+
+// Heard counts a sign of life.
+func (f *Feed) Heard() { f.meters.heartbeats.Inc() }
+
+// Round remembers how far the job is, and how long the quorum took since the first group asked for it.
+func (f *Feed) Round(step int64, groups int, waited time.Duration, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.meters.round(step, now)
+	f.meters.round(step, waited, now)
 	f.history.Round(step, groups, now)
 }
 
@@ -93,7 +116,19 @@ func (f *Feed) look() {
 	defer f.mu.Unlock()
 	if now := f.now(); now.After(f.looked) {
 		f.looked = now
+		clear(f.wholes)
 		f.send(message("change", 0, f.board.Look(status, now)))
+	}
+}
+
+// current lets the first viewer see the job as it is. Those who come later see what the others saw last: a look for each of a
+// thousand would be a thousand messages to all the others.
+func (f *Feed) current() {
+	f.mu.Lock()
+	fresh := f.now().Sub(f.looked) < lookEvery
+	f.mu.Unlock()
+	if !fresh {
+		f.look()
 	}
 }
 
@@ -124,9 +159,9 @@ func (f *Feed) close() {
 	}
 }
 
-// join adds a viewer, whose first messages are all there is: the members now, the events after this one, the throughput.
+// join adds a viewer, whose first message is all there is: the members, the events after this one, the throughput.
 func (f *Feed) join(after int64) (*viewer, error) {
-	f.look()
+	f.current()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed {
@@ -135,13 +170,17 @@ func (f *Feed) join(after int64) (*viewer, error) {
 	if len(f.viewers) >= mostViewers {
 		return nil, fmt.Errorf("%d viewers are connected, and no more are allowed", mostViewers)
 	}
-	v := &viewer{messages: make(chan []byte, backlog)}
-	v.messages <- message("whole", f.history.next, struct {
-		Change
-		Last   int64   `json:"last"` // id of the last event: one below what a viewer knows is of another lighthouse
-		Events []Event `json:"events"`
-		Points []Point `json:"points"`
-	}{f.board.Whole(), f.history.next, f.history.After(after), f.history.Points()})
+	after = f.history.known(after)
+	v := &viewer{whole: f.wholes[after], messages: make(chan []byte, backlog)}
+	if v.whole == nil {
+		v.whole = &whole{last: f.history.next, data: struct {
+			Change
+			Last   int64   `json:"last"` // id of the last event: one below what a viewer knows is of another lighthouse
+			Events []Event `json:"events"`
+			Points []Point `json:"points"`
+		}{f.board.Whole(), f.history.next, f.history.After(after), f.history.Points()}}
+		f.wholes[after] = v.whole
+	}
 	f.viewers[v] = struct{}{}
 	return v, nil
 }
@@ -166,16 +205,16 @@ func (f *Feed) snapshot(after int64) any {
 func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
 	after, err := number(r, "after")
 	if err != nil {
-		refuse(w, http.StatusBadRequest, err)
+		Refuse(w, http.StatusBadRequest, err)
 		return
 	}
 	if last, err := strconv.ParseInt(r.Header.Get("Last-Event-ID"), 10, 64); err == nil {
-		after = max(after, last) // a browser that connects again
+		after = last // a browser that connects again
 	}
 	v, err := f.join(after)
 	if err != nil {
 		w.Header().Set("Retry-After", "5")
-		refuse(w, http.StatusServiceUnavailable, err)
+		Refuse(w, http.StatusServiceUnavailable, err)
 		return
 	}
 	defer f.leave(v)
@@ -185,19 +224,22 @@ func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
 	h.Set("X-Accel-Buffering", "no") // proxies must not hold it back
 	out := http.NewResponseController(w)
 	_ = out.SetReadDeadline(time.Time{})
+	write := func(m []byte) bool {
+		_ = out.SetWriteDeadline(time.Now().Add(keepWrite))
+		_, err := w.Write(m)
+		return err == nil && out.Flush() == nil
+	}
+	first := v.whole.message()
+	v.whole = nil // a viewer of a day need not keep it
+	if !write(first) {
+		return
+	}
 	for {
 		select {
 		case <-r.Context().Done():
 			return
 		case m, open := <-v.messages:
-			if !open {
-				return
-			}
-			_ = out.SetWriteDeadline(time.Now().Add(keepWrite))
-			if _, err := w.Write(m); err != nil {
-				return
-			}
-			if out.Flush() != nil {
+			if !open || !write(m) {
 				return
 			}
 		}

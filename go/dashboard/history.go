@@ -19,6 +19,12 @@ const (
 	MemberFailed Kind = "failed"
 	// NoQuorum : members have waited for some time, and there is no quorum.
 	NoQuorum Kind = "waiting"
+	// Healed : a group has taken over the state of another.
+	Healed Kind = "healed"
+	// Recovered : those that were left after a failure have committed a step again.
+	Recovered Kind = "recovered"
+	// Drained : somebody asked a member to leave at the end of a step.
+	Drained Kind = "drained"
 	// Killed : somebody asked to end a member.
 	Killed Kind = "killed"
 )
@@ -47,6 +53,27 @@ type Event struct {
 	Joined   []string  `json:"joined,omitempty"`  // replica_ids
 	Left     []string  `json:"left,omitempty"`
 	Reason   string    `json:"reason,omitempty"`
+	// Of a recovery.
+	Who       string  `json:"who,omitempty"`    // replica_id
+	Bytes     int64   `json:"bytes,omitempty"`  // of the state that came
+	Phases    []Phase `json:"phases,omitempty"` // where its seconds went, in order
+	StepsLost int64   `json:"steps_lost,omitempty"`
+}
+
+// took is how long a recovery took. Phases that are sums of others are no part of it.
+func (e Event) took() (seconds float64) {
+	for _, p := range e.Phases {
+		if p.Name != "total" {
+			seconds += p.Seconds
+		}
+	}
+	return seconds
+}
+
+// Phase is a part of a recovery.
+type Phase struct {
+	Name    string  `json:"phase"`
+	Seconds float64 `json:"seconds"`
 }
 
 // Point is how far the job was at a time.
@@ -82,12 +109,22 @@ func (h *History) Add(e Event) Event {
 
 // After returns the events with an id above this one, the oldest first; at most those that are remembered.
 func (h *History) After(id int64) []Event {
-	oldest := h.next - int64(len(h.events)) // the id before the oldest
-	found := make([]Event, 0, max(0, h.next-max(id, oldest)))
-	for i := max(id, oldest); i < h.next; i++ {
+	id = h.known(id)
+	found := make([]Event, 0, h.next-id)
+	for i := id; i < h.next; i++ {
 		found = append(found, h.events[i%mostEvents])
 	}
 	return found
+}
+
+// known is the id after which the same events are remembered as after this one. An id that was not given out yet is of a
+// lighthouse before this one: all are new then.
+func (h *History) known(id int64) int64 {
+	oldest := h.next - int64(len(h.events)) // the id before the oldest
+	if id > h.next {
+		return oldest
+	}
+	return max(id, oldest)
 }
 
 // Round remembers how far the job is, if the last time is long enough ago.

@@ -38,7 +38,7 @@ func (f *Feed) Register(mux *http.ServeMux) {
 	mux.HandleFunc("GET /api/v1/history", func(w http.ResponseWriter, r *http.Request) {
 		after, err := number(r, "after")
 		if err != nil {
-			refuse(w, http.StatusBadRequest, err)
+			Refuse(w, http.StatusBadRequest, err)
 			return
 		}
 		Answer(w, f.snapshot(after))
@@ -47,7 +47,7 @@ func (f *Feed) Register(mux *http.ServeMux) {
 		http.ServeFileFS(w, r, files, "openapi.json")
 	})
 	mux.HandleFunc("/api/v1/", func(w http.ResponseWriter, r *http.Request) {
-		refuse(w, http.StatusNotFound, fmt.Errorf("there is no %s %s; GET /api/v1/openapi.json says what there is", r.Method, r.URL.Path))
+		Refuse(w, http.StatusNotFound, fmt.Errorf("there is no %s %s; GET /api/v1/openapi.json says what there is", r.Method, r.URL.Path))
 	})
 }
 
@@ -58,8 +58,8 @@ func Answer(w http.ResponseWriter, value any) {
 	_ = json.NewEncoder(w).Encode(value) // fails only if the reader is gone
 }
 
-// refuse answers with the reason, as JSON.
-func refuse(w http.ResponseWriter, code int, err error) {
+// Refuse answers with the reason, as JSON.
+func Refuse(w http.ResponseWriter, code int, err error) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
 	_ = json.NewEncoder(w).Encode(map[string]string{"error": err.Error()})

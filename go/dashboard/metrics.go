@@ -1,12 +1,15 @@
 package dashboard
 
 import (
+	"maps"
 	"net/http"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // scrapeTimeout is how long one answer to Prometheus may take.
@@ -38,11 +41,18 @@ func (c collector) Collect(out chan<- prometheus.Metric) {
 
 // meters count what happens to a job, for Prometheus.
 type meters struct {
-	rounds   prometheus.Counter
-	changes  prometheus.Counter
-	failures prometheus.Counter
-	kills    prometheus.Counter
-	step     prometheus.Histogram
+	rounds     prometheus.Counter
+	changes    prometheus.Counter
+	failures   map[quorum.Cause]prometheus.Counter
+	heartbeats prometheus.Counter
+	kills      prometheus.Counter
+	drains     prometheus.Counter
+	heals      prometheus.Counter
+	healed     prometheus.Counter // bytes
+	lost       prometheus.Counter
+	recovery   map[Kind]prometheus.Histogram
+	quorum     prometheus.Histogram
+	step       prometheus.Histogram
 
 	lastStep  int64
 	lastRound time.Time
@@ -53,23 +63,57 @@ func newMeters(job string) *meters {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: labels})
 	}
-	return &meters{
-		rounds:   counter("torchft_quorum_rounds_total", "Quorums answered, one for each step."),
-		changes:  counter("torchft_quorum_changes_total", "Quorums with other members than the one before."),
-		failures: counter("torchft_member_failures_total", "Members that were found dead."),
-		kills:    counter("torchft_kills_total", "Members that were ended on request."),
-		step: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name:        "torchft_step_seconds",
-			Help:        "Time from one step of the job to the next.",
-			ConstLabels: labels,
-			Buckets:     prometheus.ExponentialBuckets(0.005, 2, 16), // 5 ms to 2.7 minutes
-		}),
+	histogram := func(name, help string, more prometheus.Labels) prometheus.Histogram {
+		all := prometheus.Labels{}
+		maps.Copy(all, labels)
+		maps.Copy(all, more)
+		return prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: name, Help: help, ConstLabels: all, Buckets: prometheus.ExponentialBuckets(0.005, 2, 16), // 5 ms to 2.7 minutes
+		})
 	}
+	m := &meters{
+		rounds:     counter("torchft_quorum_rounds_total", "Quorums answered, one for each step."),
+		changes:    counter("torchft_quorum_changes_total", "Quorums with other members than the one before."),
+		failures:   map[quorum.Cause]prometheus.Counter{},
+		heartbeats: counter("torchft_heartbeats_total", "Signs of life of members that said nothing else."),
+		kills:      counter("torchft_kills_total", "Members that were ended on request."),
+		drains:     counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
+		heals:      counter("torchft_heals_total", "Groups that took over the state of another."),
+		healed:     counter("torchft_healed_bytes_total", "Bytes of these states, of the first rank of each group."),
+		lost:       counter("torchft_lost_steps_total", "Steps lost to failures, of those that were left."),
+		recovery:   map[Kind]prometheus.Histogram{},
+		quorum:     histogram("torchft_quorum_seconds", "Time from the first group that asks for a quorum to its answer.", nil),
+		step:       histogram("torchft_step_seconds", "Time from one step of the job to the next.", nil),
+	}
+	for kind, name := range map[Kind]string{Healed: "heal", Recovered: "failure"} {
+		m.recovery[kind] = histogram("torchft_recovery_seconds", "Time of a heal, or from a failure to the next commit of those that are left.",
+			prometheus.Labels{"recovery": name})
+	}
+	for _, cause := range quorum.Causes {
+		m.failures[cause] = prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "torchft_member_failures_total", Help: "Members that were found dead, by cause.",
+			ConstLabels: prometheus.Labels{"training_job": job, "cause": string(cause)},
+		})
+	}
+	return m
+}
+
+// all are the meters, for Prometheus.
+func (m *meters) all() []prometheus.Metric {
+	all := []prometheus.Metric{m.rounds, m.changes, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost, m.quorum, m.step}
+	for _, c := range m.failures {
+		all = append(all, c)
+	}
+	for _, h := range m.recovery {
+		all = append(all, h)
+	}
+	return all
 }
 
 // round is called for each quorum that is answered.
-func (m *meters) round(step int64, now time.Time) {
+func (m *meters) round(step int64, waited time.Duration, now time.Time) {
 	m.rounds.Inc()
+	m.quorum.Observe(waited.Seconds())
 	if steps := step - m.lastStep; steps > 0 && !m.lastRound.IsZero() {
 		m.step.Observe(now.Sub(m.lastRound).Seconds() / float64(steps))
 	}
@@ -82,10 +126,17 @@ func (m *meters) event(e Event) {
 	switch e.Kind {
 	case QuorumChanged:
 		m.changes.Inc()
-	case MemberFailed:
-		m.failures.Add(float64(len(e.Left)))
 	case Killed:
 		m.kills.Add(float64(len(e.Left)))
+	case Drained:
+		m.drains.Add(float64(len(e.Left)))
+	case Healed:
+		m.heals.Inc()
+		m.healed.Add(float64(e.Bytes))
+		m.recovery[Healed].Observe(e.took())
+	case Recovered:
+		m.lost.Add(float64(e.StepsLost))
+		m.recovery[Recovered].Observe(e.took())
 	}
 }
 
@@ -102,7 +153,7 @@ var (
 // collect tells what is known of the job when somebody looks.
 func (f *Feed) collect(out chan<- prometheus.Metric) {
 	status := f.status()
-	states := map[State]int{Training: 0, Waiting: 0, Joining: 0, Dead: 0}
+	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0, Draining: 0, Dead: 0}
 	oldest := int64(0)
 	for _, m := range status.Members {
 		states[stateOf(m)]++
@@ -124,7 +175,7 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	viewers := len(f.viewers)
 	f.mu.Unlock()
 	gauge(viewersDesc, float64(viewers))
-	for _, c := range []prometheus.Metric{f.meters.rounds, f.meters.changes, f.meters.failures, f.meters.kills, f.meters.step} {
-		out <- c
+	for _, m := range f.meters.all() {
+		out <- m
 	}
 }

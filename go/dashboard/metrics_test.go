@@ -9,6 +9,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/quorum"
 )
 
 func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
@@ -18,25 +20,57 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	j.set(member("a", 7), member("b", 7), dead)
 	f := NewFeed("default", j.say)
 	for i := range 5 {
-		f.Round(int64(i), 2, start.Add(time.Duration(i)*100*time.Millisecond))
+		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
 	}
-	f.Round(4, 2, start.Add(10*time.Second)) // a step that was lost is no step
-	f.Round(5, 2, start.Add(10400*time.Millisecond))
+	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // a step that was lost is no step
+	f.Round(5, 2, 20*time.Millisecond, start.Add(10400*time.Millisecond))
 	f.Record(Event{Kind: QuorumChanged})
-	f.Record(Event{Kind: MemberFailed, Left: make([]string, 20)})
+	f.Failed(quorum.Silent)
+	f.Failed(quorum.Connection)
+	f.Failed(quorum.Connection)
+	f.Record(Event{Kind: MemberFailed, Left: make([]string, 3)})
+	f.Heard()
+	phases := []Phase{{"transfer", 2}, {"load", 1}, {"total", 3}}
+	f.Record(Event{Kind: Healed, Who: "c", Bytes: 1000, Phases: phases})
+	f.Record(Event{Kind: Recovered, Who: "a", StepsLost: 2, Phases: phases[2:]})
+	f.Record(Event{Kind: Drained, Left: []string{"b"}})
 	f.Record(Event{Kind: Killed, Left: []string{"c"}})
 
 	require.NoError(t, testutil.CollectAndCompare(collector(func() []*Feed { return []*Feed{f} }), strings.NewReader(`
+# HELP torchft_drains_total Members that were asked to leave at the end of a step.
+# TYPE torchft_drains_total counter
+torchft_drains_total{training_job="default"} 1
+# HELP torchft_healed_bytes_total Bytes of these states, of the first rank of each group.
+# TYPE torchft_healed_bytes_total counter
+torchft_healed_bytes_total{training_job="default"} 1000
+# HELP torchft_heals_total Groups that took over the state of another.
+# TYPE torchft_heals_total counter
+torchft_heals_total{training_job="default"} 1
+# HELP torchft_heartbeats_total Signs of life of members that said nothing else.
+# TYPE torchft_heartbeats_total counter
+torchft_heartbeats_total{training_job="default"} 1
+# HELP torchft_lost_steps_total Steps lost to failures, of those that were left.
+# TYPE torchft_lost_steps_total counter
+torchft_lost_steps_total{training_job="default"} 2
 # HELP torchft_kills_total Members that were ended on request.
 # TYPE torchft_kills_total counter
 torchft_kills_total{training_job="default"} 1
-# HELP torchft_member_failures_total Members that were found dead.
+# HELP torchft_member_failures_total Members that were found dead, by cause.
 # TYPE torchft_member_failures_total counter
-torchft_member_failures_total{training_job="default"} 20
+torchft_member_failures_total{cause="connection",training_job="default"} 2
+torchft_member_failures_total{cause="process",training_job="default"} 0
+torchft_member_failures_total{cause="rank",training_job="default"} 0
+torchft_member_failures_total{cause="silent",training_job="default"} 1
+torchft_member_failures_total{cause="stalled",training_job="default"} 0
+torchft_member_failures_total{cause="unreachable",training_job="default"} 0
 # HELP torchft_members Members by state.
 # TYPE torchft_members gauge
 torchft_members{state="dead",training_job="default"} 1
+torchft_members{state="draining",training_job="default"} 0
+torchft_members{state="healing",training_job="default"} 0
 torchft_members{state="joining",training_job="default"} 0
+torchft_members{state="stalled",training_job="default"} 0
+torchft_members{state="suspect",training_job="default"} 0
 torchft_members{state="training",training_job="default"} 2
 torchft_members{state="waiting",training_job="default"} 0
 # HELP torchft_quorum_changes_total Quorums with other members than the one before.
@@ -69,7 +103,7 @@ torchft_step_seconds_bucket{training_job="default",le="163.84"} 5
 torchft_step_seconds_bucket{training_job="default",le="+Inf"} 5
 torchft_step_seconds_sum{training_job="default"} 10.4
 torchft_step_seconds_count{training_job="default"} 5
-`), "torchft_kills_total", "torchft_member_failures_total", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
+`), "torchft_drains_total", "torchft_healed_bytes_total", "torchft_heals_total", "torchft_heartbeats_total", "torchft_lost_steps_total", "torchft_kills_total", "torchft_member_failures_total", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
 		"torchft_quorum_rounds_total", "torchft_step_seconds"))
 }
 

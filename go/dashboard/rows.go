@@ -1,6 +1,7 @@
 package dashboard
 
 import (
+	"cmp"
 	"time"
 
 	"github.com/torchft/torchft/go/quorum"
@@ -14,6 +15,10 @@ const (
 	Training State = "training" // in the quorum
 	Waiting  State = "waiting"  // asked, and waits for the others
 	Joining  State = "joining"  // alive, and in no quorum yet
+	Healing  State = "healing"  // in the quorum, and takes over the state of the others
+	Suspect  State = "suspect"  // its connection broke a moment ago
+	Stalled  State = "stalled"  // it makes no progress while the others wait for it
+	Draining State = "draining" // asked to leave
 	Dead     State = "dead"
 )
 
@@ -28,6 +33,10 @@ type Row struct {
 	Address  string  `json:"address"`
 	Ranks    uint64  `json:"ranks"`
 	Failures int64   `json:"failures"` // commits in a row that failed
+
+	HealReceived int64  `json:"heal_received,omitempty"` // bytes of the state that it takes over
+	HealTotal    int64  `json:"heal_total,omitempty"`
+	Why          string `json:"why,omitempty"` // of its state, where there is more to say
 }
 
 // Head is what is to be said of the whole job.
@@ -114,11 +123,12 @@ func follow(old tracked, known bool, m quorum.MemberStatus, now time.Time) track
 		ID: m.ReplicaID, State: stateOf(m), Since: old.Since, Step: m.Step, StepMS: old.StepMS,
 		HeardOf: now.Add(-time.Duration(m.HeartbeatAgeMS) * time.Millisecond).Truncate(time.Second).UnixMilli(),
 		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
+		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),
 	}, stepSince: old.stepSince}
 	if t.State != Dead {
 		t.HeardOf = 0 // it is alive: when exactly it was heard of is no news
 	}
-	if !known || old.State != t.State && !(lively(old.State) && lively(t.State)) {
+	if !known || old.State != t.State {
 		t.Since = now.UnixMilli()
 	}
 	switch {
@@ -138,8 +148,16 @@ func follow(old tracked, known bool, m quorum.MemberStatus, now time.Time) track
 
 func stateOf(m quorum.MemberStatus) State {
 	switch {
+	case m.Draining != "" && (m.Healthy || m.Out != ""):
+		return Draining
 	case !m.Healthy:
 		return Dead
+	case m.Suspect:
+		return Suspect
+	case m.Stalled != "":
+		return Stalled
+	case m.Healing:
+		return Healing
 	case m.InQuorum:
 		return Training
 	case m.Waiting:
@@ -148,5 +166,3 @@ func stateOf(m quorum.MemberStatus) State {
 		return Joining
 	}
 }
-
-func lively(s State) bool { return s == Training }

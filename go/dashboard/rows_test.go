@@ -47,6 +47,10 @@ func TestTheStateOfAMember(t *testing.T) {
 		Training: {Healthy: true, InQuorum: true, Waiting: true},
 		Waiting:  {Healthy: true, Waiting: true},
 		Joining:  {Healthy: true},
+		Suspect:  {Healthy: true, InQuorum: true, Suspect: true},
+		Stalled:  {Healthy: true, InQuorum: true, Stalled: "rank 1 computes", Healing: true},
+		Healing:  {Healthy: true, InQuorum: true, Healing: true},
+		Draining: {InQuorum: true, Draining: "an operator", Out: "it left"},
 	} {
 		assert.Equal(t, want, stateOf(m))
 	}

@@ -46,7 +46,7 @@ func BenchmarkTransfer(b *testing.B) {
 	for _, unchecked := range []bool{true, false} {
 		b.Run(map[bool]string{true: "unchecked", false: "checked"}[unchecked], func(b *testing.B) {
 			source, target := benchMemory(1), benchMemory(2)
-			s, err := Listen(time.Minute, 0)
+			s, err := Listen(time.Minute, 0, false)
 			require.NoError(b, err)
 			defer s.Close()
 			measured(b, func() {

@@ -50,7 +50,7 @@ func FuzzRequests(f *testing.F) {
 	f.Add([]byte("GET / HTTP/1.1\r\n\r\n"), false)
 	f.Add(append([]byte(magic), make([]byte, secretSize)...), false)
 	log := logged(f)
-	s, err := Listen(20*time.Millisecond, 0)
+	s, err := Listen(20*time.Millisecond, 0, false)
 	require.NoError(f, err)
 	f.Cleanup(s.Close)
 	source := empty(1000, 0, 300<<10)

@@ -45,7 +45,7 @@ func newRand(t *testing.T) *rand.Rand {
 
 func listen(t *testing.T, patience time.Duration, limit int64) *Server {
 	t.Helper()
-	s, err := Listen(patience, limit)
+	s, err := Listen(patience, limit, false)
 	require.NoError(t, err)
 	t.Cleanup(s.Close)
 	return s
@@ -149,6 +149,18 @@ func TestBlocksCoverEverythingOnce(t *testing.T) {
 			}
 		}
 		require.Equal(t, append([]int64{}, sizes...), append([]int64{}, at...))
+	}
+}
+
+// Streams and blocks are chosen from the data: a small state needs one stream, a large one has many blocks for each.
+func TestSizesAreChosenFromTheData(t *testing.T) {
+	for _, c := range []struct{ total, block, streams int64 }{
+		{0, 256 << 10, 1}, {1, 256 << 10, 1}, {8 << 20, 256 << 10, 1}, {8<<20 + 1, 256 << 10, 2}, {32 << 20, 512 << 10, 4},
+		{64 << 20, 1 << 20, 8}, {1 << 30, 4 << 20, 8}, {1 << 40, 4 << 20, 8},
+	} {
+		l, err := NewLayout([]int64{c.total}, 0)
+		require.NoError(t, err)
+		require.Equal(t, []int64{c.block, c.streams}, []int64{l.BlockSize, int64(l.Streams())}, "%d bytes", c.total)
 	}
 }
 

@@ -3,7 +3,6 @@ package heal
 import (
 	"fmt"
 	"math"
-	"runtime"
 	"sort"
 )
 
@@ -57,10 +56,9 @@ func NewLayout(sizes []int64, blockSize int64) (Layout, error) {
 // Blocks is the number of blocks.
 func (l *Layout) Blocks() int { return int((l.Total + l.BlockSize - 1) / l.BlockSize) }
 
-// Streams is how many streams the data deserves. More than there are cores take turns, which costs a fifth on loopback.
+// Streams is how many streams the data deserves.
 func (l *Layout) Streams() int {
-	cores := max(2, int64(runtime.NumCPU()))
-	return int(max(1, min(maxStreams, cores, (l.Total+bytesPerStream-1)/bytesPerStream)))
+	return int(max(1, min(maxStreams, (l.Total+bytesPerStream-1)/bytesPerStream)))
 }
 
 // Length is the number of bytes of a block; only the last one is shorter.

@@ -3,27 +3,29 @@ package heal
 import (
 	"log/slog"
 	"runtime"
-	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
-// servingNice is how much lower the priority of helping is than that of the process: where both want one processor, the
-// training of the source gets nine tenths of it. Relative, because how the job stands to others is not ours to say.
-const servingNice = 10
+// Serving can come after the training of its source. A stream in the background (SCHED_IDLE) runs on processors that are
+// idle, and is put off the moment that anything else wants to run; a nice level alone would let it finish its slice of
+// milliseconds. So that a heal also ends on a host that has no idle processor, one stream of each target keeps the least
+// share that there is (nice 19, about a hundredth of a processor that others use fully). Who helps keeps none: its target
+// has another source.
 
-// lowerPriority makes what this goroutine does from here on yield to everything else in the process. The thread that it
-// runs on is its own until it ends, and ends with it.
-func lowerPriority() {
+// background lets this goroutine run only where a processor is idle. The thread that it runs on is its own until it ends,
+// and ends with it.
+func background() { yield(unix.SchedAttr{Policy: unix.SCHED_IDLE}) }
+
+// leastShare leaves this goroutine the least share. Its thread ends with it, too.
+func leastShare() { yield(unix.SchedAttr{Policy: unix.SCHED_NORMAL, Nice: leastNice}) }
+
+const leastNice = 19
+
+func yield(attr unix.SchedAttr) {
 	runtime.LockOSThread()
-	if err := syscall.Setpriority(syscall.PRIO_PROCESS, 0, min(19, nice(0)+servingNice)); err != nil {
+	attr.Size = unix.SizeofSchedAttr
+	if err := unix.SchedSetAttr(0, &attr, 0); err != nil {
 		slog.Debug("checkpoint server: the priority stays as it is", "error", err)
 	}
-}
-
-// nice is that of a thread; 0: of this one.
-func nice(thread int) int {
-	biased, err := syscall.Getpriority(syscall.PRIO_PROCESS, thread) // 20 less nice, so that it is no error number
-	if err != nil {
-		return 0
-	}
-	return 20 - biased
 }

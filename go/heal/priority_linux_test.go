@@ -10,47 +10,105 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 // The main thread cannot end: no goroutine of a test shall run on it.
 func init() { runtime.LockOSThread() }
 
-// lowThreads counts the threads of this process that help.
-func lowThreads(t *testing.T) int {
+// yielding counts the threads of this process that run in the background, and those with the least share.
+func yielding(t *testing.T) (idle, least int) {
 	t.Helper()
 	tasks, err := os.ReadDir("/proc/self/task")
 	require.NoError(t, err)
-	count := 0
 	for _, task := range tasks {
 		thread, err := strconv.Atoi(task.Name())
 		require.NoError(t, err)
-		if nice(thread) == min(19, nice(os.Getpid())+servingNice) {
-			count++
+		attr, err := unix.SchedGetAttr(thread, 0)
+		switch {
+		case err != nil: // it has ended
+		case attr.Policy == unix.SCHED_IDLE:
+			idle++
+		case attr.Nice == leastNice:
+			least++
 		}
 	}
-	return count
+	return idle, least
 }
 
-// What helps yields to the training of the source, and no thread of the process stays so afterwards.
-func TestHelpingRunsAtLowPriority(t *testing.T) {
-	if nice(os.Getpid()) == 19 {
-		t.Skip("these tests run at the lowest priority: there is none below")
-	}
-	before := lowThreads(t)
-	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 1<<20), 0)
+// served is a connection to a server that shows a grant's secret.
+type served struct {
+	*testing.T
+	net.Conn
+}
+
+func connected(t *testing.T, s *Server, g *Grant) served {
+	t.Helper()
 	conn, err := net.Dial("tcp", address(s))
 	require.NoError(t, err)
-	g := s.Grant(o)
+	t.Cleanup(func() { _ = conn.Close() })
 	_, err = conn.Write(append([]byte(magic), g.secret[:]...))
 	require.NoError(t, err)
-	ask := func(op uint32) {
-		_, err := conn.Write(request{op: op, block: 0}.append(nil))
-		require.NoError(t, err)
-		_, err = io.ReadFull(conn, make([]byte, responseSize))
-		require.NoError(t, err)
+	return served{t, conn}
+}
+
+func (c served) ask(op uint32) {
+	_, err := c.Write(request{op: op, block: 0}.append(nil))
+	require.NoError(c, err)
+	_, err = io.ReadFull(c, make([]byte, responseSize))
+	require.NoError(c, err)
+}
+
+// What serves yields to the training of the source, and no thread of the process stays so afterwards.
+func TestServingYieldsToTheTraining(t *testing.T) {
+	idleBefore, leastBefore := yielding(t)
+	if leastBefore > 0 {
+		t.Skip("these tests run with the least share: there is none below")
 	}
-	ask(opEqual) // only those who help are asked so
-	require.Eventually(t, func() bool { return lowThreads(t) == before+1 }, 10*time.Second, time.Millisecond)
-	require.NoError(t, conn.Close())
-	require.Eventually(t, func() bool { return lowThreads(t) == before }, 10*time.Second, time.Millisecond)
+	become := func(idle, least int) {
+		t.Helper()
+		require.Eventually(t, func() bool {
+			i, l := yielding(t)
+			return i == idleBefore+idle && l == least
+		}, 10*time.Second, time.Millisecond, "%d in the background and %d with the least share", idle, least)
+	}
+	s, err := Listen(time.Minute, 0, true)
+	require.NoError(t, err)
+	t.Cleanup(s.Close)
+	o := offer(t, filled(newRand(t), 1<<20), 0)
+	g := s.Grant(o)
+	first := connected(t, s, g)
+	first.ask(opBlock)
+	become(0, 1)
+	second := connected(t, s, g)
+	second.ask(opBlock)
+	become(1, 1)
+	connected(t, s, s.Grant(o)).ask(opBlock) // another target has a steady one of its own
+	become(1, 2)
+
+	require.NoError(t, first.Close())
+	become(1, 1)
+	third := connected(t, s, g)
+	third.ask(opBlock)
+	become(1, 2)
+	third.ask(opEqual) // only those who help are asked so: their target has another source
+	become(2, 1)
+	g.Close()
+	become(0, 1)
+	s.Close()
+	become(0, 0)
+}
+
+// The whole job waits for the assigned source: only what helps yields.
+func TestHelpingYieldsToTheTraining(t *testing.T) {
+	before, _ := yielding(t)
+	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 1<<20), 0)
+	c := connected(t, s, s.Grant(o))
+	c.ask(opBlock)
+	idle, least := yielding(t)
+	require.Equal(t, []int{before, 0}, []int{idle, least})
+	c.ask(opEqual)
+	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before+1 }, 10*time.Second, time.Millisecond)
+	s.Close()
+	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before }, 10*time.Second, time.Millisecond)
 }

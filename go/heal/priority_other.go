@@ -2,4 +2,6 @@
 
 package heal
 
-func lowerPriority() {}
+func background() {}
+
+func leastShare() {}

@@ -24,6 +24,8 @@ type Server struct {
 	patience time.Duration
 	limit    limiter
 
+	background bool // serving comes after all else that the host does
+
 	mu          sync.Mutex
 	closed      bool
 	grants      map[[secretSize]byte]*Grant
@@ -38,17 +40,19 @@ type Grant struct {
 	secret [secretSize]byte
 
 	served atomic.Int64
+	steady bool // a connection of it is; server.mu guards it
 }
 
 // Listen starts a server on every address of this host, on a free port. patience is how long a target may take for one
-// piece; bytesPerSecond bounds what all targets get together, 0 does not.
-func Listen(patience time.Duration, bytesPerSecond int64) (*Server, error) {
+// piece; bytesPerSecond bounds what all targets get together, 0 does not. inBackground puts serving after everything else
+// that this host does, as helping always is.
+func Listen(patience time.Duration, bytesPerSecond int64, inBackground bool) (*Server, error) {
 	listener, err := net.Listen("tcp", ":0")
 	if err != nil {
 		return nil, err
 	}
 	s := &Server{
-		listener: listener, patience: patience, limit: limiter{bytesPerSecond: bytesPerSecond},
+		listener: listener, patience: patience, background: inBackground, limit: limiter{bytesPerSecond: bytesPerSecond},
 		grants: map[[secretSize]byte]*Grant{}, connections: map[*connection]bool{},
 	}
 	s.running.Add(1)
@@ -149,6 +153,9 @@ func (s *Server) remove(c *connection) {
 	if c.worked != nil {
 		c.worked()
 	}
+	if c.steady {
+		c.grant.steady = false
+	}
 }
 
 // enter finds the grant for a secret.
@@ -158,6 +165,7 @@ func (s *Server) enter(c *connection, secret [secretSize]byte) *Grant {
 	c.grant = s.grants[secret]
 	if c.grant != nil {
 		c.worked = Working()
+		c.steady, c.grant.steady = !c.grant.steady, true
 	}
 	return c.grant
 }
@@ -166,8 +174,9 @@ func (s *Server) enter(c *connection, secret [secretSize]byte) *Grant {
 type connection struct {
 	net.Conn
 	server *Server
-	grant  *Grant // server.mu guards it, and worked
+	grant  *Grant // server.mu guards it, worked and steady
 	worked func() // ends Working, nil unless it began
+	steady bool   // it goes on where no processor is idle
 	helps  bool   // the target has another source too
 
 	out    []byte // what is yet to be written
@@ -177,10 +186,7 @@ type connection struct {
 
 // cut ends it at once, whatever it is at.
 func (c *connection) cut() {
-	if tcp, ok := c.Conn.(*net.TCPConn); ok {
-		_ = tcp.SetLinger(0) // what the kernel still holds is of no use to the target
-	}
-	_ = c.Conn.Close()
+	abort(c.Conn)
 }
 
 func (c *connection) serve() (err error) {
@@ -202,6 +208,14 @@ func (c *connection) serve() (err error) {
 	grant := c.server.enter(c, [secretSize]byte(hello[len(magic):]))
 	if grant == nil {
 		return c.gone(request{}, errEnded)
+	}
+	prepare(c.Conn) // not before: a stranger gets no thread
+	switch {
+	case !c.server.background: // the whole job may wait for this
+	case c.steady:
+		leastShare()
+	default:
+		background()
 	}
 	var b [requestSize]byte
 	for {
@@ -229,7 +243,7 @@ func (c *connection) answer(g *Grant, r request) error {
 		if r.op == opEqual {
 			if !c.helps { // the target has another source, and waits for that one anyway
 				c.helps = true
-				lowerPriority()
+				background()
 			}
 			crc, err := c.check(o, int(r.block))
 			if err != nil {
@@ -306,12 +320,15 @@ func (c *connection) send(g *Grant, r request) error {
 		}
 		defer o.done(c)
 		g.served.Add(n)
-		if summing {
+		if err := c.write(c.memory); err != nil {
+			return err
+		}
+		if summing { // Only now: the copy into the kernel reads memory faster, and leaves it in the processor's cache.
 			for _, part := range c.memory {
 				crc = updateChecksum(crc, part)
 			}
 		}
-		return c.write(c.memory)
+		return nil
 	})
 	if err != nil {
 		return err

@@ -115,7 +115,9 @@ func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 	status := wait(t, f)
 	require.False(t, status.Done)
 	require.Contains(t, status.Lost[0], errRevoked.Error())
+	o.mu.Lock()
 	o.copies[1] = copied.regions[1]
+	o.mu.Unlock()
 	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
 	require.True(t, wait(t, f).Done)
 	requireSame(t, copied, target)
@@ -186,6 +188,73 @@ func TestMalformedRequestsEndTheConnection(t *testing.T) {
 			require.Empty(t, got)
 		})
 	}
+}
+
+// A source that has forgotten a write of its own announces another digest than that of what it sent.
+func TestADigestThatDiffersIsAnError(t *testing.T) {
+	memory := filled(newRand(t), 3*small)
+	for name, announced := range map[string]string{"the same": "", "another": "0123456789abcdef0123456789abcdef"} {
+		t.Run(name, func(t *testing.T) {
+			target := empty(3 * small)
+			f := newFetch(t, target, Settings{BlockSize: small, Streams: 1})
+			require.NoError(t, f.Add(honestUntilTheEnd(t, memory, announced), "00112233445566778899aabbccddeeff", true))
+			status := wait(t, f)
+			require.Equal(t, announced == "", status.Done)
+			if announced == "" {
+				requireSame(t, memory, target)
+				return
+			}
+			require.Empty(t, status.Digest)
+			require.Regexp(t, "^the state has the digest [0-9a-f]{32} here and "+announced+" at the source$", status.Failure)
+		})
+	}
+}
+
+// honestUntilTheEnd serves blocks with their checksums, and then a digest; "": the right one.
+func honestUntilTheEnd(t *testing.T, memory *Memory, announced string) (address string) {
+	t.Helper()
+	l, err := NewLayout(memory.Sizes(), small)
+	require.NoError(t, err)
+	block := func(i uint32) []byte { return memory.regions[0][int64(i)*small : int64(i)*small+l.Length(int(i))] }
+	if announced == "" {
+		var crcs []uint32
+		for i := range l.Blocks() {
+			crcs = append(crcs, checksum(block(uint32(i))))
+		}
+		announced = digest(&l, crcs)
+	}
+	lis, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = lis.Close() })
+	go func() {
+		for {
+			conn, err := lis.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer conn.Close()
+				if _, err := io.ReadFull(conn, make([]byte, helloSize)); err != nil {
+					return
+				}
+				for b := make([]byte, requestSize); ; {
+					if _, err := io.ReadFull(conn, b); err != nil {
+						return
+					}
+					r := parseRequest(b)
+					body := []byte(announced)
+					if r.op == opBlock {
+						body = block(r.block)
+					}
+					answer := append(response{statusOK, r.block, uint32(len(body))}.append(nil), body...)
+					if _, err := conn.Write(appendSums(answer, []uint32{checksum(body)})); err != nil {
+						return
+					}
+				}
+			}()
+		}
+	}()
+	return lis.Addr().String()
 }
 
 // A source that trickles is dropped when another one has nothing left to do.

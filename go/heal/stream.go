@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"time"
@@ -42,8 +41,9 @@ func (st *stream) open() error {
 	if err != nil {
 		return err
 	}
+	prepare(conn)
 	st.conn = conn
-	st.unhook = context.AfterFunc(s.fetch.ctx, func() { _ = conn.Close() })
+	st.unhook = context.AfterFunc(s.fetch.ctx, func() { abort(conn) })
 	if st.scratch == nil {
 		st.scratch = make([]byte, pieceSize)
 	}
@@ -71,7 +71,7 @@ func (st *stream) write(b []byte) error {
 // read fills b. It has a deadline: a source that brings nothing for too long is given up.
 func (st *stream) read(b []byte) error {
 	_ = st.conn.SetReadDeadline(time.Now().Add(st.source.fetch.settings.StallAfter))
-	_, err := io.ReadFull(st.conn, b)
+	_, err := readFull(st.conn, b)
 	return err
 }
 
@@ -82,7 +82,7 @@ func (st *stream) fill(b []byte, began time.Time) error {
 	last := time.Now() // when something came
 	for before := len(b); len(b) > 0; {
 		_ = st.conn.SetReadDeadline(time.Now().Add(lookEvery))
-		n, err := io.ReadFull(st.conn, b)
+		n, err := readFull(st.conn, b)
 		b = b[n:]
 		switch {
 		case err == nil:

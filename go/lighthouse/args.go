@@ -31,7 +31,7 @@ func ParseArgs(args []string) (Config, error) {
 	tick := flags.Int64("quorum_tick_ms", def.QuorumTick.Milliseconds(), "how often to decide again without a request")
 	heartbeat := flags.Int64("heartbeat_timeout_ms", def.HeartbeatTimeout.Milliseconds(), "age of a heartbeat from which a replica group counts as dead")
 	grace := flags.Int64("suspect_grace_ms", def.SuspectGrace.Milliseconds(), "how long a replica group whose connection broke may take to come back before it counts as dead")
-	stalled := flags.Int64("stalled_after_ms", def.StalledAfter.Milliseconds(), "how long a replica group may make no progress while others wait for it, before it is named (0: ten median steps, at least 5 s)")
+	stalled := flags.Int64("stalled_after_ms", def.StalledAfter.Milliseconds(), "how long a replica group may make no progress while others wait for it, before it is named (0: ten median steps, at least 5 s, and 1 ms a group)")
 	eject := flags.Int64("eject_stalled_after_ms", def.EjectStalledAfter.Milliseconds(), "how long, before it is put out of the quorum (0: never)")
 	security := rpc.SecurityFromEnv()
 	for _, file := range []struct {
@@ -51,6 +51,7 @@ func ParseArgs(args []string) (Config, error) {
 	maxJoins := flags.Int("max_joins_per_second", def.MaxJoinsPerSecond, "how often one address may ask to join in a second")
 	forbid := flags.Bool("forbid_regression", false, "refuse groups that would go on below the step that the job had reached, in place of a warning")
 	maxJobs := flags.Int("max_jobs", def.MaxJobs, "how many jobs (TORCHFT_JOB_ID) there may be at once")
+	maxCalls := flags.Int("max_calls_per_job", def.MaxCallsPerJob, "how many streams of members and calls one job may have open at once; a group has one")
 	stateDir := flags.String("state_dir", "", "directory for the last quorum of each job, which a restart goes on after; \"\": none (default: ~/.local/state/torchft/lighthouse-PORT, none with port 0)")
 
 	usage := func() string {
@@ -59,6 +60,8 @@ func ParseArgs(args []string) (Config, error) {
 	}
 	if err := flags.Parse(args); errors.Is(err, pflag.ErrHelp) {
 		return Config{}, &Help{Usage: usage()}
+	} else if unknown := (*pflag.NotExistError)(nil); errors.As(err, &unknown) {
+		return Config{}, fmt.Errorf("%w%s; see --help", err, nearest(flags, unknown.GetSpecifiedName()))
 	} else if err != nil {
 		return Config{}, fmt.Errorf("%w; see --help", err)
 	}
@@ -72,7 +75,7 @@ func ParseArgs(args []string) (Config, error) {
 	cfg.Bind, cfg.MinReplicas = *bind, *minReplicas
 	cfg.Security, cfg.AllowRemoteKill = security, *allowRemoteKill
 	cfg.MaxConnections, cfg.MaxJoinsPerSecond = *maxConnections, *maxJoins
-	cfg.ForbidRegression, cfg.MaxJobs, cfg.StateDir = *forbid, *maxJobs, *stateDir
+	cfg.ForbidRegression, cfg.MaxJobs, cfg.MaxCallsPerJob, cfg.StateDir = *forbid, *maxJobs, *maxCalls, *stateDir
 	if !flags.Changed("state_dir") {
 		cfg.StateDir = defaultStateDir(*bind)
 		cfg.StateOptional = cfg.StateDir != ""
@@ -100,4 +103,36 @@ func Milliseconds(name string, ms int64) (time.Duration, error) {
 		return 0, fmt.Errorf("%s is %d: it must be at most %d", name, ms, maxMilliseconds)
 	}
 	return time.Duration(ms) * time.Millisecond, nil
+}
+
+// nearest is " (did you mean --x?)" for a name that is no flag's, empty if none is like it.
+func nearest(flags *pflag.FlagSet, name string) string {
+	found, least := "", len(name)/2+1 // more letters than these being wrong, it is another word
+	flags.VisitAll(func(f *pflag.Flag) {
+		if d := distance(strings.ReplaceAll(name, "-", "_"), f.Name); d < least {
+			found, least = " (did you mean --"+f.Name+"?)", d
+		}
+	})
+	return found
+}
+
+// distance is how many letters have to be put in, taken out or replaced to make one word of the other (Levenshtein's).
+func distance(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range a {
+		before := row[0] // of the row above, one place to the left
+		row[0] = i + 1
+		for j := range b {
+			replaced := before
+			if a[i] != b[j] {
+				replaced++
+			}
+			before = row[j+1]
+			row[j+1] = min(row[j]+1, before+1, replaced)
+		}
+	}
+	return row[len(b)]
 }

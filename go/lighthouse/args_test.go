@@ -26,17 +26,17 @@ func TestParseArgs(t *testing.T) {
 	assert.Equal(t, "[::]:29510", cfg.Bind)
 	assert.Equal(t, []time.Duration{time.Minute, 100 * time.Millisecond, 5 * time.Second}, []time.Duration{cfg.JoinTimeout, cfg.QuorumTick, cfg.HeartbeatTimeout})
 
-	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--token-file", other, "--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5", "--state-dir=/s", "--forbid_regression", "--max_jobs=7"})
+	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--token-file", other, "--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5", "--state-dir=/s", "--forbid_regression", "--max_jobs=7", "--max-calls-per-job=8"})
 	require.NoError(t, err)
 	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond, QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond,
-		Security: rpc.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4, MaxJoinsPerSecond: 5, StateDir: "/s", ForbidRegression: true, MaxJobs: 7}, cfg)
+		Security: rpc.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4, MaxJoinsPerSecond: 5, StateDir: "/s", ForbidRegression: true, MaxJobs: 7, MaxCallsPerJob: 8}, cfg)
 }
 
 func TestHelpIsUsage(t *testing.T) {
 	_, err := lighthouse.ParseArgs([]string{"--help"})
 	var help *lighthouse.Help
 	require.ErrorAs(t, err, &help)
-	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key", "--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second", "--state_dir", "--forbid_regression", "--max_jobs"} {
+	for _, flag := range []string{"--bind", "--min_replicas", "--join_timeout_ms", "--quorum_tick_ms", "--heartbeat_timeout_ms", "--suspect_grace_ms", "--token_file", "--tls_cert", "--tls_key", "--tls_client_ca", "--tls_ca", "--allow_remote_kill", "--max_connections", "--max_joins_per_second", "--state_dir", "--forbid_regression", "--max_jobs", "--max_calls_per_job"} {
 		assert.Contains(t, help.Usage, flag)
 	}
 }
@@ -48,6 +48,7 @@ func TestBadArgsAreNamed(t *testing.T) {
 	}{
 		{nil, "min_replicas is missing"},
 		{[]string{"--min_replicas", "0"}, "min_replicas is 0: it must be at least 1"},
+		{[]string{"--min_replicas", "1", "--max_calls_per_job", "0"}, "max_calls_per_job is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "1", "--max_jobs", "0"}, "max_jobs is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "-1"}, "min_replicas is -1: it must be at least 1"},
 		{[]string{"--min_replicas", "two"}, `"two"`},
@@ -64,7 +65,12 @@ func TestBadArgsAreNamed(t *testing.T) {
 		{[]string{"--min_replicas", "1", "--max_connections", "0"}, "max_connections is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "1", "--max_joins_per_second", "0"}, "max_joins_per_second is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "1", "--allow_remote_kill=perhaps"}, "perhaps"},
-		{[]string{"--min_replicas", "1", "--colour", "red"}, "--colour"},
+		{[]string{"--min_replicas", "1", "--colour", "red"}, "unknown flag: --colour; see --help"},
+		{[]string{"--min_replica", "1"}, "unknown flag: --min_replica (did you mean --min_replicas?); see --help"},
+		{[]string{"--min-relpicas", "1"}, "(did you mean --min_replicas?); see --help"},
+		{[]string{"--join-timeout=5"}, "(did you mean --join_timeout_ms?); see --help"},
+		{[]string{"--é", "1"}, "unknown flag: --é; see --help"},
+		{[]string{"-m", "1"}, "'m' in -m; see --help"},
 		{[]string{"--min_replicas", "1", "now"}, `"now" is not understood`},
 	} {
 		_, err := lighthouse.ParseArgs(tc.args)

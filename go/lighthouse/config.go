@@ -30,7 +30,7 @@ type Config struct {
 	// SuspectGrace is how long a replica whose connection broke may take to come back before it counts as dead.
 	SuspectGrace time.Duration
 	// StalledAfter is how long a replica may make no progress while others wait for it, before it is named. 0: ten median
-	// steps, and at least 5 s.
+	// steps, at least 5 s, and 1 ms a replica.
 	StalledAfter time.Duration
 	// EjectStalledAfter is how long, before it is put out of the quorum; 0: never.
 	EjectStalledAfter time.Duration
@@ -38,6 +38,9 @@ type Config struct {
 	ForbidRegression bool
 	// MaxJobs is how many jobs there may be at once.
 	MaxJobs int
+	// MaxCallsPerJob is how many streams of members and calls one job may have open at once, so that a job that runs wild
+	// leaves room for the others. A group has one, and for a moment two while it makes a new one.
+	MaxCallsPerJob int
 	// StateDir is where the last quorum of each job is kept on disk; empty: nowhere.
 	StateDir string
 	// StateOptional lets the lighthouse go on without StateDir, with a warning, where it cannot be used.
@@ -73,6 +76,8 @@ func DefaultConfig() Config {
 		MaxJoinsPerSecond: 20_000,
 		// A job costs some kB; what is bounded is what a broken client can ask for.
 		MaxJobs: 1000,
+		// Half of the connections.
+		MaxCallsPerJob: 25_000,
 	}
 }
 
@@ -97,6 +102,9 @@ func (c Config) Validate() error {
 	}
 	if c.MaxJobs < 1 {
 		return fmt.Errorf("max_jobs is %d: it must be at least 1", c.MaxJobs)
+	}
+	if c.MaxCallsPerJob < 1 {
+		return fmt.Errorf("max_calls_per_job is %d: it must be at least 1", c.MaxCallsPerJob)
 	}
 	if c.QuorumTick <= 0 {
 		return fmt.Errorf("quorum_tick_ms is %g: it must be more than 0", float64(c.QuorumTick)/float64(time.Millisecond))

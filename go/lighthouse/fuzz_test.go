@@ -13,9 +13,6 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc"
-	"google.golang.org/protobuf/encoding/protowire"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -72,7 +69,11 @@ func FuzzHTTP(f *testing.F) {
 // FuzzMemberStream sends messages of any kind on a member's stream.
 func FuzzMemberStream(f *testing.F) {
 	greeting := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Revision: 3}}}
-	for _, messages := range [][]*torchftpb.MemberMessage{
+	network, _, log := start(f, rpc.Security{})
+	conn, err := rpc.Dial(context.Background(), network.Host("x"), "lighthouse", "http://lighthouse:29510", 10*time.Second)
+	require.NoError(f, err)
+	f.Cleanup(func() { _ = conn.Close() })
+	fttest.FuzzStream(f, conn, log, torchftpb.MemberService_Attend_FullMethodName, [][]*torchftpb.MemberMessage{
 		{greeting},
 		{greeting, {Message: &torchftpb.MemberMessage_Alive{Alive: true}}, {Message: &torchftpb.MemberMessage_GiveUp{GiveUp: 1}}},
 		{greeting, {Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{
@@ -80,51 +81,8 @@ func FuzzMemberStream(f *testing.F) {
 		}}}},
 		{greeting, {Message: &torchftpb.MemberMessage_Past{Past: &torchftpb.PastQuorum{QuorumId: 1 << 62}}}},
 		{{}, greeting, greeting},
-	} {
-		var all []byte
-		for _, m := range messages {
-			encoded, err := proto.Marshal(m)
-			require.NoError(f, err)
-			all = protowire.AppendBytes(all, encoded)
-		}
-		f.Add(all)
-	}
-	network, _, log := start(f, rpc.Security{})
-	conn, err := rpc.Dial(context.Background(), network.Host("x"), "lighthouse", "http://lighthouse:29510", 10*time.Second)
-	require.NoError(f, err)
-	f.Cleanup(func() { _ = conn.Close() })
-	f.Fuzz(func(t *testing.T, all []byte) {
-		ctx, cancel := context.WithCancel(t.Context())
-		defer cancel()
-		stream, err := conn.NewStream(ctx, &torchftpb.MemberService_ServiceDesc.Streams[0],
-			torchftpb.MemberService_Attend_FullMethodName, grpc.ForceCodec(bytesCodec{}))
-		require.NoError(t, err)
-		defer time.AfterFunc(20*time.Millisecond, cancel).Stop()
-		for len(all) > 0 {
-			message, n := protowire.ConsumeBytes(all)
-			if n < 0 {
-				message, n = all, len(all)
-			}
-			all = all[n:]
-			if stream.SendMsg(&message) != nil {
-				break
-			}
-		}
-		_ = stream.CloseSend()
-		for err == nil {
-			var answer []byte
-			err = stream.RecvMsg(&answer)
-		}
-		require.Zero(t, log.Count("internal error"))
 	})
 }
-
-// bytesCodec sends bytes as they are.
-type bytesCodec struct{}
-
-func (bytesCodec) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }
-func (bytesCodec) Unmarshal(data []byte, v any) error { *v.(*[]byte) = data; return nil }
-func (bytesCodec) Name() string                       { return "proto" }
 
 // FuzzArgs reads any command line: it is help, an error that says something, or a configuration that is valid.
 func FuzzArgs(f *testing.F) {

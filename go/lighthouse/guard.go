@@ -2,6 +2,7 @@ package lighthouse
 
 import (
 	"fmt"
+	"mime"
 	"net/http"
 
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -10,14 +11,14 @@ import (
 // guarded serves a route that changes something. A page of another site must not be able to use it, not even in a
 // browser on this host: a browser says where a POST comes from and for which host it is meant, and a token is nothing
 // that such a page knows.
-func (s *Server) guarded(what string, serve http.HandlerFunc) http.HandlerFunc {
+func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code int, why string), serve http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if code, why := s.refusal(w, r); code != 0 {
 			s.log.Warn("torchft: a request was refused", "request", what, "from", r.RemoteAddr, "origin", r.Header.Get("Origin"), "reason", why)
 			if code == http.StatusUnauthorized {
 				w.Header().Set("WWW-Authenticate", "Bearer")
 			}
-			http.Error(w, what+" is refused: "+why, code)
+			refuse(w, code, what+" is refused: "+why)
 			return
 		}
 		serve(w, r)
@@ -50,6 +51,9 @@ func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why 
 func authorization(w http.ResponseWriter, r *http.Request) []string {
 	if header := r.Header.Values("Authorization"); len(header) > 0 {
 		return header
+	}
+	if kind, _, _ := mime.ParseMediaType(r.Header.Get("Content-Type")); kind != "application/x-www-form-urlencoded" {
+		return nil
 	}
 	r.Body = http.MaxBytesReader(w, r.Body, 4<<10)
 	if token := r.PostFormValue("token"); token != "" {

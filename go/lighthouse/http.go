@@ -9,6 +9,8 @@ import (
 	"fmt"
 	"html/template"
 	"net/http"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/torchft/torchft/go/dashboard"
@@ -26,14 +28,18 @@ var pages = template.Must(template.New("").Parse(pageText))
 
 func (s *Server) handler() http.Handler {
 	mux := http.NewServeMux()
-	for _, path := range []string{"/{$}", "/app.js", "/style.css", "/api/v1/"} {
-		mux.HandleFunc("GET "+path, s.serveBoard)
+	for _, path := range []string{"GET /{$}", "GET /app.js", "GET /style.css", "/api/v1/"} {
+		mux.HandleFunc(path, s.serveBoard)
 	}
 	mux.HandleFunc("GET /status", s.serveStatus)
 	mux.HandleFunc("GET /jobs", s.serveJobs)
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprintln(w, "ok") })
+	mux.HandleFunc("GET /readyz", s.serveReady)
 	mux.Handle("GET /metrics", dashboard.Metrics(s.boards))
 	mux.HandleFunc("GET /replica/{id}/kill", s.serveKillForm)
-	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", s.serveKill))
+	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", plainly, s.serveKill))
+	mux.HandleFunc("/api/v1/kill", s.ask("kill", s.apiKill))
+	mux.HandleFunc("/api/v1/drain", s.ask("drain", s.apiDrain))
 	return mux
 }
 
@@ -53,6 +59,18 @@ func (s *Server) json(w http.ResponseWriter, value any) {
 	encoder := json.NewEncoder(w)
 	encoder.SetIndent("", "  ")
 	_ = encoder.Encode(value) // fails only if the reader is gone
+}
+
+// serveReady says whether members are served.
+func (s *Server) serveReady(w http.ResponseWriter, _ *http.Request) {
+	s.mu.Lock()
+	closed := s.closed
+	s.mu.Unlock()
+	if closed {
+		plainly(w, http.StatusServiceUnavailable, rpc.Message(errShutdown))
+		return
+	}
+	_, _ = fmt.Fprintln(w, "ok")
 }
 
 // serveBoard shows the job that the query names, else the default one.
@@ -75,7 +93,11 @@ func (s *Server) jobFor(w http.ResponseWriter, r *http.Request) *job {
 	name := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)
 	j := s.find(name)
 	if j == nil {
-		http.Error(w, fmt.Sprintf("job %q is not known to this lighthouse; see /jobs", name), http.StatusNotFound)
+		refuse := plainly
+		if strings.HasPrefix(r.URL.Path, "/api/") {
+			refuse = func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
+		}
+		refuse(w, http.StatusNotFound, fmt.Sprintf("job %q is not known to this lighthouse; see /jobs", name))
 	}
 	return j
 }
@@ -94,23 +116,58 @@ func (s *Server) render(w http.ResponseWriter, page string, data any) {
 	}
 }
 
-// serveKill ends a replica group.
+// plainly refuses in plain text.
+func plainly(w http.ResponseWriter, code int, why string) { http.Error(w, why, code) }
+
+// killFor ends a replica group for a request; code is what to refuse it with.
+func (s *Server) killFor(r *http.Request, id string) (code int, err error) {
+	j, code, err := s.holder(r, id, func(j *job) bool { return j.addressOf(id) != "" })
+	if err != nil {
+		return code, err
+	}
+	if err := j.kill(r.Context(), id, "somebody at "+r.RemoteAddr+" asked for it"); err != nil {
+		return http.StatusBadGateway, fmt.Errorf("replica %q was not ended: %s", id, rpc.Message(err))
+	}
+	j.log.Warn("torchft: ended a replica group on request", "replica_id", id, "from", r.RemoteAddr)
+	return 0, nil
+}
+
+// holder is the job of the member that a request is about: the one that the query names, else the only one that has such a
+// member. code is what to refuse it with.
+func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job, code int, err error) {
+	name := r.URL.Query().Get("job")
+	if name != "" && s.find(name) == nil {
+		return nil, http.StatusNotFound, fmt.Errorf("job %q is not known to this lighthouse; see /jobs", name)
+	}
+	var names []string
+	for _, one := range s.allJobs() {
+		if (name == "" || one.name == name) && has(one) {
+			j, names = one, append(names, one.name)
+		}
+	}
+	switch n := len(names); n {
+	case 0:
+		return nil, http.StatusNotFound, fmt.Errorf("replica %q is not known to this lighthouse, is dead, or did not say where its manager is", id)
+	case 1:
+		return j, 0, nil
+	default:
+		slices.Sort(names)
+		return nil, http.StatusConflict, fmt.Errorf("replica %q is in the jobs %s and %s: name one, %s?job=ID",
+			id, strings.Join(names[:n-1], ", "), names[n-1], r.URL.Path)
+	}
+}
+
+// serveKill is the form's way to end a replica group.
 func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 	id := r.PathValue("id")
-	if err := s.kill(r.Context(), id, "somebody at "+r.RemoteAddr+" asked for it"); errors.Is(err, errNoSuchReplica) {
-		http.Error(w, fmt.Sprintf("replica %q is not known to this lighthouse, or did not say where its manager is", id), http.StatusNotFound)
-		return
-	} else if err != nil {
-		http.Error(w, fmt.Sprintf("replica %q was not ended: %s", id, rpc.Message(err)), http.StatusBadGateway)
+	if code, err := s.killFor(r, id); err != nil {
+		plainly(w, code, err.Error())
 		return
 	}
-	s.log.Warn("torchft: ended a replica group on request", "replica_id", id, "from", r.RemoteAddr)
 	if _, err := fmt.Fprintf(w, "replica %q was told to end\n", id); err != nil {
 		s.log.Debug("torchft: the answer to kill was not sent", "error", err)
 	}
 }
-
-var errNoSuchReplica = errors.New("no such replica")
 
 func (j *job) addressOf(replicaID string) string {
 	for _, m := range j.status().Members {
@@ -121,30 +178,20 @@ func (j *job) addressOf(replicaID string) string {
 	return ""
 }
 
-// kill ends a replica group, of whatever job.
-func (s *Server) kill(ctx context.Context, replicaID, why string) (err error) {
-	address := ""
-	for _, j := range s.allJobs() {
-		if address = j.addressOf(replicaID); address != "" {
-			defer func() {
-				if err == nil {
-					j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Killed, Left: []string{replicaID}, Reason: why})
-				}
-			}()
-			break
-		}
-	}
-	if address == "" {
-		return errNoSuchReplica
-	}
+// kill ends a replica group.
+func (j *job) kill(ctx context.Context, replicaID, why string) error {
+	s := j.server
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
 	// A manager on this host knows by the loopback address that it may trust this lighthouse.
-	conn, err := s.security().Dial(ctx, rpc.PreferLoopback(s.cfg.Network), "manager", address, killTimeout)
+	conn, err := s.security().Dial(ctx, rpc.PreferLoopback(s.cfg.Network), "manager", j.addressOf(replicaID), killTimeout)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = conn.Close() }()
-	_, err = torchftpb.NewManagerServiceClient(conn).Kill(ctx, &torchftpb.KillRequest{Msg: "the lighthouse was asked to"})
-	return err
+	if _, err := torchftpb.NewManagerServiceClient(conn).Kill(ctx, &torchftpb.KillRequest{Msg: "the lighthouse was asked to"}); err != nil {
+		return err
+	}
+	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Killed, Left: []string{replicaID}, Reason: why})
+	return nil
 }

@@ -27,8 +27,10 @@ type job struct {
 	name   string
 	site   *http.ServeMux // of the board
 
-	users int       // calls and streams that use it; the server's lock guards this and the next
-	since time.Time // when it was used last, or somebody of it was alive
+	// The server's lock guards these.
+	users  int       // calls and streams that use it
+	since  time.Time // when it was used last, or somebody of it was alive
+	served bool      // it has had a quorum, here or before the start
 
 	mu      sync.Mutex
 	machine *quorum.Machine
@@ -41,7 +43,10 @@ type job struct {
 	stepped time.Time       // when the machine was fed last
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	keeper  *keeper         // of the state on disk, nil if none is kept
+	heals   map[string]heal // what groups say of their heals
+	blamed  int64           // the quorum of whose failure it was last told what it cost
 	turned  error           // why the stream that just greeted is turned away
+	recall  quorum.Recall   // the last: a stream that just greeted hears of it when it is one of the open ones
 	closed  bool
 }
 
@@ -89,6 +94,8 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Behind:    codes.FailedPrecondition,
 	quorum.Outvoted:  codes.OutOfRange, // our members go to the next lighthouse for it, and for nothing else
 	quorum.Outdated:  codes.Unavailable,
+	quorum.Left:      codes.FailedPrecondition,
+	quorum.Misfit:    codes.InvalidArgument,
 }
 
 // quorum waits until m is in a quorum.
@@ -194,20 +201,28 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			j.patient.served()
-			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), now)
+			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
 			d := newDelivery(a.Quorum, a.Before)
 			for _, id := range a.Waiters {
 				j.waiters.Answer(id, answer{delivered: d})
 			}
+		case quorum.Again:
+			j.log.Info("torchft: a quorum is sent once more, as its answer was lost", "quorum_id", a.Quorum.ID)
+			j.waiters.Answer(a.Waiter, answer{delivered: newDelivery(a.Quorum, nil)})
 		case quorum.Refuse:
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
 		case quorum.TurnAway:
 			j.turned = status.Error(codes.FailedPrecondition, a.Reason)
 		case quorum.Renew:
-			j.log.Info("torchft: the members begin again", "reason", a.Reason)
-			j.streams.renew()
+			if n := j.streams.renew(); n > 0 {
+				j.log.Info("torchft: the members begin again", "members", n, "reason", a.Reason)
+			}
 		case quorum.Recall:
-			j.streams.recall(a.Waiter, a.QuorumID)
+			j.recall = a
+			j.streams.recall(a.ReplicaID, a.QuorumID)
+		case quorum.GoBack:
+			j.log.Info("torchft: the members go back to an earlier lighthouse", "place", a.Place+1, "reason", a.Reason)
+			j.streams.goBack(a.Place)
 		case quorum.Probe:
 			j.probe(quorum.Voter(a))
 		case quorum.Regressed:
@@ -222,8 +237,10 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.check(a)
 		case quorum.AskProgress:
 			j.askProgress(a.ReplicaIDs, now)
-		case quorum.Stalled:
-			j.stalled(a)
+		case quorum.Drain:
+			j.streams.tell(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: a.Reason}})
+		case quorum.Release:
+			j.streams.tell(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
 		case quorum.Wake:
 			j.wake.Reset(time.Until(a.At))
 		case quorum.Waiting:
@@ -262,5 +279,7 @@ func some(names []string) []string {
 func (j *job) status() quorum.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.describe(time.Now())
+	status := j.describe(time.Now())
+	j.addHeals(status)
+	return status
 }

@@ -17,6 +17,10 @@ import (
 // again. What its quorum was can still be read from disk after that, or heard from a member.
 const forgetAfter = 10 * time.Minute
 
+// forgetNameAfter is how long a job is remembered that never had a quorum: a name that somebody made up must not take the
+// place of a job, in max_jobs and in what is measured, for longer than its members count as alive.
+func (c Config) forgetNameAfter() time.Duration { return c.HeartbeatTimeout }
+
 // use finds the job that a call names, and makes it if it is new. Whoever uses it calls done.
 func (s *Server) use(ctx context.Context) (*job, error) {
 	name, err := rpc.JobOf(ctx)
@@ -35,6 +39,9 @@ func (s *Server) use(ctx context.Context) (*job, error) {
 		}
 		j = newJob(s, name)
 		s.jobs[name] = j
+	}
+	if j.users >= s.cfg.MaxCallsPerJob {
+		return nil, status.Errorf(codes.ResourceExhausted, "job %q has %d streams and calls open, as many as it may (max_calls_per_job)", name, j.users)
 	}
 	j.users++
 	return j, nil
@@ -59,7 +66,11 @@ func (s *Server) forgetJobs(now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for name, j := range s.jobs {
-		if name == rpc.DefaultJob || j.users > 0 || now.Sub(j.since) < forgetAfter {
+		after := forgetAfter
+		if !j.served {
+			after = s.cfg.forgetNameAfter()
+		}
+		if name == rpc.DefaultJob || j.users > 0 || now.Sub(j.since) < after {
 			continue
 		}
 		delete(s.jobs, name)
@@ -111,15 +122,16 @@ func (s *Server) Overview() []JobOverview {
 	return jobs
 }
 
-// keepAndCount lets the keeper have a look, and returns how many members are alive.
-func (j *job) keepAndCount(now time.Time) (alive int) {
+// look lets the keeper have a look, and returns how many members are alive, and whether there has been a quorum.
+func (j *job) look(now time.Time) (alive int, served bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	_ = j.safely(func() { // an error is logged
 		alive = j.machine.Alive()
+		served = j.machine.Served()
 		j.keeper.ticked(j.name, j.machine, now)
 	})
-	return alive
+	return alive, served
 }
 
 func (j *job) tick(now time.Time) {
@@ -127,9 +139,11 @@ func (j *job) tick(now time.Time) {
 		return
 	}
 	j.logPatience(now)
-	if j.keepAndCount(now) > 0 {
-		j.server.mu.Lock()
+	alive, served := j.look(now)
+	j.server.mu.Lock()
+	defer j.server.mu.Unlock()
+	if alive > 0 {
 		j.since = now
-		j.server.mu.Unlock()
 	}
+	j.served = j.served || served
 }

@@ -4,7 +4,9 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -80,6 +82,51 @@ func TestJobsAreIsolated(t *testing.T) {
 	})
 }
 
+// Two jobs may use one replica_id. Whoever asks for the end of a group gets that of the job that he names.
+func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		exited := make(chan string, 9)
+		for _, job := range []string{"red", "blue", "green"} {
+			g := c.StartGroup(job, 1, func(cfg *manager.ServerConfig) {
+				cfg.ReplicaID, cfg.Job, cfg.Hostname = "a", job, "lighthouse" // where a kill needs no token
+				cfg.Network = c.Net.Host("lighthouse")
+				cfg.Exit = func(int) { exited <- job }
+			})
+			require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
+		}
+		const who = `{"replica_id": "a"}`
+		for _, what := range []string{"drain", "kill"} {
+			code, answer := call(t, c, "POST", "/api/v1/"+what, who, nil)
+			assert.Equal(t, http.StatusConflict, code)
+			assert.Equal(t, `replica "a" is in the jobs blue, green and red: name one, /api/v1/`+what+`?job=ID`, answer["error"])
+			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=yellow", who, nil)
+			assert.Equal(t, http.StatusNotFound, code)
+			assert.Contains(t, answer["error"], `job "yellow" is not known`)
+			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=default", who, nil)
+			assert.Equal(t, http.StatusNotFound, code)
+			assert.Contains(t, answer["error"], `replica "a" is not known`)
+		}
+		for range 3 {
+			code, _ := call(t, c, "POST", "/api/v1/drain?job=blue", who, nil)
+			assert.Equal(t, http.StatusOK, code)
+			for _, job := range []string{"red", "blue", "green"} {
+				status, _ := c.Lighthouse.StatusOf(job)
+				assert.Equal(t, job == "blue", status.Members[0].Draining != "", job)
+			}
+		}
+		code, _ := call(t, c, "POST", "/api/v1/kill?job=green", who, nil)
+		assert.Equal(t, http.StatusOK, code)
+		time.Sleep(time.Second)
+		require.Len(t, exited, 1)
+		assert.Equal(t, "green", <-exited)
+
+		code, text := kill(t, c, "lighthouse", "a", nil, nil)
+		assert.Equal(t, http.StatusConflict, code)
+		assert.Contains(t, text, "is in the jobs blue, green and red")
+	})
+}
+
 func TestAManagerNamesItsJob(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -112,6 +159,27 @@ func TestAJobIsForgottenWhenNobodyIsLeft(t *testing.T) {
 		time.Sleep(11 * time.Minute)
 		assert.Equal(t, []string{"alive", "default"}, c.Lighthouse.Jobs())
 		require.NoError(t, (<-ask(dialJob(t, c, "z", "more"), quorum.Member{ReplicaID: "y"}, time.Minute)).Err)
+	})
+}
+
+func TestAJobThatRunsWildLeavesRoomForOthers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 3, func(cfg *lighthouse.Config) { cfg.MaxCallsPerJob = 2 })
+		wild := dialJob(t, c, "w", "wild")
+		first := ask(wild, quorum.Member{ReplicaID: "a"}, time.Minute)
+		second := ask(wild, quorum.Member{ReplicaID: "b"}, time.Minute)
+		synctest.Wait()
+		_, err := wild.Quorum(t.Context(), quorum.Member{ReplicaID: "c"}, 0)
+		assert.Equal(t, codes.ResourceExhausted, status.Code(err))
+		assert.ErrorContains(t, err, `job "wild" has 2 streams and calls open, as many as it may (max_calls_per_job)`)
+
+		other := ask(dialJob(t, c, "o", "other"), quorum.Member{ReplicaID: "a"}, time.Second)
+		got := <-other
+		assert.Equal(t, codes.DeadlineExceeded, status.Code(got.Err), "it is let in and waits: %v", got.Err)
+		assert.Error(t, (<-first).Err)
+		assert.Error(t, (<-second).Err)
+		got = <-ask(wild, quorum.Member{ReplicaID: "c"}, time.Second)
+		assert.Equal(t, codes.DeadlineExceeded, status.Code(got.Err), "there is room again: %v", got.Err)
 	})
 }
 
@@ -185,4 +253,60 @@ func TestTheStatesOfJobsAreApart(t *testing.T) {
 		require.True(t, known)
 		assert.Equal(t, []string{"of_" + job}, status.Quorum)
 	}
+}
+
+// What Prometheus is told grows with the jobs, of which there are max_jobs, and not with what members call themselves. A name
+// that never had a quorum is forgotten with its members.
+func TestAStrangerDoesNotFillTheMetrics(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.MaxJobs = 5 })
+		web := browser(t, c, "prometheus")
+		metrics := func() (jobs []string, series int) {
+			code, body := get(t, web, "/metrics")
+			require.Equal(t, http.StatusOK, code)
+			assert.NotContains(t, body, "stranger-", "members have no series of their own")
+			found := map[string]bool{}
+			for line := range strings.Lines(body) {
+				_, label, ok := strings.Cut(line, `training_job="`)
+				if job, _, _ := strings.Cut(label, `"`); ok {
+					found[job] = true
+					series++
+				}
+			}
+			return slices.Sorted(maps.Keys(found)), series
+		}
+		red := ask(dialJob(t, c, "r", "red"), quorum.Member{ReplicaID: "a"}, time.Minute)
+		require.NoError(t, (<-red).Err)
+		jobs, before := metrics()
+		require.Equal(t, []string{"default", "red"}, jobs)
+
+		members := dial(t, c, "x")
+		for i := range 1000 {
+			require.NoError(t, members.Heartbeat(t.Context(), fmt.Sprint("stranger-", i)))
+		}
+		jobs, after := metrics()
+		assert.Equal(t, []string{"default", "red"}, jobs)
+		assert.Equal(t, before, after)
+
+		refused := 0
+		for i := range 50 {
+			err := dialJob(t, c, "y", fmt.Sprint("made_up_", i)).Heartbeat(t.Context(), "stranger-")
+			if status.Code(err) == codes.ResourceExhausted {
+				refused++
+				continue
+			}
+			require.NoError(t, err)
+		}
+		assert.Equal(t, 47, refused)
+		jobs, after = metrics()
+		assert.Len(t, jobs, 5)
+		assert.Equal(t, before/2*5, after)
+
+		time.Sleep(11 * time.Second) // the heartbeats are too old, and so are the names
+		jobs, _ = metrics()
+		assert.Equal(t, []string{"default", "red"}, jobs, "a job that had a quorum is waited for")
+		time.Sleep(11 * time.Minute)
+		jobs, _ = metrics()
+		assert.Equal(t, []string{"default"}, jobs)
+	})
 }

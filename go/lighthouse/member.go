@@ -6,11 +6,13 @@ import (
 	"sync/atomic"
 	"time"
 
+	"go.opentelemetry.io/otel/attribute"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -35,7 +37,7 @@ const (
 	mostOutgoing = 64
 )
 
-var errStale = status.Error(codes.Unavailable, "another lighthouse was asked in the meantime: begin a stream anew")
+var errStale = status.Error(codes.Unavailable, "another lighthouse was asked, or is to be asked, in the meantime: begin a stream anew")
 
 // streams are the open ones. The job's lock guards them.
 type streams struct {
@@ -61,19 +63,38 @@ func (s *streams) remove(one *stream) bool {
 	return true
 }
 
-// renew ends all streams: their members learn of the new term on the next ones.
-func (s *streams) renew() {
+// renew ends all streams, and returns how many: their members learn of the new term on the next ones.
+func (s *streams) renew() int {
 	for one := range s.open {
 		one.stale = true
 		one.post(outgoing{closing: true})
 	}
+	return len(s.open)
 }
 
-// recall asks the member of a waiter for the quorum that it knows.
-func (s *streams) recall(waiter quorum.WaiterID, quorumID int64) {
+// goBack sends all members to an earlier lighthouse.
+func (s *streams) goBack(place int) {
 	for one := range s.open {
-		if one.waiter == waiter {
+		one.stale = true
+		one.post(outgoing{goBack: &torchftpb.LighthouseMessage_GoBack{GoBack: uint32(place)}})
+	}
+}
+
+// recall asks a member for the quorum that it knows.
+func (s *streams) recall(replicaID string, quorumID int64) {
+	for one := range s.open {
+		if one.replicaID == replicaID {
 			one.post(outgoing{recall: quorumID})
+		}
+	}
+}
+
+// tell says something to one member, on all the streams that it has.
+func (s *streams) tell(replicaID string, message *torchftpb.LighthouseMessage) {
+	word := wordOf(message)
+	for one := range s.open {
+		if one.replicaID == replicaID {
+			one.post(outgoing{news: word})
 		}
 	}
 }
@@ -98,9 +119,10 @@ type stream struct {
 	// The job's lock guards these.
 	waiter   quorum.WaiterID // of the ask that waits; 0 if none does
 	number   uint64          // of that ask
+	span     *tracing.Span   // of that ask, nil unless it is traced
 	deadline time.Time       // of that ask
 	expiry   *time.Timer     // runs expire
-	stale    bool            // what is asked on it counts no more: the member knows an old term
+	stale    bool            // what is said on it counts no more: the member knows an old term, or goes elsewhere
 
 	mu      sync.Mutex
 	outbox  []outgoing
@@ -116,6 +138,7 @@ type outgoing struct {
 	welcome *torchftpb.Welcome
 	recall  int64
 	closing bool
+	goBack  *torchftpb.LighthouseMessage_GoBack
 	news    []rpc.Encoded // of members, and questions: a message each
 }
 
@@ -196,11 +219,12 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	if job.closed {
 		return errShutdown
 	}
-	job.turned = nil
+	job.turned, job.recall = nil, quorum.Recall{}
 	err := job.step(quorum.Greeted{
-		ReplicaID: s.replicaID,
-		Seat:      quorum.Seat{Place: int(greeting.GetPlace()), Of: int(greeting.GetLighthouses())},
-		Term:      greeting.GetTerm(),
+		ReplicaID:     s.replicaID,
+		Seat:          quorum.Seat{Place: int(greeting.GetPlace()), Of: int(greeting.GetLighthouses())},
+		Term:          greeting.GetTerm(),
+		KnownQuorumID: greeting.GetKnownQuorumId(),
 	})
 	if err != nil || job.turned != nil {
 		return errors.Join(err, job.turned)
@@ -208,6 +232,12 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	job.streams.add(s)
 	interval := job.cfg.HeartbeatTimeout / aliveFraction
 	s.post(outgoing{welcome: &torchftpb.Welcome{AliveIntervalUs: max(1, interval.Microseconds()), Term: job.machine.Term()}})
+	if r := job.recall; r.ReplicaID == s.replicaID {
+		s.post(outgoing{recall: r.QuorumID})
+	}
+	if why := job.machine.Draining(s.replicaID); why != "" { // it may not have heard of it
+		s.post(outgoing{news: wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: why}})})
+	}
 	return nil
 }
 
@@ -223,6 +253,7 @@ func (s *stream) end() {
 		s.expiry.Stop()
 	}
 	if job.streams.remove(s) && !job.closed {
+		delete(job.heals, s.replicaID)
 		_ = job.step(quorum.Lost{ReplicaID: s.replicaID}) // an error is of the machine, and logged
 	}
 }
@@ -242,7 +273,11 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Past:
 		return s.job.recalled(m.Past)
 	case *torchftpb.MemberMessage_Alive:
-		return s.job.feed(quorum.Beat{ReplicaID: s.replicaID})
+		s.job.board.Heard()
+		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
+	case *torchftpb.MemberMessage_Reaches:
+		s.alive()
+		return s.feed(quorum.Reaches{ReplicaID: s.replicaID, Places: quorum.Places(m.Reaches)})
 	case *torchftpb.MemberMessage_Suspected:
 		s.alive()
 		return s.job.feed(quorum.Suspected{
@@ -251,6 +286,16 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Incomplete:
 		s.alive()
 		return s.job.feed(quorum.Incomplete{ReplicaID: s.replicaID, Reason: m.Incomplete})
+	case *torchftpb.MemberMessage_Healing:
+		s.alive()
+		s.job.healing(s.replicaID, m.Healing)
+		return nil
+	case *torchftpb.MemberMessage_Recovered:
+		s.alive()
+		s.job.recovered(s.replicaID, m.Recovered)
+		return nil
+	case *torchftpb.MemberMessage_Leaving:
+		return s.job.feed(quorum.Leaving{ReplicaID: s.replicaID})
 	case *torchftpb.MemberMessage_Progress:
 		s.alive()
 		p := m.Progress
@@ -265,9 +310,22 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	}
 }
 
+// feed tells the machine what the member said, unless that counts no more.
+func (s *stream) feed(event quorum.Event) error {
+	s.job.mu.Lock()
+	defer s.job.mu.Unlock()
+	switch {
+	case s.job.closed:
+		return errShutdown
+	case s.stale:
+		return nil
+	}
+	return s.job.step(event)
+}
+
 // alive notes a sign of life, as the member takes all that it says for one.
 func (s *stream) alive() {
-	_ = s.job.feed(quorum.Beat{ReplicaID: s.replicaID}) // a lighthouse that shuts down says so to what follows
+	_ = s.feed(quorum.Beat{ReplicaID: s.replicaID}) // a lighthouse that shuts down says so to what follows
 }
 
 func (s *stream) ask(ask *torchftpb.Ask) error {
@@ -303,9 +361,11 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		return nil
 	}
 	s.forget()
+	s.span = tracing.Continue(ask.GetTraceparent(), "lighthouse.quorum", ask.GetStep(), attribute.String("torchft.replica_id", s.replicaID))
 	s.await(ask.GetNumber(), timeout)
 	return job.step(quorum.Asked{
 		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(), Tells: s.tells,
+		Reaches: quorum.Places(ask.GetReaches()),
 	})
 }
 
@@ -314,6 +374,7 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 	s.number = number
 	s.waiter = s.job.waiters.AddFunc(func(a answer) {
 		s.waiter = 0
+		endSpan(s.span, a)
 		s.post(outgoing{number: number, answer: a})
 	})
 	// A member that stops listening at that moment would not hear why there is no quorum.
@@ -322,6 +383,19 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 		s.expiry = rpc.AfterFunc(s.job.log, "deadline of a member", s.expire)
 	}
 	s.expiry.Reset(time.Until(s.deadline))
+}
+
+var errGivenUp = errors.New("the wait was given up")
+
+// endSpan ends the span of a wait with what came of it.
+func endSpan(span *tracing.Span, a answer) {
+	if span == nil {
+		return
+	}
+	if d := a.delivered; d != nil {
+		span.Set(attribute.Int64("torchft.quorum_id", d.quorum.ID), attribute.Int("torchft.groups", len(d.quorum.Members)))
+	}
+	span.End(a.err)
 }
 
 // expire answers an ask whose time is up. The timer may be that of an ask that was answered long ago.
@@ -346,6 +420,7 @@ func (s *stream) forget() {
 	}
 	waiter := s.waiter
 	s.waiter = 0
+	s.span.End(errGivenUp)
 	s.job.waiters.Drop(waiter)
 	if !s.job.closed {
 		_ = s.job.step(quorum.GaveUp{Waiter: waiter}) // an error is of the machine, and logged
@@ -417,6 +492,8 @@ func (s *stream) send(o outgoing) (err error) {
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: o.recall}})
 	case o.closing:
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
+	case o.goBack != nil:
+		return s.wire.Send(&torchftpb.LighthouseMessage{Message: o.goBack})
 	case o.news != nil:
 		return s.sendAll(o.news)
 	case o.answer.err != nil:

@@ -2,6 +2,7 @@ package lighthouse_test
 
 import (
 	"context"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -285,6 +286,7 @@ func TestWhatAStreamRefuses(t *testing.T) {
 	}{
 		"no greeting":    {[]*torchftpb.MemberMessage{ask(&torchftpb.Ask{})}, "no greeting"},
 		"no name":        {[]*torchftpb.MemberMessage{greeting("")}, "replica_id"},
+		"a long name":    {[]*torchftpb.MemberMessage{greeting(strings.Repeat("x", 1025))}, "replica_id has 1025 bytes: allowed are 1024"},
 		"two greetings":  {[]*torchftpb.MemberMessage{greeting("a"), greeting("a")}, "one greeting"},
 		"nobody asks":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1})}, "does not say who asks"},
 		"no deadline":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{Member: &torchftpb.QuorumMember{ReplicaId: "a"}})}, "timeout_us is 0"},
@@ -308,4 +310,46 @@ func TestWhatAStreamRefuses(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A lighthouse that is the second of a list asks who greets for the quorum that it knows, and sends all to the first one
+// when all reach it.
+func TestMembersAreSentBackTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		greet := func(id string, known int64) *wire {
+			w := open(t, c, id)
+			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
+				Greeting: &torchftpb.Greeting{ReplicaId: id, Place: 1, Lighthouses: 2, KnownQuorumId: known},
+			}})
+			require.NotNil(t, w.receive().GetWelcome())
+			return w
+		}
+		a := greet("a", 7)
+		assert.EqualValues(t, 7, a.receive().GetRecall())
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: &torchftpb.PastQuorum{
+			QuorumId: 7, Step: 1, Members: []*torchftpb.Voter{{ReplicaId: "a"}, {ReplicaId: "b"}},
+		}}})
+		b := greet("b", 7)
+		b.ask(1, time.Minute)
+		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: 1}})
+		synctest.Wait()
+		assert.Equal(t, 2, c.Lighthouse.Status().Healthy)
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: 1}})
+		for _, w := range []*wire{a, b} {
+			back, ok := w.receive().GetMessage().(*torchftpb.LighthouseMessage_GoBack)
+			require.True(t, ok)
+			assert.Zero(t, back.GoBack)
+		}
+		code, reason := b.failed()
+		assert.Equal(t, codes.Unavailable, code)
+		assert.Contains(t, reason, "number 1 of 2")
+
+		// What they say now counts no more.
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+		a.ask(1, time.Minute)
+		code, _ = a.failed()
+		assert.Equal(t, codes.Unavailable, code)
+		assert.Zero(t, c.Lighthouse.Status().Healthy)
+	})
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -49,5 +50,38 @@ func TestAStormOfFailuresIsToldInFew(t *testing.T) {
 		}
 		assert.Positive(t, told)
 		assert.LessOrEqual(t, told, 64)
+	})
+}
+
+// A network that hangs stalls thousands at the same moment.
+func TestAStormOfStalledMembersIsToldInFew(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const hung = 100
+		c := fttest.NewCluster(t, hung+1, func(cfg *lighthouse.Config) { cfg.StalledAfter = time.Second })
+		waiting := attend(t, c, "waiting", 0)
+		all := []*wire{waiting}
+		for i := range hung {
+			all = append(all, attend(t, c, fmt.Sprintf("hung-%03d", i), 0))
+		}
+		for _, w := range all {
+			w.ask(1, time.Minute)
+		}
+		for _, w := range all {
+			w.answered()
+		}
+		waiting.ask(2, 3*time.Second)
+		told := 0
+		for {
+			m := waiting.receive()
+			if m.GetFailure() != nil {
+				break
+			}
+			assert.IsType(t, &torchftpb.LighthouseMessage_MemberStalled{}, m.GetMessage())
+			told++
+		}
+		assert.Positive(t, told)
+		assert.LessOrEqual(t, told, 32)
+		assert.Equal(t, 1, c.Log.Count("a member makes no progress"), "%s", c.Log)
+		assert.Equal(t, 1, c.Log.Count("and 92 more"), "%s", c.Log)
 	})
 }

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -39,6 +40,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, err
 	}
 	cfg = cfg.withDefaults()
+	tracing.Setup(cfg.Logger)
 	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{
 		MaxConnections: cfg.MaxConnections, MaxJoins: cfg.MaxJoinsPerSecond, IsJoin: isJoin,
 	}, cfg.Logger)
@@ -99,6 +101,7 @@ func (s *Server) Shutdown() {
 	if first && s.lock != nil {
 		_ = s.lock.Close()
 	}
+	tracing.Flush()
 }
 
 var errShutdown = status.Error(codes.Unavailable, "the lighthouse is shutting down")

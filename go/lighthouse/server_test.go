@@ -3,26 +3,27 @@ package lighthouse_test
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testmain.Run(m) }
 
 // dial connects a client on a host of its own to the cluster's lighthouse.
 func dial(t *testing.T, c *fttest.Cluster, host string) *manager.LighthouseClient {
@@ -191,13 +192,21 @@ func TestIDsGoUpOverARestart(t *testing.T) {
 	})
 }
 
-func TestARequestWithoutANameIsRefused(t *testing.T) {
+func TestARequestWithoutAUsableNameIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		client := dial(t, c, "x")
 		_, err := client.Quorum(t.Context(), quorum.Member{}, 0)
 		assert.Equal(t, codes.InvalidArgument, status.Code(err))
 		assert.Equal(t, codes.InvalidArgument, status.Code(client.Heartbeat(t.Context(), "")))
+
+		long := strings.Repeat("x", rpc.MaxReplicaID+1)
+		_, err = client.Quorum(t.Context(), quorum.Member{ReplicaID: long}, 0)
+		assert.Equal(t, codes.InvalidArgument, status.Code(err))
+		assert.ErrorContains(t, err, "replica_id has 1025 bytes: allowed are 1024")
+		assert.Equal(t, codes.InvalidArgument, status.Code(client.Heartbeat(t.Context(), long)))
+		assert.Empty(t, c.Lighthouse.Status().Members)
+		assert.NoError(t, client.Heartbeat(t.Context(), long[1:]))
 	})
 }
 

@@ -5,11 +5,13 @@ import (
 	"slices"
 	"time"
 
+	"go.opentelemetry.io/otel/attribute"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -67,11 +69,14 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 			return nil, err
 		}
 	}
+	span := tracing.Continue(tracing.Incoming(ctx), "lighthouse.quorum", req.GetRequester().GetStep(),
+		attribute.String("torchft.replica_id", req.GetRequester().GetReplicaId()))
 	d, err := job.quorum(ctx, quorum.Asked{
 		Member:        rpc.MemberFromProto(req.GetRequester()),
 		KnownQuorumID: req.GetKnownQuorumId(),
 		Number:        req.GetRequestNumber(),
 	})
+	endSpan(span, answer{d, err})
 	if err != nil {
 		return nil, err
 	}
@@ -87,6 +92,7 @@ func (s service) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeartbe
 		return nil, err
 	}
 	defer job.done()
+	job.board.Heard()
 	if err := job.feed(quorum.Beat{ReplicaID: req.GetReplicaId()}); err != nil {
 		return nil, err
 	}

@@ -109,17 +109,6 @@ func (j *job) askProgress(ids []string, now time.Time) {
 	}
 }
 
-// stalled tells everybody of a member that makes no progress. The caller holds mu.
-func (j *job) stalled(a quorum.Stalled) {
-	j.log.Warn("torchft: a member makes no progress", "quorum_id", a.QuorumID, "member", a.ReplicaID, "reason", a.Reason)
-	word := wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
-		MemberStalled: &torchftpb.MemberStalled{QuorumId: a.QuorumID, ReplicaId: a.ReplicaID, Reason: a.Reason},
-	}})
-	for one := range j.streams.open {
-		one.post(outgoing{news: word})
-	}
-}
-
 func wordOf(message *torchftpb.LighthouseMessage) []rpc.Encoded {
 	encoded, err := proto.Marshal(message)
 	if err != nil { // a name that is no UTF-8, which no stream and no call lets in

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
 )
@@ -22,8 +23,11 @@ func (s *Server) ask(a round.AskLighthouse) {
 	// Before the ranks' own deadlines, so that they still hear why.
 	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, tellMargin))
 	s.asking[a.Round] = cancel
+	span := s.tracedAsk(a)
+	ctx = tracing.WithParent(ctx, span)
 	rpc.Go(&s.tasks, s.log, "quorum round", func() {
 		q, err := s.askUntilAnswered(ctx, a)
+		span.End(err)
 		known := round.QuorumKnown{Round: a.Round, Quorum: q}
 		if err != nil {
 			failure := rpc.FromError(err)

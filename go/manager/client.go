@@ -22,6 +22,7 @@ type QuorumArgs struct {
 	CommittedQuorumID  int64  // in which this rank's weights were made; -1: in none since it began, 0: it does not say
 	Handle             string // reconfigure handle of this rank's process group, if it has one
 	GroupWorldSize     int64  // as this rank believes; 0 does not say
+	Traceparent        string // W3C trace context of the step; empty unless the rank traces
 }
 
 // Client is one rank's connection to a manager server. To a server in the same process it is direct, without
@@ -40,6 +41,13 @@ type calls interface {
 	Suspect(quorumID int64, replicaID string)
 	// SayProgress answers ProgressAsked: whether the rank waits for other groups, and what it does.
 	SayProgress(groupRank int64, waits bool, what string)
+	// SayHealing tells how far the state of a peer has arrived, SayRecovered what a recovery cost. They do not wait.
+	SayHealing(p HealProgress)
+	SayRecovered(r Recovered)
+	// SayNonfinite tells that an average which the rank used held NaN or Inf. It does not wait.
+	SayNonfinite(groupRank int64)
+	// Leave says that the group has ended its last step, and waits until nobody needs it any more. Every rank calls it.
+	Leave(ctx context.Context) error
 	// Notices has a value for each notice that the server gets; nil if it tells of none.
 	Notices() <-chan Notice
 	Close() error
@@ -109,6 +117,11 @@ func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return commit, rpc.Wrap("should_commit", c.peer, err)
 }
 
+// Leave says that the group has ended its last step, and waits until nobody needs it any more.
+func (c *Client) Leave(ctx context.Context) error {
+	return rpc.Wrap("leave", c.peer, c.calls.Leave(ctx))
+}
+
 // remote speaks to a server over the network, a call at a time.
 type remote struct {
 	conn *grpc.ClientConn
@@ -139,10 +152,16 @@ func (r *remote) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return resp.GetShouldCommit(), err
 }
 
+// Leave does nothing: a published server hears of it when the connection ends.
+func (r *remote) Leave(context.Context) error { return nil }
+
 func (r *remote) Notices() <-chan Notice { return nil }
 
 // A published server has no use for these.
 func (r *remote) Suspect(int64, string)           {}
 func (r *remote) SayProgress(int64, bool, string) {}
+func (r *remote) SayHealing(HealProgress)         {}
+func (r *remote) SayRecovered(Recovered)          {}
+func (r *remote) SayNonfinite(int64)              {}
 
 func (r *remote) Close() error { return r.conn.Close() }

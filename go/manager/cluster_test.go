@@ -9,18 +9,18 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testmain.Run(m) }
 
 // atOnce is far below every timeout of these tests.
 const atOnce = time.Millisecond
@@ -206,7 +206,8 @@ func TestARankComesBack(t *testing.T) {
 		waits := g.Vote(0, 1, true, time.Minute)
 		synctest.Wait()
 		g.Host(1).Cut()
-		assert.ErrorContains(t, (<-waits).Err, "rank 1", "it may have died")
+		// It may have died; or it is connected again before the end of its connection is seen, and is waited for.
+		assert.Regexp(t, "rank 1 .*|the deadline passed while waiting for the votes of ranks 1 on step 1", (<-waits).Err)
 		time.Sleep(time.Second) // it is connected again at once, before it asks for anything, and the lighthouse hears of nothing
 		assert.Zero(t, c.Log.Count("a member failed"))
 		after := answers{g.Quorum(0, 2, time.Minute), g.Quorum(1, 2, time.Minute)}.results(t)
@@ -230,7 +231,8 @@ func TestDeadlinesEndEveryWait(t *testing.T) {
 
 		vote := <-g.Vote(0, 1, true, 3*time.Second)
 		assert.True(t, rpc.IsTimeout(vote.Err), "%v", vote.Err)
-		assert.InDelta(t, 3*time.Second, vote.Took, float64(atOnce))
+		assert.ErrorContains(t, vote.Err, "waiting for the votes of ranks 1 on step 1", "the rank still hears for whom it waited")
+		assert.InDelta(t, 2900*time.Millisecond, vote.Took, 100e6)
 	})
 }
 
@@ -322,7 +324,7 @@ func TestSurvivorsGoOnWithoutADeadGroup(t *testing.T) {
 func TestALighthouseRestartIsWaitedOut(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		a, b := c.StartGroup("a", 2), c.StartGroup("b", 1)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		first := round(t, 1, a, b)
 		waiting := answers(a.QuorumOfAll(2, time.Minute))
 		synctest.Wait()

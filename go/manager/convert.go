@@ -16,6 +16,7 @@ func quorumToProto(args QuorumArgs) *torchftpb.ManagerQuorumRequest {
 		CommittedQuorumId:  args.CommittedQuorumID,
 		ReconfigureHandle:  args.Handle,
 		GroupWorldSize:     args.GroupWorldSize,
+		Traceparent:        args.Traceparent,
 	}
 }
 
@@ -34,6 +35,7 @@ func resultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 		CommitFailures:         r.CommitFailures,
 		CommittedQuorumId:      r.CommittedQuorumID,
 		Replay:                 r.Replay,
+		Draining:               r.Draining,
 		ReplicaIds:             r.ReplicaIDs,
 		ReconfigureHandles:     r.Handles,
 		ReplicasWithoutHandles: r.WithoutHandles,
@@ -62,6 +64,7 @@ func resultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 		CommitFailures:        p.GetCommitFailures(),
 		CommittedQuorumID:     p.GetCommittedQuorumId(),
 		Replay:                p.GetReplay(),
+		Draining:              p.GetDraining(),
 		ReplicaIDs:            p.GetReplicaIds(),
 		Handles:               p.GetReconfigureHandles(),
 		WithoutHandles:        p.GetReplicasWithoutHandles(),

@@ -54,6 +54,13 @@ func (d *direct) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return d.server.shouldCommit(ctx, d.conn, groupRank, step, vote)
 }
 
+func (d *direct) Leave(ctx context.Context) error {
+	if err := d.err(); err != nil {
+		return err
+	}
+	return d.server.leave(ctx)
+}
+
 func (d *direct) Notices() <-chan Notice { return d.heard }
 
 func (d *direct) Suspect(quorumID int64, replicaID string) { d.server.suspect(quorumID, replicaID) }
@@ -61,6 +68,12 @@ func (d *direct) Suspect(quorumID int64, replicaID string) { d.server.suspect(qu
 func (d *direct) SayProgress(groupRank int64, waits bool, what string) {
 	d.server.feed(round.RankProgressed{GroupRank: groupRank, Waits: waits, What: what})
 }
+
+func (d *direct) SayHealing(p HealProgress) { d.server.healing(p) }
+
+func (d *direct) SayRecovered(r Recovered) { d.server.recovered(r) }
+
+func (d *direct) SayNonfinite(groupRank int64) { d.server.nonfinite(groupRank) }
 
 // Close ends the calls that wait, as the end of a connection does.
 func (d *direct) Close() error {

@@ -3,12 +3,14 @@ package manager
 import (
 	"cmp"
 	"context"
+	"math/rand/v2"
 	"os"
 	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -93,11 +95,15 @@ func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, opt
 func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	resp, err := c.stub.Quorum(rpc.WithJob(ctx, c.job), &torchftpb.LighthouseQuorumRequest{
+	req := &torchftpb.LighthouseQuorumRequest{
 		Requester:     rpc.MemberToProto(m),
 		KnownQuorumId: knownQuorumID,
 		RequestNumber: c.number.Add(1),
-	})
+	}
+	if err := rpc.CheckRequest(req, req.GetRequester()); err != nil {
+		return nil, rpc.Wrap("quorum", c.peer, err)
+	}
+	resp, err := c.stub.Quorum(rpc.WithJob(ctx, c.job), req)
 	if err != nil {
 		return nil, rpc.Wrap("quorum", c.peer, err)
 	}
@@ -113,6 +119,31 @@ func (c *LighthouseClient) Heartbeat(ctx context.Context, replicaID string) erro
 	defer cancel()
 	_, err := c.stub.Heartbeat(rpc.WithJob(ctx, c.job), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: replicaID})
 	return rpc.Wrap("heartbeat", c.peer, err)
+}
+
+// comesBack waits until a connection that broke has been made anew, and reports whether it was by some time.
+func (c *LighthouseClient) comesBack(ctx context.Context, until time.Time) bool {
+	ctx, cancel := context.WithDeadline(ctx, until)
+	defer cancel()
+	if c == nil || ctx.Err() != nil {
+		return false
+	}
+	// Many may have lost theirs at the same moment; and gRPC notices a little later than a stream does.
+	select {
+	case <-time.After(rpc.RetryBackoff.Wait(1, rand.Float64())):
+	case <-ctx.Done():
+		return false
+	}
+	for {
+		state := c.conn.GetState()
+		if state == connectivity.Ready {
+			return true
+		}
+		c.conn.Connect()
+		if !c.conn.WaitForStateChange(ctx, state) {
+			return false
+		}
+	}
 }
 
 // Close ends the connection, and every call with it.

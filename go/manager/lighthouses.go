@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
 )
 
 const (
@@ -22,11 +23,13 @@ const (
 	openTimeout = 10 * time.Second
 	// patience is for how long only the lighthouse that served last is tried: a restart of it is no reason to leave.
 	patience = time.Second
-	// lookBackEvery is how often a member that was served by a later lighthouse looks whether an earlier one is back. It
-	// goes back when it was there twice in a row.
+	// lookBackEvery is how often a member that is served by a later lighthouse looks which earlier ones it reaches. It says
+	// so of those that were there twice in a row, and the lighthouse decides when all members go back.
 	lookBackEvery = time.Second
-	// avoidFor is how long a lighthouse is left alone that has too few of the job's members.
-	avoidFor = 10 * time.Second
+	// avoidFor is how long a lighthouse is left alone that has too few of the job's members, or does not answer although it
+	// seemed to be there; longer each time, up to avoidDoublings times twice as long.
+	avoidFor       = 10 * time.Second
+	avoidDoublings = 5
 )
 
 // lighthouses are those of a job's list, in order, with the connections to those that have been reached.
@@ -92,6 +95,24 @@ func (l *lighthouses) isBack(ctx context.Context, i int) bool {
 	return c.conn.GetState() == connectivity.Ready
 }
 
+// there are those of some lighthouses that are connected.
+func (l *lighthouses) there(ctx context.Context, places []int) (there quorum.Places) {
+	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
+	defer cancel()
+	back := make([]bool, len(places))
+	var looks sync.WaitGroup
+	for at, place := range places {
+		looks.Go(func() { back[at] = l.isBack(ctx, place) })
+	}
+	looks.Wait()
+	for at, place := range places {
+		if back[at] {
+			there |= quorum.PlacesOf(place)
+		}
+	}
+	return there
+}
+
 func (l *lighthouses) close() (err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -106,11 +127,17 @@ func (l *lighthouses) close() (err error) {
 
 // choice says which lighthouse of a list to ask. It is pure.
 type choice struct {
-	at     int         // that served last, or was tried last
-	broke  time.Time   // when its stream broke, zero while it has not
-	back   int         // an earlier one that is there again, -1 if there is none
-	avoid  []time.Time // until when each is left alone, zero: it is not
-	served bool        // at has ever served
+	at      int           // that served last, or was tried last
+	broke   time.Time     // when its stream broke, zero while it has not
+	back    int           // an earlier one that all members go back to, -1 if there is none
+	sees    quorum.Places // earlier ones that are there, by the last look
+	avoid   []time.Time   // until when each is left alone, zero: it is not
+	refused []int         // how often in a row each had too few members, or did not answer
+	served  bool          // at has ever served
+}
+
+func newChoice(at, of int) choice {
+	return choice{at: at, back: -1, avoid: make([]time.Time, of), refused: make([]int, of), served: of == 1}
 }
 
 // order are the places to try, in this order.
@@ -118,18 +145,64 @@ func (c *choice) order(now time.Time) []int {
 	if c.served && c.back < 0 && !c.avoided(c.at, now) && (c.broke.IsZero() || now.Sub(c.broke) < patience) {
 		return []int{c.at}
 	}
-	var order, avoided []int
+	var first, order, avoided []int
 	for i := range c.avoid {
-		if c.avoided(i, now) {
+		switch {
+		case i == c.back:
+			first = append(first, i)
+		case c.avoided(i, now):
 			avoided = append(avoided, i)
-		} else {
+		default:
 			order = append(order, i)
 		}
 	}
-	return append(order, avoided...) // rather one of those than none
+	return slices.Concat(first, order, avoided) // rather one of those than none
 }
 
 func (c *choice) avoided(i int, now time.Time) bool { return now.Before(c.avoid[i]) }
+
+// shun leaves a lighthouse alone for a while.
+func (c *choice) shun(i int, now time.Time) {
+	c.avoid[i] = now.Add(avoidFor << min(c.refused[i], avoidDoublings))
+	c.refused[i]++
+}
+
+// arrived notes which lighthouse is asked from now on.
+func (c *choice) arrived(at int) {
+	if c.at != at {
+		c.sees = 0
+	}
+	c.at, c.back, c.served, c.broke = at, -1, true, time.Time{}
+}
+
+// goBack notes that all members go to an earlier lighthouse. That it had too few of them before matters no more.
+func (c *choice) goBack(place int) { c.back, c.avoid[place] = place, time.Time{} }
+
+// failed notes that a lighthouse does not answer.
+func (c *choice) failed(i int, now time.Time) {
+	if i == c.back { // it seemed to be there, to everybody
+		c.back = -1
+		c.shun(i, now)
+	}
+}
+
+// lookAt are the earlier lighthouses worth a look.
+func (c *choice) lookAt(now time.Time) (places []int) {
+	for i := range c.at {
+		if !c.avoided(i, now) {
+			places = append(places, i)
+		}
+	}
+	return places
+}
+
+// looked returns the earlier lighthouses that are there now, and were by the look before.
+func (c *choice) looked(there quorum.Places) quorum.Places {
+	there &= quorum.Before(c.at) // it may have moved in the meantime
+	twice := there & c.sees
+	c.sees = there
+	return twice
+}
 
 // attempts are the errors of lighthouses that were tried one after the other.
 type attempts []error

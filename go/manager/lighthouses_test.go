@@ -8,10 +8,12 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 const theList = "http://lighthouse:29510,http://second:29510"
@@ -202,4 +204,94 @@ func TestAListOfAddressesIsChecked(t *testing.T) {
 	cfg.LighthouseAddr, cfg.ConnectTimeout = theList, 100*time.Millisecond
 	_, err := manager.NewServer(context.Background(), cfg)
 	assert.ErrorContains(t, err, "could not connect to a lighthouse at "+theList)
+}
+
+// One of three does not reach the first lighthouse that is back: the job stays at the second, where all can be. When all
+// reach it they go at the same moment, and nobody misses a step.
+func TestAllGoBackTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, second, groups := twoLighthouses(t, "a", "b", "d")
+		round(t, 1, groups...)
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		id := round(t, 2, groups...)[0].QuorumID
+		c.Net.Block("d", "lighthouse")
+		c.StartLighthouse(1)
+
+		step := int64(3)
+		rounds := func(span time.Duration) (changes int) {
+			for end := time.Now().Add(span); time.Now().Before(end); step++ {
+				got := round(t, step, groups...)[0]
+				require.Equal(t, []string{"a", "b", "d"}, got.ReplicaIDs)
+				if got.QuorumID != id {
+					require.Greater(t, got.QuorumID, id)
+					id = got.QuorumID
+					changes++
+				}
+				time.Sleep(300 * time.Millisecond)
+			}
+			return changes
+		}
+		assert.Zero(t, rounds(time.Minute))
+		assert.Zero(t, c.Lighthouse.Status().Healthy)
+		assert.Equal(t, 3, second.Status().Healthy)
+
+		c.Net.Unblock("d", "lighthouse")
+		assert.Equal(t, 1, rounds(time.Minute))
+		assert.Equal(t, 3, c.Lighthouse.Status().Healthy)
+		assert.Zero(t, second.Status().Healthy)
+	})
+}
+
+// A published lighthouse sends nobody back: each member goes by itself, and its heartbeats with it.
+func TestFromALighthouseThatKnowsNoStreamsAMemberGoesBackAlone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		stock := &stockLighthouse{}
+		t.Cleanup(serveOn(t, c, "second", func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, stock) }))
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		a := c.StartGroup("a", 1, listed)
+		round(t, 1, a)
+		require.Positive(t, stock.quorums.Load())
+		c.StartLighthouse(1)
+		time.Sleep(5 * time.Second)
+		round(t, 2, a)
+		time.Sleep(time.Second)
+		beats := stock.beats.Load()
+		time.Sleep(30 * time.Second)
+		assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
+		assert.Equal(t, beats, stock.beats.Load())
+	})
+}
+
+// Also who waits at the second lighthouse, and who trains: a death in the step in which they went is told.
+func TestInTheMiddleOfAStepTheyGoBackToo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, second, groups := twoLighthouses(t, "a", "b", "d")
+		round(t, 1, groups...)
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		id := round(t, 2, groups...)[0].QuorumID
+		asked := groups[0].Quorum(0, 3, time.Minute)
+		time.Sleep(time.Second)
+		require.Equal(t, 1, second.Status().Candidates)
+		c.StartLighthouse(1)
+		time.Sleep(4 * time.Second)
+		require.Empty(t, asked)
+		status := c.Lighthouse.Status()
+		assert.Equal(t, 3, status.Healthy)
+		assert.Equal(t, 1, status.Candidates)
+		assert.Equal(t, id, status.QuorumID, "it knows in which quorum they are")
+		assert.Zero(t, second.Status().Healthy)
+
+		b, d := groups[1], groups[2]
+		d.Host(-1).Kill()
+		d.Server.Shutdown()
+		other := b.Quorum(0, 3, time.Minute)
+		got := <-asked
+		require.NoError(t, got.Err)
+		assert.Equal(t, []string{"a", "b"}, got.Value.ReplicaIDs)
+		require.NoError(t, (<-other).Err)
+	})
 }

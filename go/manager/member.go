@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"errors"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -35,7 +36,6 @@ type member struct {
 	opening chan struct{} // a lock for what follows; waiting for it ends with a call's deadline
 	choice  choice
 	unary   []bool        // which lighthouses know no streams
-	refused []int         // how often in a row each said that it has too few members
 	stream  *memberStream // nil before the first
 
 	// Only the stream that is open uses it: a new one begins after the last has ended.
@@ -46,6 +46,7 @@ var (
 	_ Membership   = (*member)(nil)
 	_ NoticeSource = (*member)(nil)
 	_ Witness      = (*member)(nil)
+	_ Leaver       = (*member)(nil)
 )
 
 // join makes a replica group a member at the first lighthouse of a list that it reaches.
@@ -57,7 +58,7 @@ func join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 	n := len(l.addresses)
 	m := &member{
 		lighthouses: l, replicaID: replicaID, opening: make(chan struct{}, 1),
-		choice: choice{at: at, back: -1, avoid: make([]time.Time, n), served: n == 1}, unary: make([]bool, n), refused: make([]int, n),
+		choice: newChoice(at, n), unary: make([]bool, n),
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.told, _ = m.heard.listen()
@@ -70,10 +71,8 @@ func join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	if last := m.last.Load(); last != nil {
-		knownQuorumID = max(knownQuorumID, last.ID)
-	}
-	stream, client, at, err := m.connect(ctx, true)
+	knownQuorumID = max(knownQuorumID, m.known())
+	stream, client, at, err := m.connect(ctx)
 	var q *quorum.Quorum
 	if err == nil {
 		q, err = stream.ask(ctx, client.number.Add(1), who, knownQuorumID)
@@ -100,17 +99,32 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 	return q, rpc.Wrap("quorum", client.peer, err)
 }
 
+// known is the last quorum that the member was told of, 0 if there is none.
+func (m *member) known() int64 {
+	if last := m.last.Load(); last != nil {
+		return last.ID
+	}
+	return 0
+}
+
 // Attend keeps a stream open, and is never silent on it for longer than the lighthouse asks for.
 func (m *member) Attend(ctx context.Context, interval time.Duration, reached func()) error {
+	var until time.Time // when it is a failure that a stream which broke is not back
 	for {
 		opening, cancel := context.WithTimeout(ctx, openTimeout)
-		stream, client, at, err := m.connect(opening, false)
+		stream, client, at, err := m.connect(opening)
 		cancel()
 		if err == nil {
 			err = stream.attend(ctx, reached)
 			if stream.moved.Load() && ctx.Err() == nil && m.ctx.Err() == nil {
 				continue
 			}
+			if stream.greeted() {
+				until = time.Now().Add(comeBackTime)
+			}
+		}
+		if rpc.IsUnavailable(err) && m.lighthouses.client(at).comesBack(ctx, until) {
+			continue
 		}
 		if client == nil {
 			return err
@@ -119,14 +133,21 @@ func (m *member) Attend(ctx context.Context, interval time.Duration, reached fun
 			return rpc.Wrap("heartbeat", client.peer, err)
 		}
 		m.setUnary(at, true)
-		err = m.beat(ctx, client, interval, reached)
+		err = m.beat(ctx, client, at, interval, reached)
+		if errors.Is(err, errMoved) {
+			continue
+		}
 		m.mayBeAnother(at, err)
 		return err
 	}
 }
 
-// beat makes a call at every interval.
-func (m *member) beat(ctx context.Context, client *LighthouseClient, interval time.Duration, reached func()) error {
+// comeBackTime is how long a stream that broke is begun anew, as soon as there is a connection, before that counts as a
+// failure and the pauses become longer. A lighthouse gives its members 200 ms unless it is told otherwise.
+const comeBackTime = 300 * time.Millisecond
+
+// beat makes a call at every interval, until the member goes to another lighthouse.
+func (m *member) beat(ctx context.Context, client *LighthouseClient, at int, interval time.Duration, reached func()) error {
 	// Long enough for a busy lighthouse; the next heartbeat waits for this one.
 	timeout := max(10*interval, time.Second)
 	ticker := time.NewTicker(interval)
@@ -143,6 +164,13 @@ func (m *member) beat(ctx context.Context, client *LighthouseClient, interval ti
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-ticker.C:
+		}
+		if len(m.unary) > 1 {
+			moved := false
+			m.locked(func() { moved = m.choice.at != at })
+			if moved {
+				return errMoved
+			}
 		}
 	}
 }
@@ -215,8 +243,7 @@ func (m *member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) 
 // avoid leaves a lighthouse alone for a while, longer each time.
 func (m *member) avoid(at int) {
 	m.locked(func() {
-		m.choice.avoid[at] = time.Now().Add(avoidFor << min(m.refused[at], 5))
-		m.refused[at]++
+		m.choice.shun(at, time.Now())
 		if m.choice.at == at && m.stream != nil {
 			m.stream.leave()
 		}
@@ -225,14 +252,14 @@ func (m *member) avoid(at int) {
 
 // servedWell notes that a lighthouse gave a quorum.
 func (m *member) servedWell(at int) {
-	if len(m.refused) > 1 {
-		m.locked(func() { m.refused[at] = 0 })
+	if len(m.unary) > 1 {
+		m.locked(func() { m.choice.refused[at] = 0 })
 	}
 }
 
-// connect returns the stream, a new one if the last one broke, or if it is time to go back to an earlier lighthouse. Where
-// a lighthouse knows no streams the error is UNIMPLEMENTED.
-func (m *member) connect(ctx context.Context, toAsk bool) (*memberStream, *LighthouseClient, int, error) {
+// connect returns the stream, a new one if the last one broke. Where a lighthouse knows no streams the error is
+// UNIMPLEMENTED.
+func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient, int, error) {
 	select {
 	case m.opening <- struct{}{}:
 		defer func() { <-m.opening }()
@@ -241,21 +268,24 @@ func (m *member) connect(ctx context.Context, toAsk bool) (*memberStream, *Light
 	}
 	c := &m.choice
 	if m.stream != nil && !m.stream.broken() {
-		if !toAsk || c.back < 0 {
-			return m.stream, m.lighthouses.client(c.at), c.at, nil
-		}
-		m.stream.leave() // one lighthouse at a time
+		return m.stream, m.lighthouses.client(c.at), c.at, nil
 	}
 	now := time.Now()
-	if c.broke.IsZero() && m.stream != nil {
-		c.broke = now
+	if m.stream != nil {
+		if c.broke.IsZero() {
+			c.broke = now
+		}
+		if place, sent := m.stream.sentBack(); sent {
+			c.goBack(place)
+			m.stream = nil // once
+		}
 	}
 	var failures attempts
 	order := c.order(now)
 	for _, i := range order {
 		stream, client, err := m.open(ctx, i)
 		if err == nil || status.Code(err) == codes.Unimplemented {
-			c.at, c.back, c.served, c.broke = i, -1, true, time.Time{}
+			c.arrived(i)
 			if stream != nil {
 				m.stream = stream
 				m.present.Store(stream)
@@ -269,6 +299,7 @@ func (m *member) connect(ctx context.Context, toAsk bool) (*memberStream, *Light
 		if ctx.Err() != nil {
 			break
 		}
+		c.failed(i, now)
 	}
 	return nil, nil, order[0], failures.err()
 }
@@ -307,11 +338,13 @@ func (m *member) open(ctx context.Context, i int) (*memberStream, *LighthouseCli
 		waiting:  map[uint64]chan asked{},
 		welcomed: make(chan struct{}),
 		ended:    make(chan struct{}),
+		free:     make(chan struct{}),
 		birth:    time.Now(),
+		goesBack: -1,
 	}
 	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),
-		Place: uint32(i), Lighthouses: uint32(len(m.unary)), Term: m.term.Load(),
+		Place: uint32(i), Lighthouses: uint32(len(m.unary)), Term: m.term.Load(), KnownQuorumId: m.known(),
 	}}})
 	go stream.receive()
 	if !several {
@@ -328,43 +361,30 @@ func (m *member) open(ctx context.Context, i int) (*memberStream, *LighthouseCli
 	}
 }
 
-// lookBack looks again and again whether a lighthouse is back that comes before the one that serves.
+// lookBack looks again and again which lighthouses are there that come before the one that serves, and tells that one.
 func (m *member) lookBack() {
-	seen := -1 // by the look before
 	for {
 		select {
 		case <-m.ctx.Done():
 			return
 		case <-time.After(time.Duration(float64(lookBackEvery) * (0.9 + rand.Float64()/5))):
 		}
-		var before []int
+		var places []int
+		m.locked(func() { places = m.choice.lookAt(time.Now()) })
+		there := m.lighthouses.there(m.ctx, places)
+		var stream *memberStream
+		var reaches quorum.Places
 		m.locked(func() {
-			now := time.Now()
-			for i := range m.choice.at {
-				if !m.choice.avoided(i, now) {
-					before = append(before, i)
-				}
+			reaches = m.choice.looked(there)
+			switch {
+			case m.stream != nil && !m.stream.broken():
+				stream = m.stream
+			case m.unary[m.choice.at] && reaches != 0: // it does not know that there are others
+				m.choice.goBack(reaches.First())
 			}
 		})
-		found := -1
-		for _, i := range before {
-			ctx, cancel := context.WithTimeout(m.ctx, attemptTimeout)
-			back := m.lighthouses.isBack(ctx, i)
-			cancel()
-			if back {
-				found = i
-				break
-			}
+		if stream != nil {
+			stream.sayReaches(reaches)
 		}
-		if found >= 0 && found == seen {
-			m.locked(func() {
-				m.choice.back = found
-				// Whoever waits for long waits for members that are there already.
-				if m.stream != nil && !m.stream.broken() && m.stream.waitsFor() > lookBackEvery {
-					m.stream.leave()
-				}
-			})
-		}
-		seen = found
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -49,6 +50,8 @@ func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error
 	return q, nil
 }
 
+var errMoved = status.Error(codes.Unavailable, "the group goes to another lighthouse of its list")
+
 // asked ends the wait of one ask.
 type asked struct {
 	quorum *quorum.Quorum
@@ -71,14 +74,18 @@ type memberStream struct {
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // in which something must be said, valid once welcomed
 	ended    chan struct{} // closed when the stream has broken
+	free     chan struct{} // closed when the group left, and nobody needs it any more
+	released sync.Once     // closes it
 	err      error         // why, valid once ended is closed
+
+	goesBack int // place of the lighthouse that all members are sent to, valid once ended is closed; -1: they are not
 
 	sending sync.Mutex
 	said    *quorum.Member // what the lighthouse knows of this group
+	reaches quorum.Places  // and what it was told of the others
 
 	mu      sync.Mutex
 	waiting map[uint64]chan asked // by the number of the ask
-	since   time.Time             // when the latest ask began
 }
 
 // leave ends the stream, and returns when nothing of it is left.
@@ -88,19 +95,32 @@ func (s *memberStream) leave() {
 	<-s.ended
 }
 
-// waitsFor is how long an ask has waited, 0 if none does.
-func (s *memberStream) waitsFor() time.Duration {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.waiting) == 0 {
-		return 0
+// sentBack is the place of the lighthouse that all members are sent to. The stream must have ended.
+func (s *memberStream) sentBack() (place int, sent bool) { return s.goesBack, s.goesBack >= 0 }
+
+// sayReaches says which lighthouses the member reaches, if that is news.
+func (s *memberStream) sayReaches(places quorum.Places) {
+	s.sending.Lock()
+	defer s.sending.Unlock()
+	if s.reaches != places {
+		s.reaches = places
+		s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: uint64(places)}})
 	}
-	return time.Since(s.since)
 }
 
 func (s *memberStream) broken() bool {
 	select {
 	case <-s.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// greeted reports whether the lighthouse has answered.
+func (s *memberStream) greeted() bool {
+	select {
+	case <-s.welcomed:
 		return true
 	default:
 		return false
@@ -120,7 +140,7 @@ func (s *memberStream) receive() {
 		}
 		if err != nil {
 			if s.moved.Load() {
-				err = status.Error(codes.Unavailable, "the group goes to another lighthouse of its list")
+				err = errMoved
 			}
 			s.err = err
 			close(s.ended)
@@ -142,6 +162,12 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) (err error) {
 	case *torchftpb.LighthouseMessage_Recall:
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
 			s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: rpc.PastToProto(q.Past())}})
+		}
+	case *torchftpb.LighthouseMessage_GoBack:
+		if place := int(m.GoBack); place < len(s.member.unary) {
+			s.goesBack = place
+			s.moved.Store(true)
+			return errMoved
 		}
 	case *torchftpb.LighthouseMessage_ListChange:
 		if err := s.list.add(m.ListChange); err != nil {
@@ -166,6 +192,10 @@ func (s *memberStream) take(message *torchftpb.LighthouseMessage) (err error) {
 		s.member.heard.tell(Notice{Kind: Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
 	case *torchftpb.LighthouseMessage_ProgressAsked:
 		s.member.heard.tell(Notice{Kind: ProgressAsked})
+	case *torchftpb.LighthouseMessage_Drain:
+		s.member.heard.tell(Notice{Kind: Drained, Reason: m.Drain})
+	case *torchftpb.LighthouseMessage_Released:
+		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:
 		go s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	case *torchftpb.LighthouseMessage_Closing:
@@ -187,7 +217,6 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 	answered := make(chan asked, 1)
 	s.mu.Lock()
 	s.waiting[number] = answered
-	s.since = time.Now()
 	s.mu.Unlock()
 	defer func() {
 		s.mu.Lock()
@@ -196,14 +225,18 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 	}()
 
 	deadline, _ := ctx.Deadline()
-	s.sendAsk(&torchftpb.Ask{
+	err := s.sendAsk(&torchftpb.Ask{
 		Number:            number,
 		TimeoutUs:         max(1, time.Until(deadline).Microseconds()),
 		KnownQuorumId:     knownQuorumID,
 		Step:              who.Step,
 		CommittedQuorumId: who.CommittedQuorumID,
 		CommitFailures:    who.CommitFailures,
+		Traceparent:       tracing.ParentOf(ctx),
 	}, who)
+	if err != nil {
+		return nil, err
+	}
 	select {
 	case a := <-answered:
 		return a.quorum, a.err
@@ -221,14 +254,20 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 }
 
 // sendAsk says who asks only if that is news.
-func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) {
+func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) error {
 	s.sending.Lock()
 	defer s.sending.Unlock()
+	ask.Reaches = uint64(s.reaches)
+	message := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}}
 	if s.said == nil || !s.said.SameButState(&who) {
-		s.said = &who
 		ask.Member = rpc.MemberToProto(who)
+		if err := rpc.CheckRequest(message, ask.GetMember()); err != nil {
+			return err
+		}
+		s.said = &who
 	}
-	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
+	s.sendLocked(message)
+	return nil
 }
 
 func (s *memberStream) send(message *torchftpb.MemberMessage) {
@@ -249,9 +288,7 @@ const alivesInTimeout = 3
 
 // noteSilence notes if nothing was said for about as long as the lighthouse bears with.
 func (s *memberStream) noteSilence() {
-	select {
-	case <-s.welcomed:
-	default:
+	if !s.greeted() {
 		return
 	}
 	if time.Since(s.birth)-time.Duration(s.spoke.Load()) > s.interval*(2*alivesInTimeout-1)/2 {

@@ -39,7 +39,12 @@ func serve(t *testing.T, c *fttest.Cluster, register func(*grpc.Server)) (stop f
 	t.Helper()
 	c.Net.Host("lighthouse").Kill()
 	c.Lighthouse.Shutdown()
-	lis, err := c.Net.Host("lighthouse").Listen("lighthouse:29510")
+	return serveOn(t, c, "lighthouse", register)
+}
+
+func serveOn(t *testing.T, c *fttest.Cluster, host string, register func(*grpc.Server)) (stop func()) {
+	t.Helper()
+	lis, err := c.Net.Host(host).Listen(host + ":29510")
 	require.NoError(t, err)
 	g := grpc.NewServer()
 	register(g)

@@ -23,6 +23,7 @@ const (
 	Died          NoticeKind = iota // a member of the quorum is dead
 	Stalled                         // a member of the quorum makes no progress while the others wait for it
 	ProgressAsked                   // whoever hears it says what it does
+	Drained                         // somebody wants this group to leave; ranks are told in their next quorum, and not by this
 )
 
 // NoticeSource is a Membership that learns of notices.
@@ -106,6 +107,10 @@ func (s *Server) hear(notice Notice) {
 		}
 	case Stalled:
 		s.log.Info("torchft: a member makes no progress", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
+	case Drained:
+		s.log.Info("torchft: this group is asked to leave at the end of a step", "reason", notice.Reason)
+		s.feed(round.Drained{})
+		return
 	case ProgressAsked:
 		s.feed(round.ProgressAsked{})
 		rpc.Go(&s.tasks, s.log, "progress", s.answerProgress)

@@ -7,11 +7,13 @@ import (
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/otel/attribute"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -34,7 +36,10 @@ type Server struct {
 	waiters  rpc.Waiters[round.WaiterID, answer]
 	asking   map[uint64]context.CancelFunc // requests to the lighthouse, by round
 	presence presence
-	trouble  string // why the lighthouse has not been reached, while that is so
+	meters   *meters
+	parent   string                 // trace context of a rank that waits for the quorum; empty unless one traces
+	heals    map[int64]HealProgress // of ranks that heal
+	trouble  string                 // why the lighthouse has not been reached, while that is so
 	closed   bool
 }
 
@@ -56,6 +61,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		return nil, err
 	}
 	cfg = cfg.withDefaults()
+	tracing.Setup(cfg.Logger)
 	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: maxConnections}, cfg.Logger)
 	if err != nil {
 		return nil, err
@@ -78,13 +84,14 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		membership: membership,
 		asking:     map[uint64]context.CancelFunc{},
 		presence:   presence{},
+		meters:     newMeters(cfg.job(), cfg.ReplicaID),
 	}
 	s.machine = s.newMachine()
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}))
 	torchftpb.RegisterManagerServiceServer(g, service{server: s})
 	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
-	s.rpc = rpc.Serve(lis, gate, g, nil, s.log)
+	s.rpc = rpc.Serve(lis, gate, g, s.handler(gate), s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
 	if source, ok := membership.(NoticeSource); ok {
 		rpc.Go(&s.tasks, s.log, "notices", func() { s.hearNotices(source) })
@@ -122,6 +129,7 @@ func (s *Server) Shutdown() {
 		s.log.Debug("torchft: closing the connection to the lighthouse", "error", err)
 	}
 	s.tasks.Wait()
+	tracing.Flush()
 }
 
 // Status is what the machine says about itself.
@@ -131,10 +139,13 @@ func (s *Server) Status() round.Status {
 	return s.machine.Describe()
 }
 
-func (s *Server) quorum(ctx context.Context, conn *connection, args QuorumArgs) (recovery.Result, error) {
+func (s *Server) quorum(ctx context.Context, conn *connection, args QuorumArgs) (_ recovery.Result, err error) {
 	deadline, ok := ctx.Deadline()
 	if !ok {
 		return recovery.Result{}, status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")
+	}
+	if span := s.traced(args); span != nil {
+		defer func() { span.End(err) }()
 	}
 	a := s.call(ctx, conn, args.GroupRank, func(id round.WaiterID) round.Event {
 		return round.QuorumAsked{
@@ -157,10 +168,20 @@ func (s *Server) quorum(ctx context.Context, conn *connection, args QuorumArgs) 
 func (s *Server) shouldCommit(ctx context.Context, conn *connection, groupRank, step int64, vote bool) (bool, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
+	if deadline, ok := ctx.Deadline(); ok {
+		// Before the rank stops listening, so that it still hears who did not vote.
+		ctx, cancel = context.WithDeadline(ctx, rpc.Sooner(deadline, tellMargin))
+		defer cancel()
+	}
+	span := s.tracedVote(ctx, groupRank, step, vote)
 	a := s.call(ctx, conn, groupRank, func(id round.WaiterID) round.Event {
 		witness, ok := s.membership.(Witness)
 		return round.Voted{Waiter: id, GroupRank: groupRank, Step: step, ShouldCommit: vote, Lapsed: ok && witness.Lapsed()}
 	})
+	if a.err == nil {
+		span.Set(attribute.Bool("torchft.committed", a.commit))
+	}
+	span.End(a.err)
 	return a.commit, a.err
 }
 
@@ -229,7 +250,10 @@ func (s *Server) step(event round.Event) {
 		s.waiters.AnswerAll(answer{err: err})
 	}()
 	defer rpc.Recovered(s.log, "the manager server", &err)
-	for _, action := range s.machine.Step(event, time.Now()) {
+	now := time.Now()
+	actions := s.machine.Step(event, now)
+	s.meters.observe(event, actions, now)
+	for _, action := range actions {
 		switch a := action.(type) {
 		case round.AskLighthouse:
 			s.ask(a)

@@ -1,10 +1,12 @@
 package manager
 
 import (
+	"cmp"
 	"context"
 	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -25,6 +27,7 @@ func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest
 		CommittedQuorumID:  req.GetCommittedQuorumId(),
 		Handle:             req.GetReconfigureHandle(),
 		GroupWorldSize:     req.GetGroupWorldSize(),
+		Traceparent:        cmp.Or(req.GetTraceparent(), tracing.Incoming(ctx)),
 	})
 	if err != nil {
 		return nil, err
@@ -41,6 +44,7 @@ func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.Checkpoi
 }
 
 func (s service) ShouldCommit(ctx context.Context, req *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error) {
+	ctx = tracing.Below(ctx, cmp.Or(req.GetTraceparent(), tracing.Incoming(ctx)))
 	commit, err := s.server.shouldCommit(ctx, connectionOf(ctx), req.GetGroupRank(), req.GetStep(), req.GetShouldCommit())
 	if err != nil {
 		return nil, err

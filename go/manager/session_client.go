@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -64,13 +65,21 @@ func (s *session) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result,
 
 func (s *session) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
 	req := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
-		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote},
+		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote, Traceparent: tracing.ParentOf(ctx)},
 	}}
 	resp, err := s.call(ctx, req)
 	if errors.Is(err, errUnary) {
 		return s.remote.ShouldCommit(ctx, groupRank, step, vote)
 	}
 	return resp.GetShouldCommit().GetShouldCommit(), err
+}
+
+func (s *session) Leave(ctx context.Context) error {
+	_, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Leave{Leave: true}})
+	if errors.Is(err, errUnary) {
+		return s.remote.Leave(ctx)
+	}
+	return err
 }
 
 func (s *session) Notices() <-chan Notice { return s.told }
@@ -85,6 +94,18 @@ func (s *session) SayProgress(groupRank int64, waits bool, what string) {
 	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
 		Progress: &torchftpb.RankProgress{GroupRank: groupRank, Waits: waits, What: what},
 	}})
+}
+
+func (s *session) SayHealing(p HealProgress) {
+	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Healing{Healing: p.proto()}})
+}
+
+func (s *session) SayRecovered(r Recovered) {
+	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: r.proto()}})
+}
+
+func (s *session) SayNonfinite(groupRank int64) {
+	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Nonfinite{Nonfinite: groupRank}})
 }
 
 // say sends what has no answer, on a session that is open. Without one there is nobody to tell.

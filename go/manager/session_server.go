@@ -94,6 +94,12 @@ func (o *openSession) said(req *torchftpb.RankRequest) bool {
 		server.suspect(r.Suspected.GetQuorumId(), r.Suspected.GetReplicaId())
 	case *torchftpb.RankRequest_Hello:
 		server.present(connectionOf(o.wire.Context()), r.Hello)
+	case *torchftpb.RankRequest_Healing:
+		server.healing(healProgressFromProto(r.Healing))
+	case *torchftpb.RankRequest_Recovered:
+		server.recovered(recoveredFromProto(r.Recovered))
+	case *torchftpb.RankRequest_Nonfinite:
+		server.nonfinite(r.Nonfinite)
 	case *torchftpb.RankRequest_Progress:
 		p := r.Progress
 		server.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
@@ -169,6 +175,9 @@ func (o *openSession) serve(ctx context.Context, req *torchftpb.RankRequest, res
 		commit, err := o.service.ShouldCommit(ctx, r.ShouldCommit)
 		resp.Response = &torchftpb.RankResponse_ShouldCommit{ShouldCommit: commit}
 		return err
+	case *torchftpb.RankRequest_Leave:
+		resp.Response = &torchftpb.RankResponse_Left{Left: true}
+		return o.service.server.leave(ctx)
 	default:
 		return status.Error(codes.Unimplemented, "this request of a session is not known here")
 	}

@@ -183,7 +183,7 @@ func TestFailuresReachEveryRank(t *testing.T) {
 func TestASessionHasABoundOnItsCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		g := c.StartGroup("g", 1)
+		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) { cfg.WorldSize = 101 }) // each vote waits for all
 		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
@@ -191,7 +191,7 @@ func TestASessionHasABoundOnItsCalls(t *testing.T) {
 		require.NoError(t, err)
 		for call := range uint64(100) {
 			_ = stream.Send(&torchftpb.RankRequest{Call: call + 1, TimeoutUs: 60e6, Request: &torchftpb.RankRequest_ShouldCommit{
-				ShouldCommit: &torchftpb.ShouldCommitRequest{Step: 1},
+				ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: int64(call), Step: 1},
 			}})
 		}
 		for {

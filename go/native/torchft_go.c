@@ -348,12 +348,15 @@ _wrap__torchft_go_pyapi_HealServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
     int64_t retval;
     int64_t patienceUs;
     int64_t bytesPerSecond;
-    const char *keywords[] = {"patienceUs", "bytesPerSecond", NULL};
+    bool inBackground;
+    PyObject *py_inBackground;
+    const char *keywords[] = {"patienceUs", "bytesPerSecond", "inBackground", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &patienceUs, &bytesPerSecond)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLO", (char **) keywords, &patienceUs, &bytesPerSecond, &py_inBackground)) {
         return NULL;
     }
-    retval = pyapi_HealServerStart(patienceUs, bytesPerSecond);
+    inBackground = (bool) PyObject_IsTrue(py_inBackground);
+    retval = pyapi_HealServerStart(patienceUs, bytesPerSecond, inBackground);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -590,6 +593,29 @@ PyObject * _wrap__torchft_go_pyapi_ManagerClientStart(PyObject * PYBINDGEN_UNUSE
 
 
 PyObject *
+_wrap__torchft_go_pyapi_ManagerLeaveStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerLeaveStart(handle, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerLeaveStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_ManagerNoticeStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -678,6 +704,54 @@ PyObject * _wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUS
 
 
 PyObject *
+_wrap__torchft_go_pyapi_ManagerSayHealing(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t handle;
+    int64_t groupRank;
+    int64_t received;
+    int64_t total;
+    const char *keywords[] = {"handle", "groupRank", "received", "total", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLL", (char **) keywords, &handle, &groupRank, &received, &total)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerSayHealing(handle, groupRank, received, total);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerSayHealing(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerSayNonfinite(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t handle;
+    int64_t groupRank;
+    const char *keywords[] = {"handle", "groupRank", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &groupRank)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerSayNonfinite(handle, groupRank);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerSayNonfinite(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_ManagerSayProgress(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -702,6 +776,37 @@ _wrap__torchft_go_pyapi_ManagerSayProgress(PyObject * PYBINDGEN_UNUSED(dummy), P
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_ManagerSayProgress(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerSayRecovered(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t handle;
+    int64_t groupRank;
+    bool healed;
+    PyObject *py_healed;
+    int64_t quorumID;
+    int64_t step;
+    int64_t bytes;
+    int64_t stepsLost;
+    char *phases;
+    const char *keywords[] = {"handle", "groupRank", "healed", "quorumID", "step", "bytes", "stepsLost", "phases", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLOLLLLs", (char **) keywords, &handle, &groupRank, &py_healed, &quorumID, &step, &bytes, &stepsLost, &phases)) {
+        return NULL;
+    }
+    healed = (bool) PyObject_IsTrue(py_healed);
+    retval = pyapi_ManagerSayRecovered(handle, groupRank, healed, quorumID, step, bytes, stepsLost, phases);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerSayRecovered(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -760,6 +865,29 @@ _wrap__torchft_go_pyapi_ManagerSuspect(PyObject * PYBINDGEN_UNUSED(dummy), PyObj
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_ManagerSuspect(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_ManagerTrace(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t handle;
+    char *traceparent;
+    const char *keywords[] = {"handle", "traceparent", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ls", (char **) keywords, &handle, &traceparent)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerTrace(handle, traceparent);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerTrace(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -940,7 +1068,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_HealPort", (PyCFunction) _wrap__torchft_go_pyapi_HealPort, METH_KEYWORDS|METH_VARARGS, "pyapi_HealPort(server)\n\ntype: server: int64_t" },
     {(char *) "pyapi_HealRevokeStart", (PyCFunction) _wrap__torchft_go_pyapi_HealRevokeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealRevokeStart(offer, graceUs, timeoutUs)\n\ntype: offer: int64_t\ntype: graceUs: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_HealServed", (PyCFunction) _wrap__torchft_go_pyapi_HealServed, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServed(grant)\n\ntype: grant: int64_t" },
-    {(char *) "pyapi_HealServerStart", (PyCFunction) _wrap__torchft_go_pyapi_HealServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServerStart(patienceUs, bytesPerSecond)\n\ntype: patienceUs: int64_t\ntype: bytesPerSecond: int64_t" },
+    {(char *) "pyapi_HealServerStart", (PyCFunction) _wrap__torchft_go_pyapi_HealServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServerStart(patienceUs, bytesPerSecond, inBackground)\n\ntype: patienceUs: int64_t\ntype: bytesPerSecond: int64_t\ntype: inBackground: bool" },
     {(char *) "pyapi_HealWaitStart", (PyCFunction) _wrap__torchft_go_pyapi_HealWaitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealWaitStart(fetch, timeoutUs)\n\ntype: fetch: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_LighthouseCommandStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandStart(arguments, hostname)\n\ntype: arguments: char *\ntype: hostname: char *" },
@@ -950,12 +1078,17 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerChangeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerChangeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerChangeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerCheckpointMetadataStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
+    {(char *) "pyapi_ManagerLeaveStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerLeaveStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerLeaveStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerNoticeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerNoticeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerNoticeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize, committedQuorumID)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: checkpointMetadata: char *\ntype: shrinkOnly: bool\ntype: timeoutUs: int64_t\ntype: commitFailures: int64_t\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t\ntype: committedQuorumID: int64_t" },
     {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: checkpointMetadata: char *\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t" },
+    {(char *) "pyapi_ManagerSayHealing", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayHealing, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayHealing(handle, groupRank, received, total)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: received: int64_t\ntype: total: int64_t" },
+    {(char *) "pyapi_ManagerSayNonfinite", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayNonfinite, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayNonfinite(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ManagerSayProgress", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayProgress, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayProgress(handle, groupRank, waits, what)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: waits: bool\ntype: what: char *" },
+    {(char *) "pyapi_ManagerSayRecovered", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayRecovered, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayRecovered(handle, groupRank, healed, quorumID, step, bytes, stepsLost, phases)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: healed: bool\ntype: quorumID: int64_t\ntype: step: int64_t\ntype: bytes: int64_t\ntype: stepsLost: int64_t\ntype: phases: char *" },
     {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: replaysFailedSteps: bool\ntype: security: char *" },
     {(char *) "pyapi_ManagerSuspect", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSuspect, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSuspect(handle, quorumID, replicaID)\n\ntype: handle: int64_t\ntype: quorumID: int64_t\ntype: replicaID: char *" },
+    {(char *) "pyapi_ManagerTrace", (PyCFunction) _wrap__torchft_go_pyapi_ManagerTrace, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerTrace(handle, traceparent)\n\ntype: handle: int64_t\ntype: traceparent: char *" },
     {(char *) "pyapi_ManagerVotePrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerVotePrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerVotePrepare(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ProbeStart", (PyCFunction) _wrap__torchft_go_pyapi_ProbeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ProbeStart(outcome, delayUs, timeoutUs)\n\ntype: outcome: char *\ntype: delayUs: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ReleaseStart", (PyCFunction) _wrap__torchft_go_pyapi_ReleaseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ReleaseStart(handle)\n\ntype: handle: int64_t" },

@@ -214,8 +214,8 @@ func pyapi_HealServed(grant C.longlong) C.longlong {
 }
 
 //export pyapi_HealServerStart
-func pyapi_HealServerStart(patienceUs C.longlong, bytesPerSecond C.longlong) C.longlong {
-	cret, __err := pyapi.HealServerStart(int64(patienceUs), int64(bytesPerSecond))
+func pyapi_HealServerStart(patienceUs C.longlong, bytesPerSecond C.longlong, inBackground C.char) C.longlong {
+	cret, __err := pyapi.HealServerStart(int64(patienceUs), int64(bytesPerSecond), boolPyToGo(inBackground))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -345,6 +345,18 @@ func pyapi_ManagerClientStart(addr *C.char, connectTimeoutUs C.longlong, securit
 	return C.longlong(cret)
 }
 
+//export pyapi_ManagerLeaveStart
+func pyapi_ManagerLeaveStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerLeaveStart(int64(handle), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export pyapi_ManagerNoticeStart
 func pyapi_ManagerNoticeStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
 	cret, __err := pyapi.ManagerNoticeStart(int64(handle), int64(timeoutUs))
@@ -381,9 +393,45 @@ func pyapi_ManagerRoundPrepare(handle C.longlong, groupRank C.longlong, checkpoi
 	return C.longlong(cret)
 }
 
+//export pyapi_ManagerSayHealing
+func pyapi_ManagerSayHealing(handle C.longlong, groupRank C.longlong, received C.longlong, total C.longlong) C.char {
+	cret, __err := pyapi.ManagerSayHealing(int64(handle), int64(groupRank), int64(received), int64(total))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
+//export pyapi_ManagerSayNonfinite
+func pyapi_ManagerSayNonfinite(handle C.longlong, groupRank C.longlong) C.char {
+	cret, __err := pyapi.ManagerSayNonfinite(int64(handle), int64(groupRank))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
 //export pyapi_ManagerSayProgress
 func pyapi_ManagerSayProgress(handle C.longlong, groupRank C.longlong, waits C.char, what *C.char) C.char {
 	cret, __err := pyapi.ManagerSayProgress(int64(handle), int64(groupRank), boolPyToGo(waits), C.GoString(what))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
+//export pyapi_ManagerSayRecovered
+func pyapi_ManagerSayRecovered(handle C.longlong, groupRank C.longlong, healed C.char, quorumID C.longlong, step C.longlong, bytes C.longlong, stepsLost C.longlong, phases *C.char) C.char {
+	cret, __err := pyapi.ManagerSayRecovered(int64(handle), int64(groupRank), boolPyToGo(healed), int64(quorumID), int64(step), int64(bytes), int64(stepsLost), C.GoString(phases))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -408,6 +456,18 @@ func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostnam
 //export pyapi_ManagerSuspect
 func pyapi_ManagerSuspect(handle C.longlong, quorumID C.longlong, replicaID *C.char) C.char {
 	cret, __err := pyapi.ManagerSuspect(int64(handle), int64(quorumID), C.GoString(replicaID))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
+//export pyapi_ManagerTrace
+func pyapi_ManagerTrace(handle C.longlong, traceparent *C.char) C.char {
+	cret, __err := pyapi.ManagerTrace(int64(handle), C.GoString(traceparent))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

@@ -15,9 +15,11 @@ func LighthouseServerStart(bind, hostname string, minReplicas, joinTimeoutMs, qu
 	defer ops.Guard(&err)
 	cfg := lighthouse.DefaultConfig()
 	cfg.Bind, cfg.Hostname, cfg.MinReplicas, cfg.StateDir = bind, hostname, int(minReplicas), stateDir
-	if cfg.Security, err = parseSecurity(security); err != nil {
+	protected, err := parseSecurity(security)
+	if err != nil {
 		return 0, err
 	}
+	cfg.Security = protected.Security
 	if cfg.JoinTimeout, err = lighthouse.Milliseconds("join_timeout_ms", joinTimeoutMs); err != nil {
 		return 0, ops.As(ops.Value, err)
 	}
@@ -52,6 +54,7 @@ func LighthouseCommandStart(arguments, hostname string) (op int64, err error) {
 		return 0, err
 	}
 	cfg.Hostname = hostname
+	lighthouse.OwnProcess()
 	return startLighthouse(cfg), nil
 }
 

@@ -29,7 +29,8 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 		ConnectTimeout:     micros(connectTimeoutUs),
 		QuorumRetries:      quorumRetries,
 		ReplaysFailedSteps: replaysFailedSteps,
-		Security:           protected,
+		Security:           protected.Security,
+		Job:                protected.Job,
 	}
 	// An address that cannot be connected to is a RuntimeError, whatever is wrong with it.
 	if _, err := rpc.ParseAddresses("lighthouse_addr", lighthouseAddr); err != nil {
@@ -53,7 +54,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := manager.Dial(ctx, addr, timeout, manager.WithSecurity(protected))
+		client, err := manager.Dial(ctx, addr, timeout, manager.WithSecurity(protected.Security))
 		if err != nil {
 			return nil, connectFailed(err)
 		}
@@ -71,7 +72,7 @@ func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string
 	args := atStep(ofRank(groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize),
 		step, commitFailures, shrinkOnly, committedQuorumID)
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
-		result, err := client.Quorum(ctx, args)
+		result, err := client.Quorum(ctx, client.Traced(args))
 		if err != nil {
 			return nil, callFailed(err)
 		}
@@ -109,6 +110,30 @@ func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int6
 	}), nil
 }
 
+// ManagerTrace is called before each quorum of a rank that traces, with the W3C trace context of the step, which its vote
+// goes on with as well.
+func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return false, err
+	}
+	client.Trace.Store(&traceparent)
+	return true, nil
+}
+
+// ManagerLeaveStart says that the group has ended its last step, and waits until nobody needs it any more.
+func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return 0, err
+	}
+	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
+		return nil, callFailed(client.Leave(ctx))
+	}), nil
+}
+
 // connectFailed classes the error of a constructor: a peer that is not reached in time is no TimeoutError.
 func connectFailed(err error) error {
 	if err == nil {
@@ -141,6 +166,7 @@ type quorumResult struct {
 	CommitFailures           int64    `json:"commit_failures"`
 	CommittedQuorumID        int64    `json:"committed_quorum_id"`
 	Replay                   bool     `json:"replay"`
+	Draining                 bool     `json:"draining"`
 	ReplicaIDs               []string `json:"replica_ids"`
 	ReconfigureHandles       []string `json:"reconfigure_handles"`
 	ReplicasWithoutHandles   []string `json:"replicas_without_handles"`
@@ -162,6 +188,7 @@ func newQuorumResult(r recovery.Result) quorumResult {
 		CommitFailures:         r.CommitFailures,
 		CommittedQuorumID:      r.CommittedQuorumID,
 		Replay:                 r.Replay,
+		Draining:               r.Draining,
 		ReplicaIDs:             orEmpty(r.ReplicaIDs),
 		ReconfigureHandles:     orEmpty(r.Handles),
 		ReplicasWithoutHandles: orEmpty(r.WithoutHandles),

@@ -19,7 +19,7 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64, security string)
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := manager.DialLighthouse(ctx, addr, timeout, manager.WithSecurity(protected))
+		client, err := manager.DialLighthouse(ctx, addr, timeout, manager.WithSecurity(protected.Security), manager.WithJob(protected.Job))
 		return client, connectFailed(err)
 	}), nil
 }

@@ -2,9 +2,12 @@ package pyapi
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"time"
 
+	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/pyapi/rank"
 )
@@ -24,7 +27,7 @@ func ManagerRoundPrepare(handle, groupRank int64, checkpointMetadata string, ini
 		step, commitFailures, shrinkOnly, timeoutUs := n[0], n[1], n[2] != 0, n[3]
 		committedQuorumID, first := n[4], n[5] != 0
 		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			result, err := client.Quorum(ctx, atStep(args, step, commitFailures, shrinkOnly, committedQuorumID))
+			result, err := client.Quorum(ctx, client.Traced(atStep(args, step, commitFailures, shrinkOnly, committedQuorumID)))
 			if err != nil {
 				return nil, callFailed(err)
 			}
@@ -48,7 +51,7 @@ func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
 	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
 		step, vote, timeoutUs := n[0], n[1] != 0, n[2]
 		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			commit, err := client.ShouldCommit(ctx, groupRank, step, vote)
+			commit, err := client.ShouldCommit(client.Below(ctx), groupRank, step, vote)
 			return commit, callFailed(err)
 		}
 	})), nil
@@ -118,6 +121,50 @@ func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found
 		return false, err
 	}
 	go client.SayProgress(groupRank, waits, what)
+	return true, nil
+}
+
+// ManagerSayHealing tells how many bytes of a peer's state have come to this rank, of how many.
+func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return false, err
+	}
+	go client.SayHealing(manager.HealProgress{GroupRank: groupRank, Received: received, Total: total})
+	return true, nil
+}
+
+// ManagerSayRecovered tells what a heal, or the failure of a peer in a quorum, cost this rank. phases is a JSON list of
+// pairs, a name and seconds each.
+func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, bytes, stepsLost int64, phases string) (found bool, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return false, err
+	}
+	r := manager.Recovered{GroupRank: groupRank, Healed: healed, QuorumID: quorumID, Step: step, Bytes: bytes, StepsLost: stepsLost}
+	var pairs [][2]any
+	if err := json.Unmarshal([]byte(phases), &pairs); err != nil {
+		return false, ops.As(ops.Value, fmt.Errorf("phases: %w", err))
+	}
+	for _, pair := range pairs {
+		name, _ := pair[0].(string)
+		seconds, _ := pair[1].(float64)
+		r.Phases = append(r.Phases, manager.PhaseTime{Phase: name, Seconds: seconds})
+	}
+	go client.SayRecovered(r)
+	return true, nil
+}
+
+// ManagerSayNonfinite tells that an average which this rank used held NaN or Inf.
+func ManagerSayNonfinite(handle, groupRank int64) (found bool, err error) {
+	defer ops.Guard(&err)
+	client, err := ops.Get[*rank.Client](handle)
+	if err != nil {
+		return false, err
+	}
+	go client.SayNonfinite(groupRank)
 	return true, nil
 }
 

@@ -8,12 +8,18 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// parseSecurity reads the JSON of rpc.Security that torchft/_security.py makes of the environment, and checks the files
-// that it names.
-func parseSecurity(text string) (rpc.Security, error) {
-	var security rpc.Security
-	if err := json.Unmarshal([]byte(text), &security); err != nil {
-		return security, fmt.Errorf("security: %w", err)
+// settings are what the environment says, as torchft/_security.py reads it: Go's own copy is of the moment at which this
+// library was loaded.
+type settings struct {
+	rpc.Security
+	Job string `json:"job"`
+}
+
+// parseSecurity reads settings in JSON, and checks the files that they name.
+func parseSecurity(text string) (settings, error) {
+	var s settings
+	if err := json.Unmarshal([]byte(text), &s); err != nil {
+		return s, fmt.Errorf("security: %w", err)
 	}
-	return security, ops.As(ops.Value, security.Validate())
+	return s, ops.As(ops.Value, s.Validate())
 }

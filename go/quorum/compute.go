@@ -9,6 +9,7 @@ import (
 // deciding after a request costs the same with ten groups and with ten thousand.
 type tally struct {
 	healthy    int // replicas with a heartbeat younger than the timeout
+	homing     int // those of them that reach a lighthouse before this one
 	presumed   int // those of them that were in a quorum before the start, and of which nothing was heard since
 	candidates int // healthy replicas that wait for a quorum
 	shrinkers  int // candidates that ask shrink_only

@@ -60,11 +60,17 @@ func (m *Machine) greeted(e Greeted) []Action {
 	if m.seat.Of == 0 {
 		m.seat = e.Seat
 	}
-	m.roster.beat(e.ReplicaID, m.now)
+	m.roster.beat(e.ReplicaID, m.now).returned = true
 	delete(m.ended, e.ReplicaID)
 	if !m.listed() || e.Term > maxTerm {
 		return nil
 	}
+	return append(m.begin(e), m.lookFor(e.ReplicaID, e.KnownQuorumID)...)
+}
+
+// begin sees to it that the term is above all that other lighthouses may have used, and that all members are told of it:
+// also those that count as dead, since they may speak again on the streams that they have.
+func (m *Machine) begin(e Greeted) []Action {
 	least := max(m.term, termOf(m.highest))
 	if e.Term > m.term {
 		least = max(least, e.Term+1)
@@ -76,11 +82,9 @@ func (m *Machine) greeted(e Greeted) []Action {
 	}
 	m.term = term
 	m.highest = max(m.highest, term<<termBits+m.now.UnixMilli())
-	if others == 0 {
-		return nil
-	}
-	reason := fmt.Sprintf("replica %s comes from another lighthouse: everybody begins again in term %d", e.ReplicaID, term)
+	reason := fmt.Sprintf("term %d begins with replica %s", term, e.ReplicaID)
 	actions := []Action{Renew{reason}}
+	m.roster.reachNothing() // they begin other streams
 	for e := m.roster.queue.Front(); e != nil; {
 		r := e.Value.(*replica)
 		e = e.Next() // giving up takes r out of the queue
@@ -142,7 +146,9 @@ func (m *Machine) torn(d decision, in []*replica) (reason string, missing []Vote
 	address := make(map[string]bool, len(in))
 	for _, r := range in {
 		here[r.id] = true
-		address[r.member().Address] = true
+		if r.waiting() {
+			address[r.member().Address] = true
+		}
 	}
 	present := func(v Voter) bool { return here[v.ReplicaID] }
 	gone := func(v Voter) bool {
@@ -173,6 +179,17 @@ func (m *Machine) torn(d decision, in []*replica) (reason string, missing []Vote
 	return reason, missing
 }
 
+// enough reports whether more than half of some are alive.
+func enough(of []*replica) bool {
+	n := 0
+	for _, r := range of {
+		if r.alive() {
+			n++
+		}
+	}
+	return 2*n > len(of)
+}
+
 func members(n int) string {
 	if n == 1 {
 		return "1 member"
@@ -197,8 +214,34 @@ func (m *Machine) probes(missing []Voter) (actions []Action) {
 	return actions
 }
 
+// stranded sends on those who wait where not even all who are alive here could go on, whatever they wait for.
+func (m *Machine) stranded() []Action {
+	if !m.listed() || m.roster.queue.Len() == 0 {
+		return nil
+	}
+	if m.latest != nil && m.latest.Base == nil && enough(m.members) { // as nearly always: there is no need to look further
+		m.outvoted = time.Time{}
+		return nil
+	}
+	var alive, wait []*replica
+	for e := m.roster.pulses.Front(); e != nil; e = e.Next() {
+		if r := e.Value.(*replica); r.alive() {
+			alive = append(alive, r)
+			if r.waiting() {
+				wait = append(wait, r)
+			}
+		}
+	}
+	reason, missing := m.torn(decision{}, alive)
+	if reason == "" {
+		m.outvoted = time.Time{}
+		return nil
+	}
+	return append(m.probes(missing), m.sendOn(reason, wait)...)
+}
+
 // sendOn refuses those who may not go on here after a while: at another lighthouse there may be more.
-func (m *Machine) sendOn(d decision, in []*replica) (actions []Action) {
+func (m *Machine) sendOn(reason string, in []*replica) (actions []Action) {
 	switch {
 	case m.outvoted.IsZero():
 		m.outvoted = m.now
@@ -210,7 +253,7 @@ func (m *Machine) sendOn(d decision, in []*replica) (actions []Action) {
 	for _, r := range in {
 		for _, w := range r.waiters(func(q request) bool { return q.tells }) {
 			m.roster.giveUp(w, m.now)
-			actions = append(actions, Refuse{w, Outvoted, d.detail})
+			actions = append(actions, Refuse{w, Outvoted, reason})
 		}
 	}
 	return actions

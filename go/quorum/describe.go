@@ -45,6 +45,12 @@ type MemberStatus struct {
 	ShrinkOnly     bool   `json:"shrink_only"`
 	Stalled        string `json:"stalled,omitempty"` // what it does while the others wait for it
 	Out            string `json:"out,omitempty"`     // why it counts as dead until it asks again
+	Suspect        bool   `json:"suspect,omitempty"` // its connection broke a moment ago
+	Healing        bool   `json:"healing,omitempty"` // it is behind the others of its quorum, and takes over their state
+	// How many bytes of that state have come, of how many; the shell knows, and only where the group says it.
+	HealReceived int64  `json:"heal_received,omitempty"`
+	HealTotal    int64  `json:"heal_total,omitempty"`
+	Draining     string `json:"draining,omitempty"` // who wants it to leave
 }
 
 // Size is how much is remembered: the replicas that are alive, wait or are in the latest quorum, and the requests.
@@ -70,7 +76,7 @@ func (m *Machine) Describe(now time.Time) Status {
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),
 		MedianStepMS:       m.watch.median().Milliseconds(),
-		StalledAfterMS:     m.watch.patience(m.policy).Milliseconds(),
+		StalledAfterMS:     m.patience().Milliseconds(),
 	}
 	last := map[string]Member{}
 	if q := m.latest; q != nil {
@@ -100,6 +106,9 @@ func (m *Machine) Describe(now time.Time) Status {
 			ShrinkOnly:     member.ShrinkOnly,
 			Stalled:        m.watch.stalled[r.id],
 			Out:            r.out,
+			Draining:       r.draining,
+			Suspect:        r.suspect != nil,
+			Healing:        r.previous && !r.waiting() && r.alive() && member.Step < s.MaxStep,
 		}
 		if r.candidate() {
 			ms.WaitingMS = now.Sub(r.joined).Milliseconds()
@@ -125,6 +134,9 @@ func (m *Machine) recount(now time.Time) tally {
 			continue
 		}
 		t.healthy++
+		if r.reaches != 0 {
+			t.homing++
+		}
 		if r.presumed {
 			t.presumed++
 		}

@@ -41,6 +41,10 @@ type Machine struct {
 	probedAt time.Time
 	outvoted time.Time // since when those who ask may not go on; zero while they may
 
+	leavers  []string // members of the latest quorum that left it and are still there, in order: drain.go
+	rejoined string   // one that left, and asked again since
+	moved    string   // member of the latest quorum in whose name another process asks: the others must connect with that
+
 	suspicion suspicion // among the members of the latest quorum
 	watch     watch     // over the progress of the latest quorum
 
@@ -80,10 +84,18 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 
 	switch e := event.(type) {
 	case Asked:
+		if reason := m.misfit(e); reason != "" {
+			refused = []Action{Refuse{e.Waiter, Misfit, reason}}
+			dead = append(dead, m.turnDown(e.Member.ReplicaID, reason)...)
+			decide = len(dead) > 0
+			break
+		}
 		refused, decide = m.asked(e, decide)
 	case Greeted:
 		refused = m.greeted(e)
 		decide = true // of those who begin again, nobody waits
+	case Reaches:
+		m.roster.reach(e.ReplicaID, e.Places&m.before())
 	case Recalled:
 		refused = m.recalled(e)
 		decide = true
@@ -94,13 +106,19 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.roster.giveUp(e.Waiter, now)
 	case Beat:
 		m.roster.beat(e.ReplicaID, now)
+	case Drained:
+		refused = m.drain(e)
+	case Leaving:
+		refused = m.leaves(e.ReplicaID)
+		decide = true
 	case Lost:
+		m.lostLeaver(e.ReplicaID)
 		m.roster.lost(e.ReplicaID, now)
 		dead = append(dead, m.roster.expire(now)...) // there may be no grace
 		decide = len(dead) > 0
 	case Incomplete:
 		if r := m.roster.replicas[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
-			dead = append(dead, m.roster.putOut(r, e.Reason, now))
+			dead = append(dead, m.roster.putOut(r, RankGone, e.Reason, now))
 		}
 		decide = len(dead) > 0
 	case Suspected:
@@ -116,11 +134,17 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		refused, dead = append(m.lookAgain(), stalled...), append(dead, out...)
 		decide, tick = true, true
 		m.lastTick = now
+		if len(m.leavers) > 0 && !m.stay() {
+			refused = append(refused, m.release()...)
+		}
 	}
 
 	actions := append(refused, m.failures(dead)...)
 	if decide {
 		actions = append(actions, m.act(tick, lastTick)...)
+	}
+	if tick {
+		actions = append(actions, m.goBack()...)
 	}
 	return append(actions, m.wake()...)
 }
@@ -130,19 +154,40 @@ func (m *Machine) asked(e Asked, decide bool) (actions []Action, decided bool) {
 	if e.KnownQuorumID <= maxKnownID && (!m.listed() || termOf(e.KnownQuorumID) <= m.term) {
 		m.highest = max(m.highest, e.KnownQuorumID)
 	}
-	if !m.roster.inOrder(e.Member.ReplicaID, e.Number) {
+	r := m.roster.replicas[e.Member.ReplicaID]
+	another := r != nil && r.address != "" && r.address != e.Member.Address // of two processes with one name the newer is believed
+	switch inOrder := m.roster.inOrder(e.Member.ReplicaID, e.Number); {
+	case !inOrder && another:
+		return []Action{replaced(e.Waiter, r.id, r.address)}, decide
+	case !inOrder:
 		return []Action{Refuse{e.Waiter, Overtaken, "a newer request of " + e.Member.ReplicaID + " came before this one"}}, decide
-	}
-	if r := m.roster.replicas[e.Member.ReplicaID]; r != nil {
+	case another:
 		for _, w := range r.waiters(func(q request) bool { return q.member.Address != e.Member.Address }) {
 			m.roster.giveUp(w, m.now)
-			actions = append(actions, Refuse{w, Replaced, fmt.Sprintf(
-				"another process, with its manager at %q, asks as replica %s: replica ids must be unique", e.Member.Address, e.Member.ReplicaID)})
+			actions = append(actions, replaced(w, r.id, e.Member.Address))
+		}
+		if r.previous {
+			m.moved = r.id
 		}
 	}
+	if r := m.roster.replicas[e.Member.ReplicaID]; m.lostAnswer(r, e) {
+		m.roster.beat(r.id, m.now)
+		r.number, r.returned = max(r.number, e.Number), false
+		return append(actions, Again{e.Waiter, m.latest}), decide
+	}
+	m.stayed(e.Member.ReplicaID)
 	m.roster.ask(e, m.now)
+	m.roster.reach(e.Member.ReplicaID, e.Reaches&m.before())
 	delete(m.ended, e.Member.ReplicaID)
-	return append(actions, m.lookFor(e)...), true
+	if e.Tells {
+		actions = append(actions, m.lookFor(e.Member.ReplicaID, e.KnownQuorumID)...)
+	}
+	return actions, true
+}
+
+// replaced refuses a request because another process of the same name is newer.
+func replaced(w WaiterID, id, by string) Refuse {
+	return Refuse{w, Replaced, fmt.Sprintf("another process, with its manager at %q, asks as replica %s: replica ids must be unique", by, id)}
 }
 
 // act decides, and does what was decided. tick tells of the timer, and when it came before.
@@ -160,9 +205,11 @@ func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
 	case d.cause == forbidden:
 		actions = m.forbid(d, in)
 	case d.cause == outvoted:
-		actions = append(m.probes(missing), m.sendOn(d, in)...)
+		actions = append(m.probes(missing), m.sendOn(d.detail, in)...)
+	case tick:
+		actions = m.stranded()
 	}
-	if d.cause != outvoted {
+	if d.ready() || d.cause == nobodyWaits {
 		m.outvoted = time.Time{}
 	}
 	if tick && !d.ready() {
@@ -218,7 +265,7 @@ func (m *Machine) failures(dead []death) (actions []Action) {
 	for _, d := range dead {
 		if d.replica.previous {
 			m.broken = d.replica.id
-			actions = append(actions, Failed{QuorumID: m.latest.ID, ReplicaID: d.replica.id, Reason: d.reason})
+			actions = append(actions, Failed{QuorumID: m.latest.ID, ReplicaID: d.replica.id, Cause: d.cause, Reason: d.reason})
 		}
 	}
 	return actions
@@ -253,7 +300,7 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	// A member may know of a later quorum than ours (it came from another lighthouse): going on with
 	// our number would lead it back to an old one, and to the old one's keys in the store.
 	switch {
-	case m.latest == nil || changed || failing != "" || m.highest > m.latest.ID || m.broken != "":
+	case m.latest == nil || changed || failing != "" || m.highest > m.latest.ID || m.broken != "" || m.rejoined != "" || m.moved != "":
 		m.highest++
 		q.ID = m.highest
 	default:
@@ -261,7 +308,7 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	}
 
 	q.Revision = revisionAfter(m.latest, q.Members)
-	answer := Deliver{Quorum: q, Before: m.latest, Waiters: make([]WaiterID, 0, len(in))}
+	answer := Deliver{Quorum: q, Before: m.latest, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(in))}
 	for _, r := range in {
 		answer.Waiters = m.roster.answer(answer.Waiters, r, m.now)
 	}
@@ -276,15 +323,21 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 			reason += fmt.Sprintf("; %s reports commit failures", failing)
 		case m.broken != "":
 			reason += fmt.Sprintf("; %s was told to have failed", m.broken)
+		case m.rejoined != "":
+			reason += fmt.Sprintf("; %s had left, and is back", m.rejoined)
+		case m.moved != "":
+			reason += fmt.Sprintf("; another process asks as %s", m.moved)
 		case !changed:
 			reason += "; a member knows a later quorum than the latest of this lighthouse"
 		}
+		reason += m.farewell()
 		actions = append(actions, m.change(q, in, changed, reason))
 	}
+	actions = append(actions, m.release()...)
 	if d.regress != "" {
 		actions = append(actions, Regressed{Quorum: q, Reason: d.regress})
 	}
-	m.latest, m.broken, m.suspicion = q, "", suspicion{}
+	m.latest, m.broken, m.rejoined, m.moved, m.suspicion = q, "", "", "", suspicion{}
 	m.watch.next(m.now, !changed)
 	for id := range m.ended {
 		if !m.votes(id) {

@@ -65,6 +65,9 @@ func (m *Machine) Past() (p Past, highest int64, known bool) {
 	return p, m.highest, true
 }
 
+// Served reports whether there is a latest quorum, formed here or remembered.
+func (m *Machine) Served() bool { return m.latest != nil }
+
 // ReachedStep is the largest step of the latest quorum's members.
 func (m *Machine) ReachedStep() int64 { return m.step }
 
@@ -79,6 +82,7 @@ type recall struct {
 	id    int64     // the newest such quorum, 0 if there is none
 	since time.Time // when it was first heard of
 	asked time.Time // when a member was last asked
+	whom  string    // which one
 	tries int
 }
 
@@ -90,20 +94,20 @@ func (m *Machine) latestID() int64 {
 }
 
 // lookFor notes that a member knows a newer quorum, and asks it, unless another one was asked a moment ago.
-func (m *Machine) lookFor(e Asked) []Action {
-	if !e.Tells || e.KnownQuorumID <= max(m.latestID(), m.recall.id) || e.KnownQuorumID > maxKnownID {
+func (m *Machine) lookFor(replicaID string, known int64) []Action {
+	if known <= max(m.latestID(), m.recall.id) || known > maxKnownID {
 		return nil
 	}
 	if m.recall.id == 0 {
 		m.recall.since = m.now
 	}
-	m.recall.id, m.recall.asked = e.KnownQuorumID, m.now
-	return []Action{Recall{e.Waiter, e.Member.ReplicaID, e.KnownQuorumID}}
+	m.recall.id, m.recall.asked, m.recall.whom = known, m.now, replicaID
+	return []Action{Recall{replicaID, known}}
 }
 
 // lookAgain asks another member if the one before did not answer. Nobody may be left who knows that quorum.
 func (m *Machine) lookAgain() []Action {
-	if m.recall.id == 0 || m.now.Sub(m.recall.asked) < recallPause {
+	if m.recall.id == 0 {
 		return nil
 	}
 	var newest int64
@@ -118,14 +122,21 @@ func (m *Machine) lookAgain() []Action {
 			who = append(who, r)
 		}
 	}
+	since := m.now.Sub(m.recall.asked)
+	if r := m.roster.replicas[m.recall.whom]; newest == 0 && m.listed() && r != nil && r.alive() && since < m.policy.HeartbeatTimeout {
+		return nil // it greeted, and is in the middle of a step
+	}
+	if newest == m.recall.id && since < recallPause {
+		return nil
+	}
 	if m.recall.id = newest; newest == 0 {
 		m.recall.tries = 0
 		return nil
 	}
-	m.recall.asked = m.now
 	m.recall.tries++
 	r := who[m.recall.tries%len(who)]
-	return []Action{Recall{r.newest().waiter, r.id, newest}}
+	m.recall.asked, m.recall.whom = m.now, r.id
+	return []Action{Recall{r.id, newest}}
 }
 
 // looking reports whether a decision has to wait until a member has told of its quorum. Alone, a lighthouse goes on in the
@@ -153,6 +164,9 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 	for i, v := range p.Members {
 		q.Members[i] = Member{ReplicaID: v.ReplicaID, Address: v.Address, Step: p.Step}
 		r := m.roster.presume(v.ReplicaID, m.now)
+		if r.address == "" {
+			r.address = v.Address
+		}
 		m.roster.setPrevious(r, true, m.now)
 		m.members[i] = r
 		if r.presumed && v.Address != "" {
@@ -160,6 +174,7 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 		}
 	}
 	m.latest, m.step, m.broken, m.ended = q, p.Step, "", nil
+	m.watch.next(m.now, false)
 	if m.recall.id <= p.ID {
 		m.recall = recall{}
 	}
@@ -180,7 +195,7 @@ func (m *Machine) processGone(id string) (dead []death) {
 	}
 	if r != nil && r.alive() {
 		m.roster.die(r, m.now)
-		dead = []death{{r, "its process is gone"}}
+		dead = []death{{r, Gone, "its process is gone"}}
 	}
 	return dead
 }

@@ -20,6 +20,8 @@ const (
 	// leastStall, is looked into. Until then nobody is asked anything.
 	stallMultiple = 10
 	leastStall    = 5 * time.Second
+	// A step of many members takes at least this long for each: all have to be told first who the others are.
+	leastStallOfMember = time.Millisecond
 	// answerTime is how long a member may take to say what it does, and how often it is asked.
 	answerTime = time.Second
 )
@@ -56,11 +58,11 @@ func (w *watch) median() time.Duration {
 }
 
 // patience is how long a step may take before somebody is named.
-func (w *watch) patience(p Policy) time.Duration {
-	if p.StalledAfter > 0 {
-		return p.StalledAfter
+func (m *Machine) patience() time.Duration {
+	if after := m.policy.StalledAfter; after > 0 {
+		return after
 	}
-	return max(leastStall, stallMultiple*w.median())
+	return max(leastStall, stallMultiple*m.watch.median(), time.Duration(len(m.members))*leastStallOfMember)
 }
 
 // progressed notes an answer.
@@ -81,13 +83,13 @@ func (m *Machine) overdue(now time.Time) (actions []Action, out []death) {
 	if m.policy.StalledAfter == 0 && age < leastStall-answerTime {
 		return nil, nil // as nearly always: there is no need to look for the median
 	}
-	patience := w.patience(m.policy)
+	patience := m.patience()
 	answers := min(answerTime, patience/2)
 	if age < patience-answers {
 		return nil, nil
 	}
 	if age >= patience && !w.askedAt.IsZero() && (now.Sub(w.askedAt) >= answers || m.allSaid()) {
-		actions, out = m.name(now, age)
+		actions, out = m.name(now, age, patience)
 	}
 	if w.askedAt.IsZero() || age >= patience && now.Sub(w.askedAt) >= answers {
 		var ask []string
@@ -114,7 +116,7 @@ func (m *Machine) allSaid() bool {
 }
 
 // name finds the members that make no progress while others wait.
-func (m *Machine) name(now time.Time, age time.Duration) (actions []Action, out []death) {
+func (m *Machine) name(now time.Time, age, patience time.Duration) (actions []Action, out []death) {
 	w := &m.watch
 	waiting := 0
 	for _, r := range m.members {
@@ -136,7 +138,7 @@ func (m *Machine) name(now time.Time, age time.Duration) (actions []Action, out 
 			still = min(age, p.For+now.Sub(w.heard[r.id]))
 			reason = fmt.Sprintf("rank %d, step %d: %s", p.Rank, p.Step, p.Phase)
 		}
-		if still < w.patience(m.policy) {
+		if still < patience {
 			continue
 		}
 		reason = fmt.Sprintf("no progress for %s while %s of its quorum wait: %s", still.Round(100*time.Millisecond), replicas(waiting), reason)
@@ -148,7 +150,7 @@ func (m *Machine) name(now time.Time, age time.Duration) (actions []Action, out 
 		}
 		w.stalled[r.id] = reason
 		if limit := m.policy.EjectStalledAfter; limit > 0 && still >= limit {
-			out = append(out, m.roster.putOut(r, reason+" (eject_stalled_after_ms)", now))
+			out = append(out, m.roster.putOut(r, NoProgress, reason+" (eject_stalled_after_ms)", now))
 		}
 	}
 	return actions, out

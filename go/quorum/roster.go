@@ -21,11 +21,17 @@ type replica struct {
 
 	requests []request // that wait, the newest last; several when a retry overtook what it replaces
 	number   uint64    // of the newest request
+	address  string    // of the manager that asked last, or was in the last quorum; empty before
 
 	joined time.Time     // since when it is a candidate
 	place  *list.Element // its place in roster.queue; nil while it is no candidate
 
 	previous bool // member of the previous quorum
+	returned bool // it has begun a stream since it was last answered, and has not asked yet
+
+	reaches Places // lighthouses before this one that it reaches
+
+	draining string // who wants it to leave; empty if nobody does
 
 	out string // why it counts as dead until it asks again, whatever signs of life there are; empty if it does not
 }
@@ -93,6 +99,7 @@ func (s *roster) tally(now time.Time) tally {
 // death is the end of a replica.
 type death struct {
 	replica *replica
+	cause   Cause
 	reason  string
 }
 
@@ -109,7 +116,7 @@ func (s *roster) expire(now time.Time) (dead []death) {
 		if told {
 			continue
 		}
-		dead = append(dead, death{r, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
+		dead = append(dead, death{r, Silent, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
 	}
 	for e := s.suspects.Front(); e != nil; e = s.suspects.Front() {
 		r := e.Value.(*replica)
@@ -117,7 +124,7 @@ func (s *roster) expire(now time.Time) (dead []death) {
 			break
 		}
 		s.die(r, now)
-		dead = append(dead, death{r, fmt.Sprintf("its connection broke, and it did not come back within %s ms", milliseconds(s.grace))})
+		dead = append(dead, death{r, Connection, fmt.Sprintf("its connection broke, and it did not come back within %s ms", milliseconds(s.grace))})
 	}
 	return dead
 }
@@ -126,15 +133,15 @@ func (s *roster) die(r *replica, now time.Time) {
 	s.trust(r)
 	s.update(r, now, func() {
 		s.pulses.Remove(r.pulse)
-		r.pulse, r.presumed, r.out = nil, false, ""
+		r.pulse, r.presumed, r.out, r.reaches = nil, false, "", 0
 	})
 }
 
 // putOut lets a replica count as dead until it asks again.
-func (s *roster) putOut(r *replica, reason string, now time.Time) death {
+func (s *roster) putOut(r *replica, cause Cause, reason string, now time.Time) death {
 	s.trust(r)
 	s.update(r, now, func() { r.out = reason })
-	return death{r, reason}
+	return death{r, cause, reason}
 }
 
 // forgive takes a time off the age of all signs of life.
@@ -151,9 +158,26 @@ func (s *roster) forgive(span time.Duration) {
 
 // lost makes a replica a suspect.
 func (s *roster) lost(id string, now time.Time) {
+	s.reach(id, 0)
 	if r := s.replicas[id]; r != nil && r.alive() && r.suspect == nil {
 		r.lostAt = now
 		r.suspect = s.suspects.PushBack(r)
+	}
+}
+
+// reachNothing forgets it of all.
+func (s *roster) reachNothing() {
+	for e := s.pulses.Front(); e != nil; e = e.Next() {
+		s.reach(e.Value.(*replica).id, 0)
+	}
+}
+
+// reach notes which earlier lighthouses a replica reaches.
+func (s *roster) reach(id string, places Places) {
+	if r := s.replicas[id]; r != nil && r.reaches != places {
+		s.count(r, -1)
+		r.reaches = places
+		s.count(r, +1)
 	}
 }
 
@@ -207,7 +231,7 @@ func (s *roster) presume(id string, now time.Time) *replica {
 // ask lets a waiter wait for its member. Waiters of one replica_id share one membership.
 func (s *roster) ask(e Asked, now time.Time) {
 	r := s.beat(e.Member.ReplicaID, now)
-	r.number = max(r.number, e.Number)
+	r.number, r.address = max(r.number, e.Number), e.Member.Address
 	s.waiters[e.Waiter] = r
 	s.update(r, now, func() {
 		r.out = ""
@@ -240,6 +264,7 @@ func (s *roster) answer(waiters []WaiterID, r *replica, now time.Time) []WaiterI
 		waiters = append(waiters, q.waiter)
 	}
 	s.update(r, now, func() { r.requests = nil })
+	r.returned = false
 	return waiters
 }
 
@@ -279,6 +304,9 @@ func (s *roster) count(r *replica, by int) {
 	t := &s.counts
 	if r.alive() {
 		t.healthy += by
+		if r.reaches != 0 {
+			t.homing += by
+		}
 		if r.presumed {
 			t.presumed += by
 		}

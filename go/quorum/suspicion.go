@@ -80,5 +80,5 @@ func (m *Machine) checkedOn(e Checked, now time.Time) []death {
 	if e.Reached || m.latest == nil || e.QuorumID != m.latest.ID || r == nil || !r.previous || m.spoke(r) {
 		return nil
 	}
-	return []death{m.roster.putOut(r, "its peers lost it, and it gives no sign of life: "+e.Reason, now)}
+	return []death{m.roster.putOut(r, Unreachable, "its peers lost it, and it gives no sign of life: "+e.Reason, now)}
 }

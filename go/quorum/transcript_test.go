@@ -2,27 +2,23 @@ package quorum
 
 import (
 	"cmp"
-	"flag"
 	"fmt"
-	"os"
-	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/transcript"
 )
 
-var update = flag.Bool("update", false, "write what the machine does into the transcripts")
-
-// A transcript is commands, each followed by what the machine did, indented. Lines that begin with # are for
-// the reader. After a change of behaviour: go test ./quorum -update, and read the difference.
+// The commands of a transcript:
 //
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at time 0; its first quorum is 1001
-//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [tells]
-//	greet a seat=1/3 [term=1]   a stream begins, of a member for which this is the first of three lighthouses
+//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [tells] [reaches=1,2]
+//	greet a seat=3/3 [term=1] [known=1005]   a stream begins, of a member for which this is the last of three lighthouses
+//	reaches a 1,2    the member reaches these lighthouses, and those that it does not name no more
 //	recalled 1005 step=3 a b c [base=a,b]
 //	ended a          its process is gone
 //	gave-up 1        the waiter is gone
@@ -33,102 +29,78 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 //	reached a        a check found it
 //	unreached a      a check did not
 //	says a computes|waits [for=3s] [rank=1]
+//	drain a          somebody wants it to leave
+//	leaving a        it does
 //	slept 3s         the lighthouse stood still
 //	woken            what a wake asked for
 //	tick             the timer
 //	wait 100ms       time passes
 //	describe
 func TestTranscripts(t *testing.T) {
-	paths, err := filepath.Glob("testdata/*.txt")
-	require.NoError(t, err)
-	require.NotEmpty(t, paths)
-	for _, path := range paths {
-		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
-			want, err := os.ReadFile(path)
-			require.NoError(t, err)
-			got := (&transcript{t: t}).play(string(want))
-			if *update {
-				require.NoError(t, os.WriteFile(path, []byte(got), 0o644))
-				return
-			}
-			require.Equal(t, string(want), got)
-		})
-	}
+	transcript.Test(t, func(t *testing.T) func([]string) []string { return (&scribe{t: t}).run })
 }
 
-type transcript struct {
+// scribe runs the commands of one transcript.
+type scribe struct {
 	t       *testing.T
 	machine *Machine
 	now     time.Time
 	waiters WaiterID
 }
 
-// play returns the text with the answers that the machine gives now.
-func (r *transcript) play(text string) string {
-	var out strings.Builder
-	for line := range strings.Lines(text) {
-		switch command := strings.TrimRight(line, "\n"); {
-		case strings.HasPrefix(line, " "): // an answer of before
-		case command == "" || strings.HasPrefix(command, "#"):
-			out.WriteString(line)
-		default:
-			out.WriteString(line)
-			for _, answer := range r.run(strings.Fields(command)) {
-				fmt.Fprintf(&out, "  %s\n", answer)
-			}
-		}
-	}
-	return out.String()
-}
-
-func (r *transcript) run(words []string) []string {
+func (r *scribe) run(words []string) []string {
 	args := words[1:]
 	switch words[0] {
 	case "policy":
 		r.now, r.waiters = time.UnixMilli(1000).UTC(), 0
 		r.machine = NewMachine(Policy{
-			MinReplicas:       int(number(r.t, option(args, "min"))),
-			JoinTimeout:       duration(r.t, option(args, "join")),
-			HeartbeatTimeout:  duration(r.t, option(args, "heartbeat")),
-			SuspectGrace:      duration(r.t, cmp.Or(option(args, "grace"), "0s")),
-			StalledAfter:      duration(r.t, cmp.Or(option(args, "stalled"), "0s")),
-			EjectStalledAfter: duration(r.t, cmp.Or(option(args, "eject"), "0s")),
+			MinReplicas:       int(transcript.Number(r.t, transcript.Option(args, "min"))),
+			JoinTimeout:       transcript.Duration(r.t, transcript.Option(args, "join")),
+			HeartbeatTimeout:  transcript.Duration(r.t, transcript.Option(args, "heartbeat")),
+			SuspectGrace:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "grace"), "0s")),
+			StalledAfter:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "stalled"), "0s")),
+			EjectStalledAfter: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "eject"), "0s")),
 			ForbidRegression:  slices.Contains(args, "forbid"),
 		}, r.now)
 		return nil
 	case "ask":
 		waiter := r.waiters + 1
-		if w := option(args, "waiter"); w != "" {
-			waiter = WaiterID(number(r.t, w))
+		if w := transcript.Option(args, "waiter"); w != "" {
+			waiter = WaiterID(transcript.Number(r.t, w))
 		}
 		r.waiters = max(r.waiters, waiter)
 		return r.step(Asked{
 			Waiter:        waiter,
-			KnownQuorumID: number(r.t, option(args, "known")),
-			Number:        uint64(number(r.t, option(args, "number"))),
+			KnownQuorumID: transcript.Number(r.t, transcript.Option(args, "known")),
+			Number:        uint64(transcript.Number(r.t, transcript.Option(args, "number"))),
 			Tells:         slices.Contains(args, "tells"),
+			Reaches:       places(r.t, transcript.Option(args, "reaches")),
 			Member: Member{
 				ReplicaID:      args[0],
-				Address:        cmp.Or(option(args, "at"), "http://"+args[0]),
-				Step:           number(r.t, option(args, "step")),
-				CommitFailures: number(r.t, option(args, "failures")),
+				Address:        cmp.Or(transcript.Option(args, "at"), "http://"+args[0]),
+				Step:           transcript.Number(r.t, transcript.Option(args, "step")),
+				WorldSize:      uint64(transcript.Number(r.t, transcript.Option(args, "world"))),
+				CommitFailures: transcript.Number(r.t, transcript.Option(args, "failures")),
 				ShrinkOnly:     slices.Contains(args, "shrink"),
 			},
 		})
 	case "greet":
-		g := Greeted{ReplicaID: args[0], Term: number(r.t, option(args, "term"))}
-		_, err := fmt.Sscanf(option(args, "seat"), "%d/%d", &g.Seat.Place, &g.Seat.Of)
+		g := Greeted{ReplicaID: args[0], Term: transcript.Number(r.t, transcript.Option(args, "term"))}
+		_, err := fmt.Sscanf(transcript.Option(args, "seat"), "%d/%d", &g.Seat.Place, &g.Seat.Of)
 		require.NoError(r.t, err)
 		g.Seat.Place--
+		g.KnownQuorumID = transcript.Number(r.t, transcript.Option(args, "known"))
 		return r.step(g)
+	case "reaches":
+		return r.step(Reaches{args[0], places(r.t, strings.Join(args[1:], ""))})
 	case "recalled":
-		p := Past{ID: number(r.t, args[0]), Step: number(r.t, option(args, "step"))}
+		p := Past{ID: transcript.Number(r.t, args[0]), Step: transcript.Number(r.t, transcript.Option(args, "step"))}
 		for _, id := range args[2:] {
 			if !strings.Contains(id, "=") {
 				p.Members = append(p.Members, Voter{id, "http://" + id})
 			}
 		}
-		if base := option(args, "base"); base != "" {
+		if base := transcript.Option(args, "base"); base != "" {
 			for _, id := range strings.Split(base, ",") {
 				p.Base = append(p.Base, Voter{id, "http://" + id})
 			}
@@ -138,7 +110,7 @@ func (r *transcript) run(words []string) []string {
 	case "ended":
 		return r.step(Ended{ReplicaID: args[0]})
 	case "gave-up":
-		return r.step(GaveUp{Waiter: WaiterID(number(r.t, args[0]))})
+		return r.step(GaveUp{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
 	case "beat":
 		var answers []string
 		for _, id := range args {
@@ -159,18 +131,22 @@ func (r *transcript) run(words []string) []string {
 		return r.step(Checked{ReplicaID: args[0], QuorumID: r.machine.latest.ID, Reached: words[0] == "reached", Reason: "connection refused"})
 	case "says":
 		return r.step(Progressed{ReplicaID: args[0], Progress: Progress{
-			Step: 1, Rank: number(r.t, option(args, "rank")), Phase: args[1], Waits: args[1] == "waits",
-			For: duration(r.t, cmp.Or(option(args, "for"), "1h")),
+			Step: 1, Rank: transcript.Number(r.t, transcript.Option(args, "rank")), Phase: args[1], Waits: args[1] == "waits",
+			For: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "for"), "1h")),
 		}})
+	case "drain":
+		return r.step(Drained{ReplicaID: args[0], Reason: "an operator"})
+	case "leaving":
+		return r.step(Leaving{ReplicaID: args[0]})
 	case "slept":
-		r.now = r.now.Add(duration(r.t, args[0]))
-		return r.step(Slept{For: duration(r.t, args[0])})
+		r.now = r.now.Add(transcript.Duration(r.t, args[0]))
+		return r.step(Slept{For: transcript.Duration(r.t, args[0])})
 	case "woken":
 		return r.step(Woken{})
 	case "tick":
 		return r.step(Tick{})
 	case "wait":
-		r.now = r.now.Add(duration(r.t, args[0]))
+		r.now = r.now.Add(transcript.Duration(r.t, args[0]))
 		return nil
 	case "describe":
 		return describe(r.machine.Describe(r.now))
@@ -179,7 +155,15 @@ func (r *transcript) run(words []string) []string {
 	return nil
 }
 
-func (r *transcript) step(e Event) []string {
+// places are those of lighthouses, the first of which is number 1.
+func places(t *testing.T, text string) (p Places) {
+	for _, number := range strings.FieldsFunc(text, func(r rune) bool { return r == ',' }) {
+		p |= PlacesOf(int(transcript.Number(t, number)) - 1)
+	}
+	return p
+}
+
+func (r *scribe) step(e Event) []string {
 	var answers []string
 	for _, action := range r.machine.Step(e, r.now) {
 		switch a := action.(type) {
@@ -202,14 +186,18 @@ func (r *transcript) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("quorum %s:%s, to waiters %v%s", id, members, a.Waiters, base))
 		case Changed:
 			answers = append(answers, fmt.Sprintf("changed to %d: joined %v, left %v: %s", a.Quorum.ID, a.Joined, a.Left, a.Reason))
+		case Again:
+			answers = append(answers, fmt.Sprintf("quorum %d once more, to waiter %d", a.Quorum.ID, a.Waiter))
 		case Refuse:
 			answers = append(answers, fmt.Sprintf("waiter %d is refused: %s", a.Waiter, a.Reason))
 		case TurnAway:
 			answers = append(answers, fmt.Sprintf("%s is turned away: %s", a.ReplicaID, a.Reason))
 		case Renew:
-			answers = append(answers, "all begin again: "+a.Reason)
+			answers = append(answers, "all others begin again: "+a.Reason)
 		case Recall:
-			answers = append(answers, fmt.Sprintf("ask %s (waiter %d) for quorum %d", a.ReplicaID, a.Waiter, a.QuorumID))
+			answers = append(answers, fmt.Sprintf("ask %s for quorum %d", a.ReplicaID, a.QuorumID))
+		case GoBack:
+			answers = append(answers, fmt.Sprintf("all go back to number %d: %s", a.Place+1, a.Reason))
 		case Probe:
 			answers = append(answers, fmt.Sprintf("probe %s at %s", a.ReplicaID, a.Address))
 		case Regressed:
@@ -222,6 +210,10 @@ func (r *transcript) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("check on %s of quorum %d", a.ReplicaID, a.QuorumID))
 		case AskProgress:
 			answers = append(answers, fmt.Sprintf("what do they do? %v", a.ReplicaIDs))
+		case Drain:
+			answers = append(answers, fmt.Sprintf("tell %s to leave: %s", a.ReplicaID, a.Reason))
+		case Release:
+			answers = append(answers, a.ReplicaID+" may go")
 		case Wake:
 			answers = append(answers, fmt.Sprintf("wake in %s", a.At.Sub(r.now)))
 		case Waiting:
@@ -250,34 +242,13 @@ func describe(s Status) []string {
 		if m.Out != "" {
 			line += ", out"
 		}
+		if m.Draining != "" {
+			line += ", draining"
+		}
 		if m.Waiting {
 			line += fmt.Sprintf(", waits for %d ms", m.WaitingMS)
 		}
 		lines = append(lines, line)
 	}
 	return lines
-}
-
-func option(args []string, name string) string {
-	for _, a := range args {
-		if value, ok := strings.CutPrefix(a, name+"="); ok {
-			return value
-		}
-	}
-	return ""
-}
-
-func number(t *testing.T, s string) int64 {
-	if s == "" {
-		return 0
-	}
-	n, err := strconv.ParseInt(s, 10, 64)
-	require.NoError(t, err)
-	return n
-}
-
-func duration(t *testing.T, s string) time.Duration {
-	d, err := time.ParseDuration(s)
-	require.NoError(t, err)
-	return d
 }

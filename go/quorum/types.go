@@ -48,7 +48,8 @@ type (
 		// KnownQuorumID is the last quorum the member was in, 0 if none or unknown. A restarted
 		// lighthouse continues above it, so that ids never repeat in the life of a job.
 		KnownQuorumID int64
-		Tells         bool // it answers a Recall
+		Tells         bool   // it answers a Recall
+		Reaches       Places // as in Reaches
 		// Number grows with each request of the member, retries included; 0 if it does not say. A request that comes
 		// after a newer one was held up on the way. What it says does not hold any more, and nobody waits for it.
 		Number uint64
@@ -58,6 +59,15 @@ type (
 		ReplicaID string
 		Seat      Seat  // of this lighthouse in the member's list
 		Term      int64 // highest that a lighthouse told the member, see continuity.go
+		// KnownQuorumID is as in Asked. Where there is a list, the lighthouse asks for that quorum before anybody waits: who
+		// came from another lighthouse in the middle of a step is in it.
+		KnownQuorumID int64
+	}
+	// Reaches: a member says which of the lighthouses it reaches that come before this one. It holds until it says
+	// something else, its last stream breaks, or it counts as dead.
+	Reaches struct {
+		ReplicaID string
+		Places    Places
 	}
 	// Recalled: what a member, or a disk, knows of the last quorum.
 	Recalled struct {
@@ -93,6 +103,10 @@ type (
 		ReplicaID string
 		Progress  Progress
 	}
+	// Drained: somebody wants a member to leave.
+	Drained struct{ ReplicaID, Reason string }
+	// Leaving: a member has ended its last step, and takes part in nothing more.
+	Leaving struct{ ReplicaID string }
 	// Slept: the lighthouse itself stood still for a time, in which it heard nobody.
 	Slept struct{ For time.Duration }
 	// Woken: the time of the latest Wake has come.
@@ -103,6 +117,7 @@ type (
 
 func (Asked) isEvent()      {}
 func (Greeted) isEvent()    {}
+func (Reaches) isEvent()    {}
 func (Recalled) isEvent()   {}
 func (Ended) isEvent()      {}
 func (GaveUp) isEvent()     {}
@@ -112,6 +127,8 @@ func (Incomplete) isEvent() {}
 func (Suspected) isEvent()  {}
 func (Checked) isEvent()    {}
 func (Progressed) isEvent() {}
+func (Drained) isEvent()    {}
+func (Leaving) isEvent()    {}
 func (Slept) isEvent()      {}
 func (Woken) isEvent()      {}
 func (Tick) isEvent()       {}
@@ -124,7 +141,13 @@ type (
 	Deliver struct {
 		Waiters []WaiterID
 		Quorum  *Quorum
-		Before  *Quorum // the one that was delivered before, nil if none: many members hold its list
+		Before  *Quorum       // the one that was delivered before, nil if none: many members hold its list
+		Waited  time.Duration // since the first of them asked
+	}
+	// Again answers a waiter with the latest quorum, which it is in and was sent before: see again.go.
+	Again struct {
+		Waiter WaiterID
+		Quorum *Quorum
 	}
 	// Refuse answers a waiter that gets no quorum.
 	Refuse struct {
@@ -140,9 +163,14 @@ type (
 	// Renew ends all streams but those of the member that just greeted. Their members begin others, and so learn of the
 	// new term.
 	Renew struct{ Reason string }
-	// Recall asks the member of a waiter for the quorum that it knows. The shell answers with Recalled, or not at all.
+	// GoBack sends everybody who has a stream to the lighthouse at an earlier place of the list. What they say on those
+	// streams counts no more, and their end is no failure.
+	GoBack struct {
+		Place  int
+		Reason string
+	}
+	// Recall asks a member for the quorum that it knows. The shell answers with Recalled, or not at all.
 	Recall struct {
-		Waiter    WaiterID
 		ReplicaID string
 		QuorumID  int64
 	}
@@ -167,6 +195,7 @@ type (
 	Failed struct {
 		QuorumID  int64
 		ReplicaID string
+		Cause     Cause
 		Reason    string
 	}
 	// Stalled reports that a member of the latest quorum makes no progress while the others wait for it.
@@ -183,6 +212,10 @@ type (
 	}
 	// AskProgress asks members what they do; each answers with Progressed.
 	AskProgress struct{ ReplicaIDs []string }
+	// Drain tells a member to leave at the end of a step. It says when it does, with Leaving.
+	Drain struct{ ReplicaID, Reason string }
+	// Release tells a member that left that nobody needs it any more.
+	Release struct{ ReplicaID string }
 	// Wake asks for Woken at a time, in place of an earlier Wake.
 	Wake struct{ At time.Time }
 	// Waiting reports why there is no quorum, once for each new reason, for the log.
@@ -190,9 +223,11 @@ type (
 )
 
 func (Deliver) isAction()     {}
+func (Again) isAction()       {}
 func (Refuse) isAction()      {}
 func (TurnAway) isAction()    {}
 func (Renew) isAction()       {}
+func (GoBack) isAction()      {}
 func (Recall) isAction()      {}
 func (Probe) isAction()       {}
 func (Regressed) isAction()   {}
@@ -201,8 +236,25 @@ func (Failed) isAction()      {}
 func (Stalled) isAction()     {}
 func (Check) isAction()       {}
 func (AskProgress) isAction() {}
+func (Drain) isAction()       {}
+func (Release) isAction()     {}
 func (Wake) isAction()        {}
 func (Waiting) isAction()     {}
+
+// Cause is what made a member count as dead, in one word, for counting.
+type Cause string
+
+const (
+	Silent      Cause = "silent"      // no sign of life for too long
+	Connection  Cause = "connection"  // its connection broke, and it did not come back
+	RankGone    Cause = "rank"        // one of its ranks is gone
+	Unreachable Cause = "unreachable" // its peers lost it, and it gives no sign of life
+	NoProgress  Cause = "stalled"     // it made no progress, and was put out
+	Gone        Cause = "process"     // its host says that its process is gone
+)
+
+// Causes are all there are.
+var Causes = []Cause{Silent, Connection, RankGone, Unreachable, NoProgress, Gone}
 
 // Refusal is why a waiter gets no quorum.
 type Refusal int
@@ -213,4 +265,6 @@ const (
 	Behind                   // its step is below the job's, and the policy forbids to go back
 	Outvoted                 // too few of the last quorum ask here: another lighthouse may have more
 	Outdated                 // another lighthouse was asked in the meantime: ask again
+	Left                     // its member said that it leaves
+	Misfit                   // its group has another world_size than those of the others
 )

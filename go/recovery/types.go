@@ -30,7 +30,9 @@ type Result struct {
 	// it is that of this group. -1: in none, 0: somebody in the quorum does not say.
 	CommittedQuorumID int64
 	// Replay: a group that kept what it reduced in an attempt at MaxStep that failed reduces it again in this quorum.
-	Replay         bool
+	Replay bool
+	// Draining: the group was asked to leave, and this is its last step. It is not of the quorum: the manager server adds it.
+	Draining       bool
 	ReplicaIDs     []string
 	Handles        []string // of this group rank, one per member in order; empty unless all sent them
 	WithoutHandles []string // replica_ids of the members that sent none

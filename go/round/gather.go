@@ -161,6 +161,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 				"the ranks of replica group %s disagree on %s, and no other group is ahead to heal from",
 				m.group.ReplicaID, m.disagreement())})
 		}
+		result.Draining = m.draining
 		results[r] = result
 	}
 

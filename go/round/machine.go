@@ -38,6 +38,8 @@ type Machine struct {
 	answered int64   // quorum_id of the last quorum that the ranks were given
 	putOut   *PutOut // the last quorum in which the group counts as dead
 
+	draining bool // the ranks are told to leave
+
 	now    time.Time // of the last event
 	closed *Failure  // set once the server shuts down
 }
@@ -72,6 +74,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.voted(e)
 	case PutOut:
 		m.putOut = &e
+	case Drained:
+		m.draining = true
 	case ProgressAsked:
 		m.forgetProgress()
 	case RankProgressed:

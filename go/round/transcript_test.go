@@ -1,25 +1,20 @@
 package round
 
 import (
-	"flag"
+	"cmp"
 	"fmt"
-	"os"
-	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/transcript"
 	"github.com/torchft/torchft/go/quorum"
 )
 
-var update = flag.Bool("update", false, "write what the machine does into the transcripts")
-
-// A transcript is commands, each followed by what the machine did, indented. Lines that begin with # are for
-// the reader. After a change of behaviour: go test ./round -update, and read the difference.
+// The commands of a transcript:
 //
 //	group ranks=2            a new machine, of replica group g
 //	ask 0 [waiter=1] [step=3] [metadata=m] [handle=h] [shrink] [init] [failures=1] [committed=7] [world=2] [within=5s]
@@ -30,6 +25,7 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 //	timeout 1, cancel 1      waiter 1 gave up
 //	gone 1                   the last connection of rank 1 broke
 //	still-gone 1, back 1
+//	drained          the lighthouse wants the group to leave
 //	put-out 7                the group counts as dead in quorum 7
 //	asked                    the lighthouse wants to know what the group does
 //	says 0 computes|waits    what a rank does
@@ -38,71 +34,40 @@ var update = flag.Bool("update", false, "write what the machine does into the tr
 //	close
 //	describe
 func TestTranscripts(t *testing.T) {
-	paths, err := filepath.Glob("testdata/*.txt")
-	require.NoError(t, err)
-	require.NotEmpty(t, paths)
-	for _, path := range paths {
-		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
-			want, err := os.ReadFile(path)
-			require.NoError(t, err)
-			got := (&transcript{t: t}).play(string(want))
-			if *update {
-				require.NoError(t, os.WriteFile(path, []byte(got), 0o644))
-				return
-			}
-			require.Equal(t, string(want), got)
-		})
-	}
+	transcript.Test(t, func(t *testing.T) func([]string) []string { return (&scribe{t: t}).run })
 }
 
-type transcript struct {
+// scribe runs the commands of one transcript.
+type scribe struct {
 	t       *testing.T
 	machine *Machine
 	waiters WaiterID
 	now     time.Time
 }
 
-// play returns the text with the answers that the machine gives now.
-func (r *transcript) play(text string) string {
-	var out strings.Builder
-	for line := range strings.Lines(text) {
-		switch command := strings.TrimRight(line, "\n"); {
-		case strings.HasPrefix(line, " "): // an answer of before
-		case command == "" || strings.HasPrefix(command, "#"):
-			out.WriteString(line)
-		default:
-			out.WriteString(line)
-			for _, answer := range r.run(strings.Fields(command)) {
-				fmt.Fprintf(&out, "  %s\n", answer)
-			}
-		}
-	}
-	return out.String()
-}
-
-func (r *transcript) run(words []string) []string {
+func (r *scribe) run(words []string) []string {
 	args := words[1:]
 	switch words[0] {
 	case "group":
 		r.waiters, r.now = 0, epoch
-		r.machine = NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "store g", WorldSize: r.number(option(args, "ranks"))})
+		r.machine = NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "store g", WorldSize: r.number(transcript.Option(args, "ranks"))})
 		return nil
 	case "ask":
 		return r.step(QuorumAsked{
 			Waiter:             r.waiter(args),
 			GroupRank:          r.number(args[0]),
-			Step:               r.number(option(args, "step")),
-			CheckpointMetadata: option(args, "metadata"),
+			Step:               r.number(transcript.Option(args, "step")),
+			CheckpointMetadata: transcript.Option(args, "metadata"),
 			ShrinkOnly:         slices.Contains(args, "shrink"),
 			InitSync:           slices.Contains(args, "init"),
-			CommitFailures:     r.number(option(args, "failures")),
-			CommittedQuorumID:  r.number(option(args, "committed")),
-			Handle:             option(args, "handle"),
-			GroupWorldSize:     r.number(option(args, "world")),
-			Deadline:           epoch.Add(r.duration(option(args, "within"))),
+			CommitFailures:     r.number(transcript.Option(args, "failures")),
+			CommittedQuorumID:  r.number(transcript.Option(args, "committed")),
+			Handle:             transcript.Option(args, "handle"),
+			GroupWorldSize:     r.number(transcript.Option(args, "world")),
+			Deadline:           epoch.Add(r.duration(transcript.Option(args, "within"))),
 		})
 	case "quorum":
-		q := &quorum.Quorum{ID: r.number(option(args, "id"))}
+		q := &quorum.Quorum{ID: r.number(transcript.Option(args, "id"))}
 		for _, a := range args[2:] {
 			id, at, _ := strings.Cut(a, ":")
 			step, committed, _ := strings.Cut(at, ":")
@@ -117,7 +82,7 @@ func (r *transcript) run(words []string) []string {
 		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Failure: &Failure{kinds[args[1]], "the lighthouse said so"}})
 	case "vote":
 		return r.step(Voted{
-			Waiter: r.waiter(args), GroupRank: r.number(args[0]), Step: r.number(option(args, "step")), ShouldCommit: args[1] == "yes",
+			Waiter: r.waiter(args), GroupRank: r.number(args[0]), Step: r.number(transcript.Option(args, "step")), ShouldCommit: args[1] == "yes",
 			Lapsed: slices.Contains(args, "lapsed"),
 		})
 	case "metadata":
@@ -132,6 +97,8 @@ func (r *transcript) run(words []string) []string {
 		return r.step(RankBack{GroupRank: r.number(args[0])})
 	case "put-out":
 		return r.step(PutOut{QuorumID: r.number(args[0]), Reason: "no progress"})
+	case "drained":
+		return r.step(Drained{})
 	case "asked":
 		return r.step(ProgressAsked{})
 	case "says":
@@ -151,7 +118,7 @@ func (r *transcript) run(words []string) []string {
 	return nil
 }
 
-func (r *transcript) step(e Event) []string {
+func (r *scribe) step(e Event) []string {
 	var answers []string
 	for _, action := range r.machine.Step(e, r.now) {
 		answers = append(answers, describeAction(action))
@@ -190,6 +157,9 @@ func describeAction(action Action) string {
 		if len(a.Result.RecoverDstReplicaRank) > 0 {
 			line += fmt.Sprintf(", serves %v", a.Result.RecoverDstReplicaRank)
 		}
+		if a.Result.Draining {
+			line += ", draining"
+		}
 		return line
 	case AnswerVote:
 		return fmt.Sprintf("waiter %d: commit %t", a.Waiter, a.ShouldCommit)
@@ -206,38 +176,15 @@ func describeAction(action Action) string {
 }
 
 // waiter is the one that the command names, else the next.
-func (r *transcript) waiter(args []string) WaiterID {
+func (r *scribe) waiter(args []string) WaiterID {
 	w := r.waiters + 1
-	if s := option(args, "waiter"); s != "" {
+	if s := transcript.Option(args, "waiter"); s != "" {
 		w = WaiterID(r.number(s))
 	}
 	r.waiters = max(r.waiters, w)
 	return w
 }
 
-func option(args []string, name string) string {
-	for _, a := range args {
-		if value, ok := strings.CutPrefix(a, name+"="); ok {
-			return value
-		}
-	}
-	return ""
-}
+func (r *scribe) number(s string) int64 { return transcript.Number(r.t, s) }
 
-func (r *transcript) number(s string) int64 {
-	if s == "" {
-		return 0
-	}
-	n, err := strconv.ParseInt(s, 10, 64)
-	require.NoError(r.t, err)
-	return n
-}
-
-func (r *transcript) duration(s string) time.Duration {
-	if s == "" {
-		return time.Minute
-	}
-	d, err := time.ParseDuration(s)
-	require.NoError(r.t, err)
-	return d
-}
+func (r *scribe) duration(s string) time.Duration { return transcript.Duration(r.t, cmp.Or(s, "1m")) }

@@ -62,6 +62,8 @@ type (
 		QuorumID int64
 		Reason   string
 	}
+	// Drained: the lighthouse wants the group to leave. From the next quorum on its ranks are told, all in the same one.
+	Drained struct{}
 	// ProgressAsked: the lighthouse wants to know what the group does. The shell asks the ranks, and Machine.Progress when
 	// it has waited long enough.
 	ProgressAsked struct{}
@@ -97,6 +99,7 @@ func (QuorumAsked) isEvent()    {}
 func (QuorumKnown) isEvent()    {}
 func (Voted) isEvent()          {}
 func (PutOut) isEvent()         {}
+func (Drained) isEvent()        {}
 func (ProgressAsked) isEvent()  {}
 func (RankProgressed) isEvent() {}
 func (MetadataAsked) isEvent()  {}

@@ -118,6 +118,13 @@ func (c *watch) ended(g *group) {
 	}
 }
 
+// goesBack: all are sent to another lighthouse.
+func (c *watch) goesBack() {
+	for _, g := range c.known {
+		c.of(g).beaten = false
+	}
+}
+
 // recalled: the lighthouse is told of a quorum, and goes on after it if it is a later one.
 func (c *watch) recalled(p quorum.Past) {
 	c.move()
@@ -333,7 +340,9 @@ func (c *watch) ticked() {
 	c.known = slices.DeleteFunc(c.known, func(g *group) bool {
 		v := c.of(g)
 		gone := !c.healthy(g) && v.waits == 0 && !v.previous
-		v.listed = v.listed && !gone
+		if gone { // also what would be a sign of life to a lighthouse whose clock went back
+			*v = view{number: v.number}
+		}
 		return gone
 	})
 	if replicas, _ := c.l.machine.Size(); replicas != len(c.known) && !w.mistake.anySize {

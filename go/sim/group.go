@@ -65,7 +65,6 @@ type asking struct {
 	req      uint64 // of the attempt that is on its way
 	request  *request
 	deadline time.Duration
-	since    time.Duration
 	failed   int
 }
 
@@ -87,7 +86,7 @@ func (w *world) startGroup(i int) {
 		g.machine = w.mistake.group(description, machine)
 	}
 	g.ranks = make([]rank, w.Ranks)
-	g.back, g.connection.seen = -1, -1
+	g.back = -1
 	s.g, s.hostDown = g, false
 	w.byID[g.id] = g
 	w.say("%s starts", g.id)
@@ -149,7 +148,7 @@ func (g *group) handle(e *event) {
 		g.alive()
 	case linkRetry:
 		g.connect()
-	case welcomed, linkDue, linkBroken, recall, memberFailed, lookBack:
+	case welcomed, linkDue, linkBroken, recall, memberFailed, goBack, lookBack:
 		g.handleLink(e)
 	case sentOn:
 		if a := &g.asking; a.active && a.req == e.id && e.link == g.link {

@@ -49,6 +49,7 @@ type request struct {
 	member   quorum.Member
 	known    int64
 	deadline time.Duration
+	reaches  quorum.Places
 }
 
 func (l *lighthouse) clock() time.Duration { return l.w.now + l.skew }
@@ -120,14 +121,20 @@ func (l *lighthouse) handle(e *event) {
 	case lhAsk:
 		l.ask(e)
 	case lhBeat:
-		if e.link == nil || slices.Contains(l.links, e.link) {
+		if e.link == nil || l.listens(e.link) {
 			l.check.beat(e.g)
 			l.step(quorum.Beat{ReplicaID: e.g.id})
+		}
+	case lhReaches:
+		if l.listens(e.link) {
+			l.step(quorum.Reaches{ReplicaID: e.g.id, Places: quorum.Places(e.id)})
 		}
 	case lhGreet:
 		l.links = append(l.links, e.link)
 		l.check.beat(e.g)
-		l.step(quorum.Greeted{ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term})
+		l.step(quorum.Greeted{
+			ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term, KnownQuorumID: e.link.known,
+		})
 		term := int64(0)
 		if m, ok := l.machine.(interface{ Term() int64 }); ok {
 			term = m.Term()
@@ -172,7 +179,7 @@ func (l *lighthouse) ask(e *event) {
 		return
 	}
 	if k := e.link; k != nil {
-		if !slices.Contains(l.links, k) || k.stale {
+		if !l.listens(k) {
 			return // the group hears that the link has ended
 		}
 		l.giveUp(func(q *waiting) bool { return q.link == k })
@@ -180,6 +187,9 @@ func (l *lighthouse) ask(e *event) {
 	l.lastWaiter++
 	id := l.lastWaiter
 	asked := quorum.Asked{Waiter: id, Member: r.member, KnownQuorumID: r.known, Number: e.id, Tells: e.link != nil}
+	if e.link != nil {
+		asked.Reaches = r.reaches
+	}
 	if w.Published.has(e.g.slot) {
 		asked.Number = 0
 	} else if !l.check.newest(e.g, e.id) {
@@ -196,6 +206,9 @@ func (l *lighthouse) ask(e *event) {
 	l.arm(deadline)
 	l.step(asked)
 }
+
+// listens reports whether what comes on a link counts.
+func (l *lighthouse) listens(k *link) bool { return slices.Contains(l.links, k) && !k.stale }
 
 // lost: a link has ended.
 func (l *lighthouse) lost(k *link) {
@@ -260,6 +273,9 @@ func (l *lighthouse) step(input quorum.Event) {
 			l.answer(a)
 			l.keep(a)
 			w.served(a.Quorum)
+		case quorum.Again:
+			w.say("quorum %d is sent once more", a.Quorum.ID)
+			l.again(a)
 		case quorum.Refuse:
 			l.refused = a.Waiter
 			w.say("a request is refused: %s", a.Reason)
@@ -273,10 +289,17 @@ func (l *lighthouse) step(input quorum.Event) {
 					k.down(event{kind: linkBroken})
 				}
 			}
+		case quorum.GoBack:
+			w.say("%s: %s", l.name(), a.Reason)
+			l.check.goesBack()
+			for _, k := range l.links {
+				k.stale = true
+				k.down(event{kind: goBack, id: uint64(a.Place)})
+			}
 		case quorum.Recall:
-			for _, q := range l.waiting {
-				if q.id == a.Waiter && q.link != nil {
-					q.link.down(event{kind: recall, id: uint64(a.QuorumID)})
+			for _, k := range l.links {
+				if k.g.id == a.ReplicaID {
+					k.down(event{kind: recall, id: uint64(a.QuorumID)})
 				}
 			}
 		case quorum.Probe:
@@ -303,6 +326,15 @@ func (l *lighthouse) step(input quorum.Event) {
 		}
 	}
 	l.check.size()
+}
+
+// again answers one who did not get the quorum that the others have.
+func (l *lighthouse) again(a quorum.Again) {
+	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
+	q := l.waiting[i]
+	l.waiting = slices.Delete(l.waiting, i, i+1)
+	l.check.gaveUp(q.g)
+	q.link.down(event{kind: answered, id: q.req, x: a.Quorum})
 }
 
 // refuse forgets who was refused, and sends it on if it may have more luck elsewhere.

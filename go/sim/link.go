@@ -18,6 +18,8 @@ type link struct {
 	stuck        bool // something was lost on it: both sides will notice
 	welcomed     bool
 	stale        bool          // the lighthouse has asked for another one
+	reaches      quorum.Places // what the lighthouse was told last
+	known        int64         // quorum_id that the greeting says
 	upAt, downAt time.Duration // when what was sent last arrives
 }
 
@@ -83,8 +85,8 @@ type connection struct {
 	at     int // the lighthouse that served last
 	served bool
 	broke  time.Duration // when its link broke, 0 if it has not
-	back   int           // an earlier one that is there again, -1 if there is none
-	seen   int           // at the look before
+	back   int           // an earlier one that all go back to, -1 if there is none
+	sees   quorum.Places // earlier ones that are there, by the last look
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
 	last   *quorum.Quorum // that it was told of
@@ -101,9 +103,12 @@ func (g *group) order() (order [maxLighthouses]int, n int) {
 		order[0] = c.at
 		return order, 1
 	}
+	if c.back >= 0 {
+		order[0], n = c.back, 1
+	}
 	for _, want := range [2]bool{false, true} {
 		for i := range w.Lighthouses {
-			if avoided(i) == want {
+			if avoided(i) == want && i != c.back {
 				order[n] = i
 				n++
 			}
@@ -123,7 +128,7 @@ func (g *group) connect() {
 	c.tries++
 	l := &w.lhs[i]
 	w.req++
-	k := &link{id: w.req, g: g, lh: i, life: l.life, term: c.term}
+	k := &link{id: w.req, g: g, lh: i, life: l.life, term: c.term, known: g.known()}
 	c.link = k
 	switch {
 	case w.up(g.slot, i) || w.down(g.slot, i):
@@ -157,6 +162,9 @@ func (g *group) handleLink(e *event) {
 	case welcomed:
 		k.welcomed = true
 		c.term = max(c.term, int64(e.id))
+		if c.at != k.lh {
+			c.sees = 0
+		}
 		c.at, c.served, c.broke, c.back, c.tries = k.lh, true, 0, -1, 0
 		if g.asking.active {
 			g.send()
@@ -178,6 +186,9 @@ func (g *group) handleLink(e *event) {
 		for r := range g.ranks {
 			g.ranks[r].peerFailed(e.x.(*quorum.Failed).QuorumID)
 		}
+	case goBack:
+		c.back, c.avoid[e.id] = int(e.id), 0
+		g.leave()
 	case lookBack:
 		g.lookBack()
 	}
@@ -185,6 +196,10 @@ func (g *group) handleLink(e *event) {
 
 func (g *group) linkEnded() {
 	c, w := &g.connection, g.w
+	if k := c.link; k.lh == c.back { // it seemed to be there
+		c.back = -1
+		g.avoidFor(k.lh)
+	}
 	c.link = nil
 	if c.broke == 0 {
 		c.broke = w.now
@@ -193,32 +208,43 @@ func (g *group) linkEnded() {
 	w.after(wait-w.upTo(wait/4), event{kind: linkRetry, g: g})
 }
 
-// lookBack looks whether a lighthouse is there that comes before the one that serves.
+// lookBack looks which lighthouses are there that come before the one that serves, and says it.
 func (g *group) lookBack() {
 	c, w := &g.connection, g.w
 	w.after(w.lookBackEvery()-w.upTo(w.lookBackEvery()/5), event{kind: lookBack, g: g})
-	found := -1
+	var sees quorum.Places
 	for i := range c.at {
 		if w.now >= c.avoid[i] && w.lhs[i].up && !w.up(g.slot, i) && !w.down(g.slot, i) {
-			found = i
-			break
+			sees |= quorum.PlacesOf(i)
 		}
 	}
-	if found >= 0 && found == c.seen {
-		c.back = found
-		if g.asking.active && w.now-g.asking.since > w.lookBackEvery() {
-			g.leave()
-		}
+	twice := sees & c.sees
+	c.sees = sees
+	if k := c.link; k != nil && k.welcomed && k.reaches != twice {
+		k.reaches = twice
+		k.up(event{kind: lhReaches, id: uint64(twice), link: k})
 	}
-	c.seen = found
 }
 
-// sentOn: the lighthouse has too few of the members. It is left alone for a while.
+// sentOn: the lighthouse has too few of the members.
 func (g *group) sentOn() {
-	c, w := &g.connection, g.w
-	c.avoid[c.at] = w.now + 2*w.Policy.HeartbeatTimeout<<min(c.shied[c.at], 3)
-	c.shied[c.at]++
+	g.avoidFor(g.at)
 	g.leave()
+}
+
+// avoidFor leaves a lighthouse alone for a while, longer each time.
+func (g *group) avoidFor(i int) {
+	c, w := &g.connection, g.w
+	c.avoid[i] = w.now + 2*w.Policy.HeartbeatTimeout<<min(c.shied[i], 3)
+	c.shied[i]++
+}
+
+// known is the last quorum that it was told of, 0 if there is none.
+func (g *group) known() int64 {
+	if g.last == nil {
+		return 0
+	}
+	return g.last.ID
 }
 
 // ask starts the request of a round.
@@ -229,17 +255,9 @@ func (g *group) ask(a round.AskLighthouse) {
 	}
 	deadline := a.Deadline.Sub(epoch)
 	deadline -= min(tellMargin, (deadline-w.now)/10)
-	known := a.KnownQuorumID
-	if g.last != nil {
-		known = max(known, g.last.ID)
-	}
-	g.asking = asking{active: true, round: a.Round, deadline: deadline, since: w.now,
-		request: &request{member: a.Member, known: known, deadline: deadline}}
+	g.asking = asking{active: true, round: a.Round, deadline: deadline,
+		request: &request{member: a.Member, known: max(a.KnownQuorumID, g.known()), deadline: deadline}}
 	g.armAsk()
-	if g.back >= 0 {
-		g.leave()
-		return
-	}
 	g.send()
 }
 
@@ -261,6 +279,7 @@ func (g *group) send() {
 		w.req++
 		g.asking.req = w.req
 		g.spoke = w.now
+		g.asking.request.reaches = k.reaches
 		k.up(event{kind: lhAsk, id: g.asking.req, x: g.asking.request, link: k})
 	}
 }

@@ -263,6 +263,18 @@ var mistakes = []struct {
 		g.Term = 0
 	})}, []string{rulePlace, ruleIDs, ruleOneSet}},
 
+	{mistake{name: "members never go back to an earlier lighthouse", setup: several, lighthouse: spoil(
+		func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
+			switch asked := e.(type) {
+			case quorum.Reaches:
+				return nil
+			case quorum.Asked:
+				asked.Reaches = 0
+				e = asked
+			}
+			return m.Step(e, now)
+		})}, []string{ruleForms}},
+
 	{mistake{name: "a healed group keeps its own weights", keepState: true}, []string{ruleEqual}},
 
 	{mistake{name: "a replay reduces what was reduced before, not what was kept", replaySums: true}, []string{ruleOwn}},

@@ -17,6 +17,7 @@ const (
 	lhPast                 // a member answers a recall; x is the *quorum.Past
 	lhEnded                // the host of g says that its process is gone
 	lhWake                 // what the machine asked to be woken for
+	lhReaches              // a member reaches the lighthouses id
 
 	lastOfLighthouse
 
@@ -28,6 +29,7 @@ const (
 	recall       // the lighthouse asks for quorum id
 	memberFailed // the lighthouse tells of a death; x is the *quorum.Failed
 	sentOn       // the lighthouse has too few members for request id
+	goBack       // all go back to lighthouse id
 	lookBack     // g looks whether an earlier lighthouse is back
 	answered     // the lighthouse answered request id; x is the *quorum.Quorum
 	refused      // request id did not arrive, or its connection broke

@@ -59,6 +59,33 @@ func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
 	}
 }
 
+// Histories in which each member once went back to the first lighthouse when it liked: some were refused there and stayed
+// away from it for a while, so that they never went at the same time again, and each part was too small.
+func TestMembersGoBackTogether(t *testing.T) {
+	s := Draw(1275, 6, 60)
+	s.Lighthouses, s.Ranks, s.Policy.MinReplicas = 2, 1, 1
+	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
+	s.Faults = []Fault{
+		{Round: 10, Kind: CutLighthouse, Slots: 0b101001, For: 2 * time.Second, Of: 1},
+		{Round: 20, Kind: KillLighthouse, For: time.Second, Of: 1},
+	}
+	require.Equal(t, 2, hold(t, s).FaultsHit)
+	hold(t, Draw(345, 16, 1000))
+}
+
+// Histories that broke a rule for other reasons: docs/correctness.md, "Found mistakes".
+func TestHistoriesThatOnceBrokeARule(t *testing.T) {
+	hold(t, Draw(382, 16, 1000))  // what a member reached was forgotten when it was silent for long
+	hold(t, Draw(432, 16, 1000))  // the checker's own: a lighthouse forgot a group, and its clock went back
+	hold(t, Draw(11930, 0, 1000)) // the only one who knew of a quorum died
+	for _, seed := range []uint64{4399, 5231} {
+		s := Draw(seed, 0, 300) // a member was not told of a new term
+		several(&s)
+		s.Lighthouses = 3
+		hold(t, s)
+	}
+}
+
 // TestSeed replays one history: go test ./sim -seed N
 func TestSeed(t *testing.T) {
 	if *seedFlag < 0 {

@@ -427,7 +427,8 @@ type ManagerQuorumRequest struct {
 	GroupWorldSize int64 `protobuf:"varint,100,opt,name=group_world_size,json=groupWorldSize,proto3" json:"group_world_size,omitempty"`
 	// The quorum in which this rank's weights were made: of its last commit, or what the answer said when it healed.
 	// -1: in none since it began, 0: it does not say.
-	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	CommittedQuorumId int64  `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	Traceparent       string `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
@@ -525,6 +526,13 @@ func (x *ManagerQuorumRequest) GetCommittedQuorumId() int64 {
 	return 0
 }
 
+func (x *ManagerQuorumRequest) GetTraceparent() string {
+	if x != nil {
+		return x.Traceparent
+	}
+	return ""
+}
+
 // What one rank has to do about a quorum.
 type ManagerQuorumResponse struct {
 	state                    protoimpl.MessageState `protogen:"open.v1"`
@@ -552,8 +560,10 @@ type ManagerQuorumResponse struct {
 	HelperManagerAddresses []string `protobuf:"bytes,120,rep,name=helper_manager_addresses,json=helperManagerAddresses,proto3" json:"helper_manager_addresses,omitempty"`
 	// Groups that heal from another one, and ask this one for what both have alike.
 	HelpDstReplicaRanks []int64 `protobuf:"varint,121,rep,packed,name=help_dst_replica_ranks,json=helpDstReplicaRanks,proto3" json:"help_dst_replica_ranks,omitempty"`
-	unknownFields       protoimpl.UnknownFields
-	sizeCache           protoimpl.SizeCache
+	// The group was asked to leave: this is its last step. All ranks of the group are told in the same quorum.
+	Draining      bool `protobuf:"varint,150,opt,name=draining,proto3" json:"draining,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ManagerQuorumResponse) Reset() {
@@ -719,6 +729,13 @@ func (x *ManagerQuorumResponse) GetHelpDstReplicaRanks() []int64 {
 	return nil
 }
 
+func (x *ManagerQuorumResponse) GetDraining() bool {
+	if x != nil {
+		return x.Draining
+	}
+	return false
+}
+
 type CheckpointMetadataRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Rank          int64                  `protobuf:"varint,1,opt,name=rank,proto3" json:"rank,omitempty"`
@@ -812,6 +829,7 @@ type ShouldCommitRequest struct {
 	ShouldCommit  bool                   `protobuf:"varint,1,opt,name=should_commit,json=shouldCommit,proto3" json:"should_commit,omitempty"`
 	GroupRank     int64                  `protobuf:"varint,2,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
 	Step          int64                  `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`
+	Traceparent   string                 `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -865,6 +883,13 @@ func (x *ShouldCommitRequest) GetStep() int64 {
 		return x.Step
 	}
 	return 0
+}
+
+func (x *ShouldCommitRequest) GetTraceparent() string {
+	if x != nil {
+		return x.Traceparent
+	}
+	return ""
 }
 
 type ShouldCommitResponse struct {
@@ -1003,6 +1028,10 @@ type RankRequest struct {
 	//	*RankRequest_Suspected
 	//	*RankRequest_Progress
 	//	*RankRequest_Hello
+	//	*RankRequest_Leave
+	//	*RankRequest_Healing
+	//	*RankRequest_Recovered
+	//	*RankRequest_Nonfinite
 	Request       isRankRequest_Request `protobuf_oneof:"request"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1113,6 +1142,42 @@ func (x *RankRequest) GetHello() int64 {
 	return 0
 }
 
+func (x *RankRequest) GetLeave() bool {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Leave); ok {
+			return x.Leave
+		}
+	}
+	return false
+}
+
+func (x *RankRequest) GetHealing() *HealProgress {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Healing); ok {
+			return x.Healing
+		}
+	}
+	return nil
+}
+
+func (x *RankRequest) GetRecovered() *Recovered {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Recovered); ok {
+			return x.Recovered
+		}
+	}
+	return nil
+}
+
+func (x *RankRequest) GetNonfinite() int64 {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Nonfinite); ok {
+			return x.Nonfinite
+		}
+	}
+	return 0
+}
+
 type isRankRequest_Request interface {
 	isRankRequest_Request()
 }
@@ -1142,6 +1207,22 @@ type RankRequest_Hello struct {
 	Hello int64 `protobuf:"varint,62,opt,name=hello,proto3,oneof"` // the rank, on a stream that replaces one that broke
 }
 
+type RankRequest_Leave struct {
+	Leave bool `protobuf:"varint,80,opt,name=leave,proto3,oneof"` // the group has ended its last step; the answer comes when its peers have, too
+}
+
+type RankRequest_Healing struct {
+	Healing *HealProgress `protobuf:"bytes,81,opt,name=healing,proto3,oneof"` // no answer
+}
+
+type RankRequest_Recovered struct {
+	Recovered *Recovered `protobuf:"bytes,82,opt,name=recovered,proto3,oneof"` // no answer
+}
+
+type RankRequest_Nonfinite struct {
+	Nonfinite int64 `protobuf:"varint,83,opt,name=nonfinite,proto3,oneof"` // the rank: an average that it used held NaN or Inf; no answer
+}
+
 func (*RankRequest_Quorum) isRankRequest_Request() {}
 
 func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
@@ -1154,6 +1235,14 @@ func (*RankRequest_Progress) isRankRequest_Request() {}
 
 func (*RankRequest_Hello) isRankRequest_Request() {}
 
+func (*RankRequest_Leave) isRankRequest_Request() {}
+
+func (*RankRequest_Healing) isRankRequest_Request() {}
+
+func (*RankRequest_Recovered) isRankRequest_Request() {}
+
+func (*RankRequest_Nonfinite) isRankRequest_Request() {}
+
 type RankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Call  uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`
@@ -1165,6 +1254,7 @@ type RankResponse struct {
 	//	*RankResponse_MemberFailed
 	//	*RankResponse_MemberStalled
 	//	*RankResponse_ProgressAsked
+	//	*RankResponse_Left
 	Response      isRankResponse_Response `protobuf_oneof:"response"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1268,6 +1358,15 @@ func (x *RankResponse) GetProgressAsked() bool {
 	return false
 }
 
+func (x *RankResponse) GetLeft() bool {
+	if x != nil {
+		if x, ok := x.Response.(*RankResponse_Left); ok {
+			return x.Left
+		}
+	}
+	return false
+}
+
 type isRankResponse_Response interface {
 	isRankResponse_Response()
 }
@@ -1297,6 +1396,10 @@ type RankResponse_ProgressAsked struct {
 	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"` // the rank answers with its progress
 }
 
+type RankResponse_Left struct {
+	Left bool `protobuf:"varint,80,opt,name=left,proto3,oneof"` // to leave
+}
+
 func (*RankResponse_Quorum) isRankResponse_Response() {}
 
 func (*RankResponse_ShouldCommit) isRankResponse_Response() {}
@@ -1308,6 +1411,8 @@ func (*RankResponse_MemberFailed) isRankResponse_Response() {}
 func (*RankResponse_MemberStalled) isRankResponse_Response() {}
 
 func (*RankResponse_ProgressAsked) isRankResponse_Response() {}
+
+func (*RankResponse_Left) isRankResponse_Response() {}
 
 // A member of a quorum is dead, or its connection says so; whoever is in a collective of that quorum need not wait for it.
 type MemberFailed struct {
@@ -1424,6 +1529,212 @@ func (x *PeerSuspected) GetReplicaId() string {
 	return ""
 }
 
+// How far the state of a peer has arrived at a rank, or, where a manager says it, at all ranks of its group.
+type HealProgress struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	Received      int64                  `protobuf:"varint,2,opt,name=received,proto3" json:"received,omitempty"` // bytes
+	Total         int64                  `protobuf:"varint,3,opt,name=total,proto3" json:"total,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HealProgress) Reset() {
+	*x = HealProgress{}
+	mi := &file_torchft_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HealProgress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HealProgress) ProtoMessage() {}
+
+func (x *HealProgress) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HealProgress.ProtoReflect.Descriptor instead.
+func (*HealProgress) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *HealProgress) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *HealProgress) GetReceived() int64 {
+	if x != nil {
+		return x.Received
+	}
+	return 0
+}
+
+func (x *HealProgress) GetTotal() int64 {
+	if x != nil {
+		return x.Total
+	}
+	return 0
+}
+
+// What a heal, or the failure of a peer, cost, once it is over.
+type Recovered struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	Healed        bool                   `protobuf:"varint,2,opt,name=healed,proto3" json:"healed,omitempty"`                     // else: a peer failed, and the group has committed a step since
+	QuorumId      int64                  `protobuf:"varint,3,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"` // of the quorum that failed; 0 for a heal
+	Step          int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`                         // that it is at now
+	Bytes         int64                  `protobuf:"varint,5,opt,name=bytes,proto3" json:"bytes,omitempty"`                       // of the state that came
+	StepsLost     int64                  `protobuf:"varint,6,opt,name=steps_lost,json=stepsLost,proto3" json:"steps_lost,omitempty"`
+	Phases        []*PhaseTime           `protobuf:"bytes,7,rep,name=phases,proto3" json:"phases,omitempty"` // in their order
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Recovered) Reset() {
+	*x = Recovered{}
+	mi := &file_torchft_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Recovered) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Recovered) ProtoMessage() {}
+
+func (x *Recovered) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Recovered.ProtoReflect.Descriptor instead.
+func (*Recovered) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *Recovered) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *Recovered) GetHealed() bool {
+	if x != nil {
+		return x.Healed
+	}
+	return false
+}
+
+func (x *Recovered) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *Recovered) GetStep() int64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *Recovered) GetBytes() int64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *Recovered) GetStepsLost() int64 {
+	if x != nil {
+		return x.StepsLost
+	}
+	return 0
+}
+
+func (x *Recovered) GetPhases() []*PhaseTime {
+	if x != nil {
+		return x.Phases
+	}
+	return nil
+}
+
+type PhaseTime struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Phase         string                 `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`
+	Seconds       float64                `protobuf:"fixed64,2,opt,name=seconds,proto3" json:"seconds,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PhaseTime) Reset() {
+	*x = PhaseTime{}
+	mi := &file_torchft_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PhaseTime) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PhaseTime) ProtoMessage() {}
+
+func (x *PhaseTime) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PhaseTime.ProtoReflect.Descriptor instead.
+func (*PhaseTime) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *PhaseTime) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *PhaseTime) GetSeconds() float64 {
+	if x != nil {
+		return x.Seconds
+	}
+	return 0
+}
+
 // What a rank does between a quorum and the vote, when it is asked.
 type RankProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1436,7 +1747,7 @@ type RankProgress struct {
 
 func (x *RankProgress) Reset() {
 	*x = RankProgress{}
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1448,7 +1759,7 @@ func (x *RankProgress) String() string {
 func (*RankProgress) ProtoMessage() {}
 
 func (x *RankProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1461,7 +1772,7 @@ func (x *RankProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankProgress.ProtoReflect.Descriptor instead.
 func (*RankProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{18}
+	return file_torchft_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *RankProgress) GetGroupRank() int64 {
@@ -1499,7 +1810,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1511,7 +1822,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1524,7 +1835,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{19}
+	return file_torchft_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -1574,7 +1885,7 @@ type MemberStalled struct {
 
 func (x *MemberStalled) Reset() {
 	*x = MemberStalled{}
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1586,7 +1897,7 @@ func (x *MemberStalled) String() string {
 func (*MemberStalled) ProtoMessage() {}
 
 func (x *MemberStalled) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1599,7 +1910,7 @@ func (x *MemberStalled) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberStalled.ProtoReflect.Descriptor instead.
 func (*MemberStalled) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{20}
+	return file_torchft_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *MemberStalled) GetQuorumId() int64 {
@@ -1634,7 +1945,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1646,7 +1957,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1659,7 +1970,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{21}
+	return file_torchft_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -1688,7 +1999,11 @@ type MemberMessage struct {
 	//	*MemberMessage_Suspected
 	//	*MemberMessage_Progress
 	//	*MemberMessage_Incomplete
+	//	*MemberMessage_Leaving
+	//	*MemberMessage_Healing
+	//	*MemberMessage_Recovered
 	//	*MemberMessage_Past
+	//	*MemberMessage_Reaches
 	Message       isMemberMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1696,7 +2011,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1708,7 +2023,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1721,7 +2036,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{22}
+	return file_torchft_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *MemberMessage) GetMessage() isMemberMessage_Message {
@@ -1794,6 +2109,33 @@ func (x *MemberMessage) GetIncomplete() string {
 	return ""
 }
 
+func (x *MemberMessage) GetLeaving() bool {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Leaving); ok {
+			return x.Leaving
+		}
+	}
+	return false
+}
+
+func (x *MemberMessage) GetHealing() *HealProgress {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Healing); ok {
+			return x.Healing
+		}
+	}
+	return nil
+}
+
+func (x *MemberMessage) GetRecovered() *Recovered {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Recovered); ok {
+			return x.Recovered
+		}
+	}
+	return nil
+}
+
 func (x *MemberMessage) GetPast() *PastQuorum {
 	if x != nil {
 		if x, ok := x.Message.(*MemberMessage_Past); ok {
@@ -1801,6 +2143,15 @@ func (x *MemberMessage) GetPast() *PastQuorum {
 		}
 	}
 	return nil
+}
+
+func (x *MemberMessage) GetReaches() uint64 {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Reaches); ok {
+			return x.Reaches
+		}
+	}
+	return 0
 }
 
 type isMemberMessage_Message interface {
@@ -1835,8 +2186,26 @@ type MemberMessage_Incomplete struct {
 	Incomplete string `protobuf:"bytes,62,opt,name=incomplete,proto3,oneof"` // why the group takes part in nothing until it asks again: a rank is gone
 }
 
+type MemberMessage_Leaving struct {
+	Leaving bool `protobuf:"varint,80,opt,name=leaving,proto3,oneof"` // the group has ended its last step, and takes part in nothing more; answered with released
+}
+
+type MemberMessage_Healing struct {
+	Healing *HealProgress `protobuf:"bytes,81,opt,name=healing,proto3,oneof"`
+}
+
+type MemberMessage_Recovered struct {
+	Recovered *Recovered `protobuf:"bytes,82,opt,name=recovered,proto3,oneof"`
+}
+
 type MemberMessage_Past struct {
 	Past *PastQuorum `protobuf:"bytes,40,opt,name=past,proto3,oneof"` // the answer to a recall
+}
+
+type MemberMessage_Reaches struct {
+	// Lighthouses of the member's list that come before this one and that it reaches, a bit for each place, the first
+	// being the lowest. It holds until the member says another, here or in an ask.
+	Reaches uint64 `protobuf:"varint,41,opt,name=reaches,proto3,oneof"`
 }
 
 func (*MemberMessage_Greeting) isMemberMessage_Message() {}
@@ -1853,7 +2222,15 @@ func (*MemberMessage_Progress) isMemberMessage_Message() {}
 
 func (*MemberMessage_Incomplete) isMemberMessage_Message() {}
 
+func (*MemberMessage_Leaving) isMemberMessage_Message() {}
+
+func (*MemberMessage_Healing) isMemberMessage_Message() {}
+
+func (*MemberMessage_Recovered) isMemberMessage_Message() {}
+
 func (*MemberMessage_Past) isMemberMessage_Message() {}
+
+func (*MemberMessage_Reaches) isMemberMessage_Message() {}
 
 type Greeting struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
@@ -1864,14 +2241,16 @@ type Greeting struct {
 	Place       uint32 `protobuf:"varint,40,opt,name=place,proto3" json:"place,omitempty"`
 	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"`
 	// The highest that a lighthouse told the member: ids of quorums begin with it where there are several lighthouses.
-	Term          int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
+	Term int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
+	// As Ask.known_quorum_id, for a lighthouse of a list, which learns so of a quorum that was formed at another one.
+	KnownQuorumId int64 `protobuf:"varint,43,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1883,7 +2262,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1896,7 +2275,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{23}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -1934,6 +2313,13 @@ func (x *Greeting) GetTerm() int64 {
 	return 0
 }
 
+func (x *Greeting) GetKnownQuorumId() int64 {
+	if x != nil {
+		return x.KnownQuorumId
+	}
+	return 0
+}
+
 // A quorum as its members remember it: what a lighthouse needs to go on after it.
 type PastQuorum struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1947,7 +2333,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1959,7 +2345,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1972,7 +2358,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{24}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *PastQuorum) GetQuorumId() int64 {
@@ -2013,7 +2399,7 @@ type Voter struct {
 
 func (x *Voter) Reset() {
 	*x = Voter{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2025,7 +2411,7 @@ func (x *Voter) String() string {
 func (*Voter) ProtoMessage() {}
 
 func (x *Voter) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2038,7 +2424,7 @@ func (x *Voter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Voter.ProtoReflect.Descriptor instead.
 func (*Voter) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Voter) GetReplicaId() string {
@@ -2067,13 +2453,15 @@ type Ask struct {
 	Step              int64         `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
 	CommittedQuorumId int64         `protobuf:"varint,6,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64         `protobuf:"varint,7,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
+	Reaches           uint64        `protobuf:"varint,40,opt,name=reaches,proto3" json:"reaches,omitempty"`        // as MemberMessage.reaches: whoever was silent for long was forgotten
+	Traceparent       string        `protobuf:"bytes,80,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the round, empty unless the group traces
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2085,7 +2473,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2098,7 +2486,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2150,6 +2538,20 @@ func (x *Ask) GetCommitFailures() int64 {
 	return 0
 }
 
+func (x *Ask) GetReaches() uint64 {
+	if x != nil {
+		return x.Reaches
+	}
+	return 0
+}
+
+func (x *Ask) GetTraceparent() string {
+	if x != nil {
+		return x.Traceparent
+	}
+	return ""
+}
+
 type LighthouseMessage struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Number uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"` // of the ask that this answers, 0 if it answers none
@@ -2165,6 +2567,9 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_ProgressAsked
 	//	*LighthouseMessage_Probe
 	//	*LighthouseMessage_Recall
+	//	*LighthouseMessage_GoBack
+	//	*LighthouseMessage_Drain
+	//	*LighthouseMessage_Released
 	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2172,7 +2577,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2184,7 +2589,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2197,7 +2602,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -2304,6 +2709,33 @@ func (x *LighthouseMessage) GetRecall() int64 {
 	return 0
 }
 
+func (x *LighthouseMessage) GetGoBack() uint32 {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_GoBack); ok {
+			return x.GoBack
+		}
+	}
+	return 0
+}
+
+func (x *LighthouseMessage) GetDrain() string {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Drain); ok {
+			return x.Drain
+		}
+	}
+	return ""
+}
+
+func (x *LighthouseMessage) GetReleased() bool {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Released); ok {
+			return x.Released
+		}
+	}
+	return false
+}
+
 type isLighthouseMessage_Message interface {
 	isLighthouseMessage_Message()
 }
@@ -2348,6 +2780,20 @@ type LighthouseMessage_Recall struct {
 	Recall int64 `protobuf:"varint,40,opt,name=recall,proto3,oneof"` // the lighthouse does not know the quorum of this id, and asks for it
 }
 
+type LighthouseMessage_GoBack struct {
+	// All members go to the lighthouse at this place of the list, which all reach: the member ends the stream, and asks
+	// there from now on. What it has asked here, or asks, is not answered with a quorum.
+	GoBack uint32 `protobuf:"varint,41,opt,name=go_back,json=goBack,proto3,oneof"`
+}
+
+type LighthouseMessage_Drain struct {
+	Drain string `protobuf:"bytes,80,opt,name=drain,proto3,oneof"` // somebody wants the group to leave at the end of a step; this says who
+}
+
+type LighthouseMessage_Released struct {
+	Released bool `protobuf:"varint,81,opt,name=released,proto3,oneof"` // nobody needs a group any more that said it leaves
+}
+
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_ListChange) isLighthouseMessage_Message() {}
@@ -2368,6 +2814,12 @@ func (*LighthouseMessage_Probe) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Recall) isLighthouseMessage_Message() {}
 
+func (*LighthouseMessage_GoBack) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_Drain) isLighthouseMessage_Message() {}
+
+func (*LighthouseMessage_Released) isLighthouseMessage_Message() {}
+
 type Welcome struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the member is never silent for longer
@@ -2378,7 +2830,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2390,7 +2842,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2403,7 +2855,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -2435,7 +2887,7 @@ type ListChange struct {
 
 func (x *ListChange) Reset() {
 	*x = ListChange{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2447,7 +2899,7 @@ func (x *ListChange) String() string {
 func (*ListChange) ProtoMessage() {}
 
 func (x *ListChange) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2460,7 +2912,7 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
 func (*ListChange) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ListChange) GetWhole() bool {
@@ -2510,7 +2962,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2522,7 +2974,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2535,7 +2987,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -2606,7 +3058,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2618,7 +3070,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2631,7 +3083,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -2696,7 +3148,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x1aLighthouseHeartbeatRequest\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\"\x1d\n" +
-	"\x1bLighthouseHeartbeatResponse\"\xea\x02\n" +
+	"\x1bLighthouseHeartbeatResponse\"\x8d\x03\n" +
 	"\x14ManagerQuorumRequest\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
@@ -2708,7 +3160,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12-\n" +
 	"\x12reconfigure_handle\x18\a \x01(\tR\x11reconfigureHandle\x12(\n" +
 	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\x12.\n" +
-	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\"\x85\a\n" +
+	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x12!\n" +
+	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\"\xa2\a\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +
@@ -2730,23 +3183,25 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x12\x17\n" +
 	"\x06replay\x18\x8c\x01 \x01(\bR\x06replay\x128\n" +
 	"\x18helper_manager_addresses\x18x \x03(\tR\x16helperManagerAddresses\x123\n" +
-	"\x16help_dst_replica_ranks\x18y \x03(\x03R\x13helpDstReplicaRanksB\x1b\n" +
+	"\x16help_dst_replica_ranks\x18y \x03(\x03R\x13helpDstReplicaRanks\x12\x1b\n" +
+	"\bdraining\x18\x96\x01 \x01(\bR\bdrainingB\x1b\n" +
 	"\x19_recover_src_replica_rankB\x13\n" +
 	"\x11_max_replica_rank\"/\n" +
 	"\x19CheckpointMetadataRequest\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\x03R\x04rank\"M\n" +
 	"\x1aCheckpointMetadataResponse\x12/\n" +
-	"\x13checkpoint_metadata\x18\x01 \x01(\tR\x12checkpointMetadata\"m\n" +
+	"\x13checkpoint_metadata\x18\x01 \x01(\tR\x12checkpointMetadata\"\x90\x01\n" +
 	"\x13ShouldCommitRequest\x12#\n" +
 	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x02 \x01(\x03R\tgroupRank\x12\x12\n" +
-	"\x04step\x18\x03 \x01(\x03R\x04step\";\n" +
+	"\x04step\x18\x03 \x01(\x03R\x04step\x12!\n" +
+	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\";\n" +
 	"\x14ShouldCommitResponse\x12#\n" +
 	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
-	"\fKillResponse\"\xe9\x02\n" +
+	"\fKillResponse\"\x88\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -2756,8 +3211,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\agive_up\x18\x05 \x01(\bH\x00R\x06giveUp\x126\n" +
 	"\tsuspected\x18< \x01(\v2\x16.torchft.PeerSuspectedH\x00R\tsuspected\x123\n" +
 	"\bprogress\x18= \x01(\v2\x15.torchft.RankProgressH\x00R\bprogress\x12\x16\n" +
-	"\x05hello\x18> \x01(\x03H\x00R\x05helloB\t\n" +
-	"\arequest\"\x88\x03\n" +
+	"\x05hello\x18> \x01(\x03H\x00R\x05hello\x12\x16\n" +
+	"\x05leave\x18P \x01(\bH\x00R\x05leave\x121\n" +
+	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
+	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12\x1e\n" +
+	"\tnonfinite\x18S \x01(\x03H\x00R\tnonfiniteB\t\n" +
+	"\arequest\"\x9e\x03\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
 	"\x06quorum\x18\x02 \x01(\v2\x1e.torchft.ManagerQuorumResponseH\x00R\x06quorum\x12D\n" +
@@ -2765,7 +3224,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\afailure\x18\x04 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12<\n" +
 	"\rmember_failed\x18\x05 \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
 	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
-	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAskedB\n" +
+	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x12\x14\n" +
+	"\x04left\x18P \x01(\bH\x00R\x04leftB\n" +
 	"\n" +
 	"\bresponse\"b\n" +
 	"\fMemberFailed\x12\x1b\n" +
@@ -2776,7 +3236,25 @@ const file_torchft_proto_rawDesc = "" +
 	"\rPeerSuspected\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
-	"replica_id\x18\x02 \x01(\tR\treplicaId\"W\n" +
+	"replica_id\x18\x02 \x01(\tR\treplicaId\"_\n" +
+	"\fHealProgress\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x1a\n" +
+	"\breceived\x18\x02 \x01(\x03R\breceived\x12\x14\n" +
+	"\x05total\x18\x03 \x01(\x03R\x05total\"\xd4\x01\n" +
+	"\tRecovered\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x16\n" +
+	"\x06healed\x18\x02 \x01(\bR\x06healed\x12\x1b\n" +
+	"\tquorum_id\x18\x03 \x01(\x03R\bquorumId\x12\x12\n" +
+	"\x04step\x18\x04 \x01(\x03R\x04step\x12\x14\n" +
+	"\x05bytes\x18\x05 \x01(\x03R\x05bytes\x12\x1d\n" +
+	"\n" +
+	"steps_lost\x18\x06 \x01(\x03R\tstepsLost\x12*\n" +
+	"\x06phases\x18\a \x03(\v2\x12.torchft.PhaseTimeR\x06phases\";\n" +
+	"\tPhaseTime\x12\x14\n" +
+	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x18\n" +
+	"\aseconds\x18\x02 \x01(\x01R\aseconds\"W\n" +
 	"\fRankProgress\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x14\n" +
@@ -2796,7 +3274,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xdb\x02\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xfa\x03\n" +
 	"\rMemberMessage\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
 	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x19\n" +
@@ -2806,16 +3284,21 @@ const file_torchft_proto_rawDesc = "" +
 	"\bprogress\x18= \x01(\v2\x16.torchft.GroupProgressH\x00R\bprogress\x12 \n" +
 	"\n" +
 	"incomplete\x18> \x01(\tH\x00R\n" +
-	"incomplete\x12)\n" +
-	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04pastB\t\n" +
-	"\amessage\"\x91\x01\n" +
+	"incomplete\x12\x1a\n" +
+	"\aleaving\x18P \x01(\bH\x00R\aleaving\x121\n" +
+	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
+	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12)\n" +
+	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04past\x12\x1a\n" +
+	"\areaches\x18) \x01(\x04H\x00R\areachesB\t\n" +
+	"\amessage\"\xb9\x01\n" +
 	"\bGreeting\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x1a\n" +
 	"\brevision\x18\x02 \x01(\x06R\brevision\x12\x14\n" +
 	"\x05place\x18( \x01(\rR\x05place\x12 \n" +
 	"\vlighthouses\x18) \x01(\rR\vlighthouses\x12\x12\n" +
-	"\x04term\x18* \x01(\x03R\x04term\"\x8b\x01\n" +
+	"\x04term\x18* \x01(\x03R\x04term\x12&\n" +
+	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\"\x8b\x01\n" +
 	"\n" +
 	"PastQuorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
@@ -2825,7 +3308,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05Voter\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\"\x80\x02\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\"\xbc\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +
@@ -2834,7 +3317,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06member\x18\x04 \x01(\v2\x15.torchft.QuorumMemberR\x06member\x12\x12\n" +
 	"\x04step\x18\x05 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
-	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\"\xf5\x03\n" +
+	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12\x18\n" +
+	"\areaches\x18( \x01(\x04R\areaches\x12 \n" +
+	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xc6\x04\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
 	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x126\n" +
@@ -2847,7 +3332,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
 	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x12\x16\n" +
 	"\x05probe\x18> \x01(\bH\x00R\x05probe\x12\x18\n" +
-	"\x06recall\x18( \x01(\x03H\x00R\x06recallB\t\n" +
+	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x19\n" +
+	"\ago_back\x18) \x01(\rH\x00R\x06goBack\x12\x16\n" +
+	"\x05drain\x18P \x01(\tH\x00R\x05drain\x12\x1c\n" +
+	"\breleased\x18Q \x01(\bH\x00R\breleasedB\t\n" +
 	"\amessage\"I\n" +
 	"\aWelcome\x12*\n" +
 	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x12\x12\n" +
@@ -2897,7 +3385,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -2917,76 +3405,84 @@ var file_torchft_proto_goTypes = []any{
 	(*RankResponse)(nil),                // 15: torchft.RankResponse
 	(*MemberFailed)(nil),                // 16: torchft.MemberFailed
 	(*PeerSuspected)(nil),               // 17: torchft.PeerSuspected
-	(*RankProgress)(nil),                // 18: torchft.RankProgress
-	(*GroupProgress)(nil),               // 19: torchft.GroupProgress
-	(*MemberStalled)(nil),               // 20: torchft.MemberStalled
-	(*CallFailure)(nil),                 // 21: torchft.CallFailure
-	(*MemberMessage)(nil),               // 22: torchft.MemberMessage
-	(*Greeting)(nil),                    // 23: torchft.Greeting
-	(*PastQuorum)(nil),                  // 24: torchft.PastQuorum
-	(*Voter)(nil),                       // 25: torchft.Voter
-	(*Ask)(nil),                         // 26: torchft.Ask
-	(*LighthouseMessage)(nil),           // 27: torchft.LighthouseMessage
-	(*Welcome)(nil),                     // 28: torchft.Welcome
-	(*ListChange)(nil),                  // 29: torchft.ListChange
-	(*QuorumStates)(nil),                // 30: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 31: torchft.PlacedState
-	(*timestamppb.Timestamp)(nil),       // 32: google.protobuf.Timestamp
+	(*HealProgress)(nil),                // 18: torchft.HealProgress
+	(*Recovered)(nil),                   // 19: torchft.Recovered
+	(*PhaseTime)(nil),                   // 20: torchft.PhaseTime
+	(*RankProgress)(nil),                // 21: torchft.RankProgress
+	(*GroupProgress)(nil),               // 22: torchft.GroupProgress
+	(*MemberStalled)(nil),               // 23: torchft.MemberStalled
+	(*CallFailure)(nil),                 // 24: torchft.CallFailure
+	(*MemberMessage)(nil),               // 25: torchft.MemberMessage
+	(*Greeting)(nil),                    // 26: torchft.Greeting
+	(*PastQuorum)(nil),                  // 27: torchft.PastQuorum
+	(*Voter)(nil),                       // 28: torchft.Voter
+	(*Ask)(nil),                         // 29: torchft.Ask
+	(*LighthouseMessage)(nil),           // 30: torchft.LighthouseMessage
+	(*Welcome)(nil),                     // 31: torchft.Welcome
+	(*ListChange)(nil),                  // 32: torchft.ListChange
+	(*QuorumStates)(nil),                // 33: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 34: torchft.PlacedState
+	(*timestamppb.Timestamp)(nil),       // 35: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	32, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	35, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	24, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	27, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
 	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
 	17, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	18, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
-	7,  // 9: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	11, // 10: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	21, // 11: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	16, // 12: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	20, // 13: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
-	23, // 14: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	26, // 15: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	17, // 16: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	19, // 17: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	24, // 18: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	25, // 19: torchft.PastQuorum.members:type_name -> torchft.Voter
-	25, // 20: torchft.PastQuorum.base:type_name -> torchft.Voter
-	0,  // 21: torchft.Ask.member:type_name -> torchft.QuorumMember
-	28, // 22: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	29, // 23: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	30, // 24: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	21, // 25: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	16, // 26: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	20, // 27: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	0,  // 28: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	32, // 29: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	31, // 30: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	25, // 31: torchft.QuorumStates.base:type_name -> torchft.Voter
-	2,  // 32: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 33: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 34: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 35: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 36: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 37: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	14, // 38: torchft.RankService.Session:input_type -> torchft.RankRequest
-	22, // 39: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	3,  // 40: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 41: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 42: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 43: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 44: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 45: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	15, // 46: torchft.RankService.Session:output_type -> torchft.RankResponse
-	27, // 47: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	40, // [40:48] is the sub-list for method output_type
-	32, // [32:40] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	21, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	18, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
+	19, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	7,  // 11: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	11, // 12: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	24, // 13: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	16, // 14: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	23, // 15: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
+	20, // 16: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	26, // 17: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	29, // 18: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	17, // 19: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	22, // 20: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	18, // 21: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	19, // 22: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	27, // 23: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	28, // 24: torchft.PastQuorum.members:type_name -> torchft.Voter
+	28, // 25: torchft.PastQuorum.base:type_name -> torchft.Voter
+	0,  // 26: torchft.Ask.member:type_name -> torchft.QuorumMember
+	31, // 27: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	32, // 28: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	33, // 29: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	24, // 30: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	16, // 31: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	23, // 32: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	0,  // 33: torchft.ListChange.set:type_name -> torchft.QuorumMember
+	35, // 34: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	34, // 35: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	28, // 36: torchft.QuorumStates.base:type_name -> torchft.Voter
+	2,  // 37: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 38: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 39: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 40: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 41: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 42: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	14, // 43: torchft.RankService.Session:input_type -> torchft.RankRequest
+	25, // 44: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	3,  // 45: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 46: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 47: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 48: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 49: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 50: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	15, // 51: torchft.RankService.Session:output_type -> torchft.RankResponse
+	30, // 52: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	45, // [45:53] is the sub-list for method output_type
+	37, // [37:45] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -3002,6 +3498,10 @@ func file_torchft_proto_init() {
 		(*RankRequest_Suspected)(nil),
 		(*RankRequest_Progress)(nil),
 		(*RankRequest_Hello)(nil),
+		(*RankRequest_Leave)(nil),
+		(*RankRequest_Healing)(nil),
+		(*RankRequest_Recovered)(nil),
+		(*RankRequest_Nonfinite)(nil),
 	}
 	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
@@ -3010,8 +3510,9 @@ func file_torchft_proto_init() {
 		(*RankResponse_MemberFailed)(nil),
 		(*RankResponse_MemberStalled)(nil),
 		(*RankResponse_ProgressAsked)(nil),
+		(*RankResponse_Left)(nil),
 	}
-	file_torchft_proto_msgTypes[22].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[25].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_GiveUp)(nil),
@@ -3019,9 +3520,13 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Suspected)(nil),
 		(*MemberMessage_Progress)(nil),
 		(*MemberMessage_Incomplete)(nil),
+		(*MemberMessage_Leaving)(nil),
+		(*MemberMessage_Healing)(nil),
+		(*MemberMessage_Recovered)(nil),
 		(*MemberMessage_Past)(nil),
+		(*MemberMessage_Reaches)(nil),
 	}
-	file_torchft_proto_msgTypes[27].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[30].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_ListChange)(nil),
 		(*LighthouseMessage_Quorum)(nil),
@@ -3032,6 +3537,9 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_ProgressAsked)(nil),
 		(*LighthouseMessage_Probe)(nil),
 		(*LighthouseMessage_Recall)(nil),
+		(*LighthouseMessage_GoBack)(nil),
+		(*LighthouseMessage_Drain)(nil),
+		(*LighthouseMessage_Released)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -3039,7 +3547,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   32,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   4,
 		},

@@ -12,7 +12,10 @@ import (
 	"github.com/torchft/torchft/go/lighthouse"
 )
 
-func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
+func main() {
+	lighthouse.OwnProcess()
+	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
+}
 
 // run is main with its surroundings as arguments; it returns the exit status.
 func run(args []string, stdout, stderr io.Writer) int {

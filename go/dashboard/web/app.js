@@ -4,7 +4,9 @@
 const MOST_ROWS = 200; // drawn at once; the search finds the others
 const MOST_EVENTS = 300;
 const MOST_POINTS = 4000;
-const ORDER = ["dead", "stalled", "suspect", "waiting", "joining", "healing", "training"];
+const ORDER = ["dead", "stalled", "suspect", "draining", "waiting", "joining", "healing", "training"];
+
+const EVENT_COLOURS = { quorum: "training", healed: "training", recovered: "training", drained: "draining" };
 
 const at = (id) => document.getElementById(id);
 const state = { head: null, rows: new Map(), events: [], points: [], lastEvent: 0 };
@@ -24,7 +26,10 @@ function ago(ms) {
   return `${Math.round(s / 86400)} d`;
 }
 
-const clock = (ms) => new Date(ms).toLocaleTimeString();
+const clock = (ms) => new Date(ms).toLocaleTimeString([], { hourCycle: "h23" });
+
+// A replica_id ends in a UUID, the beginning of which tells it from the others. `torchft kill` takes the beginning of a name.
+const short = (text) => text.replace(/(:[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}/g, "$1…");
 
 // What the lighthouse sends
 
@@ -122,7 +127,9 @@ function drawChart() {
   let path = "";
   for (const p of parts) path += `${path ? "L" : "M"}${x(p.from).toFixed(1)} ${y(p.all).toFixed(1)}L${x(p.until).toFixed(1)} ${y(p.all).toFixed(1)}`;
   chart.append(svg("path", { class: "area", d: `${path}L1000 215L0 215Z` }), svg("path", { class: "line", d: path }));
-  for (const event of state.events) {
+  const bad = (event) => event.kind === "failed" || event.kind === "killed";
+  // Failures come last: the quorum without the dead begins at almost the same place.
+  for (const event of [...state.events].sort((a, b) => bad(a) - bad(b))) {
     const when = Date.parse(event.time);
     if (when < first || when > end) continue;
     const mark = svg("line", { class: `mark ${event.kind}`, x1: x(when), x2: x(when), y1: 0, y2: 220 });
@@ -155,15 +162,25 @@ function drawRow(tr, row) {
     tr = document.createElement("tr");
     tr.dataset.id = row.id;
     for (let i = 0; i < 8; i++) tr.append(document.createElement("td"));
-    const button = element("button", "end it");
-    button.addEventListener("click", () => askToKill(row.id));
-    tr.children[7].append(button);
+    for (const [text, ask] of [["drain", "drain"], ["end it", "kill"]]) {
+      const button = element("button", text, ask);
+      button.addEventListener("click", () => askTo(ask, row.id));
+      tr.children[7].append(button, " ");
+    }
     for (const i of [3, 4, 5]) tr.children[i].className = "number";
   }
   const cells = tr.children;
-  cells[0].textContent = row.id;
+  cells[0].textContent = short(row.id);
   cells[0].title = row.id;
-  cells[1].textContent = row.failures ? `${row.state}, ${row.failures} commits failed` : row.state;
+  const heal = row.heal_total ? ` ${gigabytes(row.heal_received || 0)} of ${gigabytes(row.heal_total)}` : "";
+  cells[1].textContent = row.state + heal + (row.failures ? `, ${some(row.failures, "commit")} failed` : "");
+  if (row.heal_total) {
+    const bar = element("progress");
+    bar.max = row.heal_total;
+    bar.value = row.heal_received || 0;
+    cells[1].append(bar);
+  }
+  cells[1].title = row.why || "";
   cells[1].className = row.state;
   cells[2].textContent = ago(row.since);
   cells[3].textContent = row.step;
@@ -173,11 +190,28 @@ function drawRow(tr, row) {
   return tr;
 }
 
+// What a recovery cost, and where its seconds went.
+function recovery(event) {
+  const phases = (event.phases || []).filter((p) => p.phase !== "total");
+  const total = phases.reduce((sum, p) => sum + p.seconds, 0);
+  const where = phases.filter((p) => p.seconds >= 0.0005).map((p) => `${p.phase} ${seconds(p.seconds)}`).join(", ");
+  const what = event.kind === "healed"
+    ? `${event.who} took over the state of step ${event.step} (${gigabytes(event.bytes || 0)})`
+    : `${event.who} and the others go on at step ${event.step}, ${some(event.steps_lost || 0, "step")} lost`;
+  return `${what}: ${seconds(total)}${where ? ` (${where})` : ""}`;
+}
+
+const some = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+const seconds = (s) => (s < 1 ? `${Math.round(1000 * s)} ms` : `${s.toFixed(1)} s`);
+const gigabytes = (bytes) => (bytes < 1e8 ? `${(bytes / 1e6).toFixed(1)} MB` : `${(bytes / 1e9).toFixed(1)} GB`);
+
 function words(event) {
   const parts = [];
   if (event.joined) parts.push(`${event.joined.join(", ")} joined`);
   if (event.left) parts.push(`${event.left.join(", ")} ${event.kind === "failed" ? "failed" : "left"}`);
-  if (event.kind === "quorum") parts.push(`${event.members} groups train from step ${event.step}`);
+  if (event.kind === "drained") return `${(event.left || []).join(", ")} is to leave at the end of a step; ${event.reason}`;
+  if (event.who) parts.push(recovery(event));
+  if (event.kind === "quorum") parts.push(`${some(event.members, "group")} ${event.members === 1 ? "trains" : "train"} from step ${event.step}`);
   if (event.reason) parts.push(event.reason);
   return parts.join("; ");
 }
@@ -192,7 +226,8 @@ function drawEvents() {
     const item = element("li");
     const when = element("time", clock(Date.parse(event.time)));
     when.dateTime = event.time;
-    item.append(when, element("b", event.kind, event.kind === "quorum" ? "training" : "bad"), element("span", words(event)));
+    item.append(when, element("b", event.kind, EVENT_COLOURS[event.kind] || "bad"), element("span", short(words(event))));
+    item.lastChild.title = words(event);
     list.prepend(item);
     if (list.children.length > MOST_EVENTS) list.lastChild.remove();
   }
@@ -203,7 +238,10 @@ function drawEvents() {
 const job = new URLSearchParams(location.search).get("job");
 
 async function drawJobs() {
-  const all = await (await fetch("jobs")).json();
+  if (document.activeElement === at("jobs")) return; // somebody chooses
+  const answer = await fetch("jobs").catch(() => null); // the connection below tells of a lighthouse that is away
+  if (!answer || !answer.ok) return;
+  const all = await answer.json();
   at("jobs").hidden = all.length < 2;
   at("jobs").replaceChildren(...all.map((one) => {
     const option = element("option", `${one.job}: ${one.groups} groups, step ${one.max_step}`);
@@ -217,20 +255,30 @@ at("jobs").addEventListener("change", (event) => { location.search = `?job=${enc
 
 // Ending a group
 
-function askToKill(id) {
+const ASKS = {
+  kill: { title: "End this group?", what: "Its manager's process ends at once. The other groups lose the step that they are in, and go on without it.", button: "End it" },
+  drain: { title: "Let this group leave?", what: "It takes part in one step more and ends then, if its script heeds Manager.draining(). Nobody loses a step.", button: "Let it leave" },
+};
+let asked = { what: "kill", id: "" };
+
+function askTo(what, id) {
+  asked = { what, id };
+  at("question").textContent = ASKS[what].title;
   at("victim").textContent = id;
+  at("consequence").textContent = ASKS[what].what;
+  at("confirm").textContent = ASKS[what].button;
   at("refused").textContent = "";
-  at("kill").showModal();
+  at("ask").showModal();
 }
 
 at("confirm").addEventListener("click", async () => {
-  const token = at("token").value;
-  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const headers = { "Content-Type": "application/json" };
+  if (at("token").value) headers.Authorization = `Bearer ${at("token").value}`;
   at("refused").textContent = "";
   try {
-    const answer = await fetch(`/replica/${encodeURIComponent(at("victim").textContent)}/kill`, { method: "POST", headers });
-    if (answer.ok) at("kill").close();
-    else at("refused").textContent = await answer.text();
+    const answer = await fetch(`api/v1/${asked.what}?job=${encodeURIComponent(job || "default")}`, { method: "POST", headers, body: JSON.stringify({ replica_id: asked.id }) });
+    if (answer.ok) at("ask").close();
+    else at("refused").textContent = (await answer.json()).error;
   } catch (error) {
     at("refused").textContent = `The lighthouse does not answer: ${error.message}`;
   }
@@ -238,12 +286,25 @@ at("confirm").addEventListener("click", async () => {
 
 at("filter").addEventListener("input", () => draw(true));
 setInterval(() => draw(true), 5000); // ages grow without news
+setInterval(drawJobs, 10000);
 
-// The connection: the browser makes it anew when it breaks
+// The connection: the browser makes it anew when it breaks, but not where it was refused
 
-const source = new EventSource(`api/v1/events${job ? `?job=${encodeURIComponent(job)}` : ""}`);
-source.addEventListener("open", () => { at("link").textContent = "live"; at("link").className = "pill live"; });
-source.addEventListener("error", () => { at("link").textContent = "connection lost, trying again"; at("link").className = "pill lost"; });
-source.addEventListener("whole", (message) => { takeWhole(JSON.parse(message.data)); drawJobs(); });
-source.addEventListener("change", (message) => takeChange(JSON.parse(message.data)));
-source.addEventListener("event", (message) => { keepEvent(JSON.parse(message.data)); draw(false); });
+const AGAIN_MS = 5000;
+
+function connect() {
+  const query = new URLSearchParams(job ? { job } : {});
+  if (state.lastEvent) query.set("after", state.lastEvent);
+  const source = new EventSource(`api/v1/events?${query}`);
+  source.addEventListener("open", () => { at("link").textContent = "live"; at("link").className = "pill live"; });
+  source.addEventListener("error", () => {
+    at("link").textContent = "connection lost, trying again";
+    at("link").className = "pill lost";
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, AGAIN_MS);
+  });
+  source.addEventListener("whole", (message) => { takeWhole(JSON.parse(message.data)); drawJobs(); });
+  source.addEventListener("change", (message) => takeChange(JSON.parse(message.data)));
+  source.addEventListener("event", (message) => { keepEvent(JSON.parse(message.data)); draw(false); });
+}
+
+connect();

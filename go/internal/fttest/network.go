@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 )
@@ -20,6 +21,7 @@ type Network struct {
 	dead      map[string]bool // hosts
 	conns     map[*conn]struct{}
 	blocked   map[[2]string]bool
+	refused   map[[2]string]bool
 	nextPort  int
 }
 
@@ -69,7 +71,7 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
 	l := h.net.listeners[address]
-	if l == nil || h.net.dead[h.name] {
+	if l == nil || h.net.dead[h.name] || h.net.refused[[2]string{h.name, l.host.name}] {
 		return nil, fmt.Errorf("dial %s: %w", address, syscall.ECONNREFUSED)
 	}
 	there, here := newPipe(), newPipe()
@@ -116,11 +118,32 @@ func (h *Host) Cut() {
 	}
 }
 
+// Interrupt cuts two hosts from each other for a while: their connections break, and new ones are refused.
+func (n *Network) Interrupt(a, b string, lasts time.Duration) {
+	n.mu.Lock()
+	if n.refused == nil {
+		n.refused = map[[2]string]bool{}
+	}
+	n.refused[[2]string{a, b}], n.refused[[2]string{b, a}] = true, true
+	n.mu.Unlock()
+	n.breakBetween(a, b)
+	time.AfterFunc(lasts, func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		delete(n.refused, [2]string{a, b})
+		delete(n.refused, [2]string{b, a})
+	})
+}
+
 // Block cuts two hosts from each other, until Unblock: their connections break, and new ones get no answer.
 func (n *Network) Block(a, b string) {
 	n.mu.Lock()
 	n.blocked[[2]string{a, b}], n.blocked[[2]string{b, a}] = true, true
 	n.mu.Unlock()
+	n.breakBetween(a, b)
+}
+
+func (n *Network) breakBetween(a, b string) {
 	for _, c := range n.connsOf(a) {
 		if from, _, _ := net.SplitHostPort(c.remote.String()); from == b {
 			_ = c.Close()
@@ -152,6 +175,16 @@ func (h *Host) Freeze() {
 	for _, c := range h.net.connsOf(h.name) {
 		c.in.freeze()
 		c.out.freeze()
+	}
+}
+
+// Hold stops what is on its way between two hosts, until their connections break.
+func (n *Network) Hold(a, b string) {
+	for _, c := range n.connsOf(a) {
+		if to, _, _ := net.SplitHostPort(c.remote.String()); to == b {
+			c.in.freeze()
+			c.out.freeze()
+		}
 	}
 }
 

@@ -18,7 +18,8 @@ func TestProcessorsFollowTheWork(t *testing.T) {
 	if runtime.NumCPU() < 2 || os.Getenv("GOMAXPROCS") != "" {
 		t.Skip("there is no choice of processors")
 	}
-	t.Cleanup(func() { runtime.GOMAXPROCS(runtime.NumCPU()) })
+	before := runtime.GOMAXPROCS(0)
+	t.Cleanup(func() { runtime.GOMAXPROCS(before) })
 	many := min(4, runtime.NumCPU())
 	ops.Quiet()
 	require.Equal(t, 1, runtime.GOMAXPROCS(0))

@@ -2,9 +2,12 @@
 package rank
 
 import (
+	"context"
 	"slices"
 	"sync"
+	"sync/atomic"
 
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/recovery"
 )
@@ -16,6 +19,9 @@ type Client struct {
 	Closed chan struct{}
 	// Change holds a value while a changed quorum waits to be looked at.
 	Change chan struct{}
+
+	// Trace is the trace context of the step, from its quorum on; nil unless the rank traces.
+	Trace atomic.Pointer[string]
 
 	mu   sync.Mutex
 	last *recovery.Result // of the last round
@@ -40,6 +46,22 @@ func (c *Client) Tell() {
 	}
 }
 
+// Traced adds the trace context, if there is one.
+func (c *Client) Traced(args manager.QuorumArgs) manager.QuorumArgs {
+	if parent := c.Trace.Load(); parent != nil {
+		args.Traceparent = *parent
+	}
+	return args
+}
+
+// Below lets a vote go on below the step, if that is traced.
+func (c *Client) Below(ctx context.Context) context.Context {
+	if parent := c.Trace.Load(); parent != nil {
+		return tracing.Below(ctx, *parent)
+	}
+	return ctx
+}
+
 // Changed remembers a round's result and reports whether it asks for more than one more step.
 func (c *Client) Changed(r recovery.Result) bool {
 	c.mu.Lock()
@@ -60,6 +82,7 @@ func sameButStep(a, b recovery.Result) bool {
 		a.CommitFailures == b.CommitFailures &&
 		a.CommittedQuorumID == b.CommittedQuorumID &&
 		a.Replay == b.Replay &&
+		a.Draining == b.Draining &&
 		slices.Equal(a.Sources, b.Sources) &&
 		slices.Equal(a.RecoverDstReplicaRank, b.RecoverDstReplicaRank) &&
 		slices.Equal(a.Helpers, b.Helpers) &&

@@ -39,6 +39,7 @@ func TestARoundBringsAChange(t *testing.T) {
 		"CommitFailures":        change(func(r *recovery.Result) { r.CommitFailures = 1 }),
 		"CommittedQuorumID":     change(func(r *recovery.Result) { r.CommittedQuorumID = 6 }),
 		"Replay":                change(func(r *recovery.Result) { r.Replay = true }),
+		"Draining":              change(func(r *recovery.Result) { r.Draining = true }),
 		"ReplicaIDs":            change(func(r *recovery.Result) { r.ReplicaIDs = []string{"a", "c"} }),
 		"Handles":               change(func(r *recovery.Result) { r.Handles = []string{"x", "z"} }),
 		"WithoutHandles":        change(func(r *recovery.Result) { r.WithoutHandles = []string{"a"} }),
@@ -51,7 +52,7 @@ func TestARoundBringsAChange(t *testing.T) {
 		})
 	}
 	// A field added to Result must be looked at too: the step is the only one that may differ.
-	require.Equal(t, 18, reflect.TypeFor[recovery.Result]().NumField())
+	require.Equal(t, 19, reflect.TypeFor[recovery.Result]().NumField())
 }
 
 func TestOnlyTheStepDiffers(t *testing.T) {

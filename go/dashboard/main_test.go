@@ -1,0 +1,9 @@
+package dashboard
+
+import (
+	"testing"
+
+	"github.com/torchft/torchft/go/internal/testmain"
+)
+
+func TestMain(m *testing.M) { testmain.Run(m) }

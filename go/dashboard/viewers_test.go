@@ -1,0 +1,193 @@
+package dashboard
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"runtime"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// busy is a job with some history: what it sends first has some 100 KB.
+func busy(s *site, j *job) {
+	var members []quorum.MemberStatus
+	for i := range 200 {
+		members = append(members, member(fmt.Sprintf("train_%d:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11", i), 123456789))
+		s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i].ReplicaID}, Reason: "every healthy replica asked"})
+	}
+	j.set(members...)
+}
+
+// heap is what is in use, in bytes.
+func heap() int64 {
+	var m runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
+}
+
+func (s *site) watching() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.viewers)
+}
+
+// What a connection may cost, both ends of which are in this process: buffers of 4 KiB, and stacks. Less than a copy of what it
+// is sent.
+const (
+	mostBytesOfAViewer      = 60_000
+	mostGoroutinesOfAViewer = 4
+)
+
+func TestAThousandViewersAtTheSameTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := &job{}
+		s := serve(t, j)
+		busy(s, j)
+		all := mustJoin(t, s).whole.message()
+		size := int64(len(all))
+		require.Greater(t, size, int64(mostBytesOfAViewer))
+		synctest.Wait()
+		before, goroutines := heap(), runtime.NumGoroutine()
+
+		// All at once, as when their lighthouse was restarted: nobody has read anything yet.
+		const viewers, slow = 1000, 100
+		var streams []*stream
+		for range viewers {
+			streams = append(streams, s.watch(t, "/api/v1/events", ""))
+		}
+		synctest.Wait()
+		assert.Equal(t, viewers, s.watching())
+		grown := heap() - before
+		assert.Less(t, grown, 4*size+viewers*mostBytesOfAViewer, "they share what is sent to all: %d viewers of %d bytes cost %d", viewers, size, grown)
+		assert.LessOrEqual(t, runtime.NumGoroutine()-goroutines, viewers*mostGoroutinesOfAViewer)
+
+		// Those who read get everything, in order, however many there are.
+		reading, stuck := streams[slow:], streams[:slow]
+		for _, viewer := range reading {
+			got := make([]byte, size)
+			_, err := io.ReadFull(viewer.lines, got)
+			require.NoError(t, err)
+			require.True(t, bytes.Equal(all, got))
+		}
+		for i := range 2 * backlog {
+			s.Record(Event{Kind: MemberFailed, Left: []string{fmt.Sprint("group ", i)}})
+			for _, viewer := range reading {
+				var e Event
+				for event := ""; event != "event"; {
+					event, _ = viewer.next(t, &e)
+				}
+				require.Equal(t, []string{fmt.Sprint("group ", i)}, e.Left)
+			}
+		}
+		// The others are cut off, and cost nothing more than until their connections' time to write is over.
+		synctest.Wait()
+		assert.Equal(t, viewers-slow, s.watching())
+		ended := make(chan error, len(reading))
+		for _, viewer := range reading {
+			go func() {
+				_, err := io.Copy(io.Discard, viewer.lines)
+				ended <- err
+			}()
+		}
+		time.Sleep(2 * keepWrite)
+		assert.Equal(t, viewers-slow, s.watching(), "those who read stay")
+		for _, viewer := range stuck {
+			_, err := io.Copy(io.Discard, viewer.lines)
+			require.Error(t, err, "it notices")
+		}
+
+		s.close()
+		for range reading {
+			require.NoError(t, <-ended, "told that this is the end")
+		}
+		for _, viewer := range streams {
+			_ = viewer.body.Close()
+		}
+		s.client.CloseIdleConnections()
+		synctest.Wait()
+		assert.Zero(t, s.watching())
+		assert.LessOrEqual(t, runtime.NumGoroutine(), goroutines, "nothing of them is left")
+	})
+}
+
+func mustJoin(t *testing.T, s *site) *viewer {
+	t.Helper()
+	v, err := s.join(0)
+	require.NoError(t, err)
+	s.leave(v)
+	return v
+}
+
+func TestThoseWhoComeAtOnceAreNoNewsToTheOthers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := &job{}
+		j.set(member("a", 1))
+		s := serve(t, j)
+		first, err := s.join(0)
+		require.NoError(t, err)
+		for range 10 * backlog {
+			next, err := s.join(0)
+			require.NoError(t, err)
+			assert.Same(t, first.whole, next.whole, "it is encoded once")
+			s.leave(next)
+			time.Sleep(time.Millisecond)
+		}
+		assert.Empty(t, first.messages, "and nobody hears of it")
+		assert.Equal(t, 1, s.watching())
+
+		// What happens between is in what the next one gets.
+		s.Record(Event{Kind: Killed, Left: []string{"a"}})
+		assert.Contains(t, string(mustJoin(t, s).whole.message()), `"killed"`)
+		s.leave(first)
+	})
+}
+
+func TestABrowserThatStaysForADay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := &job{}
+		s := serve(t, j)
+		viewer := s.watch(t, "/api/v1/events", "")
+		heard := 0
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			n, _ := io.Copy(io.Discard, viewer.lines)
+			heard = int(n)
+		}()
+		var settled int64
+		for minute := range 24 * 60 {
+			if minute == 2*60 {
+				settled = heap()
+			}
+			// A group fails each minute, and comes back under a new name.
+			name := fmt.Sprintf("group_0:%d", minute)
+			s.Record(Event{Kind: MemberFailed, Left: []string{name}, Reason: "its connection broke"})
+			s.Record(Event{Kind: QuorumChanged, Joined: []string{name}})
+			for second := range 60 {
+				step := int64(60*minute + second)
+				j.set(member(name, step), member("group_1", step))
+				s.Round(step, 2, time.Millisecond, time.Now())
+				time.Sleep(time.Second)
+			}
+		}
+		grown := heap() - settled
+		assert.Less(t, grown, int64(4<<20), "the heap grew by %d bytes in 22 hours", grown)
+		assert.Equal(t, 1, s.watching(), "it was never cut off")
+		s.mu.Lock()
+		assert.Len(t, s.history.events, mostEvents)
+		assert.LessOrEqual(t, len(s.history.points), mostPoints)
+		assert.Len(t, s.board.rows, 2, "names that are gone are forgotten")
+		s.mu.Unlock()
+		s.close()
+		<-done
+		assert.Greater(t, heard, 86_400*100, "it heard of each second")
+	})
+}

@@ -1,0 +1,193 @@
+// Package tracing makes spans of OpenTelemetry for work that somebody traces already: a rank, whose step it is part of.
+//
+// It is off, and costs a comparison, unless the standard OTEL variables of this process ask for it.
+package tracing
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/codes"
+	"go.opentelemetry.io/otel/exporters/otlp/otlptrace/otlptracehttp"
+	"go.opentelemetry.io/otel/exporters/stdout/stdouttrace"
+	"go.opentelemetry.io/otel/propagation"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/trace"
+	"google.golang.org/grpc/metadata"
+)
+
+// parentKey is where W3C trace context has the span that others go on with.
+const parentKey = "traceparent"
+
+// flushTime is how long the last spans may take to leave.
+const flushTime = 2 * time.Second
+
+var (
+	setup    sync.Once
+	provider atomic.Pointer[sdktrace.TracerProvider] // nil: off
+	w3c      propagation.TraceContext
+)
+
+// Setup looks once at the environment. What is wrong with it is logged, and nothing is traced then.
+func Setup(log *slog.Logger) {
+	setup.Do(func() {
+		kinds, err := Exporters(os.Getenv)
+		if err == nil && len(kinds) > 0 {
+			err = begin(kinds)
+		}
+		if err != nil {
+			log.Warn("torchft: nothing is traced", "error", err)
+		}
+	})
+}
+
+// Exporters are those that OpenTelemetry's variables ask for traces; none unless they ask for one.
+func Exporters(env func(string) string) ([]string, error) {
+	if strings.EqualFold(strings.TrimSpace(env("OTEL_SDK_DISABLED")), "true") {
+		return nil, nil
+	}
+	text := strings.TrimSpace(env("OTEL_TRACES_EXPORTER"))
+	if text == "" {
+		if env("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") != "" || env("OTEL_EXPORTER_OTLP_ENDPOINT") != "" {
+			return []string{"otlp"}, nil
+		}
+		return nil, nil
+	}
+	var kinds []string
+	for kind := range strings.SplitSeq(text, ",") {
+		kinds = append(kinds, strings.TrimSpace(kind))
+	}
+	if slices.Equal(kinds, []string{"none"}) {
+		return nil, nil
+	}
+	for _, kind := range kinds {
+		if kind != "otlp" && kind != "console" {
+			return nil, fmt.Errorf("OTEL_TRACES_EXPORTER is %q: allowed are none, or otlp and console", text)
+		}
+	}
+	return kinds, nil
+}
+
+// begin makes the exporters; sampler, resource and batches are as the other variables say.
+func begin(kinds []string) error {
+	var options []sdktrace.TracerProviderOption
+	for _, kind := range kinds {
+		var exporter sdktrace.SpanExporter
+		var err error
+		if kind == "console" {
+			exporter, err = stdouttrace.New(stdouttrace.WithWriter(os.Stderr))
+		} else {
+			exporter, err = otlptracehttp.New(context.Background())
+		}
+		if err != nil {
+			return err
+		}
+		options = append(options, sdktrace.WithBatcher(exporter))
+	}
+	provider.Store(sdktrace.NewTracerProvider(options...))
+	return nil
+}
+
+// Use gives all spans to a processor until restore is called, for tests.
+func Use(processor sdktrace.SpanProcessor) (restore func()) {
+	before := provider.Swap(sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(processor)))
+	return func() { provider.Store(before) }
+}
+
+// Flush sends what is left, for a moment.
+func Flush() {
+	if p := provider.Load(); p != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), flushTime)
+		defer cancel()
+		_ = p.ForceFlush(ctx) // a collector that is away costs the spans
+	}
+}
+
+// Span is a piece of work at a step. Nil where nothing is traced; its methods do nothing then.
+type Span struct{ span trace.Span }
+
+// Continue begins a span below one that somebody else began, nil if it is off, or parent is no trace context.
+func Continue(parent, name string, step int64, attributes ...attribute.KeyValue) *Span {
+	if parent == "" {
+		return nil
+	}
+	p := provider.Load()
+	if p == nil {
+		return nil
+	}
+	ctx := w3c.Extract(context.Background(), propagation.MapCarrier{parentKey: parent})
+	if !trace.SpanContextFromContext(ctx).IsValid() {
+		return nil
+	}
+	attributes = append(attributes, attribute.Int64("torchft.step", step))
+	_, span := p.Tracer("torchft").Start(ctx, name, trace.WithAttributes(attributes...))
+	return &Span{span}
+}
+
+// Parent is what others need to go on below this span; empty if there is none.
+func (s *Span) Parent() string {
+	if s == nil {
+		return ""
+	}
+	carrier := propagation.MapCarrier{}
+	w3c.Inject(trace.ContextWithSpan(context.Background(), s.span), carrier)
+	return carrier[parentKey]
+}
+
+// Set adds to what is known of the work.
+func (s *Span) Set(attributes ...attribute.KeyValue) {
+	if s != nil {
+		s.span.SetAttributes(attributes...)
+	}
+}
+
+// End ends the work; with an error if it failed.
+func (s *Span) End(err error) {
+	if s == nil {
+		return
+	}
+	if err != nil {
+		s.span.SetStatus(codes.Error, err.Error())
+	}
+	s.span.End()
+}
+
+type contextKey struct{}
+
+// WithParent lets calls made with a context go on below a span: those that carry it in a message find it with ParentOf,
+// for all others it is in gRPC's metadata.
+func WithParent(ctx context.Context, s *Span) context.Context { return Below(ctx, s.Parent()) }
+
+// Below is WithParent for a span that somebody else began; without one, "", it changes nothing.
+func Below(ctx context.Context, parent string) context.Context {
+	if parent == "" {
+		return ctx
+	}
+	return metadata.AppendToOutgoingContext(context.WithValue(ctx, contextKey{}, parent), parentKey, parent)
+}
+
+// ParentOf is what WithParent or Below put there.
+func ParentOf(ctx context.Context) string {
+	parent, _ := ctx.Value(contextKey{}).(string)
+	return parent
+}
+
+// Incoming is the span of whoever makes a call, by gRPC's metadata.
+func Incoming(ctx context.Context) string {
+	if provider.Load() == nil {
+		return ""
+	}
+	md, _ := metadata.FromIncomingContext(ctx)
+	if values := md.Get(parentKey); len(values) == 1 {
+		return values[0]
+	}
+	return ""
+}

@@ -1,0 +1,124 @@
+package lighthouse
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// The routes below /api/v1/ that change something. Each takes a JSON object, and answers with one, also when it refuses.
+
+// mostBody bounds what a request says: a replica_id in JSON has at most six bytes for each of its own.
+const mostBody = 16 << 10
+
+// about is whom a request is about.
+type about struct {
+	ReplicaID string `json:"replica_id"`
+}
+
+// done is the answer to a request that was followed.
+type done struct {
+	ReplicaID string `json:"replica_id"`
+	Done      string `json:"done"`
+}
+
+func (s *Server) apiKill(w http.ResponseWriter, r *http.Request, who about) {
+	code, err := s.killFor(r, who.ReplicaID)
+	if err != nil {
+		dashboard.Refuse(w, code, err)
+		return
+	}
+	dashboard.Answer(w, done{who.ReplicaID, "told to end"})
+}
+
+func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
+	j, code, err := s.holder(r, who.ReplicaID, func(j *job) bool { return j.has(who.ReplicaID) })
+	if err != nil {
+		dashboard.Refuse(w, code, err)
+		return
+	}
+	err = j.drain(who.ReplicaID, "somebody at "+r.RemoteAddr+" asked for it")
+	switch {
+	case errors.Is(err, errNoStream):
+		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("replica %q cannot be told to leave: %w", who.ReplicaID, err))
+	case err != nil:
+		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
+	default:
+		j.log.Info("torchft: told a replica group to leave, on request", "replica_id", who.ReplicaID, "from", r.RemoteAddr)
+		dashboard.Answer(w, done{who.ReplicaID, "told to leave at the end of a step"})
+	}
+}
+
+// errNoStream is of a member that cannot be told anything.
+var errNoStream = errors.New("it has no stream to this lighthouse, as groups of the published package have none")
+
+// has reports whether a member is there and alive.
+func (j *job) has(replicaID string) bool {
+	return slices.ContainsFunc(j.status().Members, func(m quorum.MemberStatus) bool { return m.ReplicaID == replicaID && m.Healthy })
+}
+
+// drain tells a member to leave.
+func (j *job) drain(replicaID, why string) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.closed {
+		return errShutdown
+	}
+	if j.streams.of[replicaID] == 0 {
+		return errNoStream
+	}
+	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Drained, Left: []string{replicaID}, Reason: why})
+	return j.step(quorum.Drained{ReplicaID: replicaID, Reason: why})
+}
+
+// ask makes a route of something that is asked about a replica. Whether it may be asked is looked at before the body is.
+func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request, about)) http.HandlerFunc {
+	refuse := func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
+	return func(w http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodPost {
+			w.Header().Set("Allow", http.MethodPost)
+			refuse(w, http.StatusMethodNotAllowed, fmt.Sprintf("%s %s is not allowed; allowed: POST", r.Method, r.URL.Path))
+			return
+		}
+		s.guarded(what, refuse, func(w http.ResponseWriter, r *http.Request) {
+			who, code, err := readAbout(w, r)
+			if err != nil {
+				dashboard.Refuse(w, code, err)
+				return
+			}
+			follow(w, r, who)
+		})(w, r)
+	}
+}
+
+// readAbout reads the body of a request; code is what to refuse it with.
+func readAbout(w http.ResponseWriter, r *http.Request) (who about, code int, err error) {
+	const want = `; wanted: {"replica_id": "..."}`
+	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, mostBody))
+	decoder.DisallowUnknownFields()
+	err = decoder.Decode(&who)
+	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
+		return who, http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
+	}
+	switch {
+	case errors.Is(err, io.EOF):
+		return who, http.StatusBadRequest, errors.New("there is no body" + want)
+	case err != nil:
+		return who, http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s", strings.TrimPrefix(err.Error(), "json: "), want)
+	case decoder.More():
+		return who, http.StatusBadRequest, errors.New("there is more than one value in the body" + want)
+	}
+	if err := checkReplicaID(who.ReplicaID); err != nil {
+		return who, http.StatusBadRequest, errors.New(rpc.Message(err))
+	}
+	return who, 0, nil
+}

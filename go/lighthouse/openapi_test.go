@@ -1,0 +1,140 @@
+package lighthouse_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/santhosh-tekuri/jsonschema/v6"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/manager"
+)
+
+// openAPI is the document, and what it says of JSON.
+type openAPI struct {
+	t        *testing.T
+	document map[string]any
+	compiler *jsonschema.Compiler
+}
+
+func readOpenAPI(t *testing.T) openAPI {
+	text, err := os.ReadFile("../dashboard/openapi.json")
+	require.NoError(t, err)
+	document, err := jsonschema.UnmarshalJSON(bytes.NewReader(text))
+	require.NoError(t, err)
+	compiler := jsonschema.NewCompiler()
+	require.NoError(t, compiler.AddResource("openapi.json", document))
+	return openAPI{t, document.(map[string]any), compiler}
+}
+
+// at is the part of the document at a JSON pointer, references followed, and where it really is.
+func (o openAPI) at(pointer string) (map[string]any, string) {
+	part := any(o.document)
+	for _, step := range strings.Split(pointer, "/")[1:] {
+		part = part.(map[string]any)[strings.NewReplacer("~1", "/", "~0", "~").Replace(step)]
+	}
+	found, _ := part.(map[string]any)
+	if ref, is := found["$ref"].(string); is {
+		return o.at(strings.TrimPrefix(ref, "#"))
+	}
+	return found, pointer
+}
+
+// check fails unless the document describes this answer.
+func (o openAPI) check(method, path string, code int, kind string, body []byte) {
+	o.t.Helper()
+	operation := "/paths/" + strings.ReplaceAll(path, "/", "~1") + "/" + strings.ToLower(method)
+	response, where := o.at(operation + "/responses/" + strconv.Itoa(code))
+	require.NotNil(o.t, response, "%s %s answered %d: it is not described", method, path, code)
+	kind, _, _ = strings.Cut(kind, ";")
+	require.Contains(o.t, response["content"], kind, "%s %s %d", method, path, code)
+	if kind != "application/json" {
+		return
+	}
+	schema, err := o.compiler.Compile("openapi.json#" + where + "/content/application~1json/schema")
+	require.NoError(o.t, err)
+	value, err := jsonschema.UnmarshalJSON(bytes.NewReader(body))
+	require.NoError(o.t, err)
+	require.NoError(o.t, schema.Validate(value), "%s %s %d: %s", method, path, code, body)
+}
+
+func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
+	o := readOpenAPI(t)
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 1, func(cfg *manager.ServerConfig) {
+			cfg.Hostname, cfg.Network, cfg.Exit = "lighthouse", c.Net.Host("lighthouse"), func(int) {}
+		})
+		require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
+		g.Ranks[0].SayHealing(manager.HealProgress{Received: 1, Total: 2})
+		synctest.Wait()
+		seen := map[string]bool{}
+		ask := func(method, path, body string, want int, headers ...string) {
+			req, err := http.NewRequestWithContext(t.Context(), method, fttest.LighthouseAddr+path, strings.NewReader(body))
+			require.NoError(t, err)
+			for i := 0; i < len(headers); i += 2 {
+				req.Header.Set(headers[i], headers[i+1])
+			}
+			resp, err := browser(t, c, "lighthouse").Do(req)
+			require.NoError(t, err)
+			require.Equal(t, want, resp.StatusCode, path)
+			kind := resp.Header.Get("Content-Type")
+			var text string
+			if strings.HasPrefix(kind, "text/event-stream") {
+				require.NoError(t, resp.Body.Close())
+			} else {
+				_, text = read(t, resp)
+			}
+			plain, _, _ := strings.Cut(path, "?")
+			if operation, _ := o.at("/paths/" + strings.ReplaceAll(plain, "/", "~1") + "/" + strings.ToLower(method)); operation != nil || want != 405 {
+				o.check(method, plain, resp.StatusCode, kind, []byte(text))
+			}
+			seen[plain] = true
+		}
+		ask("GET", "/api/v1/status", "", 200)
+		ask("GET", "/api/v1/history?after=x", "", 400)
+		ask("GET", "/api/v1/events", "", 200)
+		ask("GET", "/api/v1/events?after=-1", "", 400)
+		ask("GET", "/api/v1/openapi.json", "", 200)
+		ask("GET", "/healthz", "", 200)
+		ask("GET", "/readyz", "", 200)
+		for _, path := range []string{"/api/v1/drain", "/api/v1/kill"} {
+			ask("POST", path, "", 400)
+			ask("POST", path, `{"replica_id": "b"}`, 404)
+			ask("POST", path, `{"replica_id": "`+strings.Repeat("b", 1<<15)+`"}`, 413)
+			ask("POST", path, `{"replica_id": "a"}`, 403, "Origin", "http://evil.example")
+			ask("POST", path, `{"replica_id": "a"}`, 200)
+		}
+		g.Ranks[0].SayRecovered(manager.Recovered{Healed: true, Bytes: 5, Phases: []manager.PhaseTime{{Phase: "load", Seconds: 1}}})
+		synctest.Wait()
+		ask("GET", "/api/v1/history", "", 200)
+		g.Server.Shutdown()
+		ask("POST", "/api/v1/kill", `{"replica_id": "a"}`, 502)
+		for path := range o.document["paths"].(map[string]any) {
+			assert.True(t, seen[path], "%s is described, and was not tried", path)
+		}
+		time.Sleep(time.Second) // net/http closes the connection of a body that it did not read after a while
+	})
+}
+
+func TestTheExampleOfABodyIsOneThatIsTaken(t *testing.T) {
+	o := readOpenAPI(t)
+	schema, err := o.compiler.Compile("openapi.json#/components/schemas/About")
+	require.NoError(t, err)
+	for body, ok := range map[string]bool{
+		`{"replica_id": "a"}`: true, `{}`: false, `{"replica_id": ""}`: false, `{"replica_id": 1}`: false, `{"replica_id": "a", "x": 1}`: false,
+	} {
+		var value any
+		require.NoError(t, json.Unmarshal([]byte(body), &value))
+		assert.Equal(t, ok, schema.Validate(value) == nil, body)
+	}
+}

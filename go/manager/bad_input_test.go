@@ -1,0 +1,188 @@
+package manager_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/recovery"
+)
+
+func dialLighthouse(t *testing.T, c *fttest.Cluster, host string) *manager.LighthouseClient {
+	t.Helper()
+	client, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host(host)))
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, client.Close()) })
+	return client
+}
+
+// call asks as a published manager does, without a stream.
+func call(client *manager.LighthouseClient, m quorum.Member) <-chan fttest.Answer[*quorum.Quorum] {
+	return fttest.Start(func() (*quorum.Quorum, error) {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		return client.Quorum(ctx, m, 0)
+	})
+}
+
+func TestAGroupOfAnotherSizeIsRefusedAndTheOthersGoOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		before := round(t, 1, a, b)[0].QuorumID
+
+		wrong := c.StartGroup("c", 3)
+		for step := range int64(3) {
+			for _, asked := range wrong.QuorumOfAll(0, time.Minute) {
+				got := <-asked
+				assert.ErrorContains(t, got.Err, "world_size of replica c is 3, that of replica a, which is in the job, is 2: all groups of a job must have equally many ranks")
+				assert.Less(t, got.Took, atOnce)
+			}
+			start := time.Now()
+			for _, r := range round(t, 2+step, a, b) {
+				assert.Equal(t, before, r.QuorumID, "the others do not even notice")
+				assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
+			}
+			assert.Less(t, time.Since(start), atOnce, "nobody waits for it")
+		}
+		wrong.Server.Shutdown()
+
+		right := c.StartGroup("d", 2)
+		joins := answers(right.QuorumOfAll(0, time.Minute))
+		synctest.Wait()
+		for _, r := range append(joins, append(a.QuorumOfAll(5, time.Minute), b.QuorumOfAll(5, time.Minute)...)...).results(t) {
+			assert.Equal(t, []string{"a", "b", "d"}, r.ReplicaIDs)
+		}
+	})
+}
+
+// A published lighthouse lets every size in, and so does ours with published groups. Whoever has a peer meets it.
+func TestAPublishedGroupOfAnotherSizeIsLetIn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a := c.StartGroup("a", 3)
+		var ours answers
+		for rank := range int64(3) {
+			ours = append(ours, a.QuorumWith(manager.QuorumArgs{GroupRank: rank, Handle: fmt.Sprint("a", rank)}, time.Minute))
+		}
+		synctest.Wait()
+		published := call(dialLighthouse(t, c, "p"), quorum.Member{ReplicaID: "p", StoreAddress: "p:1", WorldSize: 2, Handles: []string{"p0", "p1"}})
+		for rank, r := range ours.results(t) {
+			assert.Equal(t, []string{"a", "p"}, r.ReplicaIDs)
+			if rank < 2 {
+				assert.Equal(t, []string{fmt.Sprint("a", rank), fmt.Sprint("p", rank)}, r.Handles)
+			} else {
+				assert.Empty(t, r.Handles)
+				assert.Equal(t, []string{"p"}, r.WithoutHandles, "who has no such rank")
+			}
+		}
+		require.NoError(t, (<-published).Err)
+	})
+}
+
+// What one member says goes to all: with much of it an answer is larger than what anybody may ask with.
+func TestMuchDataReachesEverybody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 4)
+		much := strings.Repeat("x", 3<<20)
+		var calls []<-chan fttest.Answer[*quorum.Quorum]
+		for _, id := range []string{"x", "y"} {
+			calls = append(calls, call(dialLighthouse(t, c, id), quorum.Member{ReplicaID: id, WorldSize: 1, Data: much, Handles: []string{id}}))
+		}
+		var ours answers
+		for _, id := range []string{"a", "b"} {
+			ours = append(ours, c.StartGroup(id, 1).QuorumWith(manager.QuorumArgs{Handle: id + much}, time.Minute))
+		}
+		for _, asked := range calls {
+			got := <-asked
+			require.NoError(t, got.Err)
+			require.Len(t, got.Value.Members, 4)
+			assert.True(t, got.Value.Members[3].Data == much, "as it was sent")
+		}
+		for _, r := range ours.results(t) {
+			require.Len(t, r.Handles, 4)
+			assert.True(t, r.Handles[1] == "b"+much)
+			assert.Equal(t, "y", r.Handles[3])
+		}
+	})
+}
+
+func TestTooMuchDataIsNamedAndHarmsNobodyElse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 2)
+		before := round(t, 1, a)[0].QuorumID
+		got := <-call(dialLighthouse(t, c, "x"), quorum.Member{ReplicaID: "x", Data: strings.Repeat("x", 5<<20)})
+		assert.Equal(t, codes.InvalidArgument, status.Code(got.Err))
+		assert.ErrorContains(t, got.Err, "5242880 of them its data and 0 its reconfigure handles: a lighthouse takes 4194304")
+
+		big := c.StartGroup("big", 2)
+		for range 2 { // again and again
+			var asked answers
+			for rank := range int64(2) {
+				asked = append(asked, big.QuorumWith(manager.QuorumArgs{GroupRank: rank, Handle: strings.Repeat("x", 3<<20)}, time.Minute))
+			}
+			for _, asked := range asked {
+				got := <-asked
+				assert.Equal(t, codes.InvalidArgument, status.Code(got.Err), "%v", got.Err)
+				assert.ErrorContains(t, got.Err, "6291456 its reconfigure handles: a lighthouse takes 4194304")
+				assert.Less(t, got.Took, time.Second)
+			}
+		}
+		big.Server.Shutdown()
+		time.Sleep(time.Second)
+		assert.Equal(t, before, round(t, 2, a)[0].QuorumID)
+	})
+}
+
+// The same replica_id twice, from two addresses: the newer one trains, the older one is told why it does not, whether it
+// waits at the lighthouse or is in mid-step when the newer one comes.
+func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
+	for name, waits := range map[string]bool{"the older one waits": true, "the older one trains": false} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := fttest.NewCluster(t, 2)
+				older, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+				before := round(t, 1, older, b)[0].QuorumID
+				var refused <-chan fttest.Answer[recovery.Result]
+				if waits {
+					refused = older.Quorum(0, 2, time.Minute)
+				}
+				time.Sleep(time.Second)
+				newer := c.StartGroup("elsewhere", 1, func(cfg *manager.ServerConfig) { cfg.ReplicaID = "a" })
+				asked := newer.Quorum(0, 0, time.Minute)
+				synctest.Wait()
+				if !waits {
+					refused = older.Quorum(0, 2, time.Minute)
+				}
+				got := <-refused
+				assert.ErrorContains(t, got.Err, `asks as replica a: replica ids must be unique`)
+				assert.ErrorContains(t, got.Err, newer.Server.Address())
+
+				require.NoError(t, (<-b.Quorum(0, 2, time.Minute)).Err)
+				joined := <-asked
+				require.NoError(t, joined.Err)
+				assert.Greater(t, joined.Value.QuorumID, before, "the peers connect with the newer one")
+				assert.True(t, joined.Value.Heal)
+				for step := range int64(3) { // and so it stays
+					got := <-older.Quorum(0, 2, time.Minute)
+					assert.ErrorContains(t, got.Err, "replica ids must be unique")
+					for _, r := range round(t, 3+step, newer, b) {
+						assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
+					}
+				}
+			})
+		})
+	}
+}

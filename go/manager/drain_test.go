@@ -1,0 +1,176 @@
+package manager_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"net"
+	"net/http"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/manager"
+)
+
+// drain asks the lighthouse to let a group leave.
+func drain(t *testing.T, c *fttest.Cluster, replicaID string) int {
+	t.Helper()
+	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+		return c.Net.Host("lighthouse").Dial(ctx, addr)
+	}}
+	defer transport.CloseIdleConnections()
+	body, err := json.Marshal(map[string]string{"replica_id": replicaID})
+	require.NoError(t, err)
+	resp, err := (&http.Client{Transport: transport}).Post(fttest.LighthouseAddr+"/api/v1/drain", "application/json", bytes.NewReader(body))
+	require.NoError(t, err)
+	require.NoError(t, resp.Body.Close())
+	return resp.StatusCode
+}
+
+// history is what the lighthouse remembers of the job.
+func history(t *testing.T, c *fttest.Cluster) []map[string]any {
+	t.Helper()
+	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+		return c.Net.Host("lighthouse").Dial(ctx, addr)
+	}}
+	defer transport.CloseIdleConnections()
+	resp, err := (&http.Client{Transport: transport}).Get(fttest.LighthouseAddr + "/api/v1/history")
+	require.NoError(t, err)
+	defer func() { require.NoError(t, resp.Body.Close()) }()
+	var said struct{ Events []map[string]any }
+	require.NoError(t, json.NewDecoder(resp.Body).Decode(&said))
+	return said.Events
+}
+
+func leave(g *fttest.Group, rank int, timeout time.Duration) <-chan fttest.Answer[bool] {
+	return fttest.Start(func() (bool, error) {
+		ctx, cancel := context.WithTimeout(context.Background(), timeout)
+		defer cancel()
+		return true, g.Ranks[rank].Leave(ctx)
+	})
+}
+
+// noDeath fails if a rank was told of a death.
+func noDeath(t *testing.T, g *fttest.Group, rank int) {
+	t.Helper()
+	for {
+		select {
+		case notice := <-g.Ranks[rank].Notices():
+			require.NotEqual(t, manager.Died, notice.Kind, "%+v", notice)
+		default:
+			return
+		}
+	}
+}
+
+func TestADrainedGroupLeavesAndNobodyLosesAStep(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("d", 2)
+		round(t, 0, a, b, d)
+		// One rank of a asks already when the wish comes: both hear of it in the quorum that they share.
+		early := a.Quorum(0, 1, time.Minute)
+		synctest.Wait()
+		require.Equal(t, http.StatusOK, drain(t, c, "a"))
+		synctest.Wait()
+		all := append(answers{early, a.Quorum(1, 1, time.Minute)}, b.QuorumOfAll(1, time.Minute)...)
+		for i, result := range append(all, d.QuorumOfAll(1, time.Minute)...).results(t) {
+			assert.Equal(t, i < 2, result.Draining)
+			assert.Equal(t, []string{"a", "b", "d"}, result.ReplicaIDs, "it takes part in one step more")
+		}
+		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute), a.Vote(1, 1, true, time.Minute)} {
+			require.True(t, (<-vote).Value)
+		}
+
+		// It waits for its peers, which are still in the step, and they wait for nothing.
+		left := []<-chan fttest.Answer[bool]{leave(a, 0, time.Minute), leave(a, 1, time.Minute)}
+		time.Sleep(10 * time.Second)
+		synctest.Wait()
+		assert.Empty(t, left[0])
+		first := b.Quorum(0, 2, time.Minute)
+		asked := time.Now()
+		after := append(answers{first, b.Quorum(1, 2, time.Minute)}, d.QuorumOfAll(2, time.Minute)...).results(t)
+		assert.Equal(t, []string{"b", "d"}, after[0].ReplicaIDs)
+		assert.Less(t, time.Since(asked), 10*time.Millisecond)
+		for _, answer := range left {
+			got := <-answer
+			require.NoError(t, got.Err)
+			assert.Less(t, got.Took, 10*time.Second+10*time.Millisecond)
+		}
+
+		a.Server.Shutdown()
+		time.Sleep(10 * time.Second)
+		noDeath(t, b, 0)
+		noDeath(t, d, 0)
+		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
+		assert.Positive(t, c.Log.Count("a left as asked (drain)"), c.Log.String())
+		assert.Equal(t, after[0].QuorumID, round(t, 3, b, d)[0].QuorumID)
+	})
+}
+
+func TestTheLastGroupOfAJobIsDrained(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 1)
+		round(t, 0, a)
+		require.Equal(t, http.StatusOK, drain(t, c, "a"))
+		synctest.Wait()
+		assert.True(t, round(t, 1, a)[0].Draining)
+		got := <-leave(a, 0, time.Minute)
+		require.NoError(t, got.Err)
+		assert.Less(t, got.Took, time.Second)
+	})
+}
+
+func TestLeavingEndsAtItsDeadlineWhenAPeerStaysInTheStep(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 0, a, b)
+		got := <-leave(a, 0, 3*time.Second)
+		require.ErrorContains(t, got.Err, "leave")
+		assert.InDelta(t, 3*time.Second, got.Took, float64(100*time.Millisecond))
+		noDeath(t, b, 0)
+	})
+}
+
+func TestLeavingEndsWithTheLighthouse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 0, a, b)
+		left := leave(a, 0, time.Minute)
+		synctest.Wait()
+		c.Lighthouse.Shutdown()
+		assert.Error(t, (<-left).Err)
+	})
+}
+
+func TestAWishThatWasMadeWhileTheStreamWasBrokenIsHeardOnTheNext(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 1)
+		round(t, 0, a)
+		require.Equal(t, http.StatusOK, drain(t, c, "a"))
+		a.Host(-1).Cut() // whatever was on its way is lost
+		time.Sleep(time.Second)
+		assert.True(t, round(t, 1, a)[0].Draining)
+	})
+}
+
+func TestWhoCannotBeDrained(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		assert.Equal(t, http.StatusNotFound, drain(t, c, "nobody"))
+		client, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host("old")))
+		require.NoError(t, err)
+		defer func() { _ = client.Close() }()
+		require.NoError(t, client.Heartbeat(t.Context(), "old")) // as a published one, which has no stream
+		assert.Equal(t, http.StatusConflict, drain(t, c, "old"))
+	})
+}

@@ -1,0 +1,53 @@
+package manager
+
+import (
+	"context"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// Leaver is a Membership that can be told of an end that is no failure.
+type Leaver interface {
+	// Leave says that the group has ended its last step, and returns when nobody needs it any more: its peers have ended
+	// that step, too. It may be called several times, at the same time.
+	Leave(ctx context.Context) error
+}
+
+func (m *member) Leave(ctx context.Context) error {
+	stream, client, _, err := m.connect(ctx)
+	if status.Code(err) == codes.Unimplemented {
+		return nil // a published lighthouse hears of it when the heartbeats end
+	}
+	if err != nil {
+		return err
+	}
+	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}})
+	select {
+	case <-stream.free:
+		return nil
+	case <-stream.ended:
+		if stream.moved.Load() && ctx.Err() == nil && m.ctx.Err() == nil {
+			return m.Leave(ctx)
+		}
+		err = stream.err
+	case <-ctx.Done():
+		err = status.FromContextError(ctx.Err()).Err()
+	}
+	return rpc.Wrap("leave", client.peer, err)
+}
+
+// leave lets the group go without being missed. Without a membership that can be told there is nothing to wait for.
+func (s *Server) leave(ctx context.Context) error {
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	stop := context.AfterFunc(s.ctx, cancel)
+	defer stop()
+	if leaver, ok := s.membership.(Leaver); ok {
+		return leaver.Leave(ctx)
+	}
+	return nil
+}

@@ -1,0 +1,52 @@
+package manager_test
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+)
+
+// A thousand steps say nothing; whoever joins or dies is one line at the lighthouse.
+func TestTheSteadyStateIsSilentAndEachEventIsALine(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		steps := func(from, until int64, groups ...*fttest.Group) {
+			for step := from; step < until; step++ {
+				round(t, step, groups...)
+				for _, g := range groups {
+					var votes []<-chan fttest.Answer[bool]
+					for rank := range g.Ranks {
+						votes = append(votes, g.Vote(rank, step, true, time.Minute))
+					}
+					for _, vote := range votes {
+						assert.NoError(t, (<-vote).Err)
+					}
+				}
+				time.Sleep(100 * time.Millisecond)
+			}
+		}
+		steps(1, 3, a, b)
+		before := c.Log.Count("")
+		steps(3, 1000, a, b)
+		assert.Equal(t, before, c.Log.Count(""), "%s", c.Log.String())
+
+		joining := c.StartGroup("c", 1)
+		first := joining.Quorum(0, 1000, time.Minute)
+		synctest.Wait() // it asks before the others do
+		round(t, 1000, a, b)
+		assert.NoError(t, (<-first).Err)
+		steps(1001, 1010, a, b, joining)
+		assert.Equal(t, 1, c.Log.Count("joined=[c]"), "%s", c.Log.String())
+		joining.Host(-1).Kill()
+		joining.Server.Shutdown()
+		time.Sleep(time.Second)
+		steps(1010, 1020, a, b)
+		assert.Equal(t, 1, c.Log.Count(`level=WARN msg="torchft: a member failed"`), "%s", c.Log.String())
+		assert.Equal(t, 1, c.Log.Count("left=[c]"), "%s", c.Log.String())
+	})
+}

@@ -1,0 +1,177 @@
+package manager
+
+import (
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/round"
+)
+
+// scrapeTimeout is how long one answer to Prometheus may take.
+const scrapeTimeout = 10 * time.Second
+
+// The phases of a step, as the manager server sees them.
+const (
+	gatherPhase = "gather" // from the first rank that asks for a quorum to the last
+	quorumPhase = "quorum" // the lighthouse's answer
+	stepPhase   = "step"   // from the quorum to the first vote: the model, and the collectives
+	votePhase   = "vote"   // from the first rank that votes to the last
+)
+
+// meters count what the group does. The server's lock guards the times; what is counted guards itself.
+type meters struct {
+	registry *prometheus.Registry
+
+	commits, lost, heals, healed, lostInRecovery, nonfinite prometheus.Counter
+
+	step     prometheus.Histogram // from one commit to the next
+	phases   map[string]prometheus.Observer
+	recovery *prometheus.CounterVec
+	at       prometheus.Gauge
+
+	began     string    // the phase that runs, empty before the first
+	since     time.Time // it runs
+	committed time.Time // when the last step was, zero before the first
+}
+
+func newMeters(job, replicaID string) *meters {
+	// The process's own part of the name: a restart is the same group.
+	group, _, _ := strings.Cut(replicaID, ":")
+	labels := prometheus.Labels{"training_job": job, "group": group}
+	counter := func(name, help string) prometheus.Counter {
+		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: labels})
+	}
+	buckets := prometheus.ExponentialBuckets(0.001, 4, 10) // 1 ms to 4.4 minutes
+	phases := prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name: "torchft_manager_phase_seconds", Help: "Time of each phase of a step, as the group's manager server sees them.",
+		ConstLabels: labels, Buckets: buckets,
+	}, []string{"phase"})
+	m := &meters{
+		registry:       prometheus.NewRegistry(),
+		commits:        counter("torchft_manager_commits_total", "Steps that the group committed."),
+		lost:           counter("torchft_manager_lost_steps_total", "Steps that the group voted on and did not commit."),
+		heals:          counter("torchft_manager_heals_total", "Heals of a rank: it took over the state of a peer."),
+		healed:         counter("torchft_manager_healed_bytes_total", "Bytes of the states that ranks took over."),
+		lostInRecovery: counter("torchft_manager_recovery_lost_steps_total", "Steps that ranks lost to failures of peers before they committed again."),
+		nonfinite:      counter("torchft_manager_nonfinite_syncs_total", "Synchronisations of its ranks (LocalSGD, DiLoCo) whose average held NaN or Inf, and was used."),
+		step: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "torchft_manager_step_seconds", Help: "Time from one commit of the group to the next.", ConstLabels: labels, Buckets: buckets,
+		}),
+		phases: map[string]prometheus.Observer{},
+		recovery: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "torchft_manager_recovery_seconds_total", Help: "Where the time of recoveries went, of all ranks.", ConstLabels: labels,
+		}, []string{"recovery", "phase"}),
+		at: prometheus.NewGauge(prometheus.GaugeOpts{Name: "torchft_manager_step", Help: "Step that the group voted on last.", ConstLabels: labels}),
+	}
+	for _, phase := range []string{gatherPhase, quorumPhase, stepPhase, votePhase} {
+		m.phases[phase] = phases.WithLabelValues(phase)
+	}
+	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.nonfinite, m.step, phases, m.recovery, m.at,
+		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return m
+}
+
+// observe sees every event of the machine, and what came of it.
+func (m *meters) observe(event round.Event, actions []round.Action, now time.Time) {
+	switch event.(type) {
+	case round.QuorumAsked:
+		if m.began == stepPhase || m.began == votePhase {
+			m.failed() // the step was given up without a vote
+		}
+		if m.began == "" {
+			m.begins(gatherPhase, now)
+		}
+	case round.Voted:
+		m.begins(votePhase, now)
+	}
+	for _, action := range actions {
+		switch a := action.(type) {
+		case round.AskLighthouse:
+			m.begins(quorumPhase, now)
+		case round.AnswerQuorum:
+			m.begins(stepPhase, now)
+		case round.AnswerVote: // one for each rank
+			if vote, ok := event.(round.Voted); ok && m.began == votePhase {
+				m.voted(vote.Step, a.ShouldCommit, now)
+			}
+		case round.Fail:
+			m.failed()
+		}
+	}
+}
+
+// begins ends the phase that runs, and begins one; empty: none.
+func (m *meters) begins(phase string, now time.Time) {
+	if m.began == phase {
+		return
+	}
+	if observer := m.phases[m.began]; observer != nil {
+		observer.Observe(now.Sub(m.since).Seconds())
+	}
+	m.began, m.since = phase, now
+}
+
+// failed forgets the phase that runs: how long it took tells nothing.
+func (m *meters) failed() { m.began = "" }
+
+// voted counts a step on which all ranks voted.
+func (m *meters) voted(step int64, committed bool, now time.Time) {
+	m.begins("", now)
+	m.at.Set(float64(step))
+	if !committed {
+		m.lost.Inc()
+		return
+	}
+	m.commits.Inc()
+	if !m.committed.IsZero() {
+		m.step.Observe(now.Sub(m.committed).Seconds())
+	}
+	m.committed = now
+}
+
+// recovered counts what a recovery cost a rank. Names of phases are ours: no stranger fills the memory with others.
+func (m *meters) recovered(r Recovered) {
+	kind := "failure"
+	if r.Healed {
+		kind = "heal"
+		m.heals.Inc()
+		m.healed.Add(float64(max(0, r.Bytes)))
+	}
+	m.lostInRecovery.Add(float64(max(0, r.StepsLost)))
+	for _, p := range r.Phases {
+		phase := "other"
+		if knownPhases[p.Phase] {
+			phase = p.Phase
+		}
+		if p.Seconds > 0 {
+			m.recovery.WithLabelValues(kind, phase).Add(p.Seconds)
+		}
+	}
+}
+
+// knownPhases are those of torchft/_manager/phases.py and incident.py.
+var knownPhases = map[string]bool{
+	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "give up the step": true, "next step": true,
+}
+
+// handler serves the metrics: to whoever may call this server.
+func (s *Server) handler(gate *rpc.Gate) http.Handler {
+	mux := http.NewServeMux()
+	metrics := promhttp.HandlerFor(s.meters.registry, promhttp.HandlerOpts{MaxRequestsInFlight: 2, Timeout: scrapeTimeout})
+	mux.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) {
+		switch check := gate.CheckToken(r.Header.Values("Authorization")); check {
+		case rpc.TokenMissing, rpc.TokenWrong:
+			w.Header().Set("WWW-Authenticate", "Bearer")
+			http.Error(w, "the metrics are not shown: "+check.String(), http.StatusUnauthorized)
+		default:
+			metrics.ServeHTTP(w, r)
+		}
+	})
+	return mux
+}

@@ -1,0 +1,121 @@
+package manager
+
+import (
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// What ranks tell of heals, and of failures of their peers, once these are over. It goes to the metrics of this server and
+// to the lighthouse, for people to see; nothing depends on it.
+
+// HealProgress is how far the state of a peer has arrived, at a rank or, towards the lighthouse, at all of the group.
+type HealProgress struct {
+	GroupRank       int64
+	Received, Total int64 // bytes
+}
+
+// Recovered is what a heal, or the failure of a peer, cost one rank.
+type Recovered struct {
+	GroupRank int64
+	Healed    bool  // else: a peer failed, and this group has committed a step since
+	QuorumID  int64 // that failed; 0 for a heal
+	Step      int64 // that it is at now
+	Bytes     int64 // of the state that came
+	StepsLost int64
+	Phases    []PhaseTime // in their order
+}
+
+// PhaseTime is what a phase of a recovery took.
+type PhaseTime struct {
+	Phase   string
+	Seconds float64
+}
+
+// Reporter is a Membership that shows people how its group recovers. Its calls do not wait.
+type Reporter interface {
+	SayHealing(p HealProgress)
+	SayRecovered(r Recovered)
+}
+
+func (m *member) SayHealing(p HealProgress) {
+	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: p.proto()}})
+}
+
+func (m *member) SayRecovered(r Recovered) {
+	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: r.proto()}})
+}
+
+// healing notes what has arrived at a rank, and tells of the whole group.
+func (s *Server) healing(p HealProgress) {
+	if p.GroupRank < 0 || p.GroupRank >= s.cfg.WorldSize || p.Received < 0 || p.Total < p.Received {
+		return
+	}
+	s.mu.Lock()
+	if s.heals == nil {
+		s.heals = map[int64]HealProgress{}
+	}
+	s.heals[p.GroupRank] = p
+	group := HealProgress{}
+	for _, one := range s.heals {
+		group.Received += one.Received
+		group.Total += one.Total
+	}
+	s.mu.Unlock()
+	if reporter, ok := s.membership.(Reporter); ok {
+		reporter.SayHealing(group)
+	}
+}
+
+// recovered counts what a recovery cost a rank. One rank of the group tells the lighthouse.
+func (s *Server) recovered(r Recovered) {
+	if r.GroupRank < 0 || r.GroupRank >= s.cfg.WorldSize {
+		return
+	}
+	s.meters.recovered(r)
+	s.mu.Lock()
+	if r.Healed {
+		delete(s.heals, r.GroupRank)
+	}
+	s.mu.Unlock()
+	if reporter, ok := s.membership.(Reporter); ok && r.GroupRank == 0 {
+		reporter.SayRecovered(r)
+	}
+}
+
+// nonfinite counts an average with NaN or Inf that a rank used.
+func (s *Server) nonfinite(groupRank int64) {
+	if groupRank >= 0 && groupRank < s.cfg.WorldSize {
+		s.meters.nonfinite.Inc()
+	}
+}
+
+func (p HealProgress) proto() *torchftpb.HealProgress {
+	return &torchftpb.HealProgress{GroupRank: p.GroupRank, Received: p.Received, Total: p.Total}
+}
+
+func healProgressFromProto(p *torchftpb.HealProgress) HealProgress {
+	return HealProgress{GroupRank: p.GetGroupRank(), Received: p.GetReceived(), Total: p.GetTotal()}
+}
+
+func (r Recovered) proto() *torchftpb.Recovered {
+	p := &torchftpb.Recovered{
+		GroupRank: r.GroupRank, Healed: r.Healed, QuorumId: r.QuorumID, Step: r.Step, Bytes: r.Bytes, StepsLost: r.StepsLost,
+	}
+	for _, phase := range r.Phases {
+		p.Phases = append(p.Phases, &torchftpb.PhaseTime{Phase: phase.Phase, Seconds: phase.Seconds})
+	}
+	return p
+}
+
+func recoveredFromProto(p *torchftpb.Recovered) Recovered {
+	r := Recovered{
+		GroupRank: p.GetGroupRank(), Healed: p.GetHealed(), QuorumID: p.GetQuorumId(), Step: p.GetStep(), Bytes: p.GetBytes(),
+		StepsLost: p.GetStepsLost(),
+	}
+	for _, phase := range p.GetPhases()[:min(len(p.GetPhases()), mostPhases)] {
+		r.Phases = append(r.Phases, PhaseTime{phase.GetPhase(), phase.GetSeconds()})
+	}
+	return r
+}
+
+// mostPhases bounds what a rank can make a server remember.
+const mostPhases = 16

@@ -1,0 +1,73 @@
+package manager_test
+
+import (
+	"math"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/manager"
+)
+
+func TestTheLighthouseShowsHowFarAHealIsAndWhatItCost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		answers{a.Quorum(0, 5, time.Minute), a.Quorum(1, 5, time.Minute), b.Quorum(0, 0, time.Minute), b.Quorum(1, 0, time.Minute)}.results(t)
+		healing := func() (is bool, received, total int64) {
+			synctest.Wait()
+			m := c.Lighthouse.Status().Members[1]
+			return m.Healing, m.HealReceived, m.HealTotal
+		}
+		is, _, _ := healing()
+		assert.True(t, is, "it is behind in its quorum")
+		b.Ranks[0].SayHealing(manager.HealProgress{Received: 10, Total: 100})
+		b.Ranks[1].SayHealing(manager.HealProgress{GroupRank: 1, Received: 1, Total: 200})
+		synctest.Wait()
+		b.Ranks[1].SayHealing(manager.HealProgress{GroupRank: 1, Received: 50, Total: 200})
+		synctest.Wait()
+		for _, nonsense := range []manager.HealProgress{{GroupRank: 2, Total: 1}, {GroupRank: -1, Total: 1}, {Received: 2, Total: 1}, {Received: -1}} {
+			b.Ranks[0].SayHealing(nonsense)
+		}
+		is, received, total := healing()
+		assert.True(t, is)
+		assert.EqualValues(t, 60, received, "of both ranks")
+		assert.EqualValues(t, 300, total)
+
+		phases := []manager.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: math.NaN()}}
+		b.Ranks[1].SayRecovered(manager.Recovered{GroupRank: 1, Healed: true, Step: 5, Bytes: 200})
+		synctest.Wait()
+		b.Ranks[0].SayRecovered(manager.Recovered{Healed: true, Step: 5, Bytes: 100, Phases: phases})
+		_, received, _ = healing()
+		assert.Zero(t, received)
+		// All that are left tell of a failure. It is shown once.
+		for _, g := range []*fttest.Group{a, b} {
+			g.Ranks[0].SayRecovered(manager.Recovered{QuorumID: 7, Step: 9, StepsLost: 1, Phases: []manager.PhaseTime{{Phase: "abort", Seconds: 0.5}}})
+			synctest.Wait()
+		}
+		events := history(t, c)
+		require.Len(t, events, 3, "%v", events)
+		assert.Subset(t, events[1], map[string]any{"kind": "healed", "who": "b", "step": 5.0, "bytes": 100.0})
+		assert.Equal(t, []any{map[string]any{"phase": "transfer", "seconds": 2.0}}, events[1]["phases"], "JSON has no NaN")
+		assert.Subset(t, events[2], map[string]any{"kind": "recovered", "who": "a", "step": 9.0, "steps_lost": 1.0, "quorum_id": 7.0})
+	})
+}
+
+func TestAGroupThatDiesWhileItHealsIsNotShownAsHealing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		answers{a.Quorum(0, 5, time.Minute), b.Quorum(0, 0, time.Minute)}.results(t)
+		b.Ranks[0].SayHealing(manager.HealProgress{Received: 10, Total: 100})
+		synctest.Wait()
+		b.Server.Shutdown()
+		time.Sleep(time.Second)
+		dead := c.Lighthouse.Status().Members[1]
+		assert.False(t, dead.Healthy || dead.Healing)
+		assert.Zero(t, dead.HealTotal)
+	})
+}

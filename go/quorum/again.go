@@ -1,0 +1,34 @@
+package quorum
+
+import (
+	"slices"
+	"strings"
+)
+
+// The connection of a member may break while a quorum is on its way to it. The others have theirs, and wait for the member
+// in a collective; the member asks again, and would wait for the others to ask: until the collective's timeout, which is a
+// minute. So it gets the same quorum once more, as if the answer had only been slow.
+
+// lostAnswer reports whether a member that asks is in the latest quorum and cannot have received it: it says exactly what
+// it said then, on a stream that it has begun since. (Whoever was in a quorum has committed the step, or failed in it.)
+// Where anything else has happened since, there is a new quorum anyway.
+func (m *Machine) lostAnswer(r *replica, e Asked) bool {
+	if m.latest == nil || m.latest.Revision == 0 { // none, or one that was formed elsewhere
+		return false
+	}
+	if r == nil || !r.previous || !r.returned || !r.alive() || r.waiting() || r.draining != "" {
+		return false
+	}
+	if m.broken != "" || m.rejoined != "" || len(m.leavers) > 0 || m.roster.counts.previousCandidates > 0 {
+		return false
+	}
+	if m.latest.ID != m.highest || m.recall.id > m.latest.ID || m.listed() && termOf(m.latest.ID) != m.term {
+		return false
+	}
+	i, in := slices.BinarySearchFunc(m.latest.Members, r.id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })
+	if !in {
+		return false
+	}
+	then := &m.latest.Members[i]
+	return then.State() == e.Member.State() && then.SameButState(&e.Member)
+}

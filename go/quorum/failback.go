@@ -1,0 +1,74 @@
+package quorum
+
+import (
+	"fmt"
+	"math/bits"
+)
+
+// The members of a job that is served by a later lighthouse of their list go back when an earlier one is there again, all
+// at the same moment. If each went when it likes, those who go first would be too few to be served there, the others would
+// go on without them, and they would come back when the next ones go: for as long as their clocks stay apart.
+//
+// So each says which earlier lighthouses it reaches, and the lighthouse that serves decides: once all who are alive here
+// reach one of them, all are sent there. Whoever does not reach it keeps the job here, where all can be.
+//
+// They go at once, in the middle of a step. The other lighthouse learns of the quorum that they are in from their
+// greetings, so that it knows who trains before anybody asks.
+
+// Places are places of lighthouses in a list, a bit each.
+type Places uint64
+
+// PlacesOf is the set of some places.
+func PlacesOf(places ...int) (p Places) {
+	for _, i := range places {
+		p |= 1 << i
+	}
+	return p
+}
+
+// Has reports whether a place is in it.
+func (p Places) Has(i int) bool { return p>>i&1 == 1 }
+
+// First is the smallest place. There must be one.
+func (p Places) First() int { return bits.TrailingZeros64(uint64(p)) }
+
+// Before are all places before one.
+func Before(place int) Places { return 1<<place - 1 }
+
+// before are the places of the lighthouses that come before this one.
+func (m *Machine) before() Places {
+	if !m.listed() {
+		return 0
+	}
+	return Before(m.seat.Place)
+}
+
+// goBack sends everybody to an earlier lighthouse that all reach. Those who were in the latest quorum and have yet to come
+// count until they had the time to; while one that left is still needed, all stay.
+func (m *Machine) goBack() []Action {
+	s := m.roster
+	if n := s.counts.homing; n == 0 || n < s.counts.healthy || len(m.leavers) > 0 || m.looking(m.now) {
+		return nil
+	}
+	common := m.before()
+	for e := s.pulses.Front(); e != nil; e = e.Next() {
+		if r := e.Value.(*replica); r.alive() {
+			common &= r.reaches
+		}
+	}
+	if common == 0 {
+		return nil
+	}
+	to := Seat{common.First(), m.seat.Of}
+	reason := fmt.Sprintf("everybody here (%s) reaches the lighthouse that is %s of the list, and goes back to it", replicas(s.counts.healthy), to)
+	actions := []Action{GoBack{to.Place, reason}}
+	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
+		r := e.Value.(*replica)
+		for _, w := range r.waiters(func(request) bool { return true }) {
+			s.giveUp(w, m.now)
+			actions = append(actions, Refuse{w, Outdated, reason})
+		}
+		s.die(r, m.now)
+	}
+	return actions
+}

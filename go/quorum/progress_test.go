@@ -1,0 +1,32 @@
+package quorum
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+)
+
+// Ten thousand members are still told who the others are when a few of them wait already.
+func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
+	for members, patience := range map[int]time.Duration{2: leastStall, 5_000: leastStall, 10_000: 10 * time.Second} {
+		r := &ring{now: epoch, machine: NewMachine(Policy{MinReplicas: members, JoinTimeout: time.Minute, HeartbeatTimeout: time.Minute}, epoch)}
+		ids := make([]string, members)
+		for i := range ids {
+			ids[i] = fmt.Sprintf("%05d", i)
+		}
+		r.round(t, ids...)
+		r.ask(Member{ReplicaID: ids[0], Step: 1})
+		asked := func(after time.Duration) (n int) {
+			for _, action := range r.machine.Step(Tick{}, epoch.Add(after)) {
+				if a, ok := action.(AskProgress); ok {
+					n = len(a.ReplicaIDs)
+				}
+			}
+			return n
+		}
+		assert.Zero(t, asked(patience-answerTime-time.Millisecond), "%d members", members)
+		assert.Equal(t, members-1, asked(patience-answerTime), "%d members", members)
+	}
+}

@@ -1,0 +1,64 @@
+package quorum
+
+import "fmt"
+
+// Rank i of a group reduces with rank i of the others. Beside groups of another size some ranks would wait for peers that
+// there are not, in every step. So a newcomer that does not fit is refused, and the others never meet it.
+//
+// Whoever makes calls in place of a stream is let in, as by a published lighthouse: its world_size may mean nothing.
+
+// misfit says why a newcomer fits none of those that are here; empty if it does, or if nobody can tell.
+func (m *Machine) misfit(e Asked) string {
+	size := e.Member.WorldSize
+	if r := m.roster.replicas[e.Member.ReplicaID]; !e.Tells || size == 0 || r != nil && r.previous {
+		return ""
+	}
+	other := m.unlike(e.Member.ReplicaID, size)
+	if other == nil {
+		return ""
+	}
+	return fmt.Sprintf("world_size of replica %s is %d, that of replica %s, which is in the job, is %d: all groups of a job must have equally many ranks",
+		e.Member.ReplicaID, size, other.ReplicaID, other.WorldSize)
+}
+
+// unlike is one of those that are here and have another size, nil if there is none, or one of this size too. Those of the
+// latest quorum that are certainly alive count, or if there are none, those that wait.
+func (m *Machine) unlike(id string, size uint64) (other *Member) {
+	here := false
+	for i, r := range m.members {
+		if !r.alive() || r.presumed || r.suspect != nil {
+			continue
+		}
+		here = true
+		switch has := m.latest.Members[i].WorldSize; has {
+		case size:
+			return nil
+		case 0:
+		default:
+			if other == nil {
+				other = &m.latest.Members[i]
+			}
+		}
+	}
+	for e := m.roster.queue.Front(); e != nil && !here; e = e.Next() {
+		r := e.Value.(*replica)
+		switch has := r.member().WorldSize; {
+		case r.id == id || has == 0:
+		case has == size:
+			return nil
+		default:
+			if other == nil {
+				other = r.member()
+			}
+		}
+	}
+	return other
+}
+
+// turnDown lets a group count as dead until it asks again: nobody waits for it.
+func (m *Machine) turnDown(id, reason string) (dead []death) {
+	if r := m.roster.replicas[id]; r != nil && r.alive() && !r.waiting() {
+		dead = append(dead, m.roster.putOut(r, "", reason, m.now))
+	}
+	return dead
+}

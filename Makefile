@@ -17,7 +17,7 @@ LIBRARY := torchft/_torchft_go.abi3.so
 
 # What the native library is made of.
 SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) go/go.mod go/go.sum \
-	$(shell find go -name '*.go' -not -name '*_test.go' -o -name '*.[ch]' -o -name '*.html')
+	$(shell find go -name '*.go' -not -name '*_test.go' -o -name '*.[ch]' -o -path '*/web/*' -o -name '*.html' -o -name '*.json')
 
 ifeq ($(UV),)
 MAKE_VENV = $(PYTHON) -m venv $(VENV)
@@ -39,7 +39,7 @@ GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/too
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-16s %s\n", $$1, $$2 }'
 	@echo "Settings: PYTHON=$(PYTHON) (3.10 or newer), GO=$(GO) (1.26 or newer), CC (gcc 9 or newer)"
 
 train: $(VENV)/with-train $(LIBRARY) ## train on two replica groups, kill one, see it heal
@@ -52,9 +52,10 @@ train-diloco: $(VENV)/with-plot $(LIBRARY) ## a language model with streaming Di
 	PYTHONPATH=. $(PY) python/examples/demo.py --script train_diloco.py --steps 600 --kill-every 200 \
 		--time-limit 240 --plot loss_curves.png
 
-test: $(VENV)/with-test $(LIBRARY) ## go vet, go test -race, pytest
+test: $(VENV)/with-test $(LIBRARY) ## go vet, go test -race, the simulation, pytest
 	cd go && $(GO_ENV) $(GO) vet ./...
 	cd go && $(GO_ENV) $(GO) test -race -timeout 15m ./...
+	cd go && $(GO) test -timeout 15m ./sim # all of its histories: with -race each takes ten times as long, and there are fewer
 	$(PY) -m pytest
 
 test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need a CUDA device; without one they are skipped
@@ -63,14 +64,24 @@ test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need a CUDA device; wit
 soak: ## simulate for SOAK=1h, print progress, and a seed to replay if a rule breaks
 	cd go && $(GO) test ./sim -count=1 -timeout 0 -run '^TestSoak$$' -v -soak $(SOAK)
 
-chaos: $(VENV)/with-test $(LIBRARY) ## kill and stop real processes at random, CHAOS="--minutes=60 --kind=gloo --seed=1"
-	$(PY) tests/process/chaos.py $(CHAOS)
+soak-speed: ## a million simulated quorums of 16 groups, a fault in every fiftieth, on one processor
+	cd go && GOMAXPROCS=1 $(GO) test ./sim -run '^$$' -bench Rounds -benchtime 1000000x -timeout 0
 
-test-slow: $(VENV)/with-test $(LIBRARY) ## the tests that take minutes
+chaos: $(VENV)/with-test $(LIBRARY) ## kill and stop real processes at random, CHAOS="--minutes=60 --kind=gloo --seed=1"
+	$(PY) tests/process/chaos_faults.py $(CHAOS)
+
+test-slow: $(VENV)/with-test $(VENV)/with-ray $(LIBRARY) ## the tests that take minutes
 	$(PY) -m pytest -m slow
 
 pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs chromium and chromedriver)
 	DASHBOARD_PICTURES=docs $(PY) -m pytest tests/process/test_dashboard.py -k live
+
+recovery-picture: $(VENV)/with-plot $(LIBRARY) ## the picture in the README: a group is killed and comes back
+	$(PY) python/bench/recovery_picture.py docs/recovery-of-one.png
+
+docs: $(VENV)/with-docs ## these pages as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 build: $(VENV)/with-nothing $(LIBRARY) ## install the package into .venv, in place
 
@@ -115,8 +126,12 @@ wheel: $(VENV)/with-wheel ## build an abi3 wheel for manylinux into dist/
 	@rm -f dist/*-linux_*.whl
 	@ls -l dist/*.whl
 
+sdist: $(VENV)/with-wheel ## the source distribution, into dist/
+	$(INSTALL) 'setuptools>=77'
+	$(PY) setup.py --quiet sdist
+
 clean: ## remove everything that make made
-	rm -rf $(VENV) build dist torchft.egg-info $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site torchft.egg-info $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache
 
 # The checks come first, so that the first line of an error says what to install.
 check:

@@ -1,5 +1,6 @@
-"""Builds torchft._torchft_go, the one native library: Go, its generated binding and csrc/, as a c-shared
-library for CPython's stable ABI. Everything else about the package is in pyproject.toml.
+"""Builds the native libraries, for CPython's stable ABI: torchft._torchft_go, that is Go, its generated binding and
+csrc/, as a c-shared library; and csrc/isolated.c, for processes that must not load Go. Everything else about the
+package is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -17,29 +18,47 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "python" / "build"))
 import toolchain  # noqa: E402
 
+GO_LIBRARY = "torchft._torchft_go"
+C_LIBRARY = "torchft.process_group.isolated._native"
 
-class BuildGo(build_ext):
-    """Runs `go build`; Go's own cache makes a second build take seconds."""
 
+class Build(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Go does not notice edits to C files outside its packages, but it does notice other flags.
-        sources = sorted((ROOT / "csrc").iterdir())
-        csrc = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-        flags = ["-O2", f"-I{toolchain.python_include()}", f"-DTORCHFT_CSRC=0x{csrc}", os.environ.get("CGO_CFLAGS", "")]
-        env = {
-            **os.environ,
-            "CGO_ENABLED": "1",
-            "CC": " ".join(toolchain.compiler()),
-            "CGO_CFLAGS": " ".join(flags).strip(),
-        }
-        command = [toolchain.go(), "build", "-buildmode=c-shared", "-mod=readonly", "-buildvcs=false", "-trimpath"]
-        command += ["-ldflags=-s -w", "-o", str(target), "./native"]
-        if subprocess.run(command, cwd=ROOT / "go", env=env).returncode != 0:
-            sys.exit(f"torchft: the native library did not build; the command was, in go/: {' '.join(command)}")
-        header = target.name.removesuffix(target.suffix) + ".h"  # a by-product of c-shared; nobody includes it
-        target.with_name(header).unlink(missing_ok=True)
+        (build_go if ext.name == GO_LIBRARY else build_c)(target)
+
+
+def build_go(target: Path) -> None:
+    """Runs `go build`; Go's own cache makes a second build take seconds."""
+    # Go does not notice edits to C files outside its packages, but it does notice other flags.
+    sources = sorted((ROOT / "csrc").iterdir())
+    csrc = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    flags = ["-O2", f"-I{toolchain.python_include()}", f"-DTORCHFT_CSRC=0x{csrc}", os.environ.get("CGO_CFLAGS", "")]
+    env = {
+        **os.environ,
+        "CGO_ENABLED": "1",
+        "CC": " ".join(toolchain.compiler()),
+        "CGO_CFLAGS": " ".join(flags).strip(),
+    }
+    command = [toolchain.go(), "build", "-buildmode=c-shared", "-mod=readonly", "-buildvcs=false", "-trimpath"]
+    command += ["-ldflags=-s -w", "-o", str(target), "./native"]
+    _run(command, cwd=ROOT / "go", env=env)
+    header = target.name.removesuffix(target.suffix) + ".h"  # a by-product of c-shared; nobody includes it
+    target.with_name(header).unlink(missing_ok=True)
+
+
+def build_c(target: Path) -> None:
+    command = [*toolchain.compiler(), "-O2", "-fPIC", "-shared", "-DPy_LIMITED_API=0x030A0000"]
+    # Python's own names are found when it is loaded, which Linux does without being asked.
+    command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    command += [f"-I{toolchain.python_include()}", str(ROOT / "csrc" / "isolated.c"), "-o", str(target)]
+    _run(command, cwd=ROOT, env=dict(os.environ))
+
+
+def _run(command: list[str], cwd: Path, env: dict[str, str]) -> None:
+    if subprocess.run(command, cwd=cwd, env=env).returncode != 0:
+        sys.exit(f"torchft: the native library did not build; the command was, in {cwd}: {' '.join(command)}")
 
 
 BUILDS = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
@@ -50,7 +69,7 @@ if BUILDS & set(sys.argv):
         sys.exit(str(missing))
 
 setup(
-    ext_modules=[Extension("torchft._torchft_go", sources=[], py_limited_api=True)],
-    cmdclass={"build_ext": BuildGo},
+    ext_modules=[Extension(name, sources=[], py_limited_api=True) for name in (GO_LIBRARY, C_LIBRARY)],
+    cmdclass={"build_ext": Build},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -99,7 +99,7 @@ def main() -> None:
     # One event a step: what was trained on, with how many groups, and whether the step counted.
     events.write("start", step=manager.current_step(), pid=os.getpid())
     batch = None
-    while True:
+    while not manager.draining():  # until somebody wants this group to leave: `torchft drain`
         optimizer.zero_grad()  # asks for the quorum of this step, in the background
         if at_the_end(manager, args.steps, args.overtime, groups):
             break

@@ -99,7 +99,7 @@ def main() -> None:
     events.write("start", step=manager.current_step(), pid=os.getpid())
     try:
         with diloco:
-            while True:
+            while not manager.draining():  # until somebody wants this group to leave: `torchft drain`
                 bytes_in, bytes_out = (part.to(device) for part in next(batches))
                 inner.zero_grad()
                 loss = F.cross_entropy(net(bytes_in).flatten(0, 1), bytes_out.flatten())

@@ -81,7 +81,7 @@ def main() -> None:
 
     events.write("start", step=manager.current_step(), pid=os.getpid())
     batch = None
-    while True:
+    while not manager.draining():  # until somebody wants this group to leave: `torchft drain`
         optimizer.zero_grad()  # asks for the quorum of this step, in the background
         if at_the_end(manager, args.steps, args.overtime, groups):
             break
@@ -102,6 +102,7 @@ def main() -> None:
             participants=participants,
             healing=healing,
             loss=loss.item(),
+            recovery=manager.recovery_seconds() if healing else None,
         )
         if healing or not committed:
             continue  # this batch did not count: take it again

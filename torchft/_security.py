@@ -10,6 +10,8 @@ import os
 
 TOKEN_FILE_ENV = "TORCHFT_TOKEN_FILE"
 TLS_CERT_ENV = "TORCHFT_TLS_CERT"
+JOB_ENV = "TORCHFT_JOB_ID"
+DEFAULT_JOB = "default"
 _FILES = {
     "token_file": TOKEN_FILE_ENV,
     "tls_cert": TLS_CERT_ENV,
@@ -20,8 +22,12 @@ _FILES = {
 
 
 def security() -> str:
-    """The files for the Go core, as JSON (``rpc.Security``)."""
-    return json.dumps({name: os.environ.get(env, "") for name, env in _FILES.items()})
+    """The files for the Go core, and the job that its calls name, as JSON.
+
+    Go's own view of the environment is of the moment at which its library was loaded.
+    """
+    files = {name: os.environ.get(env, "") for name, env in _FILES.items()}
+    return json.dumps({**files, "job": os.environ.get(JOB_ENV) or DEFAULT_JOB})
 
 
 def tokens() -> list[str]:

@@ -185,6 +185,7 @@ class QuorumResult:
         replay: this group may reduce again what it kept of ``max_step``: it is up to date, and all participants replay.
         helper_manager_addresses: managers of further groups that offer ``max_step`` to this one; empty unless ``heal``.
         help_dst_replica_ranks: groups that heal from another one, and ask this one for what both have alike.
+        draining: this group was asked to leave, and this is its last step.
     """
 
     quorum_id: int = 0
@@ -206,6 +207,7 @@ class QuorumResult:
     replay: bool = False
     helper_manager_addresses: list[str] = field(default_factory=list)
     help_dst_replica_ranks: list[int] = field(default_factory=list)
+    draining: bool = False
 
 
 @dataclass(frozen=True)
@@ -466,6 +468,38 @@ class ManagerClient(_Native):
                 go.pyapi_Forget(prepared)
                 prepared = other
         return go.collect(go.post(prepared, step, should_commit, timeout_us))
+
+    def _leave(self, timeout: timedelta) -> None:
+        """Says that this group has ended its last step, and waits until no other group needs it any more."""
+        self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
+
+    def _trace(self, traceparent: str) -> None:
+        """The W3C trace context of a step, before its quorum; for ranks that trace, and for them alone."""
+        self._go.pyapi_ManagerTrace(self._handle, traceparent)
+
+    def _say_healing(self, group_rank: int, received: int, total: int) -> None:
+        """How many bytes of a peer's state have come, of how many."""
+        self._go.pyapi_ManagerSayHealing(self._handle, group_rank, received, total)
+
+    def _say_nonfinite(self, group_rank: int) -> None:
+        """That an average which this rank uses holds NaN or Inf."""
+        self._go.pyapi_ManagerSayNonfinite(self._handle, group_rank)
+
+    def _say_recovered(
+        self,
+        group_rank: int,
+        *,
+        healed: bool,
+        quorum_id: int,
+        step: int,
+        nbytes: int,
+        steps_lost: int,
+        phases: dict[str, float],
+    ) -> None:
+        """What a heal, or the failure of a peer in ``quorum_id``, cost: seconds by phase."""
+        self._go.pyapi_ManagerSayRecovered(
+            self._handle, group_rank, healed, quorum_id, step, nbytes, steps_lost, json.dumps(list(phases.items()))
+        )
 
     def shutdown(self) -> None:
         """Closes the connection; calls that wait for an answer get an error. Does nothing the second time."""

@@ -16,6 +16,16 @@ from urllib.parse import urlsplit
 HOST_ENV = "TORCHFT_HOST"
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 
+_lighthouse = ""
+
+
+def use_lighthouse(address: str) -> None:
+    """Says with which lighthouse this process speaks: a Manager may have got its address as an argument, and process
+    groups and checkpoint servers announce themselves too.
+    """
+    global _lighthouse
+    _lighthouse = address
+
 
 def announced_host(lighthouse_addr: str | None = None) -> str:
     """The host name or IP address that other hosts can reach this process under, without brackets or port.
@@ -25,7 +35,8 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
     it resolves; ``localhost``.
 
     Args:
-        lighthouse_addr: ``http://host:port`` of the lighthouse, or a list of those; default: ``TORCHFT_LIGHTHOUSE``.
+        lighthouse_addr: ``http://host:port`` of the lighthouse, or a list of those; default: that of the
+            process's last Manager, else ``TORCHFT_LIGHTHOUSE``.
 
     Raises:
         ValueError: ``TORCHFT_HOST`` names neither an interface with an address nor a host that resolves.
@@ -33,7 +44,7 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
     setting = os.environ.get(HOST_ENV, "").strip()
     if setting:
         return _host_of_setting(setting)
-    route = _route_towards(lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV, ""))
+    route = _route_towards(lighthouse_addr or _lighthouse or os.environ.get(LIGHTHOUSE_ENV, ""))
     if route is not None:
         return route
     name = socket.gethostname()

@@ -2,38 +2,39 @@
 
 A step of a rank is ``start_quorum`` (who takes part?), a forward and a backward pass with ``allreduce``, and
 ``should_commit`` (did everybody finish?). Errors of other groups never raise into the model: they are kept, and the
-step is not committed. What to do about a quorum is decided in ``_manager/plan.py``; this file carries it out.
+step is not committed.
 
 It is long because it is one object: all that a training loop can say, over state that other projects read and replace
-here by name.
+here by name. Each part of it is an object of its own in ``_manager/``, whose ``__init__`` lists them.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
-import uuid
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ReduceOp, TCPStore
+from torch.distributed import ReduceOp
 
+from torchft._manager.collectives import Collectives
 from torchft._manager.errors import ExceptionWithTraceback
-from torchft._manager.failures import FailureListener, PeerFailed
-from torchft._manager.incident import Incident
-from torchft._manager.inputs import Inputs, Kept
+from torchft._manager.failures import FailureCallback, Failures, PeerFailed
+from torchft._manager.group import join_group
+from torchft._manager.incident import Incidents
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.peers import check_process_group, configure_by_store
-from torchft._manager.plan import Plan, WorldSizeMode, make_plan
-from torchft._manager.recovery import Position, Recovery
-from torchft._manager.replay import MOST_REPLAYS, Attempt, peers_fault, why_anew, why_not
+from torchft._manager.plan import Plan, Planner, WorldSizeMode
+from torchft._manager.recovery import Recovery
+from torchft._manager.replay import peers_fault
+from torchft._manager.replayer import Replayer
 from torchft._manager.rounds import Round, Rounds, make_rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
@@ -41,28 +42,28 @@ from torchft._manager.settings import (
     MANAGER_PORT_ENV,
     QUORUM_RETRIES_ENV,
     QUORUM_TIMEOUT_SEC_ENV,
-    REPLAY_FAILED_STEP_ENV,
     REPLICA_ID_KEY,
     TIMEOUT_SEC_ENV,
     TORCH_FR_DUMP_TEMP_FILE_ENV,
     check_limits,
-    check_positive,
     extract_trailing_digits,
     failure_bus_from_env,
     get_timeout,
+    given,
     global_rank,
     heal_sources_from_env,
+    replay_from_env,
     resolve,
-    switch_from_env,
 )
-from torchft._manager.state import DEFAULT_KEY, UserState
+from torchft._manager.state import Stateful
+from torchft._manager.trace import step_trace
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
-from torchft._torchft import ManagerClient, ManagerServer, MemberFailure, QuorumResult
-from torchft.addresses import announced_host, announced_store_host
+from torchft._torchft import ManagerClient, ManagerServer, QuorumResult
+from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized, check_quantizable
 from torchft.futures import future_timeout
-from torchft.process_group.native import abort_group, native_error, reconfigure_group
+from torchft.process_group.native import abort_group, group_error, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.utils import get_stream_context
 from torchft.work import _DummyWork
@@ -90,22 +91,13 @@ __all__ = [
 
 T = TypeVar("T")
 
-# How long an aborted collective may take to end. Gloo's take some 10 ms.
-_ABORT_TIMEOUT = timedelta(seconds=1)
-# Between two aborts of a group that connects.
-_ABORT_AGAIN_SEC = 0.05
-
 CommitHook = Callable[[int, bool, int], None]
-FailureCallback = Callable[[MemberFailure], None]
 
-IS_TRITON_AVAILABLE = True
-try:
-    import triton  # noqa: F401
-except ImportError:
-    IS_TRITON_AVAILABLE = False
+# Not by an import: Triton's takes longer than all of torchft's, and every restarted group would wait for it.
+IS_TRITON_AVAILABLE = find_spec("triton") is not None
 
 
-class Manager:
+class Manager(Stateful):
     """Takes one rank through its steps: quorum, healing, collectives, commit.
 
     Args:
@@ -187,6 +179,8 @@ class Manager:
             quorum_retries=quorum_retries,
         )
         check_limits(min_replica_size, max_retries)
+        if settings.lighthouse_addr:
+            use_lighthouse(settings.lighthouse_addr)
         check_process_group(pg)
         self._settings = settings
         self._group_rank = settings.group_rank
@@ -196,31 +190,13 @@ class Manager:
         self._connect_timeout = settings.connect_timeout
         self._min_replica_size = min_replica_size
         self._use_async_quorum = use_async_quorum
-        self._world_size_mode = world_size_mode
         self._init_sync = init_sync
         self._max_retries = max_retries
-        self._enable_error_bus = failure_bus_from_env() if enable_error_bus is None else enable_error_bus
-        if replay_failed_step is None:
-            replay_failed_step = switch_from_env(REPLAY_FAILED_STEP_ENV, default=False)
 
-        self._step = 0
-        self._batches_committed = 0
+        super().__init__(self._timeout)
         self._commit_failures = 0
-        self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
         self._commit_hooks: List[CommitHook] = []
         self._layout: Optional[List[str]] = None  # what is reduced, a line for each tensor
-
-        self._inputs = Inputs() if replay_failed_step else None  # of this step's allreduces
-        self._replay_hooks: List[Callable[[], None]] = []
-        self._gradients: List[Callable[[], Iterable[torch.Tensor]]] = []
-        self._request: tuple[bool, bool, timedelta] = (True, False, self._quorum_timeout)  # of the last quorum
-        # The state for which the quorum of the next step is known already: a replay asked for it, and was none.
-        self._ahead: Optional[Position] = None
-
-        self._user_state = UserState(self._timeout.total_seconds())
-        self._load_state_dict_fns = self._user_state.load_fns
-        self._user_state_dicts = self._user_state.read_fns
-        self._state_dict_lock = self._user_state.lock
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
@@ -232,24 +208,13 @@ class Manager:
         self._participating_replica_world_size = 0
         self._healing = False
         self._plan: Optional[Plan] = None
-        self._plan_of: tuple[Optional[QuorumResult], bool] = (None, True)
+        self._planner = Planner(use_async_quorum, world_size_mode, min_replica_size)
         self._asked = 0.0  # when, by time.monotonic()
         self._rounds: Optional[Rounds] = None
         self._round: Optional[Round] = None
-
-        self._errored: Optional[ExceptionWithTraceback] = None
-        # A failed heal spoils this group's step, but its peers still count on it in their collectives.
-        self._collectives_usable = True
-        self._aborted = False
-        # Of each quorum that is followed, or may be yet, the first member that died, by what the lighthouse told. The
-        # lock: its thread ends the collectives of one step, and never of the next.
-        self._failures: Dict[int, MemberFailure] = {}
-        self._failure_lock = threading.Lock()
-        self._incident: Optional[Incident] = None  # a failure after which nothing was committed yet
-        self._connecting = False  # the process group gets the peers of a new quorum
-        self._failure_callbacks: List[FailureCallback] = []
-        self._failure_listener: Optional[FailureListener] = None
-        self._works: List[_ManagedWork] = []
+        self._request: tuple[bool, bool, timedelta] = (True, False, self._quorum_timeout)  # of the last quorum
+        self._has_left = False
+        self._in_step = False  # a quorum was asked for, and what came of the step is not decided yet
 
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         accelerated = torch.accelerator.is_available()
@@ -258,6 +223,17 @@ class Manager:
 
         self._pg = pg
         self._manager: Optional[ManagerServer] = None
+        self._incidents = Incidents(logger=lambda: self._logger)
+        self._collectives = Collectives(abort=lambda: abort_group(self._pg), logger=lambda: self._logger)
+        self._failures = Failures(
+            failure_bus_from_env() if enable_error_bus is None else enable_error_bus,
+            self._collectives,
+            abort=lambda: abort_group(self._pg),
+            report=self._report_collective_error,
+            fetching=lambda: self._healing and self._pending_state_dict is None,
+            logger=lambda: self._logger,
+        )
+        self._replayer = Replayer(self, replay_from_env() if replay_failed_step is None else replay_failed_step)
         self._checkpoint_transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
             timeout=self._timeout, num_chunks=0
         )
@@ -266,59 +242,31 @@ class Manager:
             user_state=self._user_state,
             group_rank=self._group_rank,
             connect=lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
+            check_peers=self._failures.check,
             timeout=self._timeout,
             connect_timeout=self._connect_timeout,
             sources=heal_sources_from_env(),
             in_background=use_async_quorum,
             logger=lambda: self._logger,
         )
+        self._failures.subscribe(self._recovery.peer_died)
         try:
             self._join_group(replica_id, hostname)
         except BaseException:
             self.shutdown(wait=False)
             raise
+        self._trace = step_trace(self)
         self._logger = _ManagerLogger(manager=self, replica_id=self._replica_id, group_rank=self._group_rank)
 
     def _join_group(self, replica_id: Optional[str], hostname: str) -> None:
-        """Rank 0 starts the manager server and tells the others where it is; then every rank connects to it."""
-        settings = self._settings
-        store: dist.Store = TCPStore(
-            host_name=settings.store_addr,
-            port=settings.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=settings.timeout,
-        )
-        if settings.restart_count:
-            # torchrun's agent keeps the store when it restarts the workers: what the last ones wrote is stale.
-            store = PrefixStore(f"torchft/restart_{settings.restart_count}", store)
-        self._store = store
-        if self._group_rank == 0:
-            replays = {"replays_failed_steps": True} if self._inputs is not None else {}
-            lighthouse_addr = settings.require_lighthouse()
-            full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
-            self._manager = ManagerServer(
-                replica_id=full_id,
-                lighthouse_addr=lighthouse_addr,
-                hostname=hostname if hostname != socket.gethostname() else announced_host(lighthouse_addr),
-                bind=f"[::]:{settings.manager_port}",
-                store_addr=announced_store_host(settings.store_addr, settings.store_port, lighthouse_addr),
-                world_size=self._group_world_size,
-                heartbeat_interval=settings.heartbeat_interval,
-                connect_timeout=settings.connect_timeout,
-                quorum_retries=settings.quorum_retries,
-                **replays,
-            )
-            store.set(MANAGER_ADDR_KEY, self._manager.address())
-            store.set(REPLICA_ID_KEY, full_id)
-        address = store.get(MANAGER_ADDR_KEY).decode("utf-8")
-        self._replica_id = store.get(REPLICA_ID_KEY).decode("utf-8")
-        self._client = ManagerClient(address, connect_timeout=settings.connect_timeout)
+        """Connects with the manager server of the group, which rank 0 starts."""
+        replays = {"replays_failed_steps": True} if self._replayer.enabled else {}
+        group = join_group(self._settings, replica_id, hostname, ManagerServer, **replays)
+        self._store, self._replica_id, address, self._manager = group
+        self._client = ManagerClient(address, connect_timeout=self._connect_timeout)
         self._client._group_world_size = self._group_world_size  # refused if rank 0 has another one
         self._rounds = make_rounds(self._client)
-        self._failure_listener = FailureListener(
-            self._client, self._group_rank, self._peer_failed, self._peer_stalled, self._progress
-        )
+        self._failures.listen(self._client, self._group_rank)
         set_rank_info = getattr(self._pg, "set_rank_info", None)
         if set_rank_info is not None:  # a native group has no such method
             set_rank_info(
@@ -327,70 +275,6 @@ class Manager:
                 self._group_world_size,
                 global_rank(self._replica_id, self._group_rank, self._group_world_size),
             )
-
-    # State that heals others
-
-    def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
-    ) -> None:
-        """Adds a part to the state that a healing group gets.
-
-        Raises:
-            ValueError: the key is taken.
-        """
-        self._user_state.register(key, load_state_dict, state_dict)
-
-    def register_layout(self, what: str, lines: Sequence[str]) -> None:
-        """Says what this group is going to reduce, so that groups which differ are found out before they do.
-
-        They are compared in each new quorum. A group that does not fit into a running job gets a ValueError from
-        ``start_quorum`` (or what waits for the quorum); the others lose that step. Only torchft's process groups carry
-        it, and the published package announces nothing.
-
-        Args:
-            what: whose tensors they are.
-            lines: a line for each tensor, in the order in which they are reduced.
-        """
-        self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
-        announce = getattr(self._pg, "announce_layout", None)
-        if announce is not None:  # a native group has none
-            announce(digest(self._layout), "\n".join(self._layout))
-
-    def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
-        """Sets the main part of the state, in place of what the constructor got."""
-        self._load_state_dict_fns[DEFAULT_KEY] = load_state_dict
-        self._user_state_dicts[DEFAULT_KEY] = state_dict
-
-    def allow_state_dict_read(self) -> None:
-        """Undoes :meth:`disallow_state_dict_read`."""
-        self._user_state.allow_read()
-
-    def disallow_state_dict_read(self) -> None:
-        """Keeps healing groups from reading the state while the caller changes it."""
-        self._user_state.disallow_read()
-
-    def load_state_dict(self, state_dict: Dict[str, int]) -> None:
-        """Sets step and batches_committed, as :meth:`state_dict` gave them."""
-        self._position = Position(state_dict["step"], state_dict["batches_committed"], committed_quorum_id=-1)
-
-    def state_dict(self) -> Dict[str, int]:
-        """What a checkpoint must keep of the Manager."""
-        return {"step": self._step, "batches_committed": self._batches_committed}
-
-    def _manager_state_dict(self) -> Dict[str, Any]:
-        return {"user": self._user_state.read(), "torchft": self.state_dict()}
-
-    @property
-    def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
-        return self._recovery.pending
-
-    @property
-    def _position(self) -> Position:
-        return Position(self._step, self._batches_committed, self._committed_quorum_id)
-
-    @_position.setter
-    def _position(self, position: Position) -> None:
-        self._step, self._batches_committed, self._committed_quorum_id = position
 
     # Quorum
 
@@ -410,14 +294,10 @@ class Manager:
         Raises:
             RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
         """
-        timeout = _given("timeout", timeout, self._quorum_timeout)
-        if self._inputs is not None:
-            self._inputs.begin()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            if ahead == self._position and self._request[:2] == (allow_heal, shrink_only):
-                return  # should_commit asked for this step's quorum, and waited for it
-            self._abort_collectives()  # the others count on this group in the quorum that it leaves
+        timeout = given("timeout", timeout, self._quorum_timeout)
+        self._replayer.begin()
+        if self._replayer.quorum_is_known(same_request=self._request[:2] == (allow_heal, shrink_only)):
+            return
         self._begin_round(allow_heal, shrink_only, timeout)
         if not self._use_async_quorum:
             self.wait_quorum()
@@ -428,16 +308,15 @@ class Manager:
             raise RuntimeError("the Manager is shut down")
         if self._round is not None:
             self._round.wait()  # its error went to whoever asked for that quorum
+        self._in_step = True
         self._request = allow_heal, shrink_only, timeout
         self._discard_unloaded_heal()
-        with self._failure_lock:
-            self._errored = None
-            self._collectives_usable = True
-            self._aborted = False
+        with self._failures.lock:
+            self._collectives.begin()
             self._healing = False
-            self._works = []
         self._asked = time.monotonic()
         self._client._committed_quorum_id = self._committed_quorum_id
+        self._trace.asks()
         self._round = self._rounds.begin(
             partial(self._follow, allow_heal),
             group_rank=self._group_rank,
@@ -449,6 +328,12 @@ class Manager:
             commit_failures=self._commit_failures,
             reconfigure_handle=self._pg.get_reconfigure_handle(),
         )
+
+    def _finish_heal(self) -> None:
+        """Between two steps the weights are those of the step: what is fetched is loaded."""
+        if self._recovery_stream is not None:
+            self._recovery_stream.synchronize()
+        self._heal_before_step()
 
     def _heal_before_step(self) -> None:
         if self._healing and self._apply_pending_state_dict() and not self._use_async_quorum:
@@ -467,7 +352,7 @@ class Manager:
 
     def _follow(self, allow_heal: bool, result: QuorumResult) -> None:
         """Does what a quorum asks for, on some thread. Every wait in it has a deadline: whoever waits for it ends."""
-        plan = self._plan_for(result, allow_heal)
+        self._plan = plan = self._planner.plan(result, allow_heal)
         self._participating_replica_rank = plan.participating_rank
         self._participating_replica_world_size = plan.divisor
         self._healing = plan.heal
@@ -479,33 +364,17 @@ class Manager:
             self._recovery.begin(self._position, self._asked)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id:
-            self._incident_phase("quorum")
+            self._incidents.ended("quorum")
             with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
                 self._follow_quorum(plan)
-            self._incident_phase("reconfigure")
+            self._incidents.ended("reconfigure")
         if plan.recover_dst or plan.help_dst or plan.heal:
             with get_stream_context(self._recovery_stream):
                 self._recover(plan)
 
-    def _plan_for(self, result: QuorumResult, allow_heal: bool) -> Plan:
-        # Rounds give the very same result again while nothing changes.
-        if self._plan is None or self._plan_of[0] is not result or self._plan_of[1] != allow_heal:
-            self._plan = make_plan(
-                result,
-                use_async_quorum=self._use_async_quorum,
-                allow_heal=allow_heal,
-                world_size_mode=self._world_size_mode,
-                min_replica_size=self._min_replica_size,
-            )
-            self._plan_of = (result, allow_heal)
-        return self._plan
-
     def _follow_quorum(self, plan: Plan) -> None:
         """Rebuilds the process group for a new quorum. A failure costs the step, and the next quorum has a new id."""
-        with self._failure_lock:
-            self._quorum_id = plan.quorum_id
-            self._connecting = True
-            self._failures = {q: failure for q, failure in self._failures.items() if q >= plan.quorum_id}
+        self._quorum_id = plan.quorum_id
         self._logger.quorum_event()
         self._logger.info(
             f"quorum {plan.quorum_id}: replica rank {plan.replica_rank} of {plan.replica_world_size}, "
@@ -515,12 +384,13 @@ class Manager:
             # PyTorch's flight recorder appends the rank: each quorum's dump gets a file of its own
             os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._original_fr_dump_temp_file}_quorum{plan.quorum_id}_"
         try:
-            self._check_peers()
-            check_layouts(plan, self._layout, new_here=self._committed_quorum_id < 0, read=read_layout)
-            if plan.handles:
-                self._reconfigure_pg(plan.quorum_id, plan.handles)
-            else:
-                configure_by_store(self._pg, plan, self._replica_id, self._settings)
+            with self._failures.connecting(plan.quorum_id):
+                self._failures.check()
+                check_layouts(plan, self._layout, new_here=self._committed_quorum_id < 0, read=read_layout)
+                if plan.handles:
+                    self._reconfigure_pg(plan.quorum_id, plan.handles)
+                else:
+                    configure_by_store(self._pg, plan, self._replica_id, self._settings)
         except LayoutDiffers as e:
             if e.ours_to_mend:
                 raise
@@ -528,8 +398,6 @@ class Manager:
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
             self._step_failed(e)
-        finally:
-            self._connecting = False
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """The one place where a new quorum's handles reach the process group."""
@@ -540,6 +408,10 @@ class Manager:
         reconfigure_group(self._pg, opts)
 
     # Healing
+
+    @property
+    def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
+        return self._recovery.pending
 
     def _recover(self, plan: Plan) -> None:
         """Serves this group's state, or fetches a peer's. A failure costs this group the step, and nobody else."""
@@ -558,8 +430,7 @@ class Manager:
         collective runs. Those of a step end only after the groups that heal have what they need.
         """
         if self._plan is not None and (self._plan.recover_dst or self._plan.help_dst):
-            for work in self._works:
-                work.wait()
+            self._collectives.wait()
             self._checkpoint_transport.disallow_checkpoint()
 
     def _apply_pending_state_dict(self) -> bool:
@@ -577,6 +448,22 @@ class Manager:
             self._position = before
 
     # Collectives
+
+    def register_layout(self, what: str, lines: Sequence[str]) -> None:
+        """Says what this group is going to reduce, so that groups which differ are found out before they do.
+
+        They are compared in each new quorum. A group that does not fit into a running job gets a ValueError from
+        ``start_quorum`` (or what waits for the quorum); the others lose that step. Only torchft's process groups carry
+        it, and the published package announces nothing.
+
+        Args:
+            what: whose tensors they are.
+            lines: a line for each tensor, in the order in which they are reduced.
+        """
+        self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
+        announce = getattr(self._pg, "announce_layout", None)
+        if announce is not None:  # a native group has none
+            announce(digest(self._layout), "\n".join(self._layout))
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ReduceOp.AVG
@@ -605,8 +492,7 @@ class Manager:
         kept = None
         try:
             self.wait_quorum()
-            if self._inputs is not None:
-                kept = self._keep(self._inputs, tensor, reduce_op, should_quantize)
+            kept = self._replayer.keep(tensor, reduce_op, should_quantize)
             work = self._reduce(tensor, reduce_op, should_quantize)
         except Exception as e:
             self._logger.exception(f"allreduce failed: {e}")
@@ -622,8 +508,8 @@ class Manager:
 
     def _reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
         """Begins to reduce a tensor with the others; None after an error."""
-        self._check_peers()
-        if not self._collectives_usable:
+        self._failures.check()
+        if not self._collectives.usable:
             self._abort_collectives()  # the peers wait for what is skipped here
             return None
         if not self.is_participating():
@@ -634,11 +520,27 @@ class Manager:
         else:
             reduction = self._pg.allreduce([tensor], _allreduce_options(op))
         work = _ManagedWork(self, reduction, tensor)
-        self._works.append(work)
-        self._check_peers()  # what was told since the first look found no work to end
+        self._collectives.add(work)
+        self._failures.check()  # what was told since the first look found no work to end
         if reduce_op == ReduceOp.AVG and self._participating_replica_world_size > 1:
             work.on_success(partial(tensor.div_, self._participating_replica_world_size))
         return work
+
+    # Errors, and failures of peers
+
+    def errored(self) -> Optional[ExceptionWithTraceback]:
+        """The first error of this step, None if there is none."""
+        return self._collectives.error
+
+    @property
+    def _errored(self) -> Optional[ExceptionWithTraceback]:
+        return self._collectives.error
+
+    def subscribe_failures(self, callback: FailureCallback) -> None:
+        """Calls ``callback(failure)`` for each member of a quorum that the lighthouse tells is dead, on a thread of its
+        own. With ``enable_error_bus`` off it tells of none.
+        """
+        self._failures.subscribe(callback)
 
     def report_error(self, e: Exception) -> None:
         """Marks the step as failed: later collectives of it are skipped, and it will not be committed."""
@@ -646,8 +548,13 @@ class Manager:
         self._step_failed(e)
 
     def _step_failed(self, e: Exception) -> None:
-        self._collectives_usable = False
+        self._collectives.usable = False
         self._keep_error(e)
+
+    def _keep_error(self, e: Exception) -> None:
+        self._collectives.keep_error(e)
+        self._incidents.noticed(e, self._step, self._quorum_id)
+        self._logger.error_event(e)
 
     def _report_collective_error(self, e: Exception) -> None:
         """As report_error, for a collective that failed: no peer shall wait for what is left of this quorum.
@@ -656,85 +563,18 @@ class Manager:
         """
         if not peers_fault(e):
             self._refuse_replay(f"a collective cannot be done: {e!r}")
-        elif not self._aborted and not isinstance(e, PeerFailed) and self._failure_listener and self._plan:
-            others = [i for i in self._plan.replica_ids if i != self._replica_id]
-            self._failure_listener.suspect(self._quorum_id, others)
+        elif not self._collectives.aborted and not isinstance(e, PeerFailed) and self._plan:
+            self._failures.suspect([i for i in self._plan.replica_ids if i != self._replica_id])
         self._step_failed(e)
         self._abort_collectives()
-        self._incident_phase("abort")
+        self._incidents.ended("abort")
 
     def _abort_collectives(self) -> None:
-        """Aborts the process group, once a step. The next quorum has a new id, as this step is not committed."""
-        if self._aborted:
-            return
-        self._aborted = True
-        try:
-            abort_group(self._pg)
-        except Exception as e:
-            self._logger.exception(f"the process group could not be aborted: {e}")
+        self._collectives.abort()
 
-    # Failures of peers
-
-    def subscribe_failures(self, callback: FailureCallback) -> None:
-        """Calls ``callback(failure)`` for each member of a quorum that the lighthouse tells is dead, on a thread of its
-        own. With ``enable_error_bus`` off it tells of none.
-        """
-        self._failure_callbacks.append(callback)
-
-    def _peer_failed(self, failure: MemberFailure) -> None:
-        """Ends what waits for a peer that died. A step whose collectives have all ended is none the worse for it."""
-        if not self._enable_error_bus:
-            return
-        with self._failure_lock:
-            if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
-                self._failures.setdefault(failure.quorum_id, failure)
-            mine = failure.quorum_id == self._quorum_id
-            if mine and not self._connecting and any(not work.ended() for work in self._works):
-                error = PeerFailed(failure)
-                self._logger.warn(str(error))
-                self._report_collective_error(error)
-        # An abort that comes before the group has begun to connect finds nothing to end.
-        while self._connecting and failure.quorum_id == self._quorum_id:
-            abort_group(self._pg)
-            time.sleep(_ABORT_AGAIN_SEC)
-        for callback in self._failure_callbacks:
-            callback(failure)
-
-    def _peer_stalled(self, failure: MemberFailure) -> None:
-        self._logger.warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
-
-    def _progress(self) -> tuple[bool, str]:
-        """Whether this rank waits for other groups, and what it does; asked only when a step takes very long."""
-        running = [i for i, work in enumerate(self._works) if not work.ended()]
-        if self._connecting:
-            return True, "connects with its peers"
-        if running:
-            return True, f"waits for its peers in collective {running[0]} of this step"
-        if self._healing and self._pending_state_dict is None:
-            return True, "fetches the state of a peer"
-        return False, f"computes, after {len(self._works)} collectives of this step"
-
-    def _check_peers(self) -> None:
-        """Raises if a member of the present quorum is known to be dead."""
-        failure = self._failures.get(self._quorum_id)
-        if failure is not None:
-            raise PeerFailed(failure)
-
-    def _keep_error(self, e: Exception) -> None:
-        if self._errored is None:  # what came first is the cause
-            self._errored = ExceptionWithTraceback(e)
-        if self._incident is None:
-            self._incident = Incident(str(e), self._step, self._quorum_id)
-        self._logger.error_event(e)
-
-    def _incident_phase(self, name: str) -> None:
-        incident = self._incident  # read once: the training thread ends it
-        if incident is not None:
-            incident.ended(name)
-
-    def errored(self) -> Optional[ExceptionWithTraceback]:
-        """The first error of this step, None if there is none."""
-        return self._errored
+    def _nonfinite_average(self) -> None:
+        """LocalSGD and DiLoCo use an average that holds NaN or Inf; the manager server counts it."""
+        self._logger.nonfinite_average()
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: Optional[timedelta] = None
@@ -755,7 +595,7 @@ class Manager:
                 self.report_error(e)
                 return default
 
-        return future_timeout(fut, _given("timeout", timeout, self._timeout)).then(value_or_default)
+        return future_timeout(fut, given("timeout", timeout, self._timeout)).then(value_or_default)
 
     # Commit
 
@@ -781,11 +621,11 @@ class Manager:
                 gone.
             TimeoutError: not all ranks of the group voted in time.
         """
-        timeout = _given("timeout", timeout, self._timeout)
+        timeout = given("timeout", timeout, self._timeout)
         committed = self._try_step(timeout)
         step, why, failures = self._step, self._why_lost(), self._commit_failures
-        if not committed and self._inputs is not None:
-            committed = self._replay(self._inputs, timeout)
+        if not committed:
+            committed = self._replayer.replay(timeout)
         self._logger.commit_event(committed)
         participants = self._participating_replica_world_size
         if committed:
@@ -793,18 +633,13 @@ class Manager:
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
-            if self._incident is not None:
-                self._incident.ended("next step")
-                self._logger.failure_event(self._incident)
-                self._incident = None
         else:
             self._commit_failures = failures + 1
-            if self._incident is not None:
-                self._incident.steps_lost += 1
-                self._incident.ended("give up the step")
             self._logger.warn(f"step {step} is lost: {why}")
-        if self._inputs is not None:
-            self._inputs.begin()
+        self._incidents.step_ended(committed)
+        self._trace.ended(step, committed)
+        self._in_step = self._replayer.is_ahead
+        self._replayer.begin()
         self._discard_unloaded_heal()
         self._run_commit_hooks(step, committed, participants)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
@@ -820,7 +655,7 @@ class Manager:
         self._end_collectives()
         if self._recovery_stream is not None:
             self._recovery_stream.synchronize()
-        error = _pg_error(self._pg)
+        error = group_error(self._pg)
         if error is not None:
             self._step_failed(error)
         if self._healing:
@@ -830,9 +665,7 @@ class Manager:
             self._logger.warn(
                 f"{self._participating_replica_world_size} groups take part, {self._min_replica_size} are needed"
             )
-        committed = self._client.should_commit(
-            self._group_rank, self._step, enough and self._errored is None, timeout=timeout
-        )
+        committed = self._vote(enough and self._collectives.error is None, timeout)
         # From here on the weights may change.
         self._checkpoint_transport.disallow_checkpoint()
         return committed
@@ -840,23 +673,18 @@ class Manager:
     def _enough(self) -> bool:
         return self._participating_replica_world_size >= self._min_replica_size
 
-    def _end_collectives(self) -> None:
-        """Waits for the collectives that nobody waited for; most have ended long ago.
+    def _vote(self, yes: bool, timeout: timedelta) -> bool:
+        """Whether all ranks of the group vote yes."""
+        return self._client.should_commit(self._group_rank, self._step, yes, timeout=timeout)
 
-        After a failure those in flight are aborted, and their real end is waited for: they must not write into memory
-        that the next step uses.
-        """
-        for work in self._works:
-            work.wait()
-        if self._aborted:
-            for work in self._works:
-                if not work.drain(_ABORT_TIMEOUT):
-                    self._refuse_replay("a collective that was aborted has not ended")
-        self._works = []
+    def _end_collectives(self) -> None:
+        if not self._collectives.end():
+            self._refuse_replay("a collective that was aborted has not ended")
 
     def _why_lost(self) -> str:
-        if self._errored is not None:
-            return str(self._errored.original_exception)
+        error = self._collectives.error
+        if error is not None:
+            return str(error.original_exception)
         return "another rank of the group voted against it" if self._enough() else "too few groups took part"
 
     def _run_commit_hooks(self, step: int, committed: bool, participants: int) -> None:
@@ -875,103 +703,25 @@ class Manager:
         was reduced to where the optimizer reads it. Without a hook a step whose results were changed or copied is lost
         with a peer, as it is without ``replay_failed_step``. An error of the hook costs the step.
         """
-        self._replay_hooks.append(hook)
+        self._replayer.register_hook(hook)
 
     def _register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         """What an optimizer will read: a replay must reach all of it."""
-        self._gradients.append(gradients)
+        self._replayer.register_gradients(gradients)
 
     def _refuse_replay(self, reason: str) -> None:
         """This step does something that cannot be done again."""
-        if self._inputs is not None:
-            self._inputs.refuse(reason)
+        self._replayer.refuse(reason)
 
-    def _keep(self, inputs: Inputs, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[Kept]:
-        assert self._plan is not None  # the quorum was waited for
-        reason = why_anew(self._plan)
-        if reason is not None:
-            inputs.refuse(reason)
-        if self._layout is not None:
-            inputs.refuse("with LocalSGD and DiLoCo, who has committed asks for a quorum only after its local steps")
-        return inputs.keep(tensor, reduce_op, should_quantize)
-
-    def _replay(self, inputs: Inputs, timeout: timedelta) -> bool:
-        """Reduces a step that was not committed again, with the groups that are left; whether it is committed then.
-
-        All ranks of the group replay, or none: so they vote on it.
-        """
-        for replays in range(MOST_REPLAYS + 1):
-            reason = why_not(
-                Attempt(replays=replays, kept=len(inputs), refused=inputs.refused, changed=self._why_changed(inputs))
-            )
-            try:
-                if not self._client.should_commit(self._group_rank, self._step, reason is None, timeout=timeout):
-                    self._logger.warn(f"the step is not reduced again: {reason or 'another rank of the group cannot'}")
-                    return False
-                self._commit_failures += 1  # the next quorum gets a new id, and new connections
-                why = self._why_lost()
-                self._begin_round(*self._request)
-                self.wait_quorum()
-            except Exception as e:
-                self._logger.exception(f"the step is not reduced again: {e}")
-                return False
-            assert self._plan is not None
-            reason = why_anew(self._plan)
-            if reason is not None:
-                self._logger.warn(f"the step is not reduced again: {reason}")
-                self._leave_quorum_to_next_step()
-                return False
-            self._logger.info(f"reduced again with {self._plan.participants} groups, because {why}")
-            self._reduce_again(inputs)
-            if self._try_step(timeout):
-                return True
-        return False
-
-    def _why_changed(self, inputs: Inputs) -> Optional[str]:
-        if self._replay_hooks:
-            return inputs.twice()
-        gradients = [gradient for read in self._gradients for gradient in read()]
-        return inputs.changed() or inputs.twice() or inputs.elsewhere(gradients)
-
-    def _reduce_again(self, inputs: Inputs) -> None:
-        try:
-            for kept in inputs.restore():
-                self._reduce(kept.tensor, kept.reduce_op, kept.should_quantize)
-        except Exception as e:
-            self._report_collective_error(e)
-        self._end_collectives()
-        inputs.settle()
-        if self._errored is not None:
-            return
-        try:
-            for hook in self._replay_hooks:
-                hook()
-        except Exception as e:
-            self._logger.exception(f"a replay hook failed: {e}")
-            self.report_error(e)
-
-    def _leave_quorum_to_next_step(self) -> None:
-        """The quorum of a replay that is none becomes that of the next step: the others count on this group in it.
-
-        The state of a heal is loaded now. Between two steps the weights are those of the step.
-        """
-        if self._recovery_stream is not None:
-            self._recovery_stream.synchronize()
-        self._heal_before_step()
-        if self._errored is None:
-            self._ahead = self._position
-        else:
-            self._abort_collectives()
+    def _ask_again(self) -> Plan:
+        """Ends an attempt at this step, and waits for the quorum of the next: with a new id, and new connections."""
+        self._commit_failures += 1
+        self._begin_round(*self._request)
+        self.wait_quorum()
+        assert self._plan is not None
+        return self._plan
 
     # What the training loop may ask
-
-    def current_step(self) -> int:
-        """Steps committed so far; the number of the step that runs now."""
-        return self._step
-
-    def batches_committed(self) -> int:
-        """Batches committed so far, over all groups."""
-        return self._batches_committed
 
     def participating_rank(self) -> Optional[int]:
         """This group's rank among those that take part in the step, None if it does not. Waits for the quorum."""
@@ -998,6 +748,15 @@ class Manager:
         assert self._plan is not None
         return self._plan.num_up_to_date
 
+    def draining(self) -> bool:
+        """Whether somebody wants this group to leave (``torchft drain``), and it has ended its last step.
+
+        All ranks of a group get the same answer between the same two steps; within a step it is False. A loop that ends
+        when it is True, and calls :meth:`shutdown` before it shuts the process group down, costs the other groups
+        nothing.
+        """
+        return not self._in_step and self._plan is not None and self._plan.draining
+
     def is_participating(self) -> bool:
         """Whether this group's gradients count in this step."""
         return self._participating_replica_rank is not None and not self._healing
@@ -1005,9 +764,13 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.
 
+        A group that is :meth:`draining`, and between two steps, stays until its peers have ended its last one as well.
+
         Args:
             wait: until all of it has ended.
         """
+        if wait:
+            self._leave()
         self._checkpoint_transport.shutdown(wait=wait)
         if self._manager is not None:
             self._manager.shutdown()
@@ -1018,25 +781,22 @@ class Manager:
         if self._rounds is not None:
             self._rounds.shutdown(wait=wait)
             self._rounds = None
-        if self._failure_listener is not None and wait:
-            self._failure_listener.join()
+        if wait:
+            self._failures.join()
+
+    def _leave(self) -> None:
+        """A group that was asked to leave says that it does, so that nobody misses it."""
+        if self._has_left or not self.draining():
+            return
+        self._has_left = True
+        try:
+            self._client._leave(self._timeout)
+            self._logger.info("this group has left, as it was asked to")
+        except Exception as e:
+            self._logger.warn(f"the other groups may miss this one: {e}")
 
 
 def _allreduce_options(op: ReduceOp) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return options
-
-
-def _given(name: str, value: Optional[timedelta], default: timedelta) -> timedelta:
-    """The duration that a caller gave, checked, or the default."""
-    if value is None:
-        return default
-    check_positive(name, value)
-    return value
-
-
-def _pg_error(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """What went wrong in a process group since it was made, if it noticed."""
-    errored = getattr(pg, "errored", None)
-    return errored() if errored is not None else native_error(pg)

@@ -1,9 +1,10 @@
-"""The Manager's events as OpenTelemetry logs: quorums, commits, errors and recoveries.
+"""The Manager's events as OpenTelemetry logs: quorums, commits, errors, failures and recoveries; its steps as traces.
 
 Off unless OpenTelemetry's own variables ask for it: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_LOGS_ENDPOINT, or
 OTEL_LOGS_EXPORTER with ``otlp``, ``console`` or both. OTEL_SDK_DISABLED=true and OTEL_LOGS_EXPORTER=none switch it
 off. All others (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, …) mean what they always
-do. Needs ``pip install 'torchft[otel]'``. `python -m torchft.otel` sends one record and says where.
+do. Traces go by OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the same way.
+Needs ``pip install 'torchft[otel]'``. `python -m torchft.otel` sends one record and says where.
 
 Records are sent from a thread of OpenTelemetry's; a collector that is away costs them, and nothing else.
 """
@@ -21,6 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any, List, Sequence
 
+from opentelemetry import trace
 from opentelemetry.sdk._logs import LoggerProvider, LoggingHandler, ReadableLogRecord
 from opentelemetry.sdk._logs.export import (
     BatchLogRecordProcessor,
@@ -29,16 +31,19 @@ from opentelemetry.sdk._logs.export import (
     LogRecordExportResult,
 )
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 
 from torchft._manager.log import otel_exporters
 
-__all__ = ["TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON", "TeeLogExporter", "setup_logger", "shutdown"]
+__all__ = ["TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON", "TeeLogExporter", "setup_logger", "shutdown", "tracer"]
 
 # Further resource attributes for each logger: a JSON object by the logger's name, or the path of a file with one.
 TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON = "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON"
 
 _LOGGER_PROVIDER: dict[str, LoggerProvider] = {}
 _HANDLERS: dict[str, logging.Handler] = {}
+_TRACER_PROVIDER: TracerProvider | None = None
 
 
 class TeeLogExporter(LogRecordExporter):
@@ -92,8 +97,23 @@ def setup_logger(name: str) -> None:
         logger.setLevel(logging.INFO)
 
 
+def tracer() -> trace.Tracer:
+    """Makes spans and exports them as the environment says."""
+    global _TRACER_PROVIDER
+    if _TRACER_PROVIDER is None:
+        provider = TracerProvider(shutdown_on_exit=False)
+        for kind in otel_exporters("TRACES"):
+            provider.add_span_processor(BatchSpanProcessor(_span_exporter(kind)))
+        _TRACER_PROVIDER = provider
+    return _TRACER_PROVIDER.get_tracer("torchft")
+
+
 def shutdown() -> None:
     """Sends what is left, and ends the export. Called at the end of the process as well."""
+    global _TRACER_PROVIDER
+    if _TRACER_PROVIDER is not None:
+        _TRACER_PROVIDER.shutdown()
+        _TRACER_PROVIDER = None
     for name in list(_LOGGER_PROVIDER):
         logging.getLogger(name).removeHandler(_HANDLERS.pop(name))
         _LOGGER_PROVIDER.pop(name).shutdown()
@@ -108,6 +128,14 @@ def _exporter(kind: str) -> LogRecordExporter:
     from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 
     return OTLPLogExporter()
+
+
+def _span_exporter(kind: str) -> SpanExporter:
+    if kind == "console":
+        return ConsoleSpanExporter(out=sys.stderr)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter()
 
 
 def _resource_attributes(name: str) -> dict[str, Any]:

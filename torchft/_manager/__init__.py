@@ -1,7 +1,9 @@
-"""The decisions of :class:`torchft.manager.Manager`, each small enough to test alone.
+"""The parts of :class:`torchft.manager.Manager`, each small enough to test alone, in the order of a step.
 
-settings: constructor arguments and environment to checked values; plan: a quorum to what to do (no torch);
-rounds: who waits for a quorum and who follows it; peers: meeting those of torchft 0.2.0; recovery: serving, fetching
-and loading state; phases: where a recovery's seconds went; state: the user's registered state; failures: deaths of
-peers; work: what an allreduce gives back; errors, log.
+settings: constructor arguments and environment to checked values; group: the ranks of a group find their manager
+server; rounds: who waits for a quorum and who follows it; plan: a quorum to what to do (no torch); layout: whether
+groups reduce the same; peers: meeting those of torchft 0.2.0; recovery: serving, fetching and loading state, phases:
+where its seconds went; state: which state a group has, and the user's; collectives: of one step, work: what an
+allreduce gives back; failures: deaths of peers, incident: what one cost; replayer: a failed step is reduced again, by
+the decisions of replay and with what inputs kept; errors, log.
 """

@@ -1,20 +1,30 @@
-"""Hears from the lighthouse of members that died, before anybody runs into it."""
+"""Deaths of peers, as the lighthouse tells them before anybody runs into one, and what they end here."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from torchft import _torchft
 from torchft._torchft import MemberFailure
+
+if TYPE_CHECKING:
+    from torchft._manager.collectives import Collectives
+    from torchft._manager.log import _ManagerLogger
 
 _logger = logging.getLogger("torchft.manager")
 
 # After this long without a failure the wait for one begins anew; nothing depends on it.
 _LONGEST_WAIT = timedelta(hours=1)
+# Between two aborts of a group that connects.
+_ABORT_AGAIN_SEC = 0.05
+
+FailureCallback = Callable[[MemberFailure], None]
 
 
 class PeerFailed(RuntimeError):
@@ -85,3 +95,114 @@ class FailureListener:
                     self._about[kind](failure)
             except Exception:
                 _logger.exception("a notice of the lighthouse could not be taken")
+
+
+class Failures:
+    """What the lighthouse told of the quorum that this rank is in, and the end of what waits for the dead.
+
+    Args:
+        enabled: whether a death ends anything here (``enable_error_bus``).
+        collectives: of the present step.
+        abort: aborts the process group, in whatever it does.
+        report: learns of the error that a death is to the collectives that run.
+        fetching: whether this rank waits for the state of a peer.
+        logger: gives the Manager's logger; it is made after this.
+
+    Attributes:
+        lock: held while the collectives of a step are ended for a death, and while a step begins: so those of the next
+            step are never ended for it.
+    """
+
+    def __init__(
+        self,
+        enabled: bool,
+        collectives: Collectives,
+        *,
+        abort: Callable[[], None],
+        report: Callable[[Exception], None],
+        fetching: Callable[[], bool],
+        logger: Callable[[], _ManagerLogger],
+    ) -> None:
+        self.enabled = enabled
+        self._collectives = collectives
+        self._abort = abort
+        self._report = report
+        self._fetching = fetching
+        self._logger = logger
+        self.lock = threading.Lock()
+        self._quorum_id = -1  # that is followed
+        self._connecting = False  # the process group gets the peers of that quorum
+        # Of each quorum that is followed, or may be yet, the first member that died.
+        self._told: dict[int, MemberFailure] = {}
+        self._callbacks: list[FailureCallback] = []
+        self._listener: Optional[FailureListener] = None
+
+    def listen(self, client: Any, group_rank: int) -> None:
+        """Begins to hear of deaths, through the client of this rank's manager server."""
+        self._listener = FailureListener(client, group_rank, self.died, self.stalled, self.progress)
+
+    def join(self) -> None:
+        """Returns when nothing more is heard; shut the client down before."""
+        if self._listener is not None:
+            self._listener.join()
+
+    def subscribe(self, callback: FailureCallback) -> None:
+        """Calls ``callback(failure)`` for each death, on a thread of its own."""
+        self._callbacks.append(callback)
+
+    def suspect(self, others: list[str]) -> None:
+        """Tells the lighthouse that a collective with these groups failed."""
+        if self._listener is not None:
+            self._listener.suspect(self._quorum_id, others)
+
+    @contextmanager
+    def connecting(self, quorum_id: int) -> Iterator[None]:
+        """While the process group gets the peers of a new quorum."""
+        with self.lock:
+            self._quorum_id = quorum_id
+            self._connecting = True
+            self._told = {q: failure for q, failure in self._told.items() if q >= quorum_id}
+        try:
+            yield
+        finally:
+            self._connecting = False
+
+    def check(self) -> None:
+        """Raises PeerFailed if a member of the present quorum is known to be dead."""
+        failure = self._told.get(self._quorum_id)
+        if failure is not None:
+            raise PeerFailed(failure)
+
+    def died(self, failure: MemberFailure) -> None:
+        """Ends what waits for a peer that died. A step whose collectives have all ended is none the worse for it."""
+        if not self.enabled:
+            return
+        with self.lock:
+            if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
+                self._told.setdefault(failure.quorum_id, failure)
+            mine = failure.quorum_id == self._quorum_id
+            if mine and not self._connecting and self._collectives.running() is not None:
+                error = PeerFailed(failure)
+                self._logger().warn(str(error))
+                self._report(error)
+        # An abort that comes before the group has begun to connect finds nothing to end.
+        while self._connecting and failure.quorum_id == self._quorum_id:
+            self._abort()
+            time.sleep(_ABORT_AGAIN_SEC)
+        for callback in self._callbacks:
+            callback(failure)
+
+    def stalled(self, failure: MemberFailure) -> None:
+        """A peer makes no progress while the others wait for it."""
+        self._logger().warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
+
+    def progress(self) -> tuple[bool, str]:
+        """Whether this rank waits for other groups, and what it does; asked only when a step takes very long."""
+        running = self._collectives.running()
+        if self._connecting:
+            return True, "connects with its peers"
+        if running is not None:
+            return True, f"waits for its peers in collective {running} of this step"
+        if self._fetching():
+            return True, "fetches the state of a peer"
+        return False, f"computes, after {len(self._collectives)} collectives of this step"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Callable, Optional
+
+if TYPE_CHECKING:
+    from torchft._manager.log import _ManagerLogger
 
 
 class Incident:
@@ -38,3 +42,39 @@ class Incident:
             f"after a failure in step {self.step} of quorum {self.quorum_id} ({self.cause}) the next commit came in "
             f"{1000 * (self._last - self._began):.0f} ms ({phases}); {self.steps_lost} lost"
         )
+
+
+class Incidents:
+    """The failure after which nothing was committed yet, if there is one: what comes meanwhile belongs to it.
+
+    Args:
+        logger: gives the Manager's logger; it is made after this.
+    """
+
+    def __init__(self, logger: Callable[[], _ManagerLogger]) -> None:
+        self._logger = logger
+        self._incident: Optional[Incident] = None
+
+    def noticed(self, cause: Exception, step: int, quorum_id: int) -> None:
+        """An error was noticed, on any thread."""
+        if self._incident is None:
+            self._incident = Incident(str(cause), step, quorum_id)
+
+    def ended(self, phase: str) -> None:
+        """A phase of it has ended, on any thread."""
+        incident = self._incident  # read once: the training thread ends it
+        if incident is not None:
+            incident.ended(phase)
+
+    def step_ended(self, committed: bool) -> None:
+        """A step was decided on: one that is committed ends the incident, which is told then."""
+        incident = self._incident
+        if incident is None:
+            return
+        if committed:
+            incident.ended("next step")
+            self._logger().failure_event(incident)
+            self._incident = None
+        else:
+            incident.steps_lost += 1
+            incident.ended("give up the step")

@@ -1,4 +1,4 @@
-"""What the Manager says: lines for people, and one record for each quorum, commit, recovery and error for
+"""What the Manager says: lines for people, and one record for each quorum, commit, error, failure and heal for
 machines."""
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any, Optional
+
+from torchft._manager.reports import Reports
 
 if TYPE_CHECKING:
     from torchft._manager.incident import Incident
@@ -20,28 +22,31 @@ _failures = logging.getLogger("torchft_failures")
 _recoveries = logging.getLogger("torchft_recoveries")
 
 
-# Where OpenTelemetry's logs go, and whether they go at all, by its own variables.
-_OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _EXPORTERS = ("otlp", "console")
 
 
-def otel_exporters() -> list[str]:
-    """The exporters that OpenTelemetry's variables ask for; none unless they ask for one.
+def otel_exporters(signal: str = "LOGS") -> list[str]:
+    """The exporters that OpenTelemetry's own variables ask for; none unless they ask for one.
+
+    Args:
+        signal: LOGS or TRACES.
 
     Raises:
-        ValueError: OTEL_LOGS_EXPORTER names one that is not known.
+        ValueError: OTEL_LOGS_EXPORTER, or OTEL_TRACES_EXPORTER, names one that is not known.
     """
+    setting = f"OTEL_{signal}_EXPORTER"
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
-    text = os.environ.get("OTEL_LOGS_EXPORTER", "").strip()
+    text = os.environ.get(setting, "").strip()
     if not text:
-        return ["otlp"] if any(os.environ.get(name) for name in _OTLP_ENDPOINTS) else []
+        endpoints = (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+        return ["otlp"] if any(os.environ.get(name) for name in endpoints) else []
     kinds = [kind.strip() for kind in text.split(",")]
     if kinds == ["none"]:
         return []
     for kind in kinds:
         if kind not in _EXPORTERS:
-            raise ValueError(f"OTEL_LOGS_EXPORTER={text!r}: allowed are none, or {' and '.join(_EXPORTERS)}")
+            raise ValueError(f"{setting}={text!r}: allowed are none, or {' and '.join(_EXPORTERS)}")
     return kinds
 
 
@@ -55,7 +60,7 @@ def export_events() -> None:
         message = "OpenTelemetry's variables ask for an export of events, which needs pip install 'torchft[otel]': %s"
         logging.getLogger("torchft.manager").warning(message, e)
         return
-    for logger in (_quorums, _commits, _errors, _recoveries):
+    for logger in (_quorums, _commits, _errors, _failures, _recoveries):
         otel.setup_logger(logger.name)
 
 
@@ -67,6 +72,7 @@ class _ManagerLogger:
         self._manager = manager
         self._replica_id = replica_id
         self._group_rank = group_rank
+        self._reports = Reports(manager._client, group_rank)
         export_events()
 
     def prefix(self) -> str:
@@ -90,10 +96,19 @@ class _ManagerLogger:
     def error_event(self, error: Optional[Exception]) -> None:
         self._event(_errors, logging.ERROR, str(error), error=str(error))
 
+    def heal_progress(self, received: int, total: int) -> None:
+        """Bytes of a peer's state that have come, and all of them."""
+        self._reports.healing(received, total)
+
+    def nonfinite_average(self) -> None:
+        """One with NaN or Inf, which is used. Who averages says so in a log of its own."""
+        self._reports.nonfinite()
+
     def recovery_event(self, from_step: int, phases: Phases) -> None:
         text = f"healed from step {from_step} in {phases}"
         self.info(text)
         self._event(_recoveries, logging.INFO, text, from_step=from_step, bytes=phases.received, **_named(phases))
+        self._reports.healed(self._manager.current_step(), phases)
 
     def failure_event(self, incident: Incident) -> None:
         self.info(str(incident))
@@ -107,6 +122,7 @@ class _ManagerLogger:
             steps_lost=incident.steps_lost,
             **{f"{phase.replace(' ', '_')}_seconds": s for phase, s in incident.seconds().items()},
         )
+        self._reports.recovered(self._manager.current_step(), incident)
 
     def _event(self, logger: logging.Logger, level: int, msg: str, **fields: Any) -> None:
         # These records are for exporters: without a handler of their own they would reach Python's handler of last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Plan:
     helpers: list[str]  # manager servers of further groups that offer the same step
     recover_dst: list[int]  # groups that heal from this one
     help_dst: list[int]  # groups that heal from another one, and may ask this one
+    draining: bool = False  # this is the group's last step: somebody wants it to leave
 
     @property
     def heal(self) -> bool:
@@ -106,4 +108,30 @@ def make_plan(
         helpers=result.helper_manager_addresses if source is not None else [],
         recover_dst=result.recover_dst_replica_ranks if allow_heal else [],
         help_dst=result.help_dst_replica_ranks if allow_heal else [],
+        draining=getattr(result, "draining", False) is True,  # stand-ins for a result have none, or any
     )
+
+
+class Planner:
+    """Plans of one rank. Rounds give the very same result again while nothing changes: so does this.
+
+    Args: as those of :func:`make_plan`.
+    """
+
+    def __init__(self, use_async_quorum: bool, world_size_mode: WorldSizeMode, min_replica_size: int) -> None:
+        self._make = partial(
+            make_plan,
+            use_async_quorum=use_async_quorum,
+            world_size_mode=world_size_mode,
+            min_replica_size=min_replica_size,
+        )
+        self._last: Optional[tuple[QuorumResult, bool, Plan]] = None
+
+    def plan(self, result: QuorumResult, allow_heal: bool) -> Plan:
+        """What this rank does about a quorum."""
+        last = self._last
+        if last is not None and last[0] is result and last[1] == allow_heal:
+            return last[2]
+        plan = self._make(result, allow_heal=allow_heal)
+        self._last = (result, allow_heal, plan)
+        return plan

@@ -10,29 +10,26 @@ import time
 import warnings
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
+from torchft._manager.failures import PeerFailed
 from torchft._manager.phases import Phases, tensor_bytes
 from torchft._manager.plan import Plan, Source
-from torchft._manager.state import UserState
+from torchft._manager.state import Position, UserState
+from torchft.checkpointing._progress import watched_by
 
 if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
-    from torchft._torchft import ManagerClient
+    from torchft._torchft import ManagerClient, MemberFailure
     from torchft.checkpointing.transport import CheckpointTransport
 
 
 # A helper that is not reached in this time helps nobody.
 _HELPER_TIMEOUT = timedelta(seconds=3)
-
-
-class Position(NamedTuple):
-    """Which state a group has."""
-
-    step: int
-    batches_committed: int
-    # In which quorum the weights were made: two groups that were apart can be at one step with different weights.
-    committed_quorum_id: int
+# The first try to reach a source; each further one takes twice as long. Between two of them its death may be told.
+_FIRST_TRY = timedelta(seconds=0.5)
+# Between two attempts to end a transfer, which may not have begun.
+_ABANDON_AGAIN_SEC = 0.05
 
 
 class Recovery:
@@ -43,6 +40,7 @@ class Recovery:
         user_state: reads and loads the user's part.
         group_rank: which rank of a source serves this one.
         connect: opens a client to a manager server, within a time.
+        check_peers: raises if a member of the quorum is known to be dead.
         timeout: for asking where the state is, and again for fetching it.
         connect_timeout: for reaching the source's manager server.
         sources: how many groups this one asks for one state, and whether (if more than 1) it helps others so.
@@ -61,6 +59,7 @@ class Recovery:
         user_state: UserState,
         group_rank: int,
         connect: Callable[[str, timedelta], ManagerClient],
+        check_peers: Callable[[], None],
         timeout: timedelta,
         connect_timeout: timedelta,
         sources: int,
@@ -71,6 +70,7 @@ class Recovery:
         self._user_state = user_state
         self._group_rank = group_rank
         self._connect = connect
+        self._check_peers = check_peers
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         # A transport that only stands in for ours has any attribute, and takes no helpers.
@@ -79,6 +79,7 @@ class Recovery:
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
         self._before: Optional[Position] = None
+        self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, while its state comes
         self._in_place = getattr(transport, "in_place", False) is True
         if self._in_place and in_background:
             warnings.warn(
@@ -133,19 +134,30 @@ class Recovery:
 
         Raises:
             RuntimeError: the source cannot be reached, or serves another step than it was asked for.
+            PeerFailed: the source cannot be reached, and a member of the quorum is dead.
             TimeoutError: it took longer than the timeout.
         """
         assert plan.source is not None
         source: Source = plan.source
         self._logger().info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"):
-            metadata = self._ask(source.manager_address, self._connect_timeout, self._timeout)
-            asked = [partial(self._ask, a, _HELPER_TIMEOUT, _HELPER_TIMEOUT) for a in plan.helpers[: self._helpers]]
+            metadata = self._ask_source(self._reach(source.manager_address))
+            asked = [partial(self._ask_helper, address) for address in plan.helpers[: self._helpers]]
             several: dict[str, Any] = {"helpers": asked} if asked else {}
-            self._spoiled = self._spoiled or self._in_place
-            state = self._transport.recv_checkpoint(
-                src_rank=source.replica_rank, metadata=metadata, step=plan.max_step, timeout=self._timeout, **several
-            )
+            self._source = plan.quorum_id, plan.replica_ids[source.replica_rank]
+            try:
+                self._check_peers()  # of what is told from here on peer_died hears
+                self._spoiled = self._spoiled or self._in_place
+                with watched_by(self._logger().heal_progress):
+                    state = self._transport.recv_checkpoint(
+                        src_rank=source.replica_rank,
+                        metadata=metadata,
+                        step=plan.max_step,
+                        timeout=self._timeout,
+                        **several,
+                    )
+            finally:
+                self._source = None
         served = state["torchft"]
         if served["step"] != plan.max_step:
             raise RuntimeError(
@@ -155,10 +167,46 @@ class Recovery:
         self.pending = state
         return Position(served["step"], served["batches_committed"], plan.committed_quorum_id)
 
-    def _ask(self, manager_address: str, connect_timeout: timedelta, timeout: timedelta) -> str:
-        """Where this rank's counterpart in a group offers its state."""
-        # The client is only needed for this one question; it closes when it is dropped.
-        return self._connect(manager_address, connect_timeout)._checkpoint_metadata(self._group_rank, timeout=timeout)
+    def _reach(self, manager_address: str) -> ManagerClient:
+        """Connects with the source's manager server. The others wait: not for a dead one until the timeout."""
+        end = time.monotonic() + self._connect_timeout.total_seconds()
+        patience = _FIRST_TRY
+        while True:
+            left = timedelta(seconds=end - time.monotonic())
+            try:
+                return self._connect(manager_address, min(patience, left))
+            except RuntimeError:
+                if left <= patience:
+                    raise
+                self._check_peers()
+                patience *= 2
+
+    def _ask_source(self, client: ManagerClient) -> str:
+        end = time.monotonic() + self._timeout.total_seconds()
+        patience = _FIRST_TRY
+        while True:
+            left = timedelta(seconds=end - time.monotonic())
+            try:
+                return self._ask(client, min(patience, left))
+            except TimeoutError:
+                if left <= patience:
+                    raise
+                self._check_peers()
+                patience *= 2
+
+    def peer_died(self, failure: MemberFailure) -> None:
+        """Ends a transfer from a group that is told to be dead: the others wait until this one asks for a quorum."""
+        abandon = getattr(self._transport, "abandon_receiving", None)
+        while abandon is not None and self._source == (failure.quorum_id, failure.replica_id):
+            abandon(PeerFailed(failure))
+            time.sleep(_ABANDON_AGAIN_SEC)
+
+    def _ask_helper(self, manager_address: str) -> str:
+        return self._ask(self._connect(manager_address, _HELPER_TIMEOUT), _HELPER_TIMEOUT)
+
+    def _ask(self, client: ManagerClient, timeout: timedelta) -> str:
+        """Where this rank's counterpart in a group offers its state. The client closes when it is dropped."""
+        return client._checkpoint_metadata(self._group_rank, timeout=timeout)
 
     def load(self) -> bool:
         """Loads what was fetched, on the training thread. False if there is nothing.

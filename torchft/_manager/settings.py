@@ -124,6 +124,11 @@ def failure_bus_from_env() -> bool:
     return switch_from_env(FAILURE_BUS_ENV, default=True)
 
 
+def replay_from_env() -> bool:
+    """Whether TORCHFT_REPLAY_FAILED_STEP switches the replay of failed steps on, as it is not without it."""
+    return switch_from_env(REPLAY_FAILED_STEP_ENV, default=False)
+
+
 def switch_from_env(name: str, default: bool) -> bool:
     """Whether an environment variable switches something on, else the default."""
     value = os.environ.get(name, "1" if default else "0")
@@ -209,3 +214,11 @@ def check_positive(name: str, value: timedelta) -> None:
         raise ValueError(f"{name}={value!r}: must be a datetime.timedelta")
     if value <= timedelta(0):
         raise ValueError(f"{name}={value.total_seconds():g}s: must be longer than 0s")
+
+
+def given(name: str, value: Optional[timedelta], default: timedelta) -> timedelta:
+    """The duration that a caller gave, checked, or the default."""
+    if value is None:
+        return default
+    check_positive(name, value)
+    return value

@@ -1,14 +1,24 @@
-"""The user's state: what a heal carries besides the step, and the lock that keeps it still while it is read."""
+"""Which state a group has, by the Manager's count, and the user's state that goes with it: what a heal carries."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, TypeVar
+from datetime import timedelta
+from typing import Any, Callable, Dict, NamedTuple, TypeVar
 
 from torchft.checkpointing._rwlock import RWLock
 
 T = TypeVar("T")
 
 DEFAULT_KEY = "default"
+
+
+class Position(NamedTuple):
+    """Which state a group has."""
+
+    step: int
+    batches_committed: int
+    # In which quorum the weights were made: two groups that were apart can be at one step with different weights.
+    committed_quorum_id: int
 
 
 class UserState:
@@ -73,3 +83,70 @@ class UserState:
         if self._readable:
             self.lock.w_acquire()
             self._readable = False
+
+
+class Stateful:
+    """What a Manager keeps from step to step: its base, since all of this is said to the Manager.
+
+    Args:
+        timeout: for reading the user's state while that is disallowed.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._step = 0
+        self._batches_committed = 0
+        self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
+        self._user_state = UserState(timeout.total_seconds())
+        self._load_state_dict_fns = self._user_state.load_fns
+        self._user_state_dicts = self._user_state.read_fns
+        self._state_dict_lock = self._user_state.lock
+
+    @property
+    def _position(self) -> Position:
+        return Position(self._step, self._batches_committed, self._committed_quorum_id)
+
+    @_position.setter
+    def _position(self, position: Position) -> None:
+        self._step, self._batches_committed, self._committed_quorum_id = position
+
+    def current_step(self) -> int:
+        """Steps committed so far; the number of the step that runs now."""
+        return self._step
+
+    def batches_committed(self) -> int:
+        """Batches committed so far, over all groups."""
+        return self._batches_committed
+
+    def state_dict(self) -> Dict[str, int]:
+        """What a checkpoint must keep of the Manager."""
+        return {"step": self._step, "batches_committed": self._batches_committed}
+
+    def load_state_dict(self, state_dict: Dict[str, int]) -> None:
+        """Sets step and batches_committed, as :meth:`state_dict` gave them."""
+        self._position = Position(state_dict["step"], state_dict["batches_committed"], committed_quorum_id=-1)
+
+    def _manager_state_dict(self) -> Dict[str, Any]:
+        return {"user": self._user_state.read(), "torchft": self.state_dict()}
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
+    ) -> None:
+        """Adds a part to the state that a healing group gets.
+
+        Raises:
+            ValueError: the key is taken.
+        """
+        self._user_state.register(key, load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
+        """Sets the main part of the state, in place of what the constructor got."""
+        self._load_state_dict_fns[DEFAULT_KEY] = load_state_dict
+        self._user_state_dicts[DEFAULT_KEY] = state_dict
+
+    def allow_state_dict_read(self) -> None:
+        """Undoes :meth:`disallow_state_dict_read`."""
+        self._user_state.allow_read()
+
+    def disallow_state_dict_read(self) -> None:
+        """Keeps healing groups from reading the state while the caller changes it."""
+        self._user_state.disallow_read()

@@ -104,6 +104,9 @@ class _ManagedWork(dist._Work):
 
     def drain(self, timeout: timedelta) -> bool:
         """Waits until the backend is through with the collective, whatever came of it. False: not in that time."""
+        drain = getattr(self._work, "drain", None)
+        if drain is not None:  # of a work whose waits end at an abort, whatever the backend still does
+            return bool(drain(timeout))
         deadline = time.monotonic() + timeout.total_seconds()
         with contextlib.suppress(Exception):  # it was reported when it failed
             self._work.wait(timeout)

@@ -11,7 +11,7 @@ unpickler reads, by its own list of allowed types and the user's.
 | `["i", hex]`, `["c", real, imaginary]`, `["b", base64]` | an int of more than 64 bits, complex, bytes |
 | `["dtype", name]`, `["device", name]` | of PyTorch |
 | `["T", region, dtype, offset, shape, strides, flags]` | a tensor; flags: 1 requires grad, 2 is a Parameter |
-| `["D", local tensor, spec, flags]` | a DTensor; spec is a `P` |
+| `["D", local tensor, spec, flags]` | a DTensor; see `_dtensor.py`, or a `P` where that cannot describe the spec |
 | `["n", dtype, shape, base64 or region]`, `["ns", dtype, base64]` | array and scalar of numpy |
 | `["P", base64, [region, ...], type]` | a pickle, with its storages as regions |
 """
@@ -27,6 +27,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
+from torchft.checkpointing._dtensor import SpecDecoder, SpecEncoder
 from torchft.checkpointing._stream import pickle_object, read_object, storage_bytes
 from torchft.checkpointing.transport import CheckpointError
 
@@ -54,6 +55,7 @@ class Encoded:
     def __init__(self, state: object) -> None:
         self.storages: List[torch.UntypedStorage] = []
         self._numbers: Dict[int, int] = {}
+        self._specs = SpecEncoder()
         try:
             tree = self._encode(state, ())
         except RecursionError:
@@ -97,7 +99,8 @@ class Encoded:
         flags = _REQUIRES_GRAD * tensor.requires_grad + _PARAMETER * isinstance(tensor, torch.nn.Parameter)
         if is_dtensor(tensor):
             local = self._encode_tensor(tensor._local_tensor.detach(), path)  # type: ignore[attr-defined]
-            return ["D", local, self._pickle(tensor._spec, path), flags]  # type: ignore[attr-defined]
+            spec = tensor._spec  # type: ignore[attr-defined]
+            return ["D", local, self._specs.encode(spec) or self._pickle(spec, path), flags]
         if not is_plain(tensor):
             return self._pickle(tensor, path)
         return self._encode_memory(tensor, flags)
@@ -172,6 +175,7 @@ class _Decoder:
         self._what = what
         self._replace = replace
         self._trusted = trusted
+        self._specs = SpecDecoder()
 
     def decode(self, node: Any, path: Path) -> Any:
         if not isinstance(node, list):
@@ -215,7 +219,7 @@ class _Decoder:
         tensor = self._replace(path, node)
         if tensor is not None:
             return tensor
-        spec = self.decode(spec, path)
+        spec = self._specs.decode(spec) if spec[0] == "spec" else self.decode(spec, path)
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._dtensor_spec import DTensorSpec
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 import zlib
 from dataclasses import asdict, dataclass
@@ -23,7 +24,10 @@ PROTOCOL = "torchft-heal/1"
 DONE = b"done\n"
 _MAGIC = b"tfth"
 _HEAD = struct.Struct("<4sII")
+_SECRET = re.compile("[0-9a-f]{32}")
 _MAX_FRAME = 1 << 30  # bytes
+_MAX_BLOCK = 1 << 30  # bytes
+_MAX_STATE = 1 << 63  # bytes
 
 
 class Garbled(CheckpointError):
@@ -50,6 +54,10 @@ class Ticket:
             raise CheckpointError(f"{what}: no ticket but {raw[:200]!r}")
         if not 0 < fields["port"] < 1 << 16:
             raise CheckpointError(f"{what}: port {fields['port']}")
+        if not 0 < fields["block_size"] <= _MAX_BLOCK:
+            raise CheckpointError(f"{what}: blocks of {fields['block_size']} bytes, allowed are 1 to {_MAX_BLOCK}")
+        if not _SECRET.fullmatch(fields["secret"]):
+            raise CheckpointError(f"{what}: the secret in its ticket is malformed")
         return cls(**{name: fields[name] for name in kinds})  # a later version may send more
 
 
@@ -63,6 +71,8 @@ def parse_structure(raw: bytes, what: str) -> Tuple[List[int], Any]:
     sizes = fields.get("sizes") if isinstance(fields, dict) else None
     if not isinstance(sizes, list) or "tree" not in fields or not all(type(n) is int and n >= 0 for n in sizes):
         raise CheckpointError(f"{what}: no structure")
+    if sum(sizes) >= _MAX_STATE:
+        raise CheckpointError(f"{what}: no memory for a state of {sum(sizes)} bytes")
     return sizes, fields["tree"]
 
 

@@ -61,13 +61,14 @@ class Server(_Handle):
         go: the native library
         patience: seconds that a target may take for one piece
         bytes_per_second: limit for all targets together; 0: none
+        background: serving comes after everything else that this host does
     """
 
     _end = "pyapi_ReleaseStart"
 
-    def __init__(self, go: Any, patience: float, bytes_per_second: int) -> None:
+    def __init__(self, go: Any, patience: float, bytes_per_second: int, background: bool) -> None:
         super().__init__(go)
-        go.open(self, go.pyapi_HealServerStart, int(patience * _US), bytes_per_second)
+        go.open(self, go.pyapi_HealServerStart, int(patience * _US), bytes_per_second, background)
         self.port: int = go.pyapi_HealPort(self._handle)
 
     def lease(self, regions: Sequence[Tuple[int, int]], owner: object) -> Lease:
@@ -190,8 +191,8 @@ class Fetch(_Handle):
 class ServerSlot:
     """The server of a transport, started when the first target asks."""
 
-    def __init__(self, patience: float, bytes_per_second: int) -> None:
-        self._settings = patience, bytes_per_second
+    def __init__(self, patience: float, bytes_per_second: int, background: bool) -> None:
+        self._settings = patience, bytes_per_second, background
         self._lock = threading.Lock()
         self._server: Optional[Server] = None
         self._closed = False

@@ -35,7 +35,7 @@ class Places:
         self._regions: Dict[int, torch.Tensor] = {}
         if not self._own:
             return
-        announced = dict(_nodes(tree, ()))
+        announced = dict(tensor_nodes(tree, ()))
         self._compare(announced)
         self._place(announced, sizes, Counter(_uses(tree)))
 
@@ -101,7 +101,7 @@ def _tensors(own: object) -> Iterator[Tuple[Path, torch.Tensor]]:
             yield tuple(str(key) for key in path), leaf
 
 
-def _nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
+def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
     """The tensors of a structure. It may be malformed: `decode` says so."""
     if not isinstance(node, list) or not node:
         return
@@ -112,11 +112,11 @@ def _nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
             yield path, node
     elif tag in ("l", "t", "s"):
         for i, item in enumerate(items):
-            yield from _nodes(item, (*path, f"[{i}]"))
+            yield from tensor_nodes(item, (*path, f"[{i}]"))
     elif tag in ("d", "o"):
         for key, item in zip(items[::2], items[1::2]):
             if not isinstance(key, list):
-                yield from _nodes(item, (*path, f"[{key!r}]"))
+                yield from tensor_nodes(item, (*path, f"[{key!r}]"))
 
 
 def _uses(node: Any) -> Iterator[int]:
@@ -127,6 +127,8 @@ def _uses(node: Any) -> Iterator[int]:
         yield node[1]
     elif node[0] == "P" and len(node) > 2 and isinstance(node[2], list):
         yield from node[2]
+    elif node[0] == "spec":
+        return
     else:
         for item in node[1:]:
             yield from _uses(item)

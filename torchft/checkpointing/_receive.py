@@ -15,7 +15,7 @@ from torchft.checkpointing._handshake import DONE, Garbled, Ticket, parse_struct
 from torchft.checkpointing._http_client import Answer, Refused, ask, describe
 from torchft.checkpointing._lending import Fetch, Status
 from torchft.checkpointing._places import Places
-from torchft.checkpointing._progress import Progress
+from torchft.checkpointing._progress import Progress, summary
 from torchft.checkpointing.transport import CheckpointError, Helper
 from torchft.http import _DeadlineSocket
 
@@ -31,6 +31,32 @@ _HELPER_END = 1.0  # seconds for a thread that talks to a further source, when i
 
 class Lost(CheckpointError):
     """The source went away during the transfer; it may come back."""
+
+
+class Abandon:
+    """Ends a transfer from another thread: a source that died may keep silent, and its connections open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reason: Optional[Exception] = None
+        self._socket: Optional[_DeadlineSocket] = None
+
+    def because(self, reason: Exception) -> None:
+        with self._lock:
+            self._reason = self._reason or reason
+            if self._socket is not None:
+                self._socket.abort()
+
+    def connected(self, sock: _DeadlineSocket) -> None:
+        with self._lock:
+            self._socket = sock
+            if self._reason is not None:
+                sock.abort()
+
+    def check(self, what: str) -> None:
+        """Raises CheckpointError if the transfer is to end."""
+        if self._reason is not None:
+            raise CheckpointError(f"{what}: {self._reason}") from self._reason
 
 
 class Transfer:
@@ -59,7 +85,7 @@ class Transfer:
         self.received = 0
         self.total = sum(sizes)
 
-    def run(self, address: str, secret: str, deadline: float, progress: Progress) -> Status:
+    def run(self, address: str, secret: str, deadline: float, progress: Progress, abandon: Abandon) -> Status:
         """Fetches from a source until everything is here.
 
         Raises:
@@ -72,6 +98,7 @@ class Transfer:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError("timed out")
+            abandon.check(self._what)
             status = self._fetch.wait(min(_SLICE, left))
             self.received = status.received
             progress.update(status.received, status.total)
@@ -80,7 +107,7 @@ class Transfer:
             if status.done:
                 return status
             if not status.running:
-                raise Lost(f"{self._what}: {'; '.join(status.lost)}")
+                raise Lost(f"{self._what}: {'; '.join(dict.fromkeys(status.lost))}")
 
     def help(self, address: str, secret: str, sizes: List[int]) -> bool:
         """Lets another source help; False if it has a state of another kind."""
@@ -177,6 +204,7 @@ def receive(
     own: Optional[Callable[[], object]] = None,
     stock: Callable[[Answer], Any],
     helpers: Sequence[Helper] = (),
+    abandon: Optional[Abandon] = None,
 ) -> Any:
     """Fetches a state.
 
@@ -188,6 +216,7 @@ def receive(
         own: gives the state that is here already, to be filled in place
         stock: reads the answer of a source that does not know the native data plane
         helpers: give the metadata of further sources
+        abandon: may end it before the deadline
 
     Raises:
         CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
@@ -196,22 +225,27 @@ def receive(
     progress = Progress(what, logger)
     transfer: Optional[Transfer] = None
     failures, pause, start = 0, _PAUSE, time.monotonic()
+    abandon = abandon or Abandon()
     try:
         while True:
+            abandon.check(what)
             before = transfer.received if transfer else 0
             try:
-                with ask(metadata, step, key, deadline, token, upgrade=True) as answer:
+                with ask(metadata, step, key, deadline, token, True, abandon.connected) as answer:
                     if answer.control is None:
                         return stock(answer)
                     transfer, ticket = _open(go, answer, transfer, own, checked, what)
                     with Helpers(transfer, helpers if checked else (), step, deadline, token):
-                        status = transfer.run(host_port(answer.host, ticket.port), ticket.secret, deadline, progress)
+                        status = transfer.run(
+                            host_port(answer.host, ticket.port), ticket.secret, deadline, progress, abandon
+                        )
                     _say_done(answer)
-                logger.info("%s: %s, digest %s", what, _summary(status, time.monotonic() - start), status.digest)
+                logger.info("%s: %s, digest %s", what, summary(status.total, time.monotonic() - start), status.digest)
                 return transfer.state()
             except Refused:
                 raise
             except CheckpointError as error:
+                abandon.check(what)
                 if not _may_come_back(error):
                     raise
                 if transfer is not None and transfer.received > before:
@@ -258,7 +292,3 @@ def _say_done(answer: Answer) -> None:
 
 def _may_come_back(error: CheckpointError) -> bool:
     return isinstance(error, (Lost, Garbled)) or isinstance(error.__cause__, (OSError, HTTPException))
-
-
-def _summary(status: Status, seconds: float) -> str:
-    return f"{status.total / 1e9:.3f} GB in {seconds:.2f} s, {status.total / 1e9 / max(seconds, 1e-9):.2f} GB/s"

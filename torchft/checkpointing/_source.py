@@ -100,8 +100,8 @@ class Source:
         """From its return on, nobody reads the caller's tensors.
 
         Where they are copied, only the copy must be complete, and nothing at all if every receiver has what it needs.
-        Otherwise readers get `timeout` seconds to end. Those who take longer are cut off: a slow peer must not hold
-        up the training here.
+        Otherwise readers get `timeout` seconds to end, and no more once every receiver has it. Those who take longer
+        are cut off: a slow peer must not hold up the training here.
 
         Raises:
             TimeoutError: the tensors are still in use; they must not be changed
@@ -114,7 +114,9 @@ class Source:
                 self._allowed = False
                 self._drop_at = time.monotonic() + (0.0 if self._lent else self._keep)
             if not offer.copies and not self._lent:
-                self._cond.wait_for(lambda: self._readers == 0, timeout)
+                # whoever reads still when all receivers have it is none of them
+                checkpoint = offer.checkpoint
+                self._cond.wait_for(lambda: self._readers == 0 or self._all_received(checkpoint), timeout)
             keep_copy = offer.copies and not self._all_received(offer.checkpoint)
         offer.close(keep_copy, timeout)
         with self._cond:
@@ -190,6 +192,7 @@ class Source:
                 self._served[key] += 1
                 if self._all_received(offer.checkpoint):
                     offer.give_up_copy()
+                    self._cond.notify_all()
 
     def close(self, timeout: float) -> None:
         """Ends every wait and forgets the checkpoint; a copy under way is given up, within `timeout` seconds."""

@@ -20,10 +20,12 @@ import torch
 import torch._weights_only_unpickler as restricted
 from torch.serialization import _load, location_tag
 
+from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain, pickle_allowed
 from torchft.checkpointing.transport import CheckpointError
 
 _PROTOCOL = 2  # the only one that the restricted unpickler reads
+_READ_PIECE = 32 << 20  # bytes that one read brings at most, so that the progress is seen
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -125,6 +127,7 @@ def read_object(
     size: Optional[int] = None,
     storages: Optional[List[torch.Tensor]] = None,
     trusted: bool = False,
+    meter: Optional[Meter] = None,
 ) -> Any:
     """Reads one stream to its end and makes the object.
 
@@ -134,6 +137,7 @@ def read_object(
         size: length of the stream in bytes, if it is known
         storages: the memory of its storages, in their order, where that does not follow in the stream
         trusted: whether this process wrote the stream itself, so that it may hold any type
+        meter: is told what the stream announces, and what of that has arrived
 
     Raises:
         CheckpointError: it is cut short or malformed, or holds a type that is not allowed
@@ -150,6 +154,8 @@ def read_object(
     if size is not None and announced > size:
         # before memory is allocated for it
         raise CheckpointError(f"{what} announces {announced} bytes in its records, and has {size} in all")
+    if meter is not None:
+        meter.expect(announced)
     records = _Records()
     given = None if storages is None else iter(storages)
     for entry in entries:
@@ -157,11 +163,11 @@ def read_object(
             records.storages[entry.key] = _given(given, entry, what)
         elif entry.is_storage:
             flat = _allocate(entry.length, what)
-            _fill(file, tensor_memory(flat), entry, what)
+            _fill(file, tensor_memory(flat), entry, what, meter)
             records.storages[entry.key] = flat
         else:
             data = bytearray(entry.length)
-            _fill(file, memoryview(data), entry, what)
+            _fill(file, memoryview(data), entry, what, meter)
             records.data[entry.key] = bytes(data)
     if file.read(1):
         raise CheckpointError(f"{what} goes on after its last record")
@@ -221,10 +227,12 @@ def _allocate(nbytes: int, what: str) -> torch.Tensor:
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes") from error
 
 
-def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str) -> None:
+def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str, meter: Optional[Meter]) -> None:
     done = 0
     while done < entry.length:
-        n = file.readinto(memory[done:])
+        n = file.readinto(memory[done : done + _READ_PIECE])
         if not n:
             raise CheckpointError(f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes")
         done += n
+        if meter is not None:
+            meter.count(n)

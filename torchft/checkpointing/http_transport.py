@@ -5,35 +5,31 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 
-import torch.utils._pytree as pytree
-
 from torchft.addresses import announced_host
 from torchft.checkpointing import _lending
 from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
 from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
-from torchft.checkpointing._http_client import Answer, ask, describe, fetch
+from torchft.checkpointing._http_client import Answer, ask
 from torchft.checkpointing._memory import available_memory
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
-from torchft.checkpointing._receive import receive
+from torchft.checkpointing._receive import Abandon, receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
-from torchft.checkpointing._stream import read_object
+from torchft.checkpointing._stock import receive_stock
 from torchft.checkpointing._token import accepts, checkpoint_token
-from torchft.checkpointing.transport import CheckpointError, CheckpointTransport, Helper
+from torchft.checkpointing.transport import CheckpointTransport, Helper
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_STREAMS = 16  # chunks that are fetched at once
 _REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
 
 
@@ -61,9 +57,13 @@ class HTTPTransport(CheckpointTransport[T]):
         snapshot: True always copies, False never; None decides by the free memory
         state_dict: gives the target's own state. Its tensors are received in place; those that it has not are
             allocated. A state whose tensors differ in name, shape or dtype is refused. A transfer that fails leaves
-            tensors half old and half new: they are good again after the next one.
+            tensors half old and half new: they are good again after the next one. What comes in the published format
+            is allocated, and compared with nothing.
         checksum: whether what this transport receives carries checksums
         bandwidth_limit: bytes a second that the targets get from here together; 0: no limit
+        background: whether serving comes after everything else that this host does. By default that holds only for the
+            groups that help; for the assigned source the whole job waits. Where sources train on while a group heals,
+            as with LocalSGD and DiLoCo, it keeps their steps fast, and the heal takes the time that is left.
         hosts: the addresses of this host to announce, the best first; a target takes the first that answers, a
             published one the first. Default: the one of `torchft.addresses.announced_host`
 
@@ -82,6 +82,7 @@ class HTTPTransport(CheckpointTransport[T]):
         state_dict: Optional[Callable[[], object]] = None,
         checksum: bool = True,
         bandwidth_limit: int = 0,
+        background: bool = False,
         hosts: Optional[Sequence[str]] = None,
     ) -> None:
         if timeout <= timedelta(0):
@@ -90,6 +91,8 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ValueError(f"num_chunks is {num_chunks}: allowed are 0 (one stream) and more")
         if bandwidth_limit < 0:
             raise ValueError(f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit")
+        if not hosts:
+            announced_host()  # a bad setting shows here
         self._timeout = timeout.total_seconds()
         self._state_dict = state_dict
         self.in_place = state_dict is not None
@@ -97,9 +100,11 @@ class HTTPTransport(CheckpointTransport[T]):
         self._num_chunks = num_chunks
         self._snapshot = snapshot
         self._source = Source(keep=self._timeout)
-        self._native = _lending.ServerSlot(self._timeout, bandwidth_limit)
+        self._native = _lending.ServerSlot(self._timeout, bandwidth_limit, background)
         self._server = _CheckpointServer(self._source, self._native, self._timeout)
-        self._address = announce(list(hosts or [announced_host()]), self._server.server_port)
+        self._receiving: Optional[Abandon] = None
+        self._hosts = list(hosts or [])
+        self._address = ""
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), daemon=True, name="torchft-checkpoint-server"
         )
@@ -109,10 +114,13 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def address(self) -> str:
         """Where peers find this server: `http://{host}:{port}/checkpoint/`."""
+        if not self._address:
+            # Only now: a Manager that was made after this transport knows the way to the lighthouse.
+            self._address = announce(self._hosts or [announced_host()], self._server.server_port)
         return self._address
 
     def metadata(self) -> str:
-        return self._address
+        return self._address or self.address()
 
     def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
         checkpoint = Checkpoint(state_dict, self._num_chunks)
@@ -159,45 +167,35 @@ class HTTPTransport(CheckpointTransport[T]):
         key = FULL if self._num_chunks == 0 else METADATA
 
         def stock(answer: Answer) -> T:
-            assert answer.body is not None
-            got = read_object(answer.body, describe(metadata, step, key), answer.length)
-            return got if key == FULL else self._recv_chunks(got, metadata, step, deadline, token)
+            return receive_stock(answer, metadata, step, key, self._num_chunks, deadline, token)
 
         go = _lending.native()
         if go is None:
             with ask(metadata, step, key, deadline, token) as answer:
                 return stock(answer)
-        return receive(
-            go,
-            metadata,
-            step,
-            key,
-            deadline,
-            token=token,
-            checked=self._checksum,
-            own=self._state_dict,
-            stock=stock,
-            helpers=helpers,
-        )
+        self._receiving = Abandon()
+        try:
+            return receive(
+                go,
+                metadata,
+                step,
+                key,
+                deadline,
+                token=token,
+                checked=self._checksum,
+                own=self._state_dict,
+                stock=stock,
+                helpers=helpers,
+                abandon=self._receiving,
+            )
+        finally:
+            self._receiving = None
 
-    def _recv_chunks(self, spec: object, metadata: str, step: int, deadline: float, token: str) -> T:
-        n = self._num_chunks
-        if not isinstance(spec, pytree.TreeSpec):
-            raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")
-        with ThreadPoolExecutor(min(n, _MAX_STREAMS), thread_name_prefix="torchft-fetch") as pool:
-            futures = [pool.submit(fetch, metadata, step, str(i), deadline, token) for i in range(n)]
-            chunks = [future.result() for future in futures]
-        total = spec.num_leaves
-        for i, chunk in enumerate(chunks):
-            expected = len(range(i, total, n))
-            if not isinstance(chunk, list) or len(chunk) != expected:
-                got = len(chunk) if isinstance(chunk, list) else type(chunk)
-                raise CheckpointError(
-                    f"checkpoint of step {step} from {metadata}: chunk {i} of {n} holds {got} values instead of "
-                    f"{expected}; num_chunks must be the same in every replica group"
-                )
-        leaves = [chunks[i % n][i // n] for i in range(total)]
-        return pytree.tree_unflatten(leaves, spec)
+    def abandon_receiving(self, reason: Exception) -> None:
+        """Ends a `recv_checkpoint` that runs on another thread: it raises CheckpointError with this reason."""
+        receiving = self._receiving
+        if receiving is not None:
+            receiving.because(reason)
 
     def shutdown(self, wait: bool = True) -> None:
         with self._shutdown_lock:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import struct
 import time
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,6 +18,8 @@ import torch.utils._pytree as pytree
 
 from torchft.checkpointing._encoding import Encoded, decode, dtype_of, is_dtensor, with_flags
 from torchft.checkpointing._handshake import pack_structure, parse_structure, read_frame
+from torchft.checkpointing._places import tensor_nodes
+from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing.transport import CheckpointError, CheckpointTransport
 
@@ -99,7 +103,12 @@ class PGTransport(CheckpointTransport[T]):
             # The tensors that follow stay unread; the group is of no use any more, and the error says so to Manager.
             raise CheckpointError(f"{what}: the source sends step {sent}")
         own = _tensors_by_path(self._state_dict()) if self._state_dict is not None else {}
-        return decode(tree, flats, what, lambda path, node: self._recv_tensor(channel, own.get("".join(path)), node))
+        with closing(Meter(what, logger)) as meter:
+            channel.meter = meter
+            meter.expect(_announced_bytes(tree))
+            got = decode(tree, flats, what, lambda path, node: self._recv_tensor(channel, own.get("".join(path)), node))
+            meter.done()
+        return got
 
     def _recv_header(self, channel: _Channel, what: str) -> Tuple[int, Any, List[torch.Tensor]]:
         lead = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -107,7 +116,7 @@ class PGTransport(CheckpointTransport[T]):
         magic, length = lead.tolist()
         if magic != _MAGIC or not 0 < length <= _MAX_HEADER:
             raise CheckpointError(f"{what}: no header but {lead.tolist()}; do both groups use this version of torchft?")
-        body = torch.empty(length, dtype=torch.uint8, device=self._device)
+        body = _empty(torch.Size([length]), torch.uint8, self._device, what)
         channel.recv(body)
         body = body.cpu()
         raw = io.BytesIO(bytes(tensor_memory(body)))
@@ -133,7 +142,8 @@ class PGTransport(CheckpointTransport[T]):
                 return mine
         if of_dtensor:
             return None  # it is made of its local part, which is asked for next
-        fresh = torch.empty(shape, dtype=dtype, device=torch.device("cpu") if place == _ON_CPU else self._device)
+        device = torch.device("cpu") if place == _ON_CPU else self._device
+        fresh = _empty(shape, dtype, device, channel.what)
         self._recv_into(channel, fresh)
         return with_flags(fresh, flags)
 
@@ -153,6 +163,7 @@ class _Channel:
     ranks: List[int]
     what: str
     timeout: timedelta
+    meter: Optional[Meter] = None  # is told what has arrived
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.timeout.total_seconds()
@@ -166,6 +177,8 @@ class _Channel:
         """Fills a contiguous tensor."""
         for piece in _pieces(_as_bytes(tensor)):
             self._wait([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
+            if self.meter is not None:
+                self.meter.count(piece.numel())
 
     def _wait(self, operations: List[Callable[[], Any]]) -> None:
         """Starts them all, then waits for them."""
@@ -204,6 +217,24 @@ class _Header(Encoded):
         self.tensors.append(tensor.detach())
         place = _ON_CPU if tensor.device.type == "cpu" else _ON_DEVICE
         return ["T", place, str(tensor.dtype).removeprefix("torch."), 0, list(tensor.shape), [], flags]
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        nbytes = math.prod(shape) * dtype.itemsize
+        raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes on {device}") from error
+
+
+def _announced_bytes(tree: Any) -> int:
+    """Of the tensors that follow a header. It may be malformed: `decode` says so."""
+    nbytes = 0
+    for _, node in tensor_nodes(tree, ()):
+        _, _, dtype_name, _, shape, _, _ = node[1] if node[0] == "D" else node
+        with suppress(ValueError, TypeError):
+            nbytes += math.prod(shape) * dtype_of(dtype_name).itemsize
+    return nbytes
 
 
 def _tensors_by_path(state_dict: object) -> Dict[str, torch.Tensor]:

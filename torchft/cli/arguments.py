@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn, Sequence
 
+from torchft._security import JOB_ENV
+from torchft.launch.lighthouse_http import LIGHTHOUSE_ENV
+
 _SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -34,6 +37,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def ask_of(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which lighthouse is asked, and of which of its jobs."""
+    parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
+    parser.add_argument("--job", metavar="ID", help=f"one of the jobs that it serves (environment: {JOB_ENV})")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

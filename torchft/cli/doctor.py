@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchft.cli.arguments import Parser
-from torchft.cli.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
+from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import printable
+from torchft.launch.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
 
 _CONNECT_SEC = 3.0
 _MOST_SKEW_SEC = 2.0  # the HTTP date has whole seconds
@@ -40,14 +40,14 @@ class Finding:
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="torchft doctor", description=__doc__)
-    parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
+    ask_of(parser)
     parser.add_argument("--quick", action="store_true", help="do not start PyTorch, so nothing is said of GPUs")
     args = parser.parse_args(arguments)
     checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, _own_address]
     if not args.quick:
         checks.append(_torch)
     if args.lighthouse or os.environ.get(LIGHTHOUSE_ENV):
-        checks.append(lambda: _lighthouse(args.lighthouse))
+        checks.append(lambda: _lighthouse(args.lighthouse, args.job))
     else:
         checks.append(_port)
     worst = "ok"
@@ -156,18 +156,19 @@ def _port() -> Iterator[Finding]:
     yield Finding("ok", f"port 29510 is free for a lighthouse ({LIGHTHOUSE_ENV} is not set)")
 
 
-def _lighthouse(addresses: str | None) -> Iterator[Finding]:
+def _lighthouse(addresses: str | None, job: str | None) -> Iterator[Finding]:
     try:
-        lighthouse = Lighthouse(addresses)
+        lighthouse = Lighthouse(addresses, job)
         began = time.monotonic()
-        status = lighthouse.get("/status")
+        known = any(job["job"] == lighthouse.job for job in lighthouse.get("/jobs"))
+        members = lighthouse.get("/status")["members"] if known else []  # it may not have begun
     except Unanswered as e:
         yield Finding("bad", str(e))
         return
     took = time.monotonic() - began
-    yield Finding("ok", f"the lighthouse answers after {1000 * took:.0f} ms and knows {len(status['members'])} groups")
+    yield Finding("ok", f"the lighthouse answers after {1000 * took:.0f} ms and knows {len(members)} groups")
     yield from _clock(lighthouse.addresses[0])
-    for member in status["members"]:
+    for member in members:
         yield from _reach(member)
 
 

@@ -9,21 +9,21 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from torchft.cli.arguments import Parser
-from torchft.cli.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
+from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import printable
+from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 
 _AGAIN_SEC = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="torchft events", description="Changes of the quorum, failures and kills, the oldest first.")
-    parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
+    ask_of(parser)
     parser.add_argument("--follow", action="store_true", help="go on with those that happen from now on")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)
     try:
-        lighthouse = Lighthouse(args.lighthouse)
+        lighthouse = Lighthouse(args.lighthouse, args.job)
         for event in _followed(lighthouse) if args.follow else lighthouse.get("/api/v1/history")["events"]:
             print(json.dumps(event) if args.json else words(event), flush=True)
     except Unanswered as e:
@@ -53,13 +53,34 @@ def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
 def words(event: dict[str, Any]) -> str:
     """An event in one line."""
     when = datetime.fromisoformat(event["time"].replace("Z", "+00:00")[:19] + "+00:00").astimezone()
+    if event["kind"] == "drained":
+        return _line(when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]])
     parts = []
+    if event.get("who"):
+        parts.append(_recovery(event))
     if event.get("joined"):
         parts.append(f"{', '.join(event['joined'])} joined")
     if event.get("left"):
         parts.append(f"{', '.join(event['left'])} {'failed' if event['kind'] == 'failed' else 'left'}")
     if event["kind"] == "quorum":
-        parts.append(f"{event.get('members', 0)} groups train from step {event.get('step', 0)}")
+        members = event.get("members", 0)
+        train = "1 group trains" if members == 1 else f"{members} groups train"
+        parts.append(f"{train} from step {event.get('step', 0)}")
     if event.get("reason"):
         parts.append(event["reason"])
-    return printable(f"{when:%Y-%m-%d %H:%M:%S}  {event['kind']:8} {'; '.join(parts)}")
+    return _line(when, event, parts)
+
+
+def _line(when: datetime, event: dict[str, Any], parts: list[str]) -> str:
+    return printable(f"{when:%Y-%m-%d %H:%M:%S}  {event['kind']:9} {'; '.join(parts)}")
+
+
+def _recovery(event: dict[str, Any]) -> str:
+    """What a recovery cost, and where its seconds went."""
+    phases = [phase for phase in event.get("phases", []) if phase["phase"] != "total"]
+    where = ", ".join(f"{phase['phase']} {phase['seconds']:.2f} s" for phase in phases if phase["seconds"] >= 0.005)
+    took = f"{sum(phase['seconds'] for phase in phases):.2f} s" + (f" ({where})" if where else "")
+    if event["kind"] == "healed":
+        return f"{event['who']} took over {event.get('bytes', 0) / 1e9:.3f} GB of step {event.get('step', 0)}: {took}"
+    lost = event.get("steps_lost", 0)
+    return f"{event['who']} and the others go on, {lost} step{'' if lost == 1 else 's'} lost: {took}"

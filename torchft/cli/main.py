@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str]) -> int:
 def _scale(arguments: Sequence[str]) -> int:
     from torchft.launch import control
 
-    parser = Parser(prog="torchft scale", description="Adds groups to a job of `torchft run`, or ends its last ones.")
+    parser = Parser(prog="torchft scale", description="Adds groups to a job of `torchft run`, or drains its last ones.")
     parser.add_argument("replicas", type=positive, help="how many groups there should be")
     parser.add_argument("--pid", type=int, help="of the job's `torchft run`; needed where several run")
     args = parser.parse_args(arguments)
@@ -83,9 +83,15 @@ def _events(arguments: Sequence[str]) -> int:
 
 
 def _kill(arguments: Sequence[str]) -> int:
-    from torchft.cli import kill
+    from torchft.cli import ending
 
-    return kill.main(arguments)
+    return ending.kill(arguments)
+
+
+def _drain(arguments: Sequence[str]) -> int:
+    from torchft.cli import ending
+
+    return ending.drain(arguments)
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -100,6 +106,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "lighthouse": ("the lighthouse alone (as torchft_lighthouse)", _lighthouse),
     "status": ("the groups of a job, and why there is no quorum", _status),
     "events": ("what happened in a job: who joined, who failed, and when", _events),
-    "kill": ("end one replica group", _kill),
+    "drain": ("let one replica group leave at the end of a step", _drain),
+    "kill": ("end one replica group at once", _kill),
     "doctor": ("what is wrong with this machine or with the way to the lighthouse", _doctor),
 }

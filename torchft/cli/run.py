@@ -13,7 +13,7 @@ from torchft.cli.arguments import Parser, duration, nearest, positive, replicas
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob, tail
-from torchft.launch.lighthouse import LaunchError, lighthouse
+from torchft.launch.lighthouse import DEFAULT_PORT, LaunchError, lighthouse, usual_bind
 from torchft.launch.progress import Progress
 
 _ABOUT = """\
@@ -50,7 +50,7 @@ def _run(args: Any) -> int:
         return ReplicaGroup(number, first, [str(args.script), *args.script_args], log, args.nproc_per_node)
 
     options = ["--min_replicas", str(args.min_replicas), "--join_timeout_ms", str(round(1000 * args.join_timeout))]
-    with lighthouse(args.log_dir / "lighthouse.log", options, args.bind) as address:
+    with lighthouse(args.log_dir / "lighthouse.log", options, args.bind or usual_bind()) as address:
         print(f"lighthouse: {address}", flush=True)
         job = LocalJob(make_group, first, most, address, args.kill_every, args.seed)
         control = None
@@ -83,7 +83,11 @@ def _parse(arguments: Sequence[str]) -> Any:
     )
     parser.add_argument("--kill-every", type=duration, metavar="TIME", help="kill a random group every so often")
     parser.add_argument("--seed", type=int, help="of the choice of who is killed")
-    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="of the lighthouse (a free port)")
+    parser.add_argument(
+        "--bind",
+        metavar="HOST:PORT",
+        help=f"of the lighthouse (127.0.0.1:{DEFAULT_PORT}, or a free port)",
+    )
     parser.add_argument(
         "--log-dir", type=Path, default=None, metavar="DIR", help="for the logs (torchft-logs/ and the time)"
     )

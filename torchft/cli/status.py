@@ -8,20 +8,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torchft.cli.arguments import Parser, duration
-from torchft.cli.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
+from torchft.cli.arguments import Parser, ask_of, duration
+from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="torchft status", description="The replica groups that a lighthouse knows.")
-    parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
+    ask_of(parser)
     parser.add_argument(
         "--watch", type=duration, nargs="?", const=1.0, metavar="TIME", help="again every so often (1s)"
     )
     parser.add_argument("--json", action="store_true", help="as the lighthouse says it")
     args = parser.parse_args(arguments)
     try:
-        lighthouse = Lighthouse(args.lighthouse)
+        lighthouse = Lighthouse(args.lighthouse, args.job)
         while True:
             status = lighthouse.get("/status")
             if args.watch and sys.stdout.isatty():
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 def table(status: dict[str, Any]) -> str:
     """What a lighthouse says, for people."""
     members = status["members"]
-    head = f"quorum {status['quorum_id']}: {len(status['quorum'])} groups, step {status['max_step']}"
+    head = f"quorum {status['quorum_id']}: {_groups(len(status['quorum']))}, step {status['max_step']}"
     if status["quorum_id"] == 0:
         head = "no quorum yet"
     lines = [head, f"next: {status['reason']}"] if status["reason"] else [head]
@@ -53,12 +53,22 @@ def table(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _groups(n: int) -> str:
+    return f"{n} group{'' if n == 1 else 's'}"
+
+
 def state(member: dict[str, Any]) -> str:
+    """In a word, as the lighthouse's page says it."""
+    if member.get("draining") and (member["healthy"] or member.get("out")):
+        return "draining"
     if not member["healthy"]:
         return "dead"
-    if member["waiting"]:
-        return "waiting"
-    return "training" if member["in_quorum"] else "joining"
+    for name in ("suspect", "stalled", "healing"):
+        if member.get(name):
+            return name
+    if member["in_quorum"]:
+        return "training"
+    return "waiting" if member["waiting"] else "joining"
 
 
 def printable(text: str) -> str:

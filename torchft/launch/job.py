@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
-import urllib.request
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +12,16 @@ from urllib.parse import urlsplit
 
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
+from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 _TICK_SEC = 0.1
+_ANSWER_SEC = 1.0
 _ASK_EVERY_SEC = 0.5
 # How long groups that are told to end may take before they are killed.
 _END_SEC = 10.0
+# How long a group that is asked to leave at the end of a step may take: its script may not heed that.
+_DRAIN_SEC = 30.0
 _RATE_OVER_SEC = 5.0
 
 
@@ -35,6 +37,8 @@ class Member:
     took_part: bool = False  # in this life
     restart_at: float | None = None
     leaving: bool = False
+    end_by: float | None = None  # when it is told to end in another way, if it has not left by itself
+    replica_id: str = ""  # as the lighthouse knows it
     history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
 
     @property
@@ -83,7 +87,7 @@ class LocalJob:
         self.scale(replicas)
 
     def scale(self, replicas: int) -> None:
-        """Adds groups, or tells the last ones to end.
+        """Adds groups, or lets the last ones leave: at the end of a step, so that the others lose none.
 
         Raises:
             ValueError: fewer than one, or more than ``most``.
@@ -93,7 +97,7 @@ class LocalJob:
         for member in self.members[replicas:]:
             if member.state not in ("done", "left", "leaving"):
                 member.leaving, member.state, member.restart_at = True, "leaving", None
-                member.group.terminate()
+                self._drain(member)
         for number in range(replicas):
             if number == len(self.members):
                 self.members.append(Member(self._make_group(number)))
@@ -144,16 +148,27 @@ class LocalJob:
         for member in self.members:
             member.group.kill()
 
+    def _drain(self, member: Member) -> None:
+        """Asks a group to leave. One that trains does so at the end of a step; any other is ended now."""
+        if member.running and member.replica_id and drain(self._lighthouse, member.replica_id):
+            member.end_by = time.monotonic() + _DRAIN_SEC
+        else:
+            member.group.terminate()
+
     def _start(self, member: Member) -> None:
         member.port = free_port()
         member.state = "starting" if member.group.starts == 0 else "starting again"
         member.took_part, member.restart_at, member.step = False, None, 0
+        member.replica_id, member.end_by = "", None
         member.history.clear()
         member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port)})
 
     def _look_after(self, member: Member, now: float) -> None:
         status = member.group.status
         if status is None:
+            if member.end_by is not None and now >= member.end_by:
+                member.end_by = None
+                member.group.terminate()
             return
         if member.leaving:
             member.state = "left"
@@ -191,7 +206,7 @@ class LocalJob:
             said = members.get(member.port)
             if said is None or not member.running or member.leaving:
                 continue
-            member.step = said["step"]
+            member.step, member.replica_id = said["step"], said["replica_id"]
             member.state = "training" if said["in_quorum"] else "waiting"
             member.took_part = member.took_part or said["in_quorum"]
             member.history.append((now, member.step))
@@ -202,10 +217,18 @@ class LocalJob:
 def status(lighthouse: str) -> list[dict[str, Any]]:
     """The members that a lighthouse knows; none if it does not answer."""
     try:
-        with urllib.request.urlopen(f"{lighthouse}/status", timeout=1) as response:
-            return list(json.load(response)["members"])
-    except (OSError, ValueError, KeyError):
+        return list(Lighthouse(lighthouse, timeout=_ANSWER_SEC).get("/status")["members"])
+    except (Unanswered, ValueError, KeyError):
         return []
+
+
+def drain(lighthouse: str, replica_id: str) -> bool:
+    """Asks a group to leave at the end of a step. False if the lighthouse could not tell it."""
+    try:
+        Lighthouse(lighthouse, timeout=_ANSWER_SEC).ask("drain", replica_id)
+    except (Unanswered, ValueError):
+        return False
+    return True
 
 
 def tail(log: Path, lines: int = 20) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 from torchft._security import TLS_CERT_ENV
 from torchft.launch import process_tree
 
+DEFAULT_PORT = 29510
 # The command starts within 0.3 s; a machine that is busy with other things takes longer.
 _START_SEC = 20.0
 
@@ -32,35 +35,50 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
     ``bind`` is ``host:port``; port 0 takes a free one.
 
     Raises:
-        LaunchError: it did not start.
+        LaunchError: it did not start; the message says why, as that it may not listen there.
     """
-    host, _, port = bind.rpartition(":")
-    if port == "0":
-        port = str(free_port(host.strip("[]")))
     # not the installed command: it may be missing from PATH, or belong to another environment
     main = "from torchft._torchft import lighthouse_main; lighthouse_main()"
-    command = [sys.executable, "-c", main, "--bind", f"{host}:{port}", *options]
+    # Its life is the job's: there is no restart that would go on after what is on disk.
+    command = [sys.executable, "-c", main, "--bind", bind, "--state_dir", "", *options]
+    before = log.stat().st_size if log.exists() else 0
     process = process_tree.start(command, log)
     try:
-        deadline = time.monotonic() + _START_SEC
-        while not _answers(host.strip("[]"), int(port)):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise LaunchError(f"the lighthouse did not start on {host}:{port}", log)
-            time.sleep(0.05)
+        port = _port_of(process, bind, log, before)
+        host = bind.rpartition(":")[0]
+        host = "localhost" if host in ("", "0.0.0.0", "[::]") else host
         yield f"{'https' if os.environ.get(TLS_CERT_ENV) else 'http'}://{host}:{port}"
     finally:
         process_tree.kill_tree(process)
 
 
-def free_port(host: str = "") -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.create_server((host, 0)) as free:
-        return int(free.getsockname()[1])
+def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int) -> int:
+    """The port that it listens on, by what it says itself: somebody else may listen on the one that it was to have."""
+    deadline = time.monotonic() + _START_SEC
+    while True:
+        ended = process.poll() is not None  # looked at first: what it says in the end is in the log then
+        with log.open("rb") as lines:
+            lines.seek(before)
+            said = lines.read().decode(errors="replace")
+        if found := re.search(r"^Lighthouse listening on: .*:(\d+)$", said, re.MULTILINE):
+            return int(found[1])
+        if ended:
+            why = (said.strip().splitlines() or ["it says nothing"])[-1].removeprefix("torchft_lighthouse: ")
+            raise LaunchError(f"the lighthouse did not start: {why}", log)
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the lighthouse did not start on {bind} within {_START_SEC:g} s", log)
+        time.sleep(0.02)
 
 
-def _answers(host: str, port: int) -> bool:
+def usual_bind() -> str:
+    """Where ``torchft status`` and its like look if they are not told: or a free port, where another one has that."""
     try:
-        socket.create_connection((host, port), timeout=1).close()
+        return f"127.0.0.1:{free_port('127.0.0.1', DEFAULT_PORT)}"
     except OSError:
-        return False
-    return True
+        return "127.0.0.1:0"
+
+
+def free_port(host: str = "", port: int = 0) -> int:
+    """A TCP port that nobody listens on now: this one, else OSError, or any."""
+    with socket.create_server((host, port)) as free:
+        return int(free.getsockname()[1])

@@ -10,12 +10,15 @@ import subprocess
 from pathlib import Path
 
 
-def start(command: list[str], log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    command: list[str], log: Path, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
     """Starts a command in a session of its own, its output appended to `log`."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
             env={**os.environ, **(env or {})},
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Optional
 
 from torch.distributed import Store
 
+from torchft.process_group._loops import is_open, quiet_later
+
 _DESCRIPTORS = "/proc/self/fd"
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()
@@ -76,7 +78,7 @@ class Connections:
     def alive(self) -> tuple[int, int]:
         """How many of them Gloo still holds, and how many there were: it closes one that failed."""
         connections = self._connections  # replaced, never changed
-        return sum(_is(fd, connection.inode) for fd, connection in connections.items()), len(connections)
+        return sum(is_open(fd, connection.inode) for fd, connection in connections.items()), len(connections)
 
     def shutdown(self) -> None:
         """Cuts those connections that are still open."""
@@ -91,6 +93,8 @@ class Connections:
                 if found[1] == connection:
                     with contextlib.suppress(OSError):  # the peer was faster
                         duplicate.shutdown(socket.SHUT_RDWR)
+        if connections:
+            quiet_later({descriptor: connection.inode for descriptor, connection in connections.items()})
 
 
 @atexit.register
@@ -98,13 +102,6 @@ def _shutdown_all() -> None:
     """At the end of the process: destroying a group of Gloo waits for its operations, until their timeout."""
     for connections in list(_all):
         connections.shutdown()
-
-
-def _is(descriptor: int, inode: int) -> bool:
-    try:
-        return os.fstat(descriptor).st_ino == inode
-    except OSError:
-        return False
 
 
 def _open(descriptor: int) -> Optional[tuple[socket.socket, _Connection]]:

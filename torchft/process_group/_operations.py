@@ -34,6 +34,8 @@ _LOOK_SEC = 0.1
 # A collective may still end well where a peer that is through with it has left. It has so long for it. (In a
 # ring only the neighbours of a rank that aborts have something to wait for on its connection.)
 _DAMAGED_SEC = 1.0
+# How often it is looked whether an operation that was aborted is really over.
+_DRAIN_LOOK_SEC = 0.001
 # How long the thread that watches futures stays when there are none.
 _IDLE_SEC = 1.0
 
@@ -236,6 +238,19 @@ class _GuardedWork(Work):
                     raise error from None
                 if last or time.monotonic() - began < step.total_seconds() / 2:
                     raise
+
+    def drain(self, timeout: timedelta) -> bool:
+        """Waits for the real end, also after `Operations.end`: from then on nothing is written any more.
+
+        Returns:
+            False if it has not come in that time.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._work.is_completed():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_DRAIN_LOOK_SEC)
+        return True
 
     def _completed(self) -> bool:
         """What an operation gives that ended while somebody waited with a deadline, which may have passed meanwhile."""

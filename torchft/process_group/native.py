@@ -41,6 +41,12 @@ def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
     return None
 
 
+def group_error(pg: dist.ProcessGroup) -> Optional[Exception]:
+    """What went wrong in a group, native or torchft's, since it was made, if it noticed."""
+    errored = getattr(pg, "errored", None)
+    return errored() if errored is not None else native_error(pg)
+
+
 def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
     """Gives a group, native or torchft's, the peers of `opts`, and returns when it is connected with them.
 

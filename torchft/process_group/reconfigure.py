@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Optional, Sequence
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from torchft.addresses import announced_host, host_port
 from torchft.process_group.native import is_native as is_native
@@ -168,6 +168,25 @@ def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
     return store, host_port(announced_host(), store.port)
 
 
+def meeting_store(store_addr: str, world_size: int, timeout: timedelta) -> Store:
+    """What the peers of a group meet at. Who has none connects with nobody: PyTorch's stores ask the name server with
+    each connection, and the last one of a job would wait for a lost answer.
+
+    Args:
+        store_addr, timeout: as of create_store_client.
+        world_size: number of peers, this one included.
+
+    Raises:
+        ValueError: `store_addr` is no address.
+    """
+    if world_size > 1:
+        return create_store_client(store_addr, timeout)
+    _parse_store_address(store_addr)
+    store: Store = HashStore()
+    store.set_timeout(timeout)
+    return store
+
+
 def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     """Connects to a TCPStore.
 
@@ -179,17 +198,10 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     Raises:
         ValueError: `store_addr` is none of that.
     """
-    address, _, prefix = store_addr.partition("/")
-    host, colon, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"store address {store_addr!r} must be host:port or host:port/prefix, with a port from 1 to 65535"
-        )
+    host, port, prefix = _parse_store_address(store_addr)
     store: Store = TCPStore(
         host_name=host,
-        port=int(port),
+        port=port,
         is_master=False,
         wait_for_workers=False,
         timeout=timeout,
@@ -199,6 +211,19 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     # A PrefixStore starts with the default of five minutes, whatever the store below has.
     store.set_timeout(timeout)
     return store
+
+
+def _parse_store_address(store_addr: str) -> tuple[str, int, str]:
+    """Host, port and prefix."""
+    address, _, prefix = store_addr.partition("/")
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"store address {store_addr!r} must be host:port or host:port/prefix, with a port from 1 to 65535"
+        )
+    return host, int(port), prefix
 
 
 def supports_reconfigure(pg: object) -> bool:

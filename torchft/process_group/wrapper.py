@@ -29,8 +29,8 @@ from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.native import abort_group, connections_of, reconfigure_group
 from torchft.process_group.reconfigure import (
     ReconfigureOptions,
-    create_store_client,
     is_native,
+    meeting_store,
     supports_reconfigure,
 )
 from torchft.work import _DummyWork
@@ -153,7 +153,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._release(RuntimeError(f"{self.getBackendName()} was given other peers"))
 
         def connect() -> tuple[BaseProcessGroup, Optional[Operations], Store]:
-            store = create_store_client(store_addr, timeout=self._connect_timeout)
+            store = meeting_store(store_addr, world_size, self._connect_timeout)
             pg = self._create_pg(store, rank, world_size)
             return pg, self._watch(pg, store, rank, world_size), store
 

@@ -60,7 +60,7 @@ def flat(outputs: Any) -> list[torch.Tensor]:
 
 
 # Options of a bare operation, encoded. ReduceOp.SUM and the like live for ever.
-_BARE: dict[tuple[int, type], bytes] = {}
+_BARE: dict[tuple[int, type], tuple[bytes, float]] = {}
 
 
 def reduction(opts: Any, kind: type) -> Any:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Sequence
 
 import torch
 
@@ -62,7 +62,7 @@ class Channel:
         self.devices = Devices(
             sharings,
             lambda device, note, descriptor: self._send(
-                protocol.request(protocol.TELL, device, note), descriptor, _UNRESPONSIVE_SEC
+                _UNRESPONSIVE_SEC, protocol.TELL, device, note, descriptor=descriptor
             ),
         )
         # Guards what follows. A garbage collection may close this on a thread that is in here already.
@@ -83,7 +83,7 @@ class Channel:
     def start(
         self,
         kind: int,
-        body: bytes,
+        body: Sequence[bytes],
         leases: list[tuple[int, Lease]],
         result: Any,
         patience: float,
@@ -100,7 +100,7 @@ class Channel:
             release(op)
             raise self._error()
         if kind == protocol.RUN:
-            body = self.devices.marks(leases) + body
+            body = (self.devices.marks(leases), *body)
         if len(self._ops) > _READ_ABOVE:
             self._read_what_is_there()
         if self.devices.queued:
@@ -112,17 +112,17 @@ class Channel:
         if broken:
             release(op)
             raise self._error()
-        self._send(protocol.request(kind, op.op_id, body), None, patience)
+        self._send(patience, kind, op.op_id, *body)
         return op
 
     def tell(self, kind: int, rest: bytes = b"") -> None:
         """Sends something that is not answered."""
-        self._send(protocol.request(kind, 0, rest), None, _UNRESPONSIVE_SEC)
+        self._send(_UNRESPONSIVE_SEC, kind, 0, rest)
 
-    def _send(self, data: bytes, descriptor: Optional[int], timeout: float) -> None:
+    def _send(self, timeout: float, kind: int, operation: int, *parts: bytes, descriptor: Optional[int] = None) -> None:
         if self._broken is None:
             try:
-                self.wire.send(data, descriptor, max(timeout, _UNRESPONSIVE_SEC))
+                self.wire.send(max(timeout, _UNRESPONSIVE_SEC), kind, operation, *parts, descriptor=descriptor)
                 return
             except TimeoutError:
                 error: Exception = RuntimeError(f"{self._name}: the worker does not take any more operations")
@@ -232,6 +232,9 @@ class Channel:
         except EOFError:
             self.close(self._worker_died())
             return False
+        if isinstance(answers, int):
+            self._done(answers, b"")
+            return True
         for answer in answers:
             self._handle(answer)
         return bool(answers)
@@ -252,19 +255,24 @@ class Channel:
         if answer.kind == protocol.FATAL:
             self.close(protocol.decode_error(answer.rest))
             return
+        if answer.kind != protocol.FAILED:
+            self._done(answer.operation, answer.rest)
+        elif (op := self._ops.pop(answer.operation, None)) is not None:
+            op.error = protocol.decode_error(answer.rest)
+            self._end(op)
+
+    def _done(self, operation: int, marks: bytes) -> None:
         # Whoever takes it out ends it: the leader here, or `close`.
-        op = self._ops.pop(answer.operation, None)
+        op = self._ops.pop(operation, None)
         if op is None:
             return
-        if answer.kind != protocol.FAILED:
-            op.marks = protocol.read_marks(answer.rest)[0] if answer.rest else ()
-            try:
-                for _, lease in op.leases:
-                    lease.fetch()
-            except Exception as e:
-                op.error = e
-        else:
-            op.error = protocol.decode_error(answer.rest)
+        if marks:
+            op.marks = protocol.read_marks(marks)[0]
+        try:
+            for _, lease in op.leases:
+                lease.fetch()
+        except Exception as e:
+            op.error = e
         self._end(op)
 
     def _end(self, op: _OpMetadata) -> None:

@@ -7,17 +7,17 @@ and the worker has it mapped. A tensor that lies in shared memory of PyTorch's (
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 import os
 import struct
 import threading
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchft.process_group.isolated._native import copy
 from torchft.process_group.isolated.sharing import Lease, Sharing, Tell
 
 # note: map or unmap, region, bytes
@@ -36,13 +36,6 @@ _REGION = 1 << 20
 
 # Below this the copy is cheaper than to ask where a tensor lies.
 _ASK_ABOVE = 1 << 16
-
-# Above this the copy takes longer than it takes to let other threads of Python run meanwhile.
-_RELEASE_ABOVE = 1 << 16
-
-_SIGNATURE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move: Any = ctypes.CFUNCTYPE(*_SIGNATURE)(("memmove", ctypes.CDLL(None)))
-_move_small: Any = ctypes.PYFUNCTYPE(*_SIGNATURE)(("memmove", ctypes.PyDLL(None)))
 
 # Their memory is what they say it is.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -113,7 +106,7 @@ class _Staged:
 
     def fetch(self) -> None:
         if self._write:
-            _memmove(self._size)(self._tensor.data_ptr(), self._slot.address, self._size)
+            copy(self._tensor.data_ptr(), self._slot.address, self._size)
 
     def release(self) -> None:
         self._free.append(self._slot)
@@ -198,7 +191,7 @@ class _Trainer(_Host):
                 return _Converted(tensor, read, write, slot, free)
             # Without its gaps: Gloo does with the copy what it would do with the caller's memory.
             if read or not contiguous:
-                _memmove(size)(slot.address, tensor.data_ptr(), size)
+                copy(slot.address, tensor.data_ptr(), size)
         except BaseException:
             free.append(slot)
             raise
@@ -312,11 +305,6 @@ def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
     except RuntimeError:
         return None
     return descriptor if descriptor >= 0 else None
-
-
-def _memmove(size: int) -> Callable[[int, int, int], object]:
-    """The C library's: for what does not fit into the cache, twice as fast as PyTorch's `copy_`."""
-    return _move_small if size < _RELEASE_ABOVE else _move
 
 
 def _map(descriptor: int, size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import socket
 from typing import Iterable, Sequence
 
 # Longer than this a message does not fit into a socket.
-_LONG = 1 << 15
+LONG = 1 << 15
 _MEMORY = b"\xff"
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _ANCILLARY = socket.CMSG_SPACE(4 * 4)  # four descriptors
@@ -21,7 +21,7 @@ def send(to: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> Non
         BlockingIOError: the other end does not read.
         OSError: it is gone.
     """
-    if len(data) > _LONG:
+    if len(data) > LONG:
         memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
         try:
             os.truncate(memory, len(data))
@@ -38,15 +38,19 @@ def send(to: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> Non
 
 def receive(source: socket.socket) -> tuple[bytes, list[int]]:
     """The next message, b"" when the other end is gone, and the descriptors that came with it."""
-    data, ancillary, _, _ = source.recvmsg(_LONG, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
-    descriptors = list(_descriptors(ancillary)) if ancillary else []
-    if data == _MEMORY:
-        memory = descriptors.pop(0)
-        try:
-            data = os.pread(memory, os.fstat(memory).st_size, 0)
-        finally:
-            os.close(memory)
-    return data, descriptors
+    data, ancillary, _, _ = source.recvmsg(LONG, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+    return unpack(data, list(_descriptors(ancillary)) if ancillary else [])
+
+
+def unpack(data: bytes, descriptors: Sequence[int]) -> tuple[bytes, list[int]]:
+    """A message as it was sent, given what came through the socket."""
+    if data != _MEMORY:
+        return data, list(descriptors)
+    memory, *rest = descriptors
+    try:
+        return os.pread(memory, os.fstat(memory).st_size, 0), rest
+    finally:
+        os.close(memory)
 
 
 def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> Iterable[int]:

@@ -35,7 +35,7 @@ from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.operation import _OpMetadata
 from torchft.process_group.isolated.sharing import Sharing
 from torchft.process_group.isolated.standby import Worker, Workers, started
-from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
+from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
 
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
 STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
@@ -141,7 +141,7 @@ class ProcessGroupBaby(ProcessGroup):
             self._end(RuntimeError(f"{self._name} has no peers until it is configured again"))
             raise
         if enabled():
-            store = PrefixStore("check", create_store_client(store_addr, timedelta(seconds=timeout)))
+            store = PrefixStore("check", meeting_store(store_addr, world_size, timedelta(seconds=timeout)))
             self._checker = Checker(self._name, store, rank, world_size, self._timeout)
         self._peers = rank, world_size
         self._warm = True
@@ -262,30 +262,28 @@ class ProcessGroupBaby(ProcessGroup):
         channel = worker.channel
         call = Call(channel.devices)
         parts = [protocol.code(name)]
-        timeout = None
+        seconds = 0.0
         try:
             for kind, argument in zip(protocol.OPERATIONS[name], arguments):
                 if type(kind) is tuple:
                     parts.append(call.lend(kind[0], argument, access or kind[1]))
                 elif type(kind) is str:
                     parts.append(protocol.integer(argument) if kind == "integer" else protocol.integers(argument))
-                elif type(argument) is bytes:
-                    parts.append(argument)
                 else:
-                    opts = kind() if argument is None else argument
-                    parts.append(protocol.options(opts))
-                    timeout = opts.timeout
+                    if type(argument) is not tuple:
+                        argument = protocol.options(kind() if argument is None else argument)
+                    parts.append(argument[0])
+                    seconds = argument[1]
         except Exception as e:
             call.release()
             # So that it says who refuses what.
             kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
             raise kind(f"{self._name}: {name}: {e}") from e
         result = flat(arguments[0]) if call.leases else []
-        seconds = 0.0 if timeout is None else timeout.total_seconds()
         if seconds <= 0:
             seconds = self._timeout.total_seconds()
         stream = torch.accelerator.current_stream() if call.on_device else None
-        op = channel.start(protocol.RUN, b"".join(parts), call.leases, result, seconds, stream)
+        op = channel.start(protocol.RUN, parts, call.leases, result, seconds, stream)
         self._starting[op.op_id] = channel, op
         try:
             # Read from the package: a replacement put there must take effect.

@@ -11,6 +11,7 @@ without its number and marks (`body`) is the same bytes each time it is repeated
 
 from __future__ import annotations
 
+import operator
 import struct
 from datetime import timedelta
 from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence
@@ -197,9 +198,26 @@ def integers(values: Sequence[int]) -> bytes:
     return _COUNT.pack(_INTEGERS, len(values)) + struct.pack(f"<{len(values)}q", *values)
 
 
-def options(opts: Any) -> bytes:
+def options(opts: Any) -> tuple[bytes, float]:
+    """Encoded options, and the timeout that they give, in seconds; below zero for none."""
+    rest = _SIMPLE.get(type(opts))
+    if rest is None:
+        return _options(opts)
+    # As a number: what Python makes of an enumeration of C++ takes long to compare.
+    reduction = int(opts.reduceOp.op)
+    key = type(opts), reduction, rest(opts)
+    known = _known.get(key)
+    if known is None:
+        known = _options(opts)
+        # A factor is not in the key.
+        if reduction in _WITHOUT_FACTOR and len(_known) < _REMEMBERED:
+            _known[key] = known
+    return known
+
+
+def _options(opts: Any) -> tuple[bytes, float]:
     encoded = encode_options(opts)
-    return _COUNT.pack(_OPTIONS, len(encoded)) + encoded
+    return _COUNT.pack(_OPTIONS, len(encoded)) + encoded, opts.timeout.total_seconds()
 
 
 def read_body(data: bytes, borrow: Callable[[int, bytes], torch.Tensor]) -> tuple[str, list[Any]]:
@@ -350,6 +368,19 @@ _FIELDS: tuple[_Field, ...] = (
 _FIELDS_OF: dict[type, tuple[int, tuple[_Field, ...]]] = {
     kind: (number, tuple(field for field in _FIELDS if hasattr(kind, field[0])))
     for number, kind in enumerate(_OPTIONS_CLASSES)
+}
+
+
+# Options are made anew for each operation and say the same again and again: those that can be told apart quickly are
+# encoded once.
+_REMEMBERED = 512
+_WITHOUT_FACTOR = {kind.value for kind in _REDUCTIONS}
+_known: dict[tuple[type, int, Any], tuple[bytes, float]] = {}
+_QUICK = {"timeout", "rootRank", "rootTensor", "asyncOp"}
+_SIMPLE: dict[type, Callable[[Any], Any]] = {
+    kind: operator.attrgetter(*(name for name, _, _ in fields[1:]))
+    for kind, (_, fields) in _FIELDS_OF.items()
+    if fields[0][0] == "reduceOp" and _QUICK.issuperset(name for name, _, _ in fields[1:])
 }
 
 

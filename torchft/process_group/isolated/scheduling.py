@@ -1,15 +1,13 @@
 """What the threads of a worker cost besides their work.
 
-Measured with two ranks on two cores: without the first, half of the time of a small operation is spent waiting for a
+Measured with two ranks on two cores: without this, half of the time of a small operation is spent waiting for a
 processor on which one of Gloo's threads turns in circles.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import threading
 import time
 
 # The name that Gloo gives to the thread that waits for its sockets.
@@ -44,21 +42,3 @@ def _calm_loops() -> bool:
                 found = True
                 os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
     return found
-
-
-class Guests:
-    """Threads of a C++ library that call Python from time to time.
-
-    Python makes its state of such a thread for every call, with a piece of fresh memory from the system, and
-    gives all up at the end of the call. Counted once more, the state stays until the process ends.
-    """
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-
-    def keep(self) -> None:
-        """To be called by such a thread."""
-        ident = threading.get_ident()
-        if ident not in self._known:
-            self._known.add(ident)
-            ctypes.pythonapi.PyGILState_Ensure()

@@ -261,7 +261,7 @@ class Worker:
             WorkerTimedOut: nor for that.
             Exception: the worker's own error.
         """
-        op = self.channel.start(kind, rest, [], None, timeout)
+        op = self.channel.start(kind, (rest,), [], None, timeout)
         meanwhile()
         if not self.channel.wait(op, timeout):
             raise WorkerTimedOut(f"{self._name}: the worker timed out: it did not {what} within {timeout:.1f} s")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import select
 import socket
 import threading
 import time
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Union
 
-from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.messages import send
+from torchft.process_group.isolated import _native, protocol
+from torchft.process_group.isolated.messages import LONG, send
 
-_ANSWERS_AT_ONCE = 1 << 14  # bytes
 _ANSWERS_SIZE = 1 << 20  # bytes: what an unprivileged process may ask for
 _SEND_SLICE_MS = 100
+# A request of so many bytes fits into a message, with its head.
+_SHORT = LONG - 64
 
 
 class Wire:
@@ -35,11 +37,7 @@ class Wire:
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _ANSWERS_SIZE)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        self._poll.register(self._answers, select.POLLIN)
-        self._poll.register(self._wake, select.POLLIN)
-        self._send_poll = select.poll()
-        self._send_poll.register(self._requests, select.POLLOUT)
+        self._requests_fd = self._requests.fileno()
         # A garbage collection may close this on a thread that is in here already.
         self._send_lock = threading.RLock()
         # The number of a closed descriptor may be somebody else's at once.
@@ -47,44 +45,57 @@ class Wire:
         self._rest = b""
         self.closed = False
 
-    def send(self, data: bytes, descriptor: Optional[int], timeout: float) -> None:
+    def send(self, timeout: float, kind: int, operation: int, *parts: bytes, descriptor: Optional[int] = None) -> None:
         """Waits, `timeout` seconds at most, only while the worker does not read, which it does all the time.
 
         Raises:
             TimeoutError: it does not read.
             OSError: it is gone.
         """
-        deadline = None
-        descriptors = () if descriptor is None else (descriptor,)
         with self._send_lock:
-            while True:
-                try:
-                    send(self._requests, data, descriptors)
-                    return
-                except BlockingIOError:
-                    pass
-                deadline = deadline or time.monotonic() + timeout
-                self._send_poll.poll(_SEND_SLICE_MS)
-                if time.monotonic() > deadline:
-                    raise TimeoutError
+            if self.closed:
+                raise BrokenPipeError("the worker is gone")
+            if descriptor is None and sum(map(len, parts)) < _SHORT:
+                if not _native.send(self._requests_fd, kind, operation, *parts):
+                    self._send_later(timeout, protocol.request(kind, operation, b"".join(parts)), None)
+            else:
+                self._send_later(timeout, protocol.request(kind, operation, b"".join(parts)), descriptor)
 
-    def read(self, timeout: float) -> Sequence[protocol.Answer]:
-        """The answers there are, or come within `timeout` seconds. For one thread at a time.
+    def _send_later(self, timeout: float, data: bytes, descriptor: Optional[int]) -> None:
+        deadline = time.monotonic() + timeout
+        poll = select.poll()
+        poll.register(self._requests, select.POLLOUT)
+        while True:
+            try:
+                send(self._requests, data, () if descriptor is None else (descriptor,))
+                return
+            except BlockingIOError:
+                poll.poll(_SEND_SLICE_MS)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+    def read(self, timeout: float) -> Union[int, Sequence[protocol.Answer]]:
+        """Waits for answers, `timeout` seconds at most. For one thread at a time.
+
+        Returns:
+            The number of an operation that is done, which is what comes most of the time; else the answers.
 
         Raises:
             EOFError: the worker is gone.
         """
-        ready = self._poll.poll(timeout * 1000)
-        if not ready:
+        # An answer is written in one piece: where there is a part of one, there is the rest.
+        found = (
+            os.read(self._answers, LONG)
+            if self._rest
+            else _native.read(self._answers, self._wake, math.ceil(1000 * timeout))
+        )
+        if found is None:
             return ()
-        if len(ready) == 1 and ready[0][0] == self._wake:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-            return ()
-        data = os.read(self._answers, _ANSWERS_AT_ONCE)
-        if not data:
+        if isinstance(found, int):
+            return found
+        if not found:
             raise EOFError
-        answers, self._rest = protocol.read_answers(self._rest + data if self._rest else data)
+        answers, self._rest = protocol.read_answers(self._rest + found)
         return answers
 
     def wake(self) -> None:

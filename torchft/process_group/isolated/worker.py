@@ -19,19 +19,22 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch.distributed import Work
-from torch.futures import Future
 
 from torchft.process_group._connections import Connections
 from torchft.process_group._operations import _LOOK_SEC, POINT_TO_POINT, Operations, refused
-from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.messages import receive
-from torchft.process_group.isolated.scheduling import Guests, calm_loops
+from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.isolated import _native, protocol
+from torchft.process_group.isolated.messages import unpack
+from torchft.process_group.isolated.scheduling import calm_loops
 from torchft.process_group.isolated.sharing import Sharing, is_plain
-from torchft.process_group.reconfigure import create_store_client
+from torchft.process_group.reconfigure import meeting_store
 from torchft.process_group.wrapper import _set_timeout
 
 # Operations that are remembered as decoded. A training step repeats fewer.
 _REMEMBERED = 512
+
+# Those that every backend has with the same arguments as a group.
+_OF_BACKENDS = ("allgather", "allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")
 
 # Name, function, arguments, whether all tensors are plain memory of the host.
 _Call = tuple[str, Callable[..., Work], list[Any], bool]
@@ -66,7 +69,6 @@ class Worker:
         self._sharings: dict[int, Sharing] = {}
         self._calls: dict[bytes, _Call] = {}
         self._waiters = _Waiters()
-        self._guests = Guests()
         # The names of those that were not answered.
         self._in_flight: dict[int, str] = {}
 
@@ -111,11 +113,14 @@ class Worker:
         return self._sharings[device]
 
     def serve(self) -> None:
+        requests = self._requests.fileno()
         while True:
-            data, descriptors = receive(self._requests)
-            if not data:
+            kind, operation, rest, descriptors = _native.receive(requests)
+            if rest is None:
                 return
-            kind, operation, rest = protocol.read_request(data)
+            if kind == 0:
+                data, descriptors = unpack(rest, descriptors)
+                kind, operation, rest = protocol.read_request(data)
             if kind == protocol.RUN:
                 try:
                     self._run(operation, rest)
@@ -158,7 +163,7 @@ class Worker:
             self._prepare(group._device, device)
         group._worker_timeout = timedelta(seconds=timeout)
         group._worker_global_ranks = global_ranks
-        store = create_store_client(store_addr, timedelta(seconds=connect_timeout))
+        store = meeting_store(store_addr, world_size, timedelta(seconds=connect_timeout))
         self._pg = group._create_pg(store, rank, world_size)
         if not group._queues:
             calm_loops()
@@ -216,12 +221,18 @@ class Worker:
 
         name, arguments = protocol.read_body(body, borrow)
         plain = plain and not self._group._queues
-        call = name, getattr(self._pg, name), arguments, plain
+        call = name, self._function(name, arguments, plain), arguments, plain
         if plain:
             if len(self._calls) >= _REMEMBERED:
                 self._calls.clear()
             self._calls[body] = call
         return call
+
+    def _function(self, name: str, arguments: list[Any], plain: bool) -> Callable[..., Work]:
+        """What runs an operation: the backend itself, where PyTorch's dispatcher would have nothing to choose."""
+        if plain and type(self._pg) is BaseProcessGroup and name in _OF_BACKENDS and arguments[0]:
+            return getattr(self._pg._get_backend(torch.device("cpu")), name)
+        return getattr(self._pg, name)
 
     def _answer_when_finished(self, operation: int, work: Work, call: _Call) -> None:
         self._in_flight[operation] = call[0]
@@ -231,21 +242,11 @@ class Worker:
             # Gloo's send and recv have none.
             self._waiters.run(lambda: self._wait(operation, work, call, ()))
             return
-        done = protocol.answer(protocol.DONE, operation)
 
-        def finished(future: Future[Any]) -> None:
-            # As little as possible: a trainer waits for it.
-            try:
-                future.value()
-                os.write(self._answers, done)
-                self._guests.keep()
-            except BrokenPipeError:
-                os._exit(0)
-            except Exception as e:
-                self.answer(protocol.FAILED, operation, protocol.encode_error(self._refused(call, e)))
-            del self._in_flight[operation]
+        def failed(operation: int, error: Exception) -> None:
+            self.answer(protocol.FAILED, operation, protocol.encode_error(self._refused(call, error)))
 
-        future.add_done_callback(finished)
+        _native.answer_when_done(future, self._answers, operation, self._in_flight, failed)
 
     def _wait(self, operation: int, work: Work, call: _Call, devices: Sequence[int]) -> None:
         try:

@@ -9,11 +9,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlencode, urlsplit
+
+from torchft._security import DEFAULT_JOB, JOB_ENV, tokens
+from torchft.launch.lighthouse import DEFAULT_PORT
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 _TIMEOUT_SEC = 5.0
-_DEFAULT_PORT = 29510
 
 
 class Unanswered(Exception):
@@ -23,12 +25,19 @@ class Unanswered(Exception):
 class Lighthouse:
     """A lighthouse at ``http://host:port``, or the first of a list of them that answers.
 
+    Args:
+        addresses: separated by commas; default: TORCHFT_LIGHTHOUSE, else this machine.
+        job: the one that is asked about; default: TORCHFT_JOB_ID, else that of members that name none.
+        timeout: seconds for one answer to begin.
+
     Raises:
         Unanswered: no address is given, or one that is none.
     """
 
-    def __init__(self, addresses: str | None) -> None:
-        text = addresses or os.environ.get(LIGHTHOUSE_ENV) or f"http://localhost:{_DEFAULT_PORT}"
+    def __init__(self, addresses: str | None, job: str | None = None, *, timeout: float = _TIMEOUT_SEC) -> None:
+        self._timeout = timeout
+        text = addresses or os.environ.get(LIGHTHOUSE_ENV) or f"http://localhost:{DEFAULT_PORT}"
+        self.job = job or os.environ.get(JOB_ENV) or DEFAULT_JOB
         self.addresses = [_checked(address.strip()) for address in text.split(",")]
 
     def get(self, path: str) -> Any:
@@ -54,25 +63,42 @@ class Lighthouse:
             except OSError as e:
                 raise Unanswered(f"the connection to the lighthouse broke: {e}") from None
 
-    def kill(self, replica_id: str, token: str | None) -> str:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        with self._open(f"/replica/{quote(replica_id, safe='')}/kill", "POST", headers) as response:
-            return bytes(response.read()).decode().strip()
+    def ask(self, what: str, replica_id: str) -> str:
+        """Asks to ``kill`` or to ``drain`` a group, with the token of TORCHFT_TOKEN_FILE if there is one.
 
-    def _open(self, path: str, method: str, headers: dict[str, str]) -> Any:
+        Returns:
+            what was done, in words.
+        """
+        token = next(iter(tokens()), None)
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+        body = json.dumps({"replica_id": replica_id}).encode()
+        with self._open(f"/api/v1/{what}", "POST", headers, body) as response:
+            return f"{replica_id}: {json.loads(response.read())['done']}"
+
+    def _open(self, path: str, method: str, headers: dict[str, str], body: bytes | None = None) -> Any:
+        if self.job != DEFAULT_JOB:
+            path += f"{'&' if '?' in path else '?'}{urlencode({'job': self.job})}"
         tried = []
         for address in self.addresses:
-            request = urllib.request.Request(address + path, method=method, headers=headers)
+            request = urllib.request.Request(address + path, data=body, method=method, headers=headers)
             try:
-                return urllib.request.urlopen(request, timeout=_TIMEOUT_SEC, context=_tls(address))
+                return urllib.request.urlopen(request, timeout=self._timeout, context=_tls(address))
             except urllib.error.HTTPError as e:
-                raise Unanswered(f"{address} answered {e.code}: {e.read().decode(errors='replace').strip()}") from None
+                raise Unanswered(f"{address} answered {e.code}: {_reason(e.read())}") from None
             except OSError as e:
                 tried.append(f"{address}: {getattr(e, 'reason', e)}")
         raise Unanswered(
-            f"no lighthouse answered within {_TIMEOUT_SEC:g} s ({'; '.join(tried)}); is it running, and is "
+            f"no lighthouse answered within {self._timeout:g} s ({'; '.join(tried)}); is it running, and is "
             f"--lighthouse or {LIGHTHOUSE_ENV} its address?"
         )
+
+
+def _reason(body: bytes) -> str:
+    """Why it was refused: what the API says in JSON, else the text."""
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace").strip()
 
 
 def _checked(address: str) -> str:

@@ -1,0 +1,81 @@
+"""How the ranks of a group find each other: rank 0 starts the manager server, the group's store tells where it is."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from torchft._manager.settings import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Settings
+from torchft._torchft import ManagerServer
+from torchft.addresses import announced_host, announced_store_host
+
+
+class Group(NamedTuple):
+    """What a rank knows of its own group."""
+
+    store: dist.Store
+    replica_id: str
+    manager_address: str
+    server: Optional[ManagerServer]  # of rank 0
+
+
+def join_group(
+    settings: Settings,
+    replica_id: Optional[str],
+    hostname: str,
+    start_server: Callable[..., ManagerServer],
+    **further: Any,
+) -> Group:
+    """Starts the manager server, on rank 0, and waits until it is known where it is.
+
+    Args:
+        settings: of this rank.
+        replica_id: the name that the group was given.
+        hostname: under which the server is announced; this machine's own name: ``torchft.addresses`` decides.
+        start_server: makes the server.
+        further: more arguments of it.
+    """
+    store = _open_store(settings)
+    server = None
+    try:
+        if settings.group_rank == 0:
+            lighthouse_addr = settings.require_lighthouse()
+            full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
+            server = start_server(
+                replica_id=full_id,
+                lighthouse_addr=lighthouse_addr,
+                hostname=hostname if hostname != socket.gethostname() else announced_host(lighthouse_addr),
+                bind=f"[::]:{settings.manager_port}",
+                store_addr=announced_store_host(settings.store_addr, settings.store_port, lighthouse_addr),
+                world_size=settings.group_world_size,
+                heartbeat_interval=settings.heartbeat_interval,
+                connect_timeout=settings.connect_timeout,
+                quorum_retries=settings.quorum_retries,
+                **further,
+            )
+            store.set(MANAGER_ADDR_KEY, server.address())
+            store.set(REPLICA_ID_KEY, full_id)
+        address = store.get(MANAGER_ADDR_KEY).decode("utf-8")
+        return Group(store, store.get(REPLICA_ID_KEY).decode("utf-8"), address, server)
+    except BaseException:
+        if server is not None:
+            server.shutdown()
+        raise
+
+
+def _open_store(settings: Settings) -> dist.Store:
+    store = TCPStore(
+        host_name=settings.store_addr,
+        port=settings.store_port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=settings.timeout,
+    )
+    if settings.restart_count:
+        # torchrun's agent keeps the store when it restarts the workers: what the last ones wrote is stale.
+        return PrefixStore(f"torchft/restart_{settings.restart_count}", store)
+    return store

@@ -1,0 +1,187 @@
+"""What makes a DTensor of a local part, as plain JSON: its mesh, its placements, and the whole tensor's shape.
+
+    ["spec", mesh, [placement, ...], [shape, strides, dtype] or null, [[tensor dim, [mesh dim, ...]], ...] or null]
+    mesh       [device type, nested ranks, [name, ...] or null, groups, [name, ...] or null]
+    groups     names of the process groups by dimension, or null; in PyTorch 2.7 their [tag, [rank, ...], name]
+    placement  ["S", dim], ["SS", dim, split factor], ["R"], ["+", reduction]
+
+A mesh that was cut out of another one is described by that one and the names of its dimensions (the last item of a
+mesh), because PyTorch counts it as equal only to one cut out of the same. Process groups are found by their names,
+which are the same on every replica group that runs the same program. Nothing is asked of the network.
+
+Private names of PyTorch are in use here, and differ from release to release. So what was encoded is decoded at once and
+compared: where the two differ, and for placements of other types, the caller has to find another way.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+
+_GROUPS = ("_dim_group_names", "_dim_group_infos")  # since PyTorch 2.8, and before
+
+
+class SpecEncoder:
+    """Describes the specs of the DTensors of one state."""
+
+    def __init__(self) -> None:
+        self._meshes: Dict[int, Tuple[Any, Any]] = {}  # by id: the mesh, so that it stays, and what describes it
+        self._decoder = SpecDecoder()
+
+    def encode(self, spec: Any) -> Optional[List[Any]]:
+        """What describes a `DTensorSpec`; None if there is something about it that this cannot say."""
+        try:
+            if id(spec.mesh) not in self._meshes:
+                self._meshes[id(spec.mesh)] = spec.mesh, _mesh(spec.mesh)
+            meta, order = spec.tensor_meta, getattr(spec, "shard_order", None)
+            node = [
+                "spec",
+                self._meshes[id(spec.mesh)][1],
+                [_placement(p) for p in spec.placements],
+                None if meta is None else [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch.")],
+                None if order is None else [[entry.tensor_dim, list(entry.mesh_dims)] for entry in order],
+            ]
+            return node if self._decoder.decode(node) == spec else None
+        except Exception:  # whatever is unlike what is known here
+            return None
+
+
+def _mesh(mesh: Any) -> List[Any]:
+    root, cut = _root(mesh), None
+    if root is not mesh:
+        cut = list(mesh.mesh_dim_names)
+    names = root.mesh_dim_names
+    groups = next((getattr(root, name) for name in _GROUPS if hasattr(root, name)), None)
+    if groups is not None:
+        groups = [group if isinstance(group, str) else [group[0], [*iter(group[1])], group[2]] for group in groups]
+    return [root.device_type, root.mesh.tolist(), None if names is None else list(names), groups, cut]
+
+
+def _root(mesh: Any) -> Any:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def _placement(placement: Any) -> List[Any]:
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+    kind = type(placement)
+    if kind is Shard:
+        return ["S", placement.dim]
+    if kind is _StridedShard:
+        return ["SS", placement.dim, placement.split_factor]
+    if kind is Replicate:
+        return ["R"]
+    if kind is Partial:
+        return ["+", placement.reduce_op]
+    raise TypeError(f"a placement of type {kind}")
+
+
+class SpecDecoder:
+    """Makes specs of what describes them. Tensors on the same mesh share it."""
+
+    def __init__(self) -> None:
+        self._meshes: Dict[str, Any] = {}
+
+    def decode(self, node: List[Any]) -> Any:
+        """A `DTensorSpec`.
+
+        Raises:
+            ValueError, TypeError, ...: it is malformed, or torch.distributed is not initialized here
+        """
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        _, mesh, placements, meta, order = node
+        made = tuple(_made_placement(p) for p in placements)
+        spec = DTensorSpec(self._mesh(mesh), made)
+        if len(made) != spec.mesh.ndim:
+            raise ValueError(f"{len(made)} placements on a mesh of {spec.mesh.ndim} dimensions")
+        if meta is not None:
+            shape, strides, dtype_name = meta
+            dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+            if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
+                raise ValueError(f"a tensor of dtype {dtype_name!r}, shape {shape} and strides {strides}")
+            spec.tensor_meta = TensorMeta(torch.Size(_numbers(shape)), tuple(_numbers(strides)), dtype)
+        if order is not None and hasattr(spec, "shard_order"):
+            from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
+            wanted = tuple(ShardOrderEntry(_numbers([dim])[0], tuple(_numbers(dims))) for dim, dims in order)
+            if wanted != spec.shard_order:
+                spec.shard_order = wanted
+        return spec
+
+    def _mesh(self, node: List[Any]) -> Any:
+        key = json.dumps(node)
+        if key not in self._meshes:
+            self._meshes[key] = _made_mesh(*node)
+        return self._meshes[key]
+
+
+def _made_mesh(device_type: str, ranks: Any, names: Any, groups: Any, cut: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not dist.is_initialized():
+        raise ValueError("a DTensor is received only where torch.distributed is initialized")
+    if not isinstance(device_type, str) or torch.device(device_type).type != device_type:
+        raise ValueError(f"a mesh of devices {device_type!r}")
+    members = torch.tensor(ranks)
+    if len(members.unique()) != members.numel():
+        raise ValueError(f"a mesh that has a rank twice: {ranks}")
+    mesh = DeviceMesh(device_type, members, mesh_dim_names=_names(names), _init_backend=False)
+    if groups is not None:
+        if len(groups) != mesh.ndim:
+            raise ValueError(f"{len(groups)} groups of a mesh of {mesh.ndim} dimensions")
+        _find_groups(mesh, [_group(group) for group in groups])
+    return mesh if cut is None else mesh[_names(cut) or ()]
+
+
+def _find_groups(mesh: Any, groups: List[Any]) -> None:
+    """Does to a mesh what unpickling does: it looks its groups up."""
+    state = {_GROUPS[0] if all(isinstance(group, str) for group in groups) else _GROUPS[1]: groups}
+    if hasattr(mesh, "__setstate__"):
+        mesh.__setstate__(state)
+    else:
+        vars(mesh).update(state)
+
+
+def _group(group: Any) -> Any:
+    if isinstance(group, str):
+        return group
+    tag, ranks, name = group
+    if not isinstance(tag, str) or not isinstance(name, str):
+        raise ValueError(f"a process group {group}")
+    return tag, _numbers(ranks), name
+
+
+def _names(names: Any) -> Optional[Tuple[str, ...]]:
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"names of a mesh's dimensions: {names!r}")
+    return None if names is None else tuple(names)
+
+
+def _numbers(numbers: Any) -> List[int]:
+    if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{numbers!r} instead of numbers")
+    return numbers
+
+
+def _made_placement(node: List[Any]) -> Any:
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+    tag, *items = node
+    if tag == "S" and len(items) == 1:
+        return Shard(*_numbers(items))
+    if tag == "SS" and len(items) == 2:
+        dim, split_factor = _numbers(items)
+        return _StridedShard(dim, split_factor=split_factor)
+    if tag == "R" and not items:
+        return Replicate()
+    if tag == "+" and len(items) == 1 and isinstance(items[0], str):
+        return Partial(items[0])
+    raise ValueError(f"placement {node}")

@@ -1,0 +1,62 @@
+"""Healing in the published format, seen from the target: one stream, or several with a part of the leaves each."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from torchft.checkpointing._checkpoint import FULL
+from torchft.checkpointing._http_client import Answer, describe, fetch
+from torchft.checkpointing._progress import Meter
+from torchft.checkpointing._stream import read_object
+from torchft.checkpointing.transport import CheckpointError
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_MAX_STREAMS = 16  # chunks that are fetched at once
+
+
+def receive_stock(
+    answer: Answer, metadata: str, step: int, key: str, num_chunks: int, deadline: float, token: str
+) -> Any:
+    """Reads the state that a source answers with.
+
+    Args:
+        answer: what it answered
+        metadata, step, key, deadline, token: with which it was asked, see `_http_client.ask`
+        num_chunks: in how many streams it comes if the key is not `full`
+
+    Raises:
+        CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
+    """
+    assert answer.body is not None
+    what = describe(metadata, step, key)
+    with closing(Meter(what, logger)) as meter:
+        got = read_object(answer.body, what, answer.length, meter=meter)
+        if key != FULL:
+            got = _receive_chunks(got, metadata, step, num_chunks, deadline, token, meter)
+        meter.done()
+    return got
+
+
+def _receive_chunks(spec: object, metadata: str, step: int, n: int, deadline: float, token: str, meter: Meter) -> Any:
+    if not isinstance(spec, pytree.TreeSpec):
+        raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")
+    with ThreadPoolExecutor(min(n, _MAX_STREAMS), thread_name_prefix="torchft-fetch") as pool:
+        futures = [pool.submit(fetch, metadata, step, str(i), deadline, token, meter) for i in range(n)]
+        chunks = [future.result() for future in futures]
+    total = spec.num_leaves
+    for i, chunk in enumerate(chunks):
+        expected = len(range(i, total, n))
+        if not isinstance(chunk, list) or len(chunk) != expected:
+            got = len(chunk) if isinstance(chunk, list) else type(chunk)
+            raise CheckpointError(
+                f"checkpoint of step {step} from {metadata}: chunk {i} of {n} holds {got} values instead of "
+                f"{expected}; num_chunks must be the same in every replica group"
+            )
+    leaves = [chunks[i % n][i // n] for i in range(total)]
+    return pytree.tree_unflatten(leaves, spec)

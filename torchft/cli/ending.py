@@ -1,0 +1,74 @@
+"""``torchft kill`` and ``torchft drain``: end a replica group, at once or at the end of a step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+
+from torchft.cli.arguments import Parser, ask_of, duration, nearest
+from torchft.launch.lighthouse_http import Lighthouse, Unanswered
+
+_LOOK_SEC = 0.2
+
+
+def kill(arguments: Sequence[str]) -> int:
+    parser = _parser("kill", "Ends one replica group at once. The others lose the step that they are in, and go on.")
+    args = parser.parse_args(arguments)
+    return _end("kill", args, None)
+
+
+def drain(arguments: Sequence[str]) -> int:
+    parser = _parser(
+        "drain",
+        "Lets one replica group leave at the end of a step, without a loss for the others. Its script must end when "
+        "Manager.draining() says so, as train_ddp.py does.",
+    )
+    parser.add_argument(
+        "--wait", type=duration, nargs="?", const=600.0, metavar="TIME", help="until it has left, this long (10m)"
+    )
+    args = parser.parse_args(arguments)
+    return _end("drain", args, args.wait)
+
+
+def _parser(command: str, about: str) -> Parser:
+    parser = Parser(prog=f"torchft {command}", description=about)
+    ask_of(parser)
+    parser.add_argument("replica_id", help="as `torchft status` shows it, or the beginning of it")
+    return parser
+
+
+def _end(what: str, args: Namespace, wait: float | None) -> int:
+    try:
+        lighthouse = Lighthouse(args.lighthouse, args.job)
+        replica_id = _meant(args.replica_id, _known(lighthouse))
+        print(lighthouse.ask(what, replica_id), flush=True)
+        deadline = time.monotonic() + (wait or 0.0)
+        while wait is not None and replica_id in _known(lighthouse):
+            if time.monotonic() > deadline:
+                raise Unanswered(f"{replica_id} is still there after {wait:g} s; does its script heed draining()?")
+            time.sleep(_LOOK_SEC)
+    except (Unanswered, ValueError) as e:
+        print(f"torchft {what}: {e}", file=sys.stderr)
+        return 1
+    if wait is not None:
+        print(f"{replica_id}: has left")
+    return 0
+
+
+def _known(lighthouse: Lighthouse) -> list[str]:
+    return [member["replica_id"] for member in lighthouse.get("/status")["members"]]
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """The group that a name, or the beginning of one, stands for.
+
+    Raises:
+        Unanswered: there is none, or several.
+    """
+    meant = [name] if name in known else [other for other in known if other.startswith(name)]
+    if len(meant) != 1:
+        why = f"begins {len(meant)} names" if meant else f"is no group{nearest(name, known)}"
+        raise Unanswered(f"{name!r} {why}; there are: {', '.join(known) or 'none'}")
+    return meant[0]

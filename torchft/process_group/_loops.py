@@ -1,0 +1,86 @@
+"""Ends what Gloo's event loop makes of a connection that was cut while it still held data.
+
+Gloo reads from a connection only what it has a place for. A receive that was given up, or an operation that failed
+because of one peer, has none any more for what another peer sends: Gloo leaves that in the socket, and so never sees
+that the connection was cut behind it. Epoll tells the loop of both again and again, and its thread turns at full speed
+for as long as the group lives: until nobody refers to it any more, not even a traceback. (PyTorch 2.15)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import select
+import struct
+import threading
+import time
+from typing import Iterator, NamedTuple
+
+# How long Gloo is given to close by itself what was cut, which takes it milliseconds. Whoever waits in an operation has
+# its error by then.
+_CLOSE_SEC = 0.5
+_LOOK_SEC = 0.02
+
+# C's struct epoll_event: what is watched for, and what Gloo wants to be told with it.
+_EVENT = struct.Struct("=IQ" if platform.machine() == "x86_64" else "=I4xQ")
+_EPOLL_CTL_MOD = 3
+
+
+class _Watched(NamedTuple):
+    descriptor: int
+    inode: int
+    data: int
+
+
+def quiet_later(sockets: dict[int, int]) -> None:
+    """Sees to it that Gloo is not told for ever of those `sockets`, descriptors with their inodes, that it keeps."""
+    with contextlib.suppress(RuntimeError):  # the process ends, and no thread can be started any more
+        threading.Thread(target=_quiet, args=(sockets,), name="torchft_quiet", daemon=True).start()
+
+
+def _quiet(sockets: dict[int, int]) -> None:
+    deadline = time.monotonic() + _CLOSE_SEC
+    while sockets := {fd: inode for fd, inode in sockets.items() if is_open(fd, inode)}:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_LOOK_SEC)
+    for epoll in _epolls() if sockets else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            for watched in _watched(epoll):
+                if sockets.get(watched.descriptor) == watched.inode:
+                    _tell_once(epoll, watched)
+
+
+def is_open(descriptor: int, inode: int) -> bool:
+    """Whether a descriptor is still that socket."""
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
+
+
+def _epolls() -> Iterator[int]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                yield int(name)
+
+
+def _watched(epoll: int) -> list[_Watched]:
+    """What an epoll watches."""
+    found = []
+    with open(f"/proc/self/fdinfo/{epoll}") as file:
+        for line in file:
+            # tfd: 7 events: 19 data: 7f6cf4003f20 pos:0 ino:1a2b3c sdev:8
+            if line.startswith("tfd:"):
+                words = dict(zip(words := line.replace(":", " ").split(), words[1:]))
+                found.append(_Watched(int(words["tfd"]), int(words["ino"], 16), int(words["data"], 16)))
+    return found
+
+
+def _tell_once(epoll: int, watched: _Watched) -> None:
+    """From now on the epoll tells of changes only. (It goes on to watch: Gloo ends the process if it does not.)"""
+    event = ctypes.create_string_buffer(_EVENT.pack(select.EPOLLET & 0xFFFFFFFF, watched.data))
+    ctypes.CDLL(None).epoll_ctl(epoll, _EPOLL_CTL_MOD, watched.descriptor, event)

@@ -251,7 +251,9 @@ def _rounds(
         )
     return {
         "gb": nbytes / 1e9,
-        **{name: {key: vars(Spread.of(r[key] for r in row)) for key in row[0]} for name, row in rows.items()},
+        "transfers": {
+            name: {key: vars(Spread.of(r[key] for r in row)) for key in row[0]} for name, row in rows.items()
+        },
     }
 
 
@@ -285,9 +287,7 @@ def tables(result: dict[str, Any], ours: str, published: str) -> str:
     from common import Spread, markdown_table, verdict
 
     rows = []
-    for name, figures in result.items():
-        if name == "gb":
-            continue
+    for name, figures in result["transfers"].items():
         spread = {key: Spread(**value) for key, value in figures.items()}
         ratio = spread["ratio"].text()
         if name in GOALS:

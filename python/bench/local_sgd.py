@@ -31,22 +31,24 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
     with Job() as job:
         _, lighthouse = job.lighthouse(ours.path, min_replicas=2, heartbeat_timeout_ms=1000)
         script = HERE.parents[1] / "python" / "bench" / "local_sgd_worker.py"
-        sides = {
-            side.name: Workers(
-                job, [job.python(f"{side.name}-{g}", script, f"--group={g}", path=side.path) for g in range(2)]
-            )
-            for side in (ours, published)
-        }
-        everybody = [child for workers in sides.values() for child in workers.children]
+
+        def start(side: Side, env: dict[str, str]) -> Workers:
+            path, name = side.path, side.name
+            return Workers(job, [job.python(f"{name}-{g}", script, f"--group={g}", path=path, env=env) for g in (0, 1)])
+
+        sides = {side.name: start(side, {}) for side in (ours, published)}
+        # Memory is the same in each round. For these it goes back to the system when it is freed, which costs time.
+        exact = {side.name: start(side, {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}) for side in (ours, published)}
+        everybody = [child for of in (sides, exact) for workers in of.values() for child in workers.children]
         job.wait(lambda: all(c.of("imported") for c in everybody), START_TIMEOUT_S, "all have imported torchft")
-        for number in range(rounds):
+        for number in range(-1, rounds):
             for name, (fragments, settings, stock_can) in CASES.items():
                 for side in rotated((ours, published), number):
                     if side is published and not stock_can:
                         continue
                     ends = _run(
                         job,
-                        sides[side.name],
+                        (exact if number < 0 else sides)[side.name],
                         lighthouse=lighthouse,
                         name=f"{side.name}_{name}_{number}".replace(" ", "_"),
                         fragments=fragments,
@@ -55,8 +57,8 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
                         settings=settings,
                     )
                     kept = samples[name].setdefault(side.name, {"sent": [], "peak": [], "ms": []})
-                    for figure, values in kept.items():
-                        values += [end[figure] for end in ends]
+                    for figure in ("peak",) if number < 0 else ("sent", "ms"):
+                        kept[figure] += [end[figure] for end in ends]
             progress(f"local_sgd, round {number + 1}/{rounds}")
     return {
         "rounds": rounds,

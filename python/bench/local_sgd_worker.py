@@ -1,12 +1,15 @@
 """One replica group of the local_sgd benchmark, of whichever torchft is on PYTHONPATH.
 
 Bytes are what the kernel counts on this process's own TCP connections, so headers of collectives and the control plane
-are in. Memory is the growth of the resident set beyond what is there between two synchronisations.
+are in. Memory is the growth of the resident set beyond what is there between two synchronisations: with
+MALLOC_MMAP_THRESHOLD_, so that what was free before counts when it is used.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import socket
 import struct
@@ -82,21 +85,25 @@ def run(
     with algorithm:
         train(model, inner, manager, 2 * fragments)  # connections, the outer optimizer's state
         fill_gradients(model)
-        sent, rest, began = sent_bytes(), settle(), time.monotonic()
-        blocked = train(model, inner, manager, (2 + syncs) * fragments)
-        took, peak, sent = time.monotonic() - began, memory("VmHWM"), sent_bytes() - sent
+        gc.collect()  # what the case before left must not go in the middle of this one
+        sent, rest, began = Sent(), settle(), time.monotonic()
+        blocked = train(model, inner, manager, (2 + syncs) * fragments, sent)
+        took, peak = time.monotonic() - began, memory("VmHWM")
+        sent.look_until_quiet()
     manager.shutdown()
     pg.shutdown()
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
-        "sent": sent / syncs / nbytes,  # for one sync of the whole model, in models
+        "sent": sent.total / syncs / nbytes,  # for one sync of the whole model, in models
         "peak": (peak - rest) / nbytes,
         "ms": 1000 * blocked / syncs,
         "seconds": took,
     }
 
 
-def train(model: nn.Module, inner: torch.optim.Optimizer, manager: Manager, until: int) -> float:
+def train(
+    model: nn.Module, inner: torch.optim.Optimizer, manager: Manager, until: int, sent: Sent | None = None
+) -> float:
     """Inner steps until a step of the Manager. Returns the seconds in the optimizer: what the synchronisations cost."""
     blocked = 0.0
     while manager.current_step() < until:
@@ -104,6 +111,8 @@ def train(model: nn.Module, inner: torch.optim.Optimizer, manager: Manager, unti
         began = time.perf_counter()
         inner.step()
         blocked += time.perf_counter() - began
+        if sent is not None:
+            sent.look()
     return blocked
 
 
@@ -115,7 +124,8 @@ def fill_gradients(model: nn.Module) -> None:
 
 
 def settle() -> int:
-    """Forgets the peak so far. Returns the resident bytes now."""
+    """Gives free memory back, and forgets the peak so far. Returns the resident bytes now."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
@@ -125,21 +135,43 @@ def memory(what: str) -> int:
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(f"{what}:"))
 
 
-def sent_bytes() -> int:
-    """What peers have acknowledged on this process's TCP connections, bytes."""
-    total = 0
+class Sent:
+    """Bytes that peers acknowledge on this process's TCP connections from now on. What was closed still counts."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._known = acknowledged()
+
+    def look(self) -> None:
+        now = acknowledged()
+        for connection, count in now.items():
+            self.total += count - self._known.get(connection, 0)
+        self._known = now
+
+    def look_until_quiet(self) -> None:
+        """What was sent last may still be on its way."""
+        before = -1
+        while self.total != before:
+            before = self.total
+            time.sleep(0.05)
+            self.look()
+
+
+def acknowledged() -> dict[str, int]:
+    """Bytes that peers have acknowledged, by connection."""
+    found = {}
     for fd in Path("/proc/self/fd").iterdir():
         try:
-            if not os.readlink(fd).startswith("socket:"):
+            if not (name := os.readlink(fd)).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(fd.name))) as sock:
                 if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     if len(info) >= _BYTES_ACKED + 8:
-                        total += struct.unpack_from("<Q", info, _BYTES_ACKED)[0]
+                        found[name] = struct.unpack_from("<Q", info, _BYTES_ACKED)[0]
         except OSError:  # it was closed meanwhile
             continue
-    return total
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One of two ranks that python/bench/process_groups.py measures; told over stdin what to do. Knows neither package.
 
 Groups: `plain` is PyTorch's Gloo as it is, `native` its reconfigurable one, `gloo` and `isolated` those of the torchft
-on PYTHONPATH.
+on PYTHONPATH; `isolated, shared buffer` is one whose tensors are shared first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Rank:
         elif kind != "plain":
             from torchft import process_group
 
-            name = {"gloo": "ProcessGroupGloo", "isolated": "ProcessGroupBabyGloo"}[kind]
+            name = "ProcessGroupBabyGloo" if kind.startswith("isolated") else "ProcessGroupGloo"
             self.groups[kind] = getattr(process_group, name)(timeout=TIMEOUT)
         return {}
 
@@ -78,6 +78,8 @@ class Rank:
     def repeat(self, kind: str, count: int, floats: int) -> dict[str, Any]:
         """The time of each of `count` allreduces, in milliseconds."""
         tensor = torch.zeros(floats)
+        if kind == "isolated, shared buffer":
+            assert self.groups[kind].share_buffer(tensor)
         self._allreduce(kind, tensor)
         ms = []
         for _ in range(count):

@@ -54,13 +54,15 @@ def main() -> int:
         subprocess.run([*build, "./bench", "./cmd/torchft_lighthouse"], cwd=go, check=True, timeout=RUN_TIMEOUT_S)
         standalone = [Path(tools) / "torchft_lighthouse"] if args.standalone else None
         rows: list[Row] = []
+        began = time.monotonic()
         for groups in args.groups:
             plan = [(published, "stock"), (ours, "stock")] if groups <= max(STOCK) else []
             for side, kind in [*plan, (ours, "ours")]:
                 command = standalone if side is ours else None
                 row = measure(Path(tools) / "bench", side, kind, groups, args.rounds, command)
                 rows.append(row)
-                print(f"{side.name}, {groups} groups of kind {kind}: {row['round_ms']:.1f} ms", flush=True)
+                so_far = f"{time.monotonic() - began:.0f} s"
+                print(f"{so_far}: {side.name}, {groups} groups of kind {kind}: {row['round_ms']:.1f} ms", flush=True)
     table = tables(rows, ours.name, published.name)
     print(f"\n{table}")
     if not args.no_write:

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import commands
 import heal
 import heal_sources
 import heal_stall
@@ -28,8 +29,10 @@ import quantized
 import recovery
 import recovery_churn
 import replay
+import restart
 import startup
 import step
+import summary
 import throughput
 from common import REPOSITORY, Side
 from processes import JobFailed, ours_path
@@ -37,6 +40,7 @@ from published import REQUIREMENTS, PublishedUnavailable, install
 
 PARTS = {
     "startup": startup,
+    "commands": commands,
     "step": step,
     "throughput": throughput,
     "heal": heal,
@@ -46,11 +50,13 @@ PARTS = {
     "quantized": quantized,
     "recovery": recovery,
     "churn": recovery_churn,
+    "restart": restart,
     "local_sgd": local_sgd,
     "replay": replay,
 }
 ROUNDS = {
     "startup": 10,
+    "commands": 10,
     "step": 20,
     "throughput": 12,
     "heal": 5,
@@ -59,6 +65,7 @@ ROUNDS = {
     "process_groups": 8,
     "recovery": 2,
     "churn": 1,
+    "restart": 5,
     "local_sgd": 3,
     "quantized": 8,
     "replay": 10,
@@ -86,7 +93,7 @@ def main() -> int:
         print(f"\n{name}\n\n{table}\n", flush=True)
         if not args.no_write:
             # After each part, so that a run that is stopped keeps what it has.
-            _write(Path(args.docs), name, table, {"published": published.name, "machine": machine(), **result})
+            _write(Path(args.docs), name, table, {**result, "published": published.name, "machine": machine()})
     return 0
 
 
@@ -119,19 +126,24 @@ def _parse() -> argparse.Namespace:
 
 def _write(docs: Path, name: str, table: str, figures: dict[str, Any]) -> None:
     """Replace one part's table between its markers, and its figures in the JSON file."""
-    page = docs / "benchmarks.md"
-    text = page.read_text()
-    begin, end = f"<!-- {name}: written by run.py -->", f"<!-- end of {name} -->"
-    if begin not in text or end not in text:
-        raise SystemExit(f"{page} lacks the markers {begin!r} and {end!r}")
     where = f"{figures['machine']}; against {figures['published']}, {date.today()}."
-    before, after = text[: text.index(begin)], text[text.index(end) :]
-    page.write_text(f"{before}{begin}\n{where}\n\n{table}\n{after}")
+    _put(docs / "benchmarks.md", name, f"{where}\n\n{table}")
 
     store = docs / "benchmarks.json"
     known = json.loads(store.read_text()) if store.exists() else {}
     known[name] = figures
     store.write_text(json.dumps(_rounded(known), indent=1, sort_keys=True) + "\n")
+    _put(docs / "comparison.md", "summary", summary.table(known, OURS))
+
+
+def _put(page: Path, name: str, content: str) -> None:
+    """Replace what stands between the markers of this name."""
+    text = page.read_text()
+    begin, end = f"<!-- {name}: written by run.py -->", f"<!-- end of {name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"{page} lacks the markers {begin!r} and {end!r}")
+    before, after = text[: text.index(begin)], text[text.index(end) :]
+    page.write_text(f"{before}{begin}\n{content}\n{after}")
 
 
 def _rounded(value: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "process"))
 
+import started
 import torch
 import torch.distributed as dist
 from events import Commands, emit
@@ -22,6 +23,9 @@ from torch import nn, optim
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GROUP = int(os.environ["REPLICA_GROUP_ID"])
 TIMEOUT = timedelta(seconds=30)
+
+
+IMPORTED = time.monotonic()
 
 
 class Worker:
@@ -173,6 +177,30 @@ class Worker:
         # The last two are left out: the survivor's next step already waits for a group that is leaving.
         return {"began": began, "made": made, "healed": self.loaded_at, "settled": together[-3]}
 
+    # restart.py
+
+    def do_restart(self, lighthouse: str, compute_ms: float) -> dict[str, Any]:
+        """Join a running job, heal and commit; return when each phase ended, and what the recovery's took."""
+        began = time.monotonic()
+        import torchft  # noqa: F401
+        from torchft import Manager, ProcessGroupGloo  # noqa: F401
+
+        imported = time.monotonic()
+        self.do_manager(lighthouse)
+        made = time.monotonic()
+        while not self._step(compute_ms)[2]:
+            pass
+        seconds = getattr(self.manager, "recovery_seconds", dict)  # the published package has none
+        return {
+            "process start": started.AT,
+            "import torch": IMPORTED,
+            "began": began,
+            "import torchft": imported,
+            "connect": made,
+            "committed": time.monotonic(),
+            "recovery": seconds(),
+        }
+
     def _step(self, compute_ms: float) -> tuple[float, float, bool, int]:
         begin = time.monotonic()
         self.manager.start_quorum()
@@ -191,4 +219,5 @@ class Worker:
         self.loaded_at = time.monotonic()
 
 
-Worker().serve()
+if __name__ == "__main__":  # the published isolated groups start a process that imports this file
+    Worker().serve()

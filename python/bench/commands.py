@@ -1,0 +1,72 @@
+"""How long commands take that only look: from the start of the process to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import Progress, Side, Spread, markdown_table, rotated, verdict
+from processes import Job
+
+GOAL_S = 0.3
+TIMEOUT_S = 60
+CONSOLE_SCRIPT = Path(__file__).resolve().parent / "torchft_lighthouse.py"
+TORCHFT = [sys.executable, "-m", "torchft.cli"]
+# {lighthouse} is one that runs, without groups.
+OURS_ALONE = {
+    "torchft --help": [*TORCHFT, "--help"],
+    "torchft status": [*TORCHFT, "status", "--lighthouse", "{lighthouse}"],
+    "torchft events": [*TORCHFT, "events", "--lighthouse", "{lighthouse}"],
+    "torchft run --help": [*TORCHFT, "run", "--help"],
+    "torchft doctor --quick": [*TORCHFT, "doctor", "--quick", "--lighthouse", "{lighthouse}"],
+}
+BOTH = {"torchft_lighthouse --help": [sys.executable, str(CONSOLE_SCRIPT), "--help"]}
+
+
+def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+    """Return seconds of each command of both sides; the published package has but one of them."""
+    todo = [(ours, name, argv) for name, argv in {**OURS_ALONE, **BOTH}.items()]
+    todo += [(published, name, argv) for name, argv in BOTH.items()]
+    seconds: dict[str, dict[str, list[float]]] = {side.name: {} for side in (ours, published)}
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours.path, min_replicas=1)
+        for number in range(-1, rounds):  # the first one reads the files, which are in the page cache then
+            for side, name, argv in rotated(todo, number):
+                took = _run(side, [word.format(lighthouse=lighthouse) for word in argv])
+                if number >= 0:
+                    seconds[side.name].setdefault(name, []).append(took)
+            progress(f"commands, round {number + 1}/{rounds}")
+    return {
+        "rounds": rounds,
+        "seconds": {
+            side: {name: vars(Spread.of(values)) for name, values in of_side.items()}
+            for side, of_side in seconds.items()
+        },
+    }
+
+
+def _run(side: Side, argv: list[str]) -> float:
+    python_path = os.pathsep.join([str(side.path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": python_path}
+    began = time.perf_counter()
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    took = time.perf_counter() - began
+    # The doctor ends with 1 where this machine is not as it should be; that takes as long.
+    if done.returncode != 0 and "doctor" not in argv:
+        raise RuntimeError(f"{side.name}: {' '.join(argv)} ended with {done.returncode}: {done.stderr}")
+    return took
+
+
+def tables(result: dict[str, Any], ours: str, published: str) -> str:
+    """Return the result as Markdown."""
+    rows = []
+    for side in (ours, published):
+        for name, spread in result["seconds"][side].items():
+            took = Spread(**spread)
+            goal = f" (goal < {GOAL_S}: {verdict(took.median < GOAL_S)})" if side == ours else ""
+            rows.append([name, side, took.text() + goal])
+    return markdown_table(["command", "package", "start to end, s"], rows)

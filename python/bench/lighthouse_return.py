@@ -1,0 +1,65 @@
+"""How long a job stands still when its lighthouse is killed with SIGKILL and comes back.
+
+Groups that ask and vote make steps of 20 ms; the lighthouse is killed, is away for a while, and starts on its state.
+Measured from when it listens again to when every group has made another step. All quorum ids must go on above.
+
+    python python/bench/lighthouse_return.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import markdown_table, verdict
+from lighthouses import cluster
+
+LIMIT_S = 2.0
+
+
+def measure(groups: int, kills: int, away_s: float) -> list[float]:
+    """Kill it so many times; return the seconds after each return."""
+    seconds = []
+    with tempfile.TemporaryDirectory(prefix="torchft-bench-") as folder, cluster(Path(folder), groups=groups) as c:
+        c.steps(10, members=groups)
+        for number in range(kills):
+            last = max(c.quorum_ids())
+            began = len(c.members[0].of("step"))
+            c.lighthouses[0].kill()
+            time.sleep(away_s)
+            c.lighthouses[0] = c.start_lighthouse(0)
+            seconds.append(c.steps(1))
+            c.steps(10, members=groups)
+            later = [q for q in c.quorum_ids(began) if q != last]
+            if not later or min(later) < last:
+                raise SystemExit(f"quorum ids after {last}: {later}")
+            print(f"{groups} groups, away {away_s:g} s, kill {number + 1}/{kills}: {seconds[-1]:.2f} s", flush=True)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure how long a job stands still after its lighthouse is back.")
+    parser.add_argument("--kills", type=int, default=10, help="default: %(default)s")
+    args = parser.parse_args()
+    if args.kills < 1:
+        parser.error(f"--kills {args.kills}: allowed is 1 or more")
+    rows = []
+    for groups, away_s in ((2, 1.0), (2, 10.0), (8, 1.0)):
+        took = measure(groups, args.kills, away_s)
+        rows.append(
+            [
+                str(groups),
+                f"{away_s:g} s",
+                f"{statistics.median(took):.2f} s [{min(took):.2f}, {max(took):.2f}]",
+                verdict(max(took) < LIMIT_S),
+            ]
+        )
+    print("\n" + markdown_table(["groups", "away for", "until all go on", f"within {LIMIT_S:g} s"], rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

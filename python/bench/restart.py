@@ -1,0 +1,110 @@
+"""A restarted group, phase by phase: from the start of its process to its first commit.
+
+Two groups of one rank train with steps of 50 ms and 10 MB of state; one of them gets SIGKILL and is started again, from
+nothing, once a round. Whatever starts Python and imports torch takes the first two phases as well: what comes after
+them is torchft's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from common import START_TIMEOUT_S, Progress, Side, Spread, markdown_table, rotated, start_group, start_groups
+from processes import Child, Job, free_port
+
+COMPUTE_MS = 50
+STATE_MB = 10
+# In the order in which a group goes through them. What of the recovery the published package does not tell counts as
+# its first step.
+PHASES = (
+    "process start",
+    "import torch",
+    "import torchft",
+    "connect",
+    "quorum",
+    "reconfigure",
+    "transfer",
+    "load",
+    "first step",
+)
+OURS_TO_ANSWER_FOR = PHASES[2:]
+
+
+def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+    """Return the milliseconds of each phase of both sides, and of those after the import of torch together."""
+    samples: dict[str, list[dict[str, float]]] = {ours.name: [], published.name: []}
+    for number in range(rounds):
+        for side in rotated((ours, published), number):
+            samples[side.name].append(_round(side))
+        progress(
+            f"restart, round {number + 1}/{rounds}: "
+            + ", ".join(
+                f"{name} {mine[-1]['torchft']:.0f} of {mine[-1]['all']:.0f} ms" for name, mine in samples.items()
+            )
+        )
+    return {
+        "rounds": rounds,
+        "ms": {
+            name: {phase: vars(Spread.of(sample[phase] for sample in mine)) for phase in mine[0]}
+            for name, mine in samples.items()
+        },
+    }
+
+
+def _round(side: Side) -> dict[str, float]:
+    with Job() as job:
+        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
+        both = start_groups(job, side, 2, 1)
+        both.do(START_TIMEOUT_S, do="state", mb=STATE_MB)
+        both.do(START_TIMEOUT_S, do="manager", lighthouse=address)
+        survivor, victim = both.children
+        for child in both.children:
+            child.send(do="survive", compute_ms=COMPUTE_MS)
+        _wait_for_commit(job, survivor, 2)
+        victim.kill()
+        _wait_for_commit(job, survivor, 1)
+        # torch was just imported twice: its files are in the page cache, as they are on a host where a process died
+        began = time.monotonic()
+        (back,) = start_group(job, side, 1, 1, free_port())
+        back.send(do="state", mb=STATE_MB)
+        back.send(do="restart", lighthouse=address, compute_ms=COMPUTE_MS)
+        job.wait(lambda: back.of("restart"), START_TIMEOUT_S, "the restarted group commits")
+        return _phases(began, back.of("restart")[0])
+
+
+def _wait_for_commit(job: Job, child: Child, participants: int) -> None:
+    def committed() -> bool:
+        told = child.of("committed")
+        return bool(told) and told[-1]["participants"] == participants
+
+    job.wait(committed, START_TIMEOUT_S, f"a commit of {participants} groups")
+
+
+def _phases(began: float, ends: dict[str, Any]) -> dict[str, float]:
+    """From when each phase ended to how long it took; to make the state is the benchmark's, and left out."""
+    seconds = {
+        "process start": ends["process start"] - began,
+        "import torch": ends["import torch"] - ends["process start"],
+        "import torchft": ends["import torchft"] - ends["began"],
+        "connect": ends["connect"] - ends["import torchft"],
+        **dict.fromkeys(("quorum", "reconfigure", "transfer", "load"), 0.0),
+        **ends["recovery"],
+    }
+    seconds["first step"] = ends["committed"] - ends["connect"] - sum(ends["recovery"].values())
+    ms = {phase: 1000 * seconds[phase] for phase in PHASES}
+    return {**ms, "torchft": sum(ms[phase] for phase in OURS_TO_ANSWER_FOR), "all": sum(ms.values())}
+
+
+def tables(result: dict[str, Any], ours: str, published: str) -> str:
+    """Return the result as Markdown."""
+    told = {
+        name: {phase: Spread(**spread) for phase, spread in result["ms"][name].items()} for name in (ours, published)
+    }
+    rows = [
+        [phase, *(spread[phase].text(0) if spread[phase].median else "in the first step" for spread in told.values())]
+        for phase in PHASES
+    ]
+    rows.append(["after torch is imported", *(spread["torchft"].text(0) for spread in told.values())])
+    rows.append(["all", *(spread["all"].text(0) for spread in told.values())])
+    return markdown_table(["phase", f"{ours}, ms", f"{published}, ms"], rows)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
+import urllib.request
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
@@ -415,3 +418,48 @@ def test_groups_with_other_models_are_told_before_anything_is_sent() -> None:
     assert "this group reduces other tensors than group_0" in str(error)
     assert "here model_fragments[2]: weight float64[4, 5]" in str(error)
     assert [number for number, (_, committed, _) in enumerate(ran.rounds) if not committed] == [3]
+
+
+def metric(manager: Manager, name: str) -> float:
+    """The value of a counter at /metrics of the group's manager server."""
+    assert manager._manager is not None
+    with urllib.request.urlopen(f"{manager._manager.address()}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    (found,) = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)
+    return float(found)
+
+
+@pytest.mark.parametrize("diloco", [False, True])
+def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bool) -> None:
+    """Of one group, the second of three synchronisations is spoiled; all use the average, and say so."""
+    looked = threading.Barrier(2)
+
+    def train(rank: Rank) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        manager = rank.start_manager(
+            load_state_dict=model.load_state_dict, state_dict=model.state_dict, use_async_quorum=False
+        )
+        rank.cluster.wait_for_healthy(2)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        algorithm = DiLoCo(manager, [model], inner, outer, 1) if diloco else LocalSGD(manager, model, inner, 1)
+        seen = []
+        with algorithm:
+            for sync in range(3):
+                model.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                with torch.no_grad():
+                    model.weight.fill_(float("nan") if sync == 1 and rank.group == 1 else 1.0)
+                inner.step()
+                assert manager.current_step() == sync + 1
+                seen.append(algorithm.nonfinite_syncs)
+        deadline = time.monotonic() + 30  # it is told without waiting
+        while metric(manager, "torchft_manager_nonfinite_syncs_total") < seen[-1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        looked.wait(60)  # both servers are there until both have looked
+        return [*seen, metric(manager, "torchft_manager_nonfinite_syncs_total")]
+
+    with Cluster(min_replicas=2) as cluster:
+        ran = results(cluster.start(train, group=0), cluster.start(train, group=1))
+    # What is NaN in the parameters that DiLoCo keeps stays so: the next average is one of differences from them.
+    assert ran == [[0, 1, 2, 2.0]] * 2 if diloco else [[0, 1, 1, 1.0]] * 2

@@ -10,13 +10,18 @@ NUMBER} strikes at the next time that the phase is reached; {"do": "finish", "st
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import faulthandler
+import gc
 import hashlib
+import logging
 import os
 import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +33,22 @@ BUCKETS = 3
 SIZE = 64
 RATE = 0.125
 TIMEOUT = timedelta(seconds=30)
+# Gloo may forget an operation of a process that was stopped: its group, and the group's port, stay until its timeout.
+ENDS_S = TIMEOUT.total_seconds() + 5
 
 
 def gradient(step: int, group: int, bucket: int) -> torch.Tensor:
     """Small integers: their sum over groups is exact, whatever the order."""
     generator = torch.Generator().manual_seed(1_000_000 * bucket + 100 * step + group)
     return torch.randint(-8, 9, (SIZE,), generator=generator).float()
+
+
+class FailurePhases(logging.Handler):
+    """Tells where the time after a failure went, as the Manager records it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = vars(record)
+        emit("failure", **{name: value for name, value in fields.items() if name.endswith("_seconds")})
 
 
 class Worker:
@@ -47,7 +62,7 @@ class Worker:
         self.ballast = torch.zeros(args.state_mb * 250_000)  # so that a heal takes a moment
         self.armed: dict[str, Any] | None = None
         self.last_step: int | None = None
-        emit("imported")
+        emit("imported", pid=os.getpid())
 
     def process_group(self) -> dist.ProcessGroup:
         if self.kind == "native":
@@ -79,8 +94,9 @@ class Worker:
                 worker.strike("heals")
                 return super().recv_checkpoint(*args, **kwargs)
 
+        self.pg = self.process_group()
         self.manager = Manager(
-            pg=self.process_group(),
+            pg=self.pg,
             load_state_dict=self.load,
             state_dict=self.save,
             min_replica_size=1,
@@ -137,8 +153,8 @@ class Worker:
                 gradients.append(gradient(step, self.group, bucket))
                 works.append(manager.allreduce(gradients[-1]))
                 self.strike(f"in bucket {bucket}")
-            for work in works:
-                work.wait()
+            while works:  # nothing of a step outlives it
+                works.pop(0).wait()
             self.strike("before the vote")
             committed = manager.should_commit()
             self.strike("after the vote")
@@ -163,6 +179,14 @@ class Worker:
         manager.shutdown()
         if self.kind == "native":
             dist.destroy_process_group()
+        else:
+            self.pg.shutdown()
+        gc.collect()  # an error that was raised holds its frames, and they it
+        # Groups of PyTorch are destroyed on threads of their own.
+        deadline = time.monotonic() + ENDS_S
+        while self.kind != "native" and listens() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        emit("ended", kind=self.kind, listens=listens(), **self.left_over())
 
     def digest(self) -> str:
         return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in self.weights)).hexdigest()[:16]
@@ -175,8 +199,37 @@ class Worker:
         }
 
 
+def listens() -> list[int]:
+    """The TCP ports that this process listens on."""
+    sockets = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            sockets.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    ports = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                ports.append(int(local.rpartition(":")[2], 16))
+    return sorted(ports)
+
+
+def end_with_parent() -> None:
+    """torchrun's agent that is killed leaves its workers behind, unless the kernel is asked to end them (Linux)."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     faulthandler.register(signal.SIGUSR1)  # for whoever wonders where it hangs
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # a line a step would hide the others
+    failures = logging.getLogger("torchft_failures")
+    failures.addHandler(FailurePhases())
+    failures.propagate = False
     parser = argparse.ArgumentParser()
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--kind", choices=["gloo", "isolated", "native"], default="gloo")

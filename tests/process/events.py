@@ -20,6 +20,16 @@ def emit(event: str, **fields: Any) -> None:
         sys.stdout.flush()
 
 
+def keep_stdout_for_events() -> None:
+    """Everything else that this process prints goes to stderr from now on.
+
+    A line of more than 4 KB is no single write: what a native library logs would come in the middle of it.
+    """
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+
 class Commands:
     """The parent's commands, read by a thread. When the parent is gone, so is this process: no orphans."""
 

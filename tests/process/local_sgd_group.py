@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from events import emit
+from events import emit, keep_stdout_for_events
 from torch import nn
 from torch.distributed import TCPStore
 
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--lighthouse", required=True)
     args = parser.parse_args()
+    keep_stdout_for_events()
     torch.set_num_threads(1)
     emit("imported", torchft=os.path.dirname(torchft.__file__))
     for name in CASES:

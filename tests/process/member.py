@@ -1,24 +1,37 @@
-"""A replica group that asks and votes, and does nothing else: without PyTorch, so that it starts at once."""
+"""A replica group that asks and votes, and does nothing else: without PyTorch, so that it starts at once.
+
+    member.py [STEPS]
+
+Without STEPS it goes on until its parent ends it. It tells of each step. It is of whichever
+torchft is on PYTHONPATH.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
 import uuid
 from datetime import timedelta
+from typing import Any
+
+from events import emit
 
 from torchft.coordination import ManagerClient, ManagerServer
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=60)
+# A published nightly must be given a handle, and 0.2.0 knows none.
+TAKES_HANDLE = "reconfigure_handle" in inspect.signature(ManagerClient._quorum).parameters
+HANDLE: dict[str, Any] = {"reconfigure_handle": ""} if TAKES_HANDLE else {}
 
 
-def main(steps: int) -> None:
+def main(steps: float) -> None:
     server = ManagerServer(
         replica_id=f"member_{os.environ['REPLICA_GROUP_ID']}:{uuid.uuid4()}",
         lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"],
         hostname="localhost",
-        bind=f"127.0.0.1:{os.environ['TORCHFT_MANAGER_PORT']}",
+        bind=f"127.0.0.1:{os.environ.get('TORCHFT_MANAGER_PORT', '0')}",
         store_addr="localhost:1",
         world_size=1,
         heartbeat_interval=timedelta(milliseconds=100),
@@ -26,7 +39,6 @@ def main(steps: int) -> None:
         quorum_retries=0,
     )
     client = ManagerClient(server.address(), connect_timeout=TIMEOUT)
-    print("ready", flush=True)
     step = 0
     while step < steps:
         quorum = client._quorum(
@@ -37,12 +49,17 @@ def main(steps: int) -> None:
             init_sync=True,
             commit_failures=0,
             timeout=TIMEOUT,
+            **HANDLE,
         )
         step = max(step, quorum.max_step) + 1
         client.should_commit(0, step, True, timeout=TIMEOUT)
+        emit("step", step=step, quorum_id=quorum.quorum_id, members=quorum.replica_world_size)
+        if getattr(quorum, "draining", False):  # a published one has no such word
+            client._leave(TIMEOUT)
+            break
         time.sleep(0.02)
     server.shutdown()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else float("inf"))

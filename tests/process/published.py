@@ -1,4 +1,4 @@
-"""The published packages, installed beside ours for comparison.
+"""Packages that tests need beside this environment: the published torchft, and clients of torchft.
 
 Tests and benchmarks run the published torchft in processes of its own, with PYTHONPATH set to the directory
 that `install` returns. torch is left out there, so both sides use the torch of this environment.
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 REQUIREMENTS = {"nightly": "torchft-nightly==2026.10.26", "stable": "torchft==0.2.0"}
@@ -23,12 +24,22 @@ DEPENDENCIES = [
     "opentelemetry-exporter-otlp-proto-http>=1.39.0",
 ]
 
+# Other projects that call torchft, with what our tests of them import: in whole, the one needs packages by the hundred
+# MB, and the other an old release of what others here need new.
+CLIENTS = {
+    "torchtitan": ["torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser"],
+    "torchx": [
+        *("torchx==0.7.0", "docstring_parser", "importlib_metadata", "lazy_importer", "mypy_extensions"),
+        *("typing_inspect", "zipp"),
+    ],
+}
+
 CACHE_ENV = "TORCHFT_PUBLISHED_DIR"
 INSTALL_TIMEOUT_S = 300
 
 
 class PublishedUnavailable(RuntimeError):
-    """The published package could not be installed; the message says why."""
+    """A package could not be installed; the message says why."""
 
 
 def published_path(name: str) -> Path:
@@ -42,11 +53,22 @@ def published_path(name: str) -> Path:
 
     if not hasattr(ProcessGroupGloo._Options, "global_ranks_in_group"):
         pytest.skip("the published package's groups set options that this release of PyTorch does not have")
+    return _or_skip(lambda: install(name))
+
+
+def client_path(name: str) -> Path:
+    """Return what to put at the end of the path for one of CLIENTS; skips and fails as :func:`published_path`."""
+    return _or_skip(lambda: _cached(CLIENTS[name][0], ["--no-deps", *CLIENTS[name]]))
+
+
+def _or_skip(installed: Callable[[], Path]) -> Path:
+    import pytest
+
     try:
-        return install(name)
+        return installed()
     except PublishedUnavailable as e:
         if os.environ.get("CI", "").lower() in ("1", "true"):
-            pytest.fail(f"CI must run the tests against the published package: {e}")
+            pytest.fail(f"CI must run the tests against other packages: {e}")
         pytest.skip(str(e))
 
 
@@ -59,7 +81,11 @@ def install(name: str) -> Path:
     """
     if name not in REQUIREMENTS:
         raise ValueError(f"published package {name!r}: allowed are {', '.join(REQUIREMENTS)}")
-    requirement = REQUIREMENTS[name]
+    return _cached(REQUIREMENTS[name], ["--no-deps", REQUIREMENTS[name]], DEPENDENCIES)
+
+
+def _cached(requirement: str, *steps: list[str]) -> Path:
+    """Install what pip is told in some steps into a folder that is named after a requirement; return that."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     target = _cache_dir() / f"{requirement.replace('==', '-')}-{python}-{sysconfig.get_platform()}"
     if target.is_dir():
@@ -70,8 +96,8 @@ def install(name: str) -> Path:
     # leaves half a package behind.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _install_into(unfinished, ["--no-deps", requirement])
-        _install_into(unfinished, DEPENDENCIES)
+        for step in steps:
+            _install_into(unfinished, step)
         try:
             unfinished.rename(target)
         except OSError:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from chaos import PHASES, STOP_BOUND_S, Chaos
+from chaos_faults import EJECT, FAULTS, next_missing, possible_in, table
+from flapping import Flapping
 from processes import Job
 
-KINDS = [
+OTHERS = [
     "isolated",
     pytest.param(
         "native",
@@ -44,8 +46,9 @@ def test_a_group_dies_or_stops_and_the_others_go_on() -> None:
             "stop in bucket 0": chaos.stop(1, phase="in bucket 0"),
             "stop after the vote": chaos.stop(2, phase="after the vote"),
         }
-        chaos.stop_lighthouse(4.0)
-        chaos.kill_lighthouse()
+        outcomes["kill of the source of a heal"] = chaos.strike_while_healing(0, "source")
+        outcomes["stop of the lighthouse"] = chaos.stop_lighthouse(4.0)
+        outcomes["kill of the lighthouse"] = chaos.kill_lighthouse()
         outcomes["all but one"] = chaos.kill(0, 1, phase="in bucket 2")
         chaos.finish()
     for what, outcome in outcomes.items():
@@ -54,7 +57,7 @@ def test_a_group_dies_or_stops_and_the_others_go_on() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OTHERS)
 def test_other_process_groups(kind: str) -> None:
     with Job() as job:
         chaos = run(job, kind=kind, groups=2)
@@ -68,8 +71,7 @@ def test_other_process_groups(kind: str) -> None:
 def test_one_rank_of_a_group() -> None:
     """The manager's rank, or another: its group is out either way. One that hangs is named, and put out."""
     with Job() as job:
-        options = ["--stalled_after_ms=2000", "--eject_stalled_after_ms=3000"]
-        chaos = run(job, groups=2, ranks=2, lighthouse_options=options)
+        chaos = run(job, groups=2, ranks=2, lighthouse_options=EJECT)
         chaos.kill(0, phase="in bucket 1", rank=0)
         chaos.kill(1, phase="in bucket 1", rank=1)
         outcome = chaos.stop(1, phase="in bucket 1", rank=1, bound_s=STOP_BOUND_S + 3)
@@ -79,9 +81,31 @@ def test_one_rank_of_a_group() -> None:
     assert "a member makes no progress" in log and "rank 1, step" in log
 
 
+@pytest.mark.timeout(300)
+def test_groups_of_torchrun() -> None:
+    """A worker dies, and its agent starts it again; an agent dies, and nothing of it trains on."""
+    with Job() as job:
+        chaos = run(job, groups=2, torchrun=True)
+        chaos.kill_worker(0, phase="in bucket 1")
+        chaos.kill_agent(1)
+        chaos.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_flapping_network_is_no_death() -> None:
+    """With the default grace. (go/manager has it with a clock of its own, in the suite.)"""
+    with Flapping() as proxy, Job() as job:
+        chaos = run(job, groups=2, through=proxy)
+        chaos.flap(20)
+        assert proxy.broken >= 20 * 2, "the members' connections were cut"
+        assert "a member failed" not in chaos.lighthouse.log_tail(1000)
+        chaos.finish()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["gloo", *KINDS])
+@pytest.mark.parametrize("kind", ["gloo", *OTHERS])
 @pytest.mark.parametrize("groups", [2, 3, 4])
 def test_each_phase(kind: str, groups: int) -> None:
     with Job() as job:
@@ -90,14 +114,46 @@ def test_each_phase(kind: str, groups: int) -> None:
             chaos.kill(number % groups, phase=phase)
         for number, phase in enumerate(PHASES):
             chaos.stop(number % groups, phase=phase)
-        chaos.kill_while_healing(0, "target")
-        chaos.kill_while_healing(1, "source")
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            chaos.strike_while_healing(0, "target", number)
+            if groups > 2:
+                chaos.strike_while_healing(1, "source", number)
         if groups > 2:
             chaos.kill(0, 1, phase="in bucket 1")
+            chaos.stop(*range(1, groups), phase="in bucket 2")
         if groups > 3:
             chaos.kill(*range(1, groups), phase="in bucket 2")
+            chaos.stop(0, 1, phase="in bucket 1")
         chaos.kill_lighthouse()
         chaos.finish()
+
+
+def test_a_record_goes_on_where_it_ended_and_makes_a_table() -> None:
+    """Each fault has its turn, the one that is furthest behind first."""
+    done: dict[str, int] = {}
+    for _ in range(len(FAULTS)):
+        fault = next_missing(FAULTS, "gloo", done)
+        assert fault is not None and fault.name not in done
+        done[fault.name] = 1
+    assert next_missing(FAULTS[:1], "gloo", {FAULTS[0].name: 49}) is FAULTS[0]
+    assert next_missing(FAULTS[:1], "gloo", {FAULTS[0].name: 50}) is None
+    assert next_missing(FAULTS[:1], "native", {FAULTS[0].name: 5}) is None
+    records: list[dict[str, Any]] = [
+        {"fault": FAULTS[0].name, "kind": kind, "seconds": seconds, "lost": lost}
+        for kind, seconds, lost in [("gloo", 0.25, 1), ("gloo", 0.75, 0), ("gloo", 0.5, 0), ("native", 2.0, 0)]
+    ]
+    broken = {"fault": FAULTS[0].name, "kind": "native", "broken": "different weights after step 7"}
+    made = table([*records, broken])
+    assert made.splitlines()[0].count("held") == 2
+    assert made.splitlines()[2] == f"| {FAULTS[0].name} | 3 of 3, 0.50, 0.75, 1 | 1 of 2, 2.00, 2.00, 0 |"
+    assert table([broken]).splitlines()[2] == f"| {FAULTS[0].name} | 0 of 1 |"
+
+
+def test_each_fault_has_a_job_that_it_is_recorded_in() -> None:
+    jobs = [(4, 1, False), (2, 2, False), (2, 1, True)]
+    recorded = [f.name for job in jobs for f in possible_in(*job, recorded=True)]
+    assert sorted(recorded) == sorted(fault.name for fault in FAULTS)
+    assert {"kill -9 in bucket 1", "kill -9 of another rank"} <= {f.name for f in possible_in(2, 2, False)}
 
 
 def test_the_signals_are_what_they_seem() -> None:

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import HERE, ours_path
+from dashboard_page import WAIT_S, Member, Page, missing, wait
+from processes import HERE
 
 from torchft.coordination import LighthouseServer
-from torchft.launch import process_tree
 from torchft.launch.lighthouse import free_port
+from torchft.launch.lighthouse import lighthouse as local_lighthouse
 
-MEMBER = HERE / "member.py"
-WAIT_S = 60.0
-
-
-def missing() -> str | None:
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        return "selenium is not installed (pip install selenium)"
-    for command in ("chromium", "chromedriver"):
-        if shutil.which(command) is None:
-            return f"there is no {command} (Debian: apt install chromium chromium-driver)"
-    return None
+HEALING_MEMBER = HERE / "healing_member.py"
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +55,6 @@ def browser() -> Iterator[Any]:
     driver.quit()
 
 
-class Member:
-    """A group that asks and votes, as a process."""
-
-    def __init__(self, number: int, lighthouse: str, folder: Path) -> None:
-        env = {
-            "PYTHONPATH": ours_path(),
-            "REPLICA_GROUP_ID": str(number),
-            "TORCHFT_LIGHTHOUSE": lighthouse,
-            "TORCHFT_MANAGER_PORT": str(free_port()),
-        }
-        log = folder / f"member-{number}.log"
-        self.process = process_tree.start([sys.executable, str(MEMBER), "1000000000"], log, env)
-
-    def kill(self) -> None:
-        process_tree.kill_tree(self.process)
-
-
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
     server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000)
@@ -96,75 +70,96 @@ def members(lighthouse: LighthouseServer, tmp_path: Path) -> Iterator[list[Membe
         member.kill()
 
 
-def wait(until: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not until():
-        assert time.monotonic() < deadline, f"{WAIT_S:g} s passed before: {what}"
-        time.sleep(0.1)
+@pytest.fixture
+def patient_lighthouse() -> Iterator[LighthouseServer]:
+    """For steps that take as long as a heal: groups that wait for a shorter time would take turns with it."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=2000)
+    yield server
+    server.shutdown()
 
 
-class Page:
-    def __init__(self, browser: Any, address: str) -> None:
-        self.browser = browser
-        browser.get(address)
-        browser.execute_script("window.loadedOnce = true")
+@pytest.fixture
+def groups(patient_lighthouse: LighthouseServer, tmp_path: Path) -> Iterator[Callable[[int], Member]]:
+    """Starts groups that train and heal: 64 MB come at 8 MB a second; in the pictures 1.6 GB at 150 MB a second."""
+    sizes = (1600, 150) if PICTURES else (64, 8)
+    started: list[Member] = []
 
-    def text(self, element: str) -> str:
-        return str(self.browser.execute_script("return document.getElementById(arguments[0]).innerText", element))
+    def start(number: int) -> Member:
+        started.append(Member(number, patient_lighthouse.address(), tmp_path, HEALING_MEMBER, *sizes))
+        return started[-1]
 
-    def rows(self) -> dict[str, str]:
-        """The state of each group."""
-        script = (
-            "return [...document.querySelectorAll('#rows tr')].map(r => [r.cells[0].innerText, r.cells[1].innerText])"
-        )
-        return dict(self.browser.execute_script(script))
-
-    def states(self) -> list[str]:
-        return sorted(self.rows().values())
-
-    def complaints(self) -> list[str]:
-        """What the browser did not like: errors of the script, what the content policy forbids, what is missing."""
-        return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
-
-    def was_not_loaded_again(self) -> bool:
-        return bool(self.browser.execute_script("return window.loadedOnce === true"))
+    yield start
+    for member in started:
+        member.kill()
 
 
-def test_a_kill_and_the_return_are_seen_live(
-    browser: Any, lighthouse: LighthouseServer, members: list[Member], tmp_path: Path
+@pytest.mark.timeout(400)
+def test_a_kill_and_the_heal_are_seen_live(
+    browser: Any, patient_lighthouse: LighthouseServer, groups: Callable[[int], Member]
 ) -> None:
-    page = Page(browser, lighthouse.address())
-    wait(lambda: page.states() == ["training"] * 3, "three groups train")
+    # Two of them: what comes back heals from one source, so it is known how long that takes.
+    count = 3 if PICTURES else 2
+    members = [groups(number) for number in range(count)]
+    page = Page(browser, patient_lighthouse.address())
+    wait(lambda: page.states() == ["training"] * count, "all groups train")
     wait(lambda: page.text("rate") not in ("", "0.0"), "steps are counted")
-    assert page.text("link") == "live" and page.text("groups") == "3"
+    assert page.text("link") == "live" and page.text("groups") == str(count)
+    pause(25)
 
     members[0].kill()
-    wait(lambda: "failed" in page.text("events") and "member_0" in page.text("events"), "the failure is told")
-    wait(lambda: page.states() == ["training"] * 2 and page.text("groups") == "2", "two go on")
+    wait(lambda: page.event("failed", "group_0"), "the failure is told")
+    wait(lambda: page.text("groups") == str(count - 1), "the others go on")
+    wait(lambda: page.event("recovered", "go on at step"), "what it cost those that are left is told")
+    pause(15)
 
-    members[0] = Member(0, lighthouse.address(), tmp_path)
-    wait(lambda: page.states() == ["training"] * 3, "it is back")
-    wait(lambda: "joined" in page.text("events"), "its return is told")
+    members[0] = groups(0)
+    seen: list[float] = []
+
+    def heals() -> bool:
+        for state in page.states():
+            if done := re.match(r"healing (\d+\.\d) (MB|GB) of (64\.0 MB|1\.6 GB)", state):
+                megabytes = float(done[1]) * (1000 if done[2] == "GB" else 1)
+                if megabytes not in seen:
+                    seen.append(megabytes)
+        return len(seen) >= 3
+
+    try:
+        wait(heals, "it is seen how much of the state has come")
+    except AssertionError as e:
+        raise AssertionError(f"seen {seen}; {page.rows()}\n{page.text('events')}") from e
+    assert seen == sorted(seen), "it grows"
+    picture(page, "light")
+    wait(lambda: page.event("healed", "group_0"), "what the heal cost is told")
+    healed = page.event("healed", "group_0")
+    assert "took over the state of step" in healed
+    assert re.search(r"\((64\.0 MB|1\.6 GB)\): \d+\.\d s \(.*transfer \d+\.\d s", healed), healed
+    wait(lambda: page.states() == ["training"] * count, "all train again")
     assert page.browser.execute_script("return document.querySelectorAll('#chart .mark.failed').length") >= 1
+    pause(15)
+    picture(page, "dark")
+    picture(page, "phone")
     assert page.was_not_loaded_again()
     assert page.complaints() == []
-    if "DASHBOARD_PICTURES" in os.environ:  # `make pictures`
-        pictures(page, Path(os.environ["DASHBOARD_PICTURES"]))
 
 
-def pictures(page: Page, folder: Path) -> None:
-    """The page as docs/ shows it: light, dark, and on a phone."""
-    time.sleep(20)  # some throughput to look at
-    for name, dark, size in (
-        ("light", False, (1200, 1000)),
-        ("dark", True, (1200, 1000)),
-        ("phone", False, (500, 1000)),
-    ):
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        page.browser.set_window_size(*size)
-        time.sleep(2)
-        page.browser.save_screenshot(str(folder / f"dashboard-{name}.png"))
+# `make pictures` sets it: where the page is kept as docs/ shows it, after a life that is long enough to look at.
+PICTURES = os.environ.get("DASHBOARD_PICTURES", "")
+SIZES = {"light": (1200, 1150), "dark": (1200, 1150), "phone": (500, 1150)}
+
+
+def pause(seconds: float) -> None:
+    if PICTURES:
+        time.sleep(seconds)
+
+
+def picture(page: Page, name: str) -> None:
+    if not PICTURES:
+        return
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if name == "dark" else "light"}
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    page.browser.set_window_size(*SIZES[name])
+    time.sleep(1.5)
+    page.browser.save_screenshot(str(Path(PICTURES) / f"dashboard-{name}.png"))
 
 
 def test_a_name_is_text_and_never_markup(browser: Any, lighthouse: LighthouseServer) -> None:
@@ -191,19 +186,190 @@ def test_the_kill_button_asks_first_and_shows_why_it_was_refused(browser: Any, l
     LighthouseClient(lighthouse.address(), 10 * second).quorum("a", timeout=10 * second, address="http://127.0.0.1:9")
     page = Page(browser, lighthouse.address())
     wait(lambda: page.rows(), "the group is shown")
-    browser.execute_script("document.querySelector('#rows button').click()")
-    assert browser.execute_script("return document.getElementById('kill').open")
-    assert page.text("victim") == "a" and page.text("refused") == ""
+    for button, question in (("kill", "End this group?"), ("drain", "Let this group leave?")):
+        browser.execute_script(f"document.querySelector('#rows button.{button}').click()")
+        assert browser.execute_script("return document.getElementById('ask').open")
+        assert page.text("question") == question and page.text("victim") == "a" and page.text("refused") == ""
+        browser.execute_script("document.getElementById('confirm').click()")
+        wait(lambda: page.text("refused"), "the answer is shown")
+        assert browser.execute_script("return document.getElementById('ask').open"), "it was not ended"
+        browser.execute_script("document.getElementById('ask').close()")
+
+
+def test_the_drain_button_lets_a_group_leave(browser: Any, lighthouse: LighthouseServer, members: list[Member]) -> None:
+    page = Page(browser, lighthouse.address())
+    wait(lambda: page.states() == ["training"] * 3, "three groups train")
+    rows = "[...document.querySelectorAll('#rows tr')]"
+    browser.execute_script(f"{rows}.find(r => r.innerText.includes('member_1')).querySelector('.drain').click()")
     browser.execute_script("document.getElementById('confirm').click()")
-    wait(lambda: page.text("refused"), "the answer is shown")
-    assert browser.execute_script("return document.getElementById('kill').open"), "it was not ended"
+    wait(lambda: members[1].process.poll() == 0, "it ends well")
+    wait(lambda: page.states() == ["training"] * 2, "two go on")
+    wait(lambda: "left as asked (drain)" in page.text("events"), "it is told")
+    assert "failed" not in page.text("events"), page.text("events")
+    assert page.complaints() == []
 
 
-def test_a_lighthouse_that_ends_is_noticed(browser: Any) -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+def test_the_kill_button_ends_a_group(browser: Any, lighthouse: LighthouseServer, members: list[Member]) -> None:
+    page = Page(browser, lighthouse.address())
+    wait(lambda: page.states() == ["training"] * 3, "three groups train")
+    rows = "[...document.querySelectorAll('#rows tr')]"
+    browser.execute_script(f"{rows}.find(r => r.innerText.includes('member_2')).querySelector('.kill').click()")
+    assert members[2].process.poll() is None, "it asks first"
+    browser.execute_script("document.getElementById('confirm').click()")
+    wait(lambda: members[2].process.poll() == 1, "it ends")
+    wait(lambda: page.event("killed", "member_2"), "it is told")
+    wait(lambda: page.states() == ["training"] * 2, "two go on")
+    assert not browser.execute_script("return document.getElementById('ask').open") and page.complaints() == []
+
+
+def test_the_kill_button_takes_the_token(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-secret-of-this-job\n")
+    token.chmod(0o600)
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(token))  # for the processes that are started here
+    with local_lighthouse(tmp_path / "lighthouse.log", ["--min_replicas", "1"]) as address:
+        member = Member(0, address, tmp_path)
+        try:
+            page = Page(browser, address)
+            wait(lambda: page.states() == ["training"], "it trains")
+            browser.execute_script("document.querySelector('#rows .kill').click()")
+            for guess in ("", "another"):
+                browser.execute_script("document.getElementById('token').value = arguments[0]", guess)
+                browser.execute_script("document.getElementById('refused').textContent = ''")
+                browser.execute_script("document.getElementById('confirm').click()")
+                wait(lambda: "kill is refused" in page.text("refused"), "it is refused")
+            assert member.process.poll() is None
+            browser.execute_script("document.getElementById('token').value = 'a-secret-of-this-job'")
+            browser.execute_script("document.getElementById('confirm').click()")
+            wait(lambda: member.process.poll() == 1, "it ends")
+        finally:
+            member.kill()
+
+
+def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    member = Member(0, server.address(), tmp_path)
+    try:
+        page = Page(browser, server.address())
+        wait(lambda: page.states() == ["waiting"], "it waits")
+        assert "Next quorum: 1 replica asked, min_replicas is 2. 1 alive, 1 waiting, at least 2 needed." in page.text(
+            "reason"
+        )
+        assert page.text("quorum") == "no quorum yet" and page.complaints() == []
+    finally:
+        member.kill()
+        server.shutdown()
+
+
+def test_each_job_has_its_page(browser: Any, lighthouse: LighthouseServer, tmp_path: Path) -> None:
+    members = [Member(0, lighthouse.address(), tmp_path), Member(1, lighthouse.address(), tmp_path, job="second")]
+    try:
+        page = Page(browser, lighthouse.address())
+        wait(lambda: page.states() == ["training"], "the first one trains")
+        options = "[...document.getElementById('jobs').options].map(o => o.value)"
+        wait(lambda: browser.execute_script(f"return {options}") == ["default", "second"], "both can be chosen")
+        assert "member_0" in next(iter(page.rows()))
+        browser.execute_script("""
+            const jobs = document.getElementById("jobs");
+            jobs.value = "second";
+            jobs.dispatchEvent(new Event("change"));
+        """)
+        wait(lambda: any("member_1" in name for name in page.rows()), "the second one is shown")
+        assert len(page.rows()) == 1 and page.complaints() == []
+    finally:
+        for member in members:
+            member.kill()
+
+
+def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: LighthouseServer) -> None:
+    page = Page(browser, lighthouse.address())
+    wait(lambda: page.text("link") == "live", "the page is live")
+    screen = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    try:
+        browser.execute_script("""
+            const head = { quorum_id: 1, groups: 1000, healthy: 1000, waiting: 0, min_replicas: 1, reason: "" };
+            const rows = Array.from({ length: 1000 }, (_, i) => ({
+              id: `train_${String(i).padStart(4, "0")}:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11`,
+              state: i == 999 ? "dead" : "training", since: 0, step: 123456789, step_ms: 100, ranks: 8,
+              address: "http://host-with-a-long-name.example.com:29600",
+            }));
+            takeChange({ head: { ...head, step: 7 }, rows });
+        """)
+        wait(lambda: len(page.rows()) == 200, "no more than 200 are drawn")
+        assert page.text("more") == "and 800 more: search for them"
+        assert next(iter(page.rows())) == "train_0999:5f9c3f0e…", "the dead come first"
+        browser.execute_script("""
+            const filter = document.getElementById("filter");
+            filter.value = "train_07";
+            filter.dispatchEvent(new Event("input"));
+        """)
+        wait(lambda: len(page.rows()) == 100, "those that are searched for are shown")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, (
+            "nothing to scroll sideways"
+        )
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert page.complaints() == []
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A proxy, say, whose lighthouse is away. A browser does not connect again by itself after such an answer."""
+
+    asked = threading.Event()
+
+    def do_GET(self) -> None:
+        self.send_error(503)
+        self.asked.set()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_lighthouse_that_ends_is_noticed_and_so_is_the_next_one(browser: Any) -> None:
+    port = free_port()
+    server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1)
     try:
         page = Page(browser, server.address())
         wait(lambda: page.text("link") == "live", "the page is live")
     finally:
         server.shutdown()
     wait(lambda: "connection lost" in page.text("link"), "it says so")
+    with HTTPServer(("127.0.0.1", port), Refusing) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            assert Refusing.asked.wait(WAIT_S), "the browser tries again"
+        finally:
+            proxy.shutdown()
+            thread.join()
+    server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1)
+    try:
+        wait(lambda: page.text("link") == "live", "it is live again")
+        assert page.was_not_loaded_again()
+    finally:
+        server.shutdown()
+
+
+def test_a_page_that_stays_open_for_a_day_keeps_no_more_than_it_shows(
+    browser: Any, lighthouse: LighthouseServer
+) -> None:
+    page = Page(browser, lighthouse.address())
+    wait(lambda: page.text("link") == "live", "the page is live")
+    kept = browser.execute_script("""
+        const head = { quorum_id: 1, groups: 2, healthy: 2, waiting: 0, min_replicas: 1, reason: "" };
+        const row = { state: "training", since: 0, step: 0, ranks: 1, address: "http://localhost:1" };
+        for (let second = 0; second < 86400; second++) {
+          // Each minute a group comes back under a new name.
+          const minute = Math.floor(second / 60);
+          const gone = second % 60 ? undefined : [`group:${minute - 1}`];
+          takeChange({ head: { ...head, step: second }, rows: [{ ...row, id: `group:${minute}` }], gone });
+          const failed = { id: 1e6 + minute, kind: "failed", time: "2026-01-02T03:04:05Z", left: ["a"] };
+          if (!(second % 60)) keepEvent(failed);
+        }
+        drawEvents();
+        return [state.points.length, state.events.length, state.rows.size, at("events").children.length];
+    """)
+    points, events, rows, items = kept
+    assert points <= 4000 and events <= 300 and items <= 300 and rows == 1, kept
+    assert page.complaints() == []

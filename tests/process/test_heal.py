@@ -54,6 +54,32 @@ def test_a_source_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         source.communicate(timeout=30)
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the size of a process is not known here")
+def test_a_target_without_memory_for_the_state() -> None:
+    """The allocation itself fails, as it does where memory is not overcommitted; the target asks again later."""
+    state = {"w": torch.zeros(512 << 20, dtype=torch.uint8)}
+    state["w"][-1] = 7
+    source: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0, snapshot=False)
+    try:
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        target = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("heal_target.py")), source.metadata()],
+            env={**os.environ, "PYTHONPATH": str(ours_path()), "TORCHFT_HOST": "localhost"},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+        assert target.returncode == 0
+        failed, received = target.stdout.splitlines()
+        assert f"no memory for a tensor of {512 << 20} bytes" in failed and source.metadata() in failed
+        assert received == "7"
+        began = time.monotonic()
+        source.disallow_checkpoint()
+        assert time.monotonic() - began < TIMEOUT.total_seconds() / 2  # nobody holds the source up
+    finally:
+        source.shutdown()
+
+
 def test_over_an_isolated_group() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     groups = [ProcessGroupBabyGloo(timeout=TIMEOUT) for _ in range(2)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -58,6 +60,7 @@ def test_it_kills_restarts_grows_shrinks_and_ends(tmp_path: Path) -> None:
         run.wait(lambda: run.shows(r"^group 2 .* training"), "a third one trains")
         assert process_tree.start([*scale, "2"], said, run.env).wait(30) == 0, said.read_text()
         run.wait(lambda: run.shows(r"^group 2 .* left"), "the third one has left")
+        assert "left as asked (drain)" in (tmp_path / "logs" / "lighthouse.log").read_text()
         assert process_tree.start([*scale, "4"], said, run.env).wait(30) == 1
         assert "4 replica groups are not allowed; allowed: 1 to 3" in said.read_text()
 
@@ -82,6 +85,46 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
         assert run.shows(r"^group 0 .* done") and run.shows(r"^group 1 .* done") and run.shows(r"^done: 2 groups")
     finally:
         process_tree.kill_tree(run.process)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Those that a command in this folder started, and itself, by what they have in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if f"XDG_RUNTIME_DIR={folder}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bind", "said"),
+    [
+        # Whoever has it takes connections: that must not be taken for an answer of the lighthouse.
+        (
+            "127.0.0.1:{taken}",
+            'bind is "127.0.0.1:{taken}": the port is in use by another process; choose another one, or 0',
+        ),
+        ("29510", 'bind is "29510": it must be host:port with a port between 0 and 65535'),
+        ("127.0.0.1:65536", 'bind is "127.0.0.1:65536": it must be host:port with a port between 0 and 65535'),
+        ("192.0.2.1:0", 'bind is "192.0.2.1:0", which cannot be listened on'),
+    ],
+)
+def test_a_lighthouse_that_cannot_listen_there_is_said_and_nothing_is_left(
+    bind: str, said: str, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        run = Command(tmp_path, "--bind", bind.replace("{taken}", port), str(MEMBER), FOREVER)
+        try:
+            assert run.process.wait(60) == 1, run.report()
+        finally:
+            process_tree.kill_tree(run.process)
+    output = run.log.read_text()
+    assert f"torchft run: the lighthouse did not start: {said.replace('{taken}', port)}" in output
+    assert "lighthouse: http" not in output and not list(tmp_path.glob("logs/group-*")), "no group was started"
+    assert processes_of(tmp_path) == []
+    assert not (tmp_path / "torchft").exists() or os.listdir(tmp_path / "torchft") == [], "nor a socket"
 
 
 @pytest.mark.slow

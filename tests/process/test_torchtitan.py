@@ -1,24 +1,19 @@
-"""torchtitan's own fault-tolerance code against this package: its manager, hooks, optimizers, checkpoints.
-
-Needs torchtitan, which brings much that nothing else here needs, so it is in no extra: `pip install torchtitan`, or
-a folder with it on PYTHONPATH.
-"""
+"""torchtitan's own fault-tolerance code against this package: its manager, hooks, optimizers, checkpoints."""
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
+from published import client_path
 from test_hsdp import committed, weights
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan: pip install torchtitan"
-    ),
-    pytest.mark.timeout(240),
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="torchtitan needs Python 3.11"),
+    pytest.mark.timeout(300),
 ]
 
 
@@ -28,6 +23,7 @@ def start(job: Job, lighthouse: str, group: int, folder: Path, ranks: int = 1, *
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "TORCHFT_LIGHTHOUSE": lighthouse,
+        "TORCHTITAN_PATH": str(client_path("torchtitan")),
     }
     more = [f"--{name}={value}" for name, value in options.items()]
     return [
@@ -83,7 +79,6 @@ def test_fsdp_survives_a_death_and_starts_again_from_checkpoints(tmp_path: Path)
 
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_semi_synchronous_training(tmp_path: Path, method: str) -> None:
-    pytest.importorskip("torchft.local_sgd")
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=2)
         children = [c for group in range(2) for c in start(job, lighthouse, group, tmp_path, method=method)]

@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 from processes import HERE, ours_path
+from published import client_path
 
 from torchft.coordination import LighthouseServer
 
-pytest.importorskip("torchx.specs", reason="needs TorchX: pip install 'torchft[torchx]'")
 pytestmark = pytest.mark.filterwarnings("default")  # TorchX's own
+
+
+@pytest.fixture(autouse=True)
+def torchx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(client_path("torchx"))])
 
 
 def test_groups_of_an_app_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

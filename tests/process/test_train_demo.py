@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchft.launch import process_tree
+from torchft.launch.lighthouse import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "python" / "examples"
@@ -100,6 +103,47 @@ def test_ctrl_c_ends_the_demo_and_every_process_it_started(environment: dict[str
             time.sleep(0.05)
     finally:
         process_tree.kill_tree(demo)
+
+
+@pytest.mark.parametrize(
+    ("ends", "healed", "why"),
+    [
+        ([("end", 9, "a"), ("end", 9, "a")], 1.0, None),
+        ([("end", 9, "a"), ("end", 9, "b")], 1.0, "the weights differ"),
+        ([("end", 9, "a"), ("end", 8, "a")], 1.0, "the weights differ"),
+        ([("end", 9, "a"), ("commit", 9, None)], 1.0, "a rank did not reach the end"),
+        ([("end", 9, "a"), ("end", 9, "a")], None, "the killed group did not heal"),
+    ],
+)
+def test_what_makes_it_fail(ends: list[tuple[str, int, str]], healed: float | None, why: str | None) -> None:
+    import demo
+
+    groups = [
+        SimpleNamespace(
+            log=Path("log"),
+            ends=lambda end=end: [dict(zip(("event", "step", "sha256"), end))],
+            time_to_heal=lambda: healed,
+        )
+        for end in ends
+    ]
+    with pytest.raises(LaunchError, match=why) if why else contextlib.nullcontext():
+        demo.check(groups)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "kills", "now", "why"),
+    [
+        ([19, 20], 0, False, "one is not there yet"),
+        ([20, 21], 0, True, "all are"),
+        ([20, 89], 1, True, "all are, and there is time to come back"),
+        ([90, 90], 1, False, "the groups might end while it is away"),
+        ([600, 600], 1, False, "they wait for it in order to end"),
+    ],
+)
+def test_a_group_is_not_killed_again_when_the_others_end(steps: list[int], kills: int, now: bool, why: str) -> None:
+    import demo
+
+    assert demo.time_to_kill(steps, kill_at=20, end=100, kills=kills) is now, why
 
 
 @pytest.mark.parametrize(

@@ -49,3 +49,4 @@ def test_a_rank_is_killed_and_all_end_with_equal_weights(
         again = [event["event"] for event in victim].index("start", 1)
         back = next(event for event in victim[again:] if event["event"] == "commit")
         assert back["healing"] and back["step"] > 15
+        assert set(back["recovery"]) == {"quorum", "reconfigure", "transfer", "load"}

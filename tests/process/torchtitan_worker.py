@@ -1,13 +1,15 @@
 """A rank of torchtitan's fault-tolerant trainer, on a CPU: its manager, optimizers and checkpoints as its trainer uses
 them, with a small model instead of a language model.
 
-Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHFT_LIGHTHOUSE).
+Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHFT_LIGHTHOUSE), with torchtitan in
+TORCHTITAN_PATH.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -20,6 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+sys.path.append(os.environ["TORCHTITAN_PATH"])
 from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig

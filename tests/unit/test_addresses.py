@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 
 import pytest
 
 from torchft import addresses
 from torchft.addresses import HOST_ENV, LIGHTHOUSE_ENV, announced_host, host_port
+from torchft.checkpointing import HTTPTransport
 
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HOST_ENV, raising=False)
     monkeypatch.delenv(LIGHTHOUSE_ENV, raising=False)
+    monkeypatch.setattr(addresses, "_lighthouse", "")
 
 
 def test_setting_wins_over_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +45,19 @@ def test_route_is_used_unless_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIGHTHOUSE_ENV, "http://far:1")
     assert announced_host() == "10.1.2.3"
     assert announced_host("http://near:1") == socket.gethostname()
+
+
+def test_a_lighthouse_that_a_manager_was_told_of_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process groups and checkpoint servers, those that are made before it too, are found by the same route."""
+    transport = HTTPTransport(timedelta(seconds=10), num_chunks=0)
+    try:
+        monkeypatch.setattr(addresses, "_route_towards", lambda addr: "10.1.2.3" if "far" in addr else None)
+        monkeypatch.setenv(LIGHTHOUSE_ENV, "http://near:1")
+        addresses.use_lighthouse("http://far:1")
+        assert announced_host() == "10.1.2.3"
+        assert transport.metadata().startswith("http://10.1.2.3:") and transport.address() == transport.metadata()
+    finally:
+        transport.shutdown()
 
 
 @pytest.mark.parametrize("addr", ["", "nonsense", "http://localhost:29510", "http://[::1]:1", "http://:99999999"])

@@ -25,6 +25,13 @@ def test_importing_the_control_plane_loads_neither_torch_nor_the_library(module:
     assert not loaded & {"torch", "numpy", "torchft._torchft_go"}
 
 
+def test_a_restarted_group_does_not_wait_for_what_only_some_need() -> None:
+    """Triton alone takes as long to import as all of torchft."""
+    loaded = loaded_after("from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo")
+    assert "torchft.manager" in loaded
+    assert not loaded & {"triton", "opentelemetry", "torchft.otel"}
+
+
 def test_exports_are_the_objects_of_their_modules() -> None:
     from torchft import data, ddp, manager, optim, process_group
 

@@ -21,6 +21,8 @@ VARIABLES = (
     "OTEL_LOGS_EXPORTER",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT",
+    "OTEL_TRACES_EXPORTER",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 )
 
 
@@ -69,6 +71,8 @@ def test_off_means_off() -> None:
         "import sys, torchft.manager\n"
         "from torchft._manager.log import export_events\n"
         "export_events()\n"
+        "from torchft._manager.trace import StepTrace, step_trace\n"
+        "assert type(step_trace(None)) is StepTrace\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry', 'torchft.otel'))])\n"
     )
     env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -126,7 +130,7 @@ def test_events_arrive_at_a_collector(otel: Any, monkeypatch: pytest.MonkeyPatch
         export_events()
         export_events()  # a second Manager of this process
         assert sorted(otel._LOGGER_PROVIDER) == [
-            "torchft_commits", "torchft_errors", "torchft_quorums", "torchft_recoveries",
+            "torchft_commits", "torchft_errors", "torchft_failures", "torchft_quorums", "torchft_recoveries",
         ]  # fmt: skip
         logging.getLogger("torchft_commits").info("committed", extra={"step": 7, "quorum_id": 3})
         otel.shutdown()
@@ -171,3 +175,139 @@ def test_command_says_where_a_record_goes(otel: Any, monkeypatch: pytest.MonkeyP
     otel.main()
     said = capsys.readouterr()
     assert "through console" in said.out and "to see whether it arrives" in said.err
+
+
+@pytest.mark.parametrize(
+    ("env", "exporters"),
+    [
+        ({}, []),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, ["otlp"]),
+        ({"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://c:4318/v1/logs"}, []),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, ["otlp"]),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
+    ],
+)
+def test_environment_decides_on_traces(env: dict[str, str], exporters: list[str], monkeypatch: Any) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert otel_exporters("TRACES") == exporters
+
+
+def test_the_steps_of_a_manager_arrive_at_a_collector(otel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    from torchft.coordination import LighthouseServer
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupDummy
+
+    collector = Collector()
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv(
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://localhost:{collector.server.server_port}/v1/traces"
+    )
+    try:
+        manager = Manager(
+            ProcessGroupDummy(0, 1),
+            lambda state: None,
+            dict,
+            min_replica_size=1,
+            timeout=timedelta(seconds=30),
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=store.port,
+            lighthouse_addr=lighthouse.address(),
+            replica_id="traced",
+        )
+        given: list[str] = []
+        trace = manager._client._trace
+        monkeypatch.setattr(
+            type(manager._client), "_trace", lambda self, context: (given.append(context), trace(context))
+        )
+        for _ in range(2):
+            manager.start_quorum()
+            assert manager.should_commit()
+        manager.shutdown()
+        otel.shutdown()
+    finally:
+        lighthouse.shutdown()
+        collector.close()
+    body = b"".join(collector.bodies)
+    for text in (b"torchft.step", b"torchft.quorum_id", b"torchft.committed", b"traced"):
+        assert text in body
+    assert len(set(given)) == 2, "each step has a trace of its own"
+    for context in given:
+        version, trace_id, span_id, flags = context.split("-")
+        assert (version, flags) == ("00", "01")
+        assert bytes.fromhex(trace_id) in body and bytes.fromhex(span_id) in body
+
+
+TWO_STEPS = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from torchft.coordination import LighthouseServer
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupDummy
+
+lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+manager = Manager(
+    ProcessGroupDummy(0, 1), lambda state: None, dict, min_replica_size=1, timeout=timedelta(seconds=30),
+    rank=0, world_size=1,
+    store_addr="localhost", store_port=store.port, lighthouse_addr=lighthouse.address(), replica_id="traced",
+)
+for step in range(2):
+    manager.start_quorum()
+    if step == 1:
+        manager.report_error(RuntimeError("out of cheese"))
+    assert manager.should_commit() == (step == 0)
+manager.shutdown()
+lighthouse.shutdown()
+"""
+
+
+def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
+    """In a process of its own: the native library looks at the environment that it finds when it is loaded."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    collector = Collector()
+    try:
+        endpoint = f"http://localhost:{collector.server.server_port}"
+        env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_LOGS_EXPORTER": "none"}
+        done = subprocess.run([sys.executable, "-c", TWO_STEPS], capture_output=True, text=True, timeout=100, env=env)
+        assert done.returncode == 0, done.stderr
+    finally:
+        collector.close()
+    traces: dict[bytes, dict[str, Any]] = {}
+    for body in collector.bodies:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                named = traces.setdefault(span.trace_id, {})
+                assert span.name not in named
+                named[span.name] = span
+
+    def said(span: Any) -> dict[str, Any]:
+        return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
+
+    steps = sorted(traces.values(), key=lambda spans: said(spans["step"])["torchft.step"])
+    assert len(steps) == 2, "each step has a trace of its own"
+    below = {
+        "manager.quorum": "step",
+        "manager.ask_lighthouse": "manager.quorum",
+        "lighthouse.quorum": "manager.ask_lighthouse",
+        "manager.should_commit": "step",
+    }
+    for number, spans in enumerate(steps):
+        assert set(spans) == {"step", *below}
+        for name, parent in below.items():
+            assert spans[name].parent_span_id == spans[parent].span_id, name
+        for span in spans.values():
+            assert said(span)["torchft.step"] == number
+            assert said(span)["torchft.replica_id"].startswith("traced")
+        assert said(spans["manager.should_commit"])["torchft.vote"] is (number == 0)
+        for name in ("step", "manager.should_commit"):
+            assert said(spans[name])["torchft.committed"] is (number == 0), name

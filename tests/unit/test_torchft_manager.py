@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -11,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumResult
+from torchft._torchft import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer, QuorumResult
 
 T = TypeVar("T")
 SOON = timedelta(seconds=20)
@@ -94,6 +97,7 @@ def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
         replay=False,
         helper_manager_addresses=[],
         help_dst_replica_ranks=[],
+        draining=False,
     )
     result = QuorumResult()
     assert vars(result) == defaults
@@ -289,6 +293,29 @@ def test_a_bad_argument_of_a_call_is_named(
     client = groups(1).client(0)
     with pytest.raises(ValueError, match=named):
         ask(client, **arguments)
+
+
+def test_the_job_is_what_the_environment_says_now(
+    groups: Callable[..., Groups], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the native library has long been loaded, which sees the environment of that moment only."""
+    job = groups(1)
+    for name in ("red", "blue", ""):
+        monkeypatch.setenv("TORCHFT_JOB_ID", name)
+        job.servers.append(job.server("a"))
+        LighthouseClient(job.lighthouse.address(), SOON).heartbeat("alone", SOON)
+
+    def healthy() -> dict[str, int]:
+        with urllib.request.urlopen(f"{job.lighthouse.address()}/jobs", timeout=10) as response:
+            return {one["job"]: one["healthy"] for one in json.load(response)}
+
+    deadline = time.monotonic() + 20
+    while healthy() != {"blue": 2, "default": 3, "red": 2}:
+        assert time.monotonic() < deadline, healthy()
+        time.sleep(0.01)
+    monkeypatch.setenv("TORCHFT_JOB_ID", "a/b")
+    with pytest.raises(ValueError, match=r'TORCHFT_JOB_ID\) is "a/b": it must be 1 to 128 letters'):
+        job.server("a")
 
 
 def test_the_longest_timedelta_is_a_timeout(groups: Callable[..., Groups]) -> None:

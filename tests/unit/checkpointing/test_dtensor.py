@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Iterator
@@ -9,11 +10,20 @@ from typing import Any, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing._encoding import Encoded, decode
+from torchft.checkpointing._places import Places
+from torchft.checkpointing._stream import storage_bytes
 from torchft.checkpointing.pg_transport import PGTransport
+from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=20)
+
+
+class Odd(Shard):
+    """A placement that PyTorch does not have."""
 
 
 @pytest.fixture
@@ -69,3 +79,147 @@ def test_over_a_process_group(mesh: Any, in_place: bool) -> None:
         sent.result(20)
     check(got["w"], want)
     assert (got["w"] is mine) is in_place
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """This process is rank 1 of a group whose collectives do nothing: enough to make DTensors of any mesh."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def placed(name: str) -> Any:
+    """A DTensor of one of these kinds."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    local = torch.arange(6.0).reshape(2, 3)
+    flat = init_device_mesh("cpu", (4,))
+    # the names are tags of the encoding too
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("T", "P"))
+    return {
+        "sharded": lambda: DTensor.from_local(local, flat, [Shard(1)]),
+        "uneven": lambda: DTensor.from_local(local, flat, [Shard(0)], shape=torch.Size([7, 3]), stride=(3, 1)),
+        "sharded twice": lambda: DTensor.from_local(local, square, [Shard(0), Shard(0)]),
+        "strided": lambda: DTensor.from_local(local, square, [_StridedShard(0, split_factor=2), Shard(0)]),
+        "replicated": lambda: DTensor.from_local(local, square, [Replicate(), Shard(1)]),
+        "partial": lambda: DTensor.from_local(local, square, [Partial("avg"), Partial("sum")]),
+        "on a part of a mesh": lambda: DTensor.from_local(local, square["P"], [Shard(0)]),
+        "with a gradient": lambda: DTensor.from_local(local, flat, [Replicate()]).requires_grad_(),
+        "a parameter": lambda: torch.nn.Parameter(DTensor.from_local(local, flat, [Shard(0)])),
+    }[name]()
+
+
+KINDS = ["sharded", "uneven", "sharded twice", "strided", "replicated", "partial", "on a part of a mesh"]
+KINDS += ["with a gradient", "a parameter"]
+
+
+def sent(state: Any, **kwargs: Any) -> Any:
+    encoded = Encoded(state)
+    flats = [storage_bytes(storage) for storage in encoded.storages]
+    return decode(json.loads(encoded.structure), flats, "the state", **kwargs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_pickle_is_needed(four_ranks: None, kind: str) -> None:
+    want = placed(kind)
+    structure = json.loads(Encoded({"w": want}).structure)
+    assert structure[2][0] == "D" and structure[2][2][0] == "spec"
+
+    got = sent({"w": want})["w"]
+    assert type(got) is type(want) and got.requires_grad == want.requires_grad
+    assert got._spec == want._spec and torch.equal(got.to_local(), want.to_local())
+    groups = [mesh.get_all_groups() for mesh in (got.device_mesh, want.device_mesh)]
+    assert [g.group_name for g in groups[0]] == [g.group_name for g in groups[1]]
+    with torch.no_grad():
+        want.zero_().copy_(got)  # PyTorch takes both for tensors of one mesh
+    assert torch.equal(got.to_local(), want.to_local())
+
+
+def test_tensors_of_a_mesh_share_it(four_ranks: None) -> None:
+    first, second = sent([placed("sharded"), placed("uneven")])
+    assert first.device_mesh is second.device_mesh
+
+
+def test_a_mesh_may_be_named_like_tags_of_the_encoding(four_ranks: None) -> None:
+    want, mine = placed("replicated"), placed("replicated")
+    mine.to_local().zero_()
+    encoded = Encoded({"w": want})
+    sizes = [storage.nbytes() for storage in encoded.storages]
+    tree = json.loads(encoded.structure)
+    places = Places(tree, sizes, {"w": mine}, "the state")
+    assert places.region(0) == (mine.to_local().data_ptr(), 24)  # straight into the tensor that is here
+
+
+def test_placements_of_other_types_are_pickled_and_refused(four_ranks: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    state = {"w": DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (4,)), [Odd(0)])}
+    assert json.loads(Encoded(state).structure)[2][2][0] == "P"
+    with pytest.raises(CheckpointError, match=r"\['w'\], .*Odd.*add_safe_globals"):
+        sent(state)
+
+
+def test_without_torch_distributed_the_error_says_so(mesh: Any) -> None:
+    encoded = Encoded({"w": sharded(mesh, 1.0)})
+    flats = [storage_bytes(storage) for storage in encoded.storages]
+    dist.destroy_process_group()
+    try:
+        with pytest.raises(CheckpointError, match=r"where torch\.distributed is initialized"):
+            decode(json.loads(encoded.structure), flats, "the state")
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((0,), "cpu\0"),
+        ((1,), [[0, 1], [2]]),
+        ((1,), "0"),
+        ((1,), [[0, 0], [1, 2]]),
+        ((2,), [1, 2]),
+        ((2,), ["one"]),
+        ((3,), ["nobody", "knows", "these"]),
+        ((3,), [["tag", -1, "name"], "x"]),
+        ((4,), ["not a dimension"]),
+        ((4,), [[]]),
+    ],
+)
+def test_a_malformed_mesh_is_an_error(four_ranks: None, path: tuple[int], value: Any) -> None:
+    encoded = Encoded({"w": placed("on a part of a mesh")})
+    flats = [storage_bytes(storage) for storage in encoded.storages]
+    tree = json.loads(encoded.structure)
+    tree[2][2][1][path[0]] = value
+    with pytest.raises(CheckpointError, match="malformed"):
+        decode(tree, flats, "the state")
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (2, []),
+        (2, [["S", -1], ["R"]]),
+        (2, [["S", 0, 0], ["R"]]),
+        (2, [["+", 1], ["R"]]),
+        (2, [["Q"], ["R"]]),
+        (2, [["SS", 0], ["R"]]),
+        (3, [[1], [1, 1], "float32"]),
+        (3, [[-1], [1], "float32"]),
+        (3, [[1], [1], "os"]),
+        (4, [[0, [5]]]),
+        (4, [["0", [0]]]),
+    ],
+)
+def test_a_malformed_spec_is_an_error(four_ranks: None, index: int, value: Any) -> None:
+    encoded = Encoded({"w": placed("replicated")})
+    flats = [storage_bytes(storage) for storage in encoded.storages]
+    tree = json.loads(encoded.structure)
+    tree[2][2][index] = value
+    with pytest.raises(CheckpointError, match="malformed"):
+        decode(tree, flats, "the state")

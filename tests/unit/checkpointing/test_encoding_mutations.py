@@ -47,7 +47,7 @@ STRANGE = [
     [],
     {},
 ]
-TAGS = ["l", "t", "s", "d", "o", "i", "c", "b", "dtype", "device", "T", "D", "n", "ns", "P"]
+TAGS = ["l", "t", "s", "d", "o", "i", "c", "b", "dtype", "device", "T", "D", "spec", "n", "ns", "P"]
 ROUNDS = 400
 
 

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 
 import torchft.checkpointing.http_transport as http_transport
 from tests.unit.checkpointing.checkpoint_states import assert_same
+from tests.unit.checkpointing.forged_source import server_that_says
 from torchft.checkpointing import HTTPTransport, _lending
 from torchft.checkpointing._stream import pickle_object
 from torchft.checkpointing.transport import CheckpointError
@@ -412,6 +412,16 @@ def test_without_a_copy_a_slow_reader_is_cut_off(make: Any) -> None:
         assert received < sum(t.numel() * 4 for t in large_state().values())
 
 
+def test_without_a_copy_a_stranger_is_not_waited_for_when_the_targets_have_all(make: Any) -> None:
+    source = make(snapshot=False)
+    source.send_checkpoint([1], 1, large_state(), TIMEOUT)
+    with slow_reader(source, 1):
+        assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
+        start = time.monotonic()
+        source.disallow_checkpoint()
+        assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
+
+
 def test_a_target_that_is_cut_off_gets_an_error(make: Any) -> None:
     source = make(snapshot=False)
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
@@ -500,31 +510,6 @@ def test_logs_are_quiet(make: Any, capfd: Any) -> None:
 
 
 # Sources that cannot be trusted
-
-
-@contextmanager
-def server_that_says(answer: bytes) -> Iterator[str]:
-    """A source that answers every request with these bytes and closes; gives its metadata."""
-    listener = socket.create_server(("localhost", 0))
-
-    def serve() -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
-            with sock:
-                sock.recv(4096)
-                sock.sendall(answer)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield f"http://localhost:{listener.getsockname()[1]}/checkpoint/"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(5)
 
 
 BODY = pickle_object({"a": 1}).prefix

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import logging
+import os
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -136,6 +139,31 @@ def test_the_bandwidth_is_limited(make: Any) -> None:
     start = time.monotonic()
     make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert time.monotonic() - start > 0.3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the threads of a process are looked up in Linux's /proc")
+@pytest.mark.parametrize("background", [False, True])
+def test_serving_in_the_background(make: Any, background: bool) -> None:
+    def idle_threads() -> int:
+        idle = 0
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                idle += os.sched_getscheduler(int(thread)) == os.SCHED_IDLE
+        return idle
+
+    seen: list[int] = []
+    # Go's first thread cannot end: it sleeps for good, as it was when a stream of another test ended on it.
+    before = idle_threads()
+    source = make(background=background, bandwidth_limit=100 * MB)
+    state = {"large": torch.ones(10 * MB), "rest": training_state()}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    with ThreadPoolExecutor() as pool:
+        healed = pool.submit(make().recv_checkpoint, 0, source.metadata(), 1, TIMEOUT)
+        while not healed.done():
+            seen.append(idle_threads())
+            time.sleep(0.001)
+    assert (max(seen) > before) == background
+    assert_same(healed.result(), state)
 
 
 def test_bad_settings(make: Any) -> None:

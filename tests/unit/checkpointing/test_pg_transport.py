@@ -113,6 +113,22 @@ def test_a_peer_that_speaks_otherwise(groups: list[Any]) -> None:
     assert isinstance(got, CheckpointError) and "no header but [5, 6]" in str(got)
 
 
+def test_no_memory_at_the_target(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refuse(shape: Any, *args: Any, **kwargs: Any) -> Any:
+        if shape == torch.Size([100, 7]):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(shape, *args, **kwargs)
+
+    source, target = (PGTransport(group, timedelta(seconds=2), CPU) for group in groups[:2])
+    state = {"a": torch.ones(3), "b": torch.ones(100, 7)}
+    monkeypatch.setattr(pg_transport.torch, "empty", refuse)
+    _, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
+    assert isinstance(got, CheckpointError)
+    assert str(got) == "checkpoint of step 4 from rank 0: no memory for a tensor of 2800 bytes on cpu"
+
+
 @pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1)])
 def test_bad_settings(timeout: timedelta) -> None:
     with pytest.raises(ValueError, match="it must be positive"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 from torchft.checkpointing import CheckpointTransport, HTTPTransport, _lending
+from torchft.checkpointing._progress import watched_by
 from torchft.checkpointing.pg_transport import PGTransport
 
 TIMEOUT = timedelta(seconds=20)
@@ -122,6 +125,18 @@ def test_a_state_that_is_loaded_goes_on_alike(pair: Pair) -> None:
     step(a, opt_a)
     step(b, opt_b)
     assert_same(b.state_dict(), a.state_dict())
+
+
+def test_the_target_says_how_far_it_is(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    state = {f"w{i}": torch.ones(1 << 20) for i in range(3)}
+    seen: list[tuple[int, int]] = []
+    with watched_by(lambda received, total: seen.append((received, total))):
+        assert_same(pair.transfer(state), state)
+    assert seen and all(0 <= received <= total for received, total in seen)
+    if not getattr(pair.target, "_num_chunks", 0):  # of chunks, each tells its size when it comes
+        assert 0 <= seen[0][1] - 3 * 4 * (1 << 20) < 1 << 16  # the tensors, and what describes them
+    assert re.search(r"checkpoint of step 3 .*: 0\.013 GB in [\d.]+ s, [\d.]+ GB/s", caplog.text)
 
 
 @contextmanager

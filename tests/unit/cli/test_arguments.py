@@ -52,6 +52,7 @@ def exits(arguments: list[str]) -> int:
     ("arguments", "said"),
     [
         (["statsu"], "'statsu' is no command (did you mean status?); there are run,"),
+        (["drian"], "'drian' is no command (did you mean drain?)"),
         (["xyzzy"], "'xyzzy' is no command; there are run,"),
         (["run"], "required: script"),
         (
@@ -102,7 +103,7 @@ def test_a_lighthouse_that_is_not_there_ends_with_1_and_says_what_was_tried(
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(["--help"]) == 0
     listed = capsys.readouterr().out
-    for command in ("run", "scale", "lighthouse", "status", "events", "kill", "doctor"):
+    for command in ("run", "scale", "lighthouse", "status", "events", "drain", "kill", "doctor"):
         assert f"\n  {command} " in listed
         assert exits([command, "--help"]) == 0
         assert command in capsys.readouterr().out

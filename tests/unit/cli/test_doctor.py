@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +56,32 @@ def test_a_group_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> N
     assert "the lighthouse answers" in said and "clock agrees" in said
     assert status == 1 and "the manager of lost at http://127.0.0.1:9 cannot be reached" in said
     assert "TORCHFT_HOST" in said
+
+
+def test_a_clock_that_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    now = time.time
+    monkeypatch.setattr("torchft.cli.doctor.time.time", lambda: now() + 3600)
+    try:
+        _, said = doctor(capsys, "--lighthouse", server.address())
+    finally:
+        server.shutdown()
+    assert re.search(r"this machine's clock is \+360[01] s off the lighthouse's", said), "which says whole seconds"
+    assert "NTP" in said
+
+
+def test_what_pytorch_has_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    main(["doctor"])
+    said = capsys.readouterr().out
+    assert "Gloo is there" in said and "no GPU: groups use Gloo" in said
+
+
+def test_a_pytorch_that_does_not_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcuda is broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["doctor"]) == 1
+    assert "PyTorch does not start: ImportError: libcuda is broken" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 
 from torchft.cli import main
+from torchft.cli.events import words
 from torchft.cli.status import table
 from torchft.coordination import LighthouseClient, LighthouseServer
 
@@ -49,7 +50,9 @@ def test_nobody_and_then_two_groups(lighthouse: LighthouseServer, capsys: pytest
 
     assert main(["events"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"[\d-]+ [\d:]+  quorum   left, right\?\[2J joined; 2 groups train from step 7; every .*", line)
+    assert re.fullmatch(
+        r"[\d-]+ [\d:]+  quorum    left, right\?\[2J joined; 2 groups train from step 7; every .*", line
+    )
     assert main(["events", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["joined"] == ["left", "right\x1b[2J"]
 
@@ -76,21 +79,63 @@ def test_kill_names_those_that_there_are(lighthouse: LighthouseServer, capsys: p
     assert "'group_2' is no group (did you mean group_1:abc?); there are: group_1:abc" in capsys.readouterr().err
     # It is one, and the lighthouse says why it does not end it.
     assert main(["kill", "group_1"]) == 1
-    assert "answered 40" in capsys.readouterr().err
+    assert "answered 404: replica 'group_1" in capsys.readouterr().err.replace('"', "'"), (
+        "as the lighthouse's JSON says"
+    )
+    assert main(["drain", "group_1"]) == 1
+    assert "answered 409: " in (said := capsys.readouterr().err) and "it has no stream to this lighthouse" in said
+
+
+def test_the_job_is_the_one_that_is_named(
+    lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as environment:
+        environment.setenv("TORCHFT_JOB_ID", "other.job")
+        LighthouseClient(lighthouse.address(), 10 * SEC).heartbeat("mine")
+        assert main(["status"]) == 0
+        assert "mine" in capsys.readouterr().out
+        assert main(["kill", "yours"]) == 1
+        assert "there are: mine" in capsys.readouterr().err
+        assert main(["status", "--job", "default"]) == 0
+        assert "mine" not in capsys.readouterr().out
+    assert main(["status", "--job=other.job"]) == 0
+    assert "mine" in capsys.readouterr().out
+    assert main(["drain", "--job=other.job", "mine"]) == 1
+    assert "answered 409: " in capsys.readouterr().err, "the lighthouse looked for it in that job"
+    assert main(["events", "--job=nobody"]) == 1
+    assert 'answered 404: job "nobody" is not known to this lighthouse' in capsys.readouterr().err
 
 
 def test_a_dead_member_and_one_that_waits() -> None:
     said = {"heartbeat_age_ms": 1500, "step": 3, "address": "", "in_quorum": False}
+    alive = {**said, "healthy": True, "waiting": False, "in_quorum": True}
     members = [
         {**said, "replica_id": "a", "healthy": False, "waiting": False},
         {**said, "replica_id": "b", "healthy": True, "waiting": True},
+        {**alive, "replica_id": "c", "healing": True},
+        {**alive, "replica_id": "d", "stalled": "rank 0 computes"},
+        {**alive, "replica_id": "e", "suspect": True},
+        {**alive, "replica_id": "f", "draining": "an operator"},
+        {**alive, "replica_id": "g", "healthy": False, "draining": "an operator", "out": "it left"},
     ]
     shown = table({"quorum_id": 4, "quorum": ["a"], "max_step": 3, "reason": "b waits for a", "members": members})
     assert "next: b waits for a" in shown
-    assert [line.split()[:2] for line in shown.splitlines()[-2:]] == [["a", "dead"], ["b", "waiting"]]
+    states = ["dead", "waiting", "healing", "stalled", "suspect", "draining", "draining"]
+    assert [line.split()[:2] for line in shown.splitlines()[-7:]] == [[n, s] for n, s in zip("abcdefg", states)]
+
+
+def test_what_a_recovery_cost_and_who_is_to_leave() -> None:
+    event = {"time": "2026-01-02T03:04:05Z", "who": "b", "step": 7}
+    phases = [{"phase": "transfer", "seconds": 2.5}, {"phase": "load", "seconds": 0.25}]
+    healed = words({**event, "kind": "healed", "bytes": 1_500_000_000, "phases": phases})
+    assert healed.endswith("b took over 1.500 GB of step 7: 2.75 s (transfer 2.50 s, load 0.25 s)")
+    recovered = words({**event, "kind": "recovered", "steps_lost": 1, "phases": [{"phase": "abort", "seconds": 0.02}]})
+    assert recovered.endswith("b and the others go on, 1 step lost: 0.02 s (abort 0.02 s)")
+    drained = words({**event, "kind": "drained", "left": ["c"], "reason": "somebody asked"})
+    assert drained.endswith("c is to leave at the end of a step; somebody asked")
 
 
 def test_no_command_imports_torch() -> None:
-    modules = "torchft.cli.doctor, torchft.cli.kill, torchft.cli.run, torchft.cli.status"
+    modules = "torchft.cli.doctor, torchft.cli.ending, torchft.cli.run, torchft.cli.status"
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

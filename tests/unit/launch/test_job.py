@@ -44,7 +44,10 @@ class Cluster:
         self.groups: list[FakeGroup] = []
         self.training: dict[int, int] = {}  # group: step
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        self.drained: list[str] = []
+        self.tells = True  # the lighthouse can tell groups to leave
         monkeypatch.setattr(module, "status", lambda lighthouse: self._status())
+        monkeypatch.setattr(module, "drain", lambda lighthouse, name: self.drained.append(name) or self.tells)
         self.job = LocalJob(self._make, replicas, most, "http://lighthouse", **options)  # type: ignore[arg-type]
 
     def _make(self, number: int) -> FakeGroup:
@@ -53,7 +56,7 @@ class Cluster:
 
     def _status(self) -> list[dict[str, Any]]:
         return [
-            {"address": f"http://host:{self.groups[i].port}", "step": step, "in_quorum": True}
+            {"replica_id": f"g{i}", "address": f"http://host:{self.groups[i].port}", "step": step, "in_quorum": True}
             for i, step in self.training.items()
         ]
 
@@ -146,3 +149,27 @@ def test_growing_and_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (0, 4):
         with pytest.raises(ValueError, match=f"{wrong} replica groups are not allowed; allowed: 1 to 3"):
             cluster.job.scale(wrong)
+
+
+def test_shrinking_drains_those_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 3, 3)
+    cluster.training = {0: 5, 1: 5, 2: 5}
+    cluster.pass_time(1)
+    cluster.job.scale(1)
+    assert cluster.drained == ["g1", "g2"] and [group.terminated for group in cluster.groups] == [0, 0, 0]
+    cluster.groups[1].status = 0  # it heeds it
+    cluster.pass_time(1)
+    assert cluster.states()[1:] == ["left", "leaving"]
+    cluster.pass_time(module._DRAIN_SEC)
+    assert cluster.groups[2].terminated == 1, "it does not"
+    cluster.pass_time(1)
+    assert cluster.groups[2].terminated == 1, "once is enough"
+
+
+def test_a_group_that_cannot_be_told_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5, 1: 5}
+    cluster.tells = False
+    cluster.pass_time(1)
+    cluster.job.scale(1)
+    assert cluster.groups[1].terminated == 1

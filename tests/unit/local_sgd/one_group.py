@@ -32,6 +32,7 @@ class OneGroup:
         self.layout: list[str] = []
         self.state_fns: dict[str, Any] = {}
         self.reported: Optional[Exception] = None
+        self.nonfinite = 0
         self.on_quorum: Callable[[], object] = lambda: None
 
     def start_quorum(self) -> None:
@@ -55,6 +56,9 @@ class OneGroup:
 
     def report_error(self, e: Exception) -> None:
         self.reported = e
+
+    def _nonfinite_average(self) -> None:
+        self.nonfinite += 1
 
     def finish_serving(self) -> None:
         self.calls.append("finish serving")

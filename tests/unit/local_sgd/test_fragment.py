@@ -193,7 +193,7 @@ def test_nan_and_inf_are_counted_and_said(bad: float, ours: bool, caplog: pytest
             step(model, inner, gradient=bad)
         else:
             step(model, inner)
-        assert diloco.nonfinite_syncs == 1
+        assert diloco.nonfinite_syncs == manager.nonfinite == 1
         assert not torch.isfinite(model[0]).all()
         assert f"what this group sent was {'not' if ours else 'finite'}" in caplog.text
 
@@ -206,11 +206,12 @@ def test_healthy_averages_are_not_counted(caplog: pytest.LogCaptureFixture) -> N
     ):
         model = numbers(1e30, 0)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with build(OneGroup(), model, inner) as algorithm:
+        manager = OneGroup()
+        with build(manager, model, inner) as algorithm:
             step(model, inner)
-            assert algorithm.nonfinite_syncs == 0
+            assert algorithm.nonfinite_syncs == manager.nonfinite == 0
             step(model, inner, gradient=float("inf"))
-            assert algorithm.nonfinite_syncs == 1
+            assert algorithm.nonfinite_syncs == manager.nonfinite == 1
     assert len(caplog.records) == 2
 
 
@@ -220,7 +221,7 @@ def test_a_lost_sync_is_not_counted() -> None:
     manager = OneGroup(committed=lambda vote: False)
     with DiLoCo(manager, [model], inner, outer_sgd(model), sync_every=1) as diloco:  # type: ignore[arg-type]
         step(model, inner, gradient=float("nan"))
-        assert diloco.nonfinite_syncs == 0
+        assert diloco.nonfinite_syncs == manager.nonfinite == 0
     assert values(model) == [1.0]  # and what was spoiled is good again
 
 
@@ -262,6 +263,21 @@ def test_sharded_parameters(mesh: Any, bucketed: bool, alpha: float) -> None:
 
     for sharded, plain in zip(run(*build(True)), run(*build(False))):
         assert torch.equal(sharded, plain)
+
+
+def test_local_sgd_of_sharded_parameters(mesh: Any) -> None:
+    ends = []
+    for sharded in (True, False):
+        model = nn.ParameterList([nn.Parameter(torch.arange(6.0).reshape(3, 2))])
+        if sharded:
+            model[0] = nn.Parameter(distribute_tensor(model[0].detach(), mesh, [Shard(0)]))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with LocalSGD(OneGroup(peers=lambda t: t.add_(0.5)), model, inner, sync_every=2):  # type: ignore[arg-type]
+            for i in range(4):
+                step(model, inner, gradient=1.0 + i)
+        ends.append(extract_local_tensor(model[0]))
+    assert torch.equal(*ends)
+    torch.testing.assert_close(ends[0], torch.arange(6.0).reshape(3, 2) - 0.1 * (1 + 2 + 3 + 4) + 2 * 0.5)
 
 
 def test_extract_local_tensor_is_a_copy(mesh: Any) -> None:

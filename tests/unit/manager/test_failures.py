@@ -80,7 +80,7 @@ def failure(quorum_id: int = 1) -> MemberFailure:
 def test_a_failure_ends_what_is_in_flight(fixture: Fixture) -> None:
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
-    manager._peer_failed(failure())
+    manager._failures.died(failure())
     assert not work.wait() and group.aborts == 1
     assert not manager.should_commit()
     assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
@@ -89,7 +89,7 @@ def test_a_failure_ends_what_is_in_flight(fixture: Fixture) -> None:
 def test_a_failure_told_while_the_first_collective_begins(fixture: Fixture) -> None:
     """The thread that hears of it finds no work in flight yet."""
     manager, group = started(fixture)
-    group.meanwhile = lambda: manager._peer_failed(failure())
+    group.meanwhile = lambda: manager._failures.died(failure())
     manager.allreduce(torch.ones(1)).wait()
     assert group.aborts == 1
     assert not manager.should_commit()
@@ -97,9 +97,9 @@ def test_a_failure_told_while_the_first_collective_begins(fixture: Fixture) -> N
 
 def test_a_failure_in_another_quorum_does_nothing(fixture: Fixture) -> None:
     manager, group = started(fixture)
-    manager._peer_failed(failure(quorum_id=0))
+    manager._failures.died(failure(quorum_id=0))
     work = manager.allreduce(torch.ones(1))
-    manager._peer_failed(failure(quorum_id=0))
+    manager._failures.died(failure(quorum_id=0))
     group.works[0].future.set_result(None)
     assert work.wait() and manager.should_commit() and group.aborts == 0
 
@@ -110,8 +110,8 @@ def test_a_failure_in_a_quorum_that_is_not_followed_yet(
     """The lighthouse may tell of a death in the next quorum before this rank has looked at that quorum."""
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
-    manager._peer_failed(failure(quorum_id=2))
-    manager._peer_failed(failure(quorum_id=0))  # a late one takes nothing away
+    manager._failures.died(failure(quorum_id=2))
+    manager._failures.died(failure(quorum_id=0))  # a late one takes nothing away
     group.works[0].future.set_result(None)
     assert work.wait() and manager.should_commit() and group.aborts == 0
     fixture.client._quorum.return_value = make_quorum(quorum_id=2)
@@ -133,7 +133,7 @@ def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
     aborted = threading.Event()
 
     def connect() -> None:
-        threading.Thread(target=manager._peer_failed, args=[failure()], daemon=True).start()
+        threading.Thread(target=manager._failures.died, args=[failure()], daemon=True).start()
         assert aborted.wait(10)
         raise RuntimeError("aborted")
 
@@ -150,7 +150,7 @@ def test_a_failure_after_the_last_collective_costs_nothing(fixture: Fixture) -> 
     work = manager.allreduce(torch.ones(1))
     group.works[0].future.set_result(None)
     assert work.wait()
-    manager._peer_failed(failure())
+    manager._failures.died(failure())
     assert manager.should_commit() and group.aborts == 0
 
 
@@ -178,7 +178,7 @@ def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Ca
     logger.setLevel(logging.INFO)
     try:
         manager.allreduce(torch.ones(1))
-        manager._peer_failed(failure())
+        manager._failures.died(failure())
         assert not manager.should_commit() and not records
         fixture.client._quorum.return_value = make_quorum(quorum_id=2)
         manager.start_quorum()
@@ -201,10 +201,10 @@ def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Ca
 def test_what_a_rank_says_it_does(fixture: Fixture) -> None:
     """Whether it waits for other groups decides who is blamed for a step that takes too long."""
     manager, group = started(fixture)
-    assert manager._progress() == (False, "computes, after 0 collectives of this step")
+    assert manager._failures.progress() == (False, "computes, after 0 collectives of this step")
     manager.allreduce(torch.ones(1))
     manager.allreduce(torch.ones(1))
     group.works[0].future.set_result(None)
-    assert manager._progress() == (True, "waits for its peers in collective 1 of this step")
+    assert manager._failures.progress() == (True, "waits for its peers in collective 1 of this step")
     group.works[1].future.set_result(None)
-    assert manager._progress() == (False, "computes, after 2 collectives of this step")
+    assert manager._failures.progress() == (False, "computes, after 2 collectives of this step")

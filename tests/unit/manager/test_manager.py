@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft.manager import ExceptionWithTraceback, Manager, WorldSizeMode, _ManagedFuture
+from torchft._torchft import MemberFailure
+from torchft.manager import (
+    TORCH_FR_DUMP_TEMP_FILE_ENV,
+    ExceptionWithTraceback,
+    Manager,
+    WorldSizeMode,
+    _ManagedFuture,
+)
 from torchft.process_group import ProcessGroupDummy
 from torchft.work import _DummyWork
 
@@ -296,6 +304,41 @@ def test_group_is_rebuilt_for_a_new_quorum_only(fixture: Fixture, make_quorum: Q
     assert fixture.pg.configure_count == 2
 
 
+def test_the_flight_recorder_has_a_file_for_each_quorum(
+    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TORCH_FR_DUMP_TEMP_FILE_ENV, "/tmp/trace")
+    manager = fixture.manager()
+    for quorum_id in (3, 4):
+        fixture.client._quorum.return_value = make_quorum(quorum_id=quorum_id)
+        manager.start_quorum()
+        assert manager.should_commit()
+        assert os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] == f"/tmp/trace_quorum{quorum_id}_"  # PyTorch appends the rank
+
+
+def test_other_projects_read_the_state_by_name(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager(use_async_quorum=True, quorum_timeout=timedelta(seconds=7))
+    fixture.client._quorum.return_value = make_quorum(quorum_id=5)
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert (manager._participating_replica_rank, manager._participating_replica_world_size) == (1, 2)
+    assert manager._errored is None and manager._pending_state_dict is None and not manager._healing
+    manager.report_error(error := RuntimeError("bad batch"))
+    assert manager._errored is not None and manager._errored.original_exception is error
+    assert not manager.should_commit()
+    assert (manager._step, manager._quorum_id, manager._commit_failures, manager._batches_committed) == (0, 5, 1, 0)
+    manager.start_quorum()
+    assert manager.should_commit()
+    assert (manager._step, manager._commit_failures, manager._batches_committed) == (1, 0, 2)
+    assert (manager._replica_id, manager._group_rank, manager._use_async_quorum) == ("group_1:uuid", 1, True)
+    assert (manager._timeout, manager._quorum_timeout) == (timedelta(seconds=10), timedelta(seconds=7))
+    assert manager._client is fixture.client and manager._pg is fixture.pg
+    assert manager._load_state_dict_fns.keys() == manager._user_state_dicts.keys() == {"default"}
+    assert manager._manager_state_dict() == manager_state(step=1, batches=2)
+    with manager._state_dict_lock.w_lock():
+        pass
+
+
 def test_configure_gets_what_0_2_0_gave(fixture: Fixture) -> None:
     configure = MagicMock()
     fixture.pg.configure = configure  # type: ignore[method-assign]
@@ -419,11 +462,70 @@ def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
     assert manager.should_commit()
     assert fixture.loaded == ["weights"]
     assert manager.state_dict() == {"step": 21, "batches_committed": 41}
-    fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=60))
-    fixture.client._checkpoint_metadata.assert_called_once_with(1, timeout=timedelta(seconds=10))
+    fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=0.5))
+    fixture.client._checkpoint_metadata.assert_called_once_with(1, timeout=timedelta(seconds=0.5))
     fixture.transport.recv_checkpoint.assert_called_once_with(
         src_rank=0, metadata="where", step=20, timeout=timedelta(seconds=10)
     )
+
+
+def unreachable(fixture: Fixture, tries: list[timedelta], meanwhile: Callable[[], None]) -> None:
+    """The source's manager server does not answer."""
+
+    def connect(address: str, connect_timeout: timedelta) -> Any:
+        tries.append(connect_timeout)
+        meanwhile()
+        raise RuntimeError("could not connect")
+
+    fixture.client_class.side_effect = connect
+
+
+def test_a_source_that_is_told_to_be_dead_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
+    """The others cannot go on before this group asks for the next quorum."""
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    tries: list[timedelta] = []
+    unreachable(
+        fixture, tries, lambda: manager._failures.died(MemberFailure(1, "group_0:uuid", "its connection broke"))
+    )
+    manager.start_quorum()
+    assert not manager.should_commit()
+    assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+    assert tries == [timedelta(seconds=0.5)]
+
+
+def test_a_source_that_dies_while_its_state_comes_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
+    """It may be stopped: its connections stay."""
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    begun, abandoned = threading.Event(), threading.Event()
+
+    def receive(**asked: Any) -> Any:
+        begun.set()
+        assert abandoned.wait(30)
+        raise RuntimeError("abandoned")
+
+    fixture.transport.recv_checkpoint.side_effect = receive
+    fixture.transport.abandon_receiving = lambda reason: abandoned.set()
+    manager.start_quorum()
+    assert begun.wait(30)
+    manager._failures.died(MemberFailure(1, "group_1:uuid", "another one"))
+    assert not abandoned.is_set()
+    manager._failures.died(MemberFailure(1, "group_0:uuid", "no sign of life"))
+    assert not manager.should_commit()
+    assert abandoned.is_set() and "abandoned" in str(manager.errored())
+
+
+def test_a_source_that_is_not_reached_costs_the_connect_timeout_at_most(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager(connect_timeout=timedelta(seconds=2))
+    fixture.client._quorum.return_value = healing(make_quorum)
+    tries: list[timedelta] = []
+    unreachable(fixture, tries, lambda: time.sleep(tries[-1].total_seconds()))
+    manager.start_quorum()
+    assert not manager.should_commit()
+    assert "could not connect" in str(manager.errored())
+    assert tries[:2] == [timedelta(seconds=0.5), timedelta(seconds=1)]
+    assert sum(tries, timedelta()) <= timedelta(seconds=2)
 
 
 def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> None:
@@ -433,7 +535,7 @@ def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> Non
     fixture.transport.recv_checkpoint = MagicMock(return_value=peer_state())
     manager.start_quorum()
     assert manager.should_commit()
-    fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=60))
+    fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=0.5))
     helpers = fixture.transport.recv_checkpoint.call_args.kwargs["helpers"]
     # The transport asks them when it has a use for them, and they are given up soon.
     for helper, address in zip(helpers, ["http://b:1", "http://c:1"]):
@@ -705,6 +807,20 @@ def test_records_of_quorums_commits_and_errors(
     assert vars(records["torchft_errors"])["error"] == records["torchft_errors"].getMessage() == "bad gradient"
 
 
+def test_a_step_like_the_one_before_says_nothing(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
+    """A line when the quorum changes; the records for exporters are of loggers of their own."""
+    caplog.set_level("INFO")
+    manager = fixture.manager()
+    said = []
+    for _ in range(20):
+        manager.start_quorum()
+        manager.allreduce(torch.ones(2)).wait()
+        assert manager.should_commit()
+        said.append([r.getMessage() for r in caplog.records if r.name.startswith("torchft.")])
+    assert len(said[0]) == 1 and "quorum 1: replica rank" in said[0][0]
+    assert said[-1] == said[0]
+
+
 # Seams
 
 
@@ -729,7 +845,7 @@ def test_error_bus_setting(
     monkeypatch.delenv("TORCHFT_FAILURE_BUS", raising=False)
     if env is not None:
         monkeypatch.setenv("TORCHFT_FAILURE_BUS", env)
-    assert fixture.manager(enable_error_bus=given)._enable_error_bus is expected
+    assert fixture.manager(enable_error_bus=given)._failures.enabled is expected
 
 
 def test_step_is_the_quorums_also_when_the_heal_fails(fixture: Fixture, make_quorum: Quorum) -> None:

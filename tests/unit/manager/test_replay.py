@@ -158,7 +158,7 @@ def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Cal
     )[1]
     steps: list[tuple[int, bool, int]] = []
     manager.register_commit_hook(lambda step, committed, participants: steps.append((step, committed, participants)))
-    manager._reduce_again = lambda inputs: manager._report_collective_error(RuntimeError("again"))  # type: ignore
+    manager._replayer._reduce_again = lambda: manager._report_collective_error(RuntimeError("again"))  # type: ignore
     lose(manager)
     assert not manager.should_commit()
     assert said == [0, 1, 2, 3, 4, 5], "each attempt needs a new quorum"
@@ -171,7 +171,7 @@ def test_off_it_votes_once_and_keeps_nothing(fixture: Fixture) -> None:
     lose(manager)
     assert not manager.should_commit()
     assert fixture.votes() == [False]
-    assert manager._inputs is None
+    assert len(manager._replayer._inputs) == 0
 
 
 def test_no_rank_replays_alone(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:
@@ -210,8 +210,8 @@ def test_the_quorum_of_a_replay_that_is_none_is_that_of_the_next_step(
 
 def test_the_environment_switches_it_on(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_REPLAY_FAILED_STEP", "1")
-    assert fixture.manager()._inputs is not None
-    assert fixture.manager(replay_failed_step=False)._inputs is None
+    assert fixture.manager()._replayer.enabled
+    assert not fixture.manager(replay_failed_step=False)._replayer.enabled
     monkeypatch.setenv("TORCHFT_REPLAY_FAILED_STEP", "yes")
     with pytest.raises(ValueError, match="TORCHFT_REPLAY_FAILED_STEP='yes': allowed are 0"):
         fixture.manager()

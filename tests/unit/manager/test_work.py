@@ -129,3 +129,24 @@ def test_simple_future() -> None:
     future = _SimpleFuture(3)
     assert future.done() and future.wait() == 3 and future.value() == 3
     assert future.then(lambda f: f.value() + 1).wait() == 4
+
+
+class Aborted(Pending):
+    """A collective whose waits an abort has ended, and which goes on."""
+
+    over = False
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        raise RuntimeError("aborted")
+
+    def drain(self, timeout: timedelta) -> bool:
+        return self.over
+
+
+def test_an_aborted_collective_is_through_when_the_backend_says_so() -> None:
+    pending, reports = Aborted(), Reports()
+    work = _ManagedWork(reports, pending, torch.zeros(1))  # type: ignore[arg-type]
+    assert not work.wait() and len(reports.errors) == 1
+    assert not work.drain(timedelta(seconds=1)), "that its waits end says nothing"
+    pending.over = True
+    assert work.drain(timedelta(seconds=1))

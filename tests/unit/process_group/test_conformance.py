@@ -489,6 +489,8 @@ MISTAKES: dict[str, Callable[[Any, int], Work]] = {
         [[torch.zeros(2, dtype=torch.int32) for _ in range(n)]], [torch.ones(2)], AllgatherOptions()
     ),
     "bits of floats": lambda group, n: group.allreduce_coalesced([torch.ones(2)], ReduceOp.BAND),
+    "gaps in what is sent": lambda group, n: group.send([torch.ones(2, 3)[:, ::2]], (group.rank() + 1) % n, 9),
+    "gaps in what is received": lambda group, n: group.recv([torch.ones(2, 3)[:, ::2]], (group.rank() + 1) % n, 9),
     "a root that is none": lambda group, n: group.broadcast([torch.ones(2)], _rooted(99)),
     "slices that do not fit": lambda group, n: group.alltoall_base(
         torch.ones(5), torch.ones(4), [4, 0, 0], [4, 0, 0], AllToAllOptions()

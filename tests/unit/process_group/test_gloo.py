@@ -25,7 +25,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
-from torchft.process_group import ProcessGroupGloo, _connections, _operations, _reaper
+from torchft.process_group import (
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupGloo,
+    _connections,
+    _operations,
+    _reaper,
+)
 from torchft.process_group._connections import Connections, _listening, _raw
 
 # What "at once" means on a loaded machine; the operations would otherwise wait for TIMEOUT.
@@ -40,6 +47,21 @@ def pair(store: TCPStore) -> list[ProcessGroupGloo]:
     groups = [gloo(), gloo()]
     connect(groups, store)
     return groups
+
+
+@pytest.mark.parametrize("make", [gloo, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT)], ids=["gloo", "isolated"])
+def test_who_is_alone_connects_with_nobody(make: Callable[[], ProcessGroup]) -> None:
+    """All others died, and what the last one waited for there was PyTorch's question to the name server."""
+    group = make()
+    with socket.socket() as closed:
+        closed.bind(("localhost", 0))  # and nobody listens
+        group.configure(f"localhost:{closed.getsockname()[1]}/alone", "last", 0, 1)
+    tensor = torch.ones(2)
+    group.allreduce([tensor], ReduceOp.SUM).wait()
+    assert tensor.tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="must be host:port"):
+        group.configure("nowhere", "last", 0, 1)
+    group.shutdown()
 
 
 def test_an_abort_ends_a_connection_that_a_dead_peer_holds_up(store: TCPStore) -> None:
@@ -383,13 +405,14 @@ class Stuck(dist.Work):
     def __init__(self) -> None:
         super().__init__()
         self.future: Future[object] = Future()
+        self.over = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         time.sleep(timeout.total_seconds())
         raise RuntimeError("Operation timed out!")
 
     def is_completed(self) -> bool:
-        return False
+        return self.over
 
     def get_future(self) -> Future[object]:
         return self.future
@@ -406,6 +429,25 @@ def test_an_operation_that_misses_the_end_of_all_connections_ends(store: TCPStor
     assert ["connections with all peers are broken" in str(result) for result in results] == [True, True]
     other.future.set_result(None)  # too late: nobody minds
     groups[0].shutdown()
+
+
+def test_whoever_drains_waits_for_the_real_end(store: TCPStore) -> None:
+    """Waiting ends with an abort; the operation may still write into its tensors."""
+    groups = pair(store)
+    operations = groups[0]._operations
+    assert operations is not None
+    work = Stuck()
+    guarded = operations.guard(work, "allreduce", ())
+    groups[0].abort()
+    with pytest.raises(RuntimeError, match="abort"):
+        guarded.wait()
+    assert isinstance(guarded, _operations._GuardedWork)
+    assert not guarded.drain(timedelta(milliseconds=5))
+    with ThreadPoolExecutor(1) as threads:
+        drained = threads.submit(guarded.drain, timedelta(seconds=SOON))
+        work.over = True
+        assert drained.result(SOON)
+    groups[1].shutdown()
 
 
 def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,14 +556,22 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def settle() -> None:
+    """Waits for the threads that old peers leave behind for a moment."""
+    assert _reaper.drain(SOON)
+    for thread in threading.enumerate():
+        if thread.name == "torchft_quiet":
+            thread.join(SOON)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
 def test_reconfiguring_leaks_no_descriptors_and_no_threads(store: TCPStore) -> None:
     groups = pair(store)
-    assert _reaper.drain(SOON)
+    settle()
     before = descriptors(), threading.active_count()
     for _ in range(10):
         connect(groups, store)
-    assert _reaper.drain(SOON)
+    settle()
     assert (descriptors(), threading.active_count()) <= (before[0] + 2, before[1])
     for group in groups:
         group.shutdown()

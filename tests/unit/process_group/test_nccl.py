@@ -7,6 +7,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, ClassVar, Iterator, Optional
 from unittest.mock import MagicMock, patch
 
@@ -406,3 +407,26 @@ def test_an_overdue_worker_ends_whatever_its_trainer_has_set(nccl: type[Nccl], m
     ProcessGroupNCCL()
     process_group.ProcessGroupBabyNCCL._create_pg(dist.HashStore(), 0, 2)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_xccl_connects_at_once(isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Xccl(Nccl):
+        made: ClassVar[list[Nccl]] = []
+        Options = SimpleNamespace
+
+    monkeypatch.setattr(dist, "ProcessGroupXCCL", Xccl, raising=False)
+    monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
+    base, store = MagicMock(), dist.HashStore()
+    monkeypatch.setattr(groups if isolated else process_group.xccl, "BaseProcessGroup", base)
+    if isolated:
+        process_group.ProcessGroupBabyXCCL._create_pg(store, 0, 2)
+    else:
+        ProcessGroupXCCL(timedelta(seconds=7))._create_pg(store, 0, 2)
+    (made,) = Xccl.made
+    base.assert_called_once_with(store, 0, 2)
+    group, device = base.return_value, torch.device("xpu", 1)
+    group._set_default_backend.assert_called_once_with(base.BackendType.XCCL)
+    group._register_backend.assert_called_once_with(device, base.BackendType.XCCL, made)
+    assert made.opts._timeout >= timedelta(days=1), "PyTorch's own deadline ends the process"
+    assert made.connected == [device]

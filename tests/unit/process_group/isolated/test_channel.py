@@ -39,7 +39,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_nobody_is_woken_through_a_closed_descriptor(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads may notice the worker's end, and close the descriptors, while another thread closes the channel.
     Somebody else's descriptor may have the number by then."""
-    op = channel.start(protocol.PING, b"", [], None, 60.0)
+    op = channel.start(protocol.PING, (), [], None, 60.0)
     woken: list[bool] = []
 
     def meanwhile() -> None:
@@ -59,7 +59,7 @@ def test_nobody_is_woken_through_a_closed_descriptor(channel: Channel, monkeypat
 
 def test_a_future_whose_operation_ends_while_the_worker_is_lost(channel: Channel) -> None:
     """Its answer was read just before: the thread for futures sees nothing left to do, and goes."""
-    op = channel.start(protocol.PING, b"", [], ["the result"], 60.0)
+    op = channel.start(protocol.PING, (), [], ["the result"], 60.0)
     future = channel.get_future(op, [], None)
     read = channel._ops.pop(op.op_id)
     channel.close(RuntimeError("aborted"))
@@ -70,7 +70,7 @@ def test_a_future_whose_operation_ends_while_the_worker_is_lost(channel: Channel
 
 
 def test_a_future_ends_with_the_channel(channel: Channel) -> None:
-    futures = [channel.get_future(channel.start(protocol.PING, b"", [], None, 60.0), [], None) for _ in range(3)]
+    futures = [channel.get_future(channel.start(protocol.PING, (), [], None, 60.0), [], None) for _ in range(3)]
     channel.close(RuntimeError("aborted"))
     for future in futures:
         with pytest.raises(RuntimeError, match="aborted"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from tests.unit.process_group.isolated.refusing import ProcessGroupBabyRefusing,
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroup, ProcessGroupBaby, ProcessGroupBabyGloo, ProcessGroupGloo
 from torchft.process_group.isolated import channel as channel_module
+from torchft.process_group.isolated import server as server_module
 from torchft.process_group.isolated import standby
 
 # What the promise of 100 ms is given on a machine that is busy with other tests.
@@ -317,6 +320,7 @@ def assert_all_end(group: ProcessGroup, end: Callable[[], None], says: str) -> N
     *errors, at = in_threads([*calls, kill])
     for error in errors:
         assert isinstance(error, RuntimeError) and says in str(error)
+    print(f"{says}: all waits had ended after {1000 * (max(ended) - at):.1f} ms")
     assert max(ended) - at < AT_ONCE_SEC
 
 
@@ -595,6 +599,7 @@ def test_a_standby_is_small(alone: ProcessGroup) -> None:
     for pid in workers():
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
         private = sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private"))
+        print(f"private memory: {private / 1000:.0f} MB")
         assert private < 100_000, f"{private} kB"
 
 
@@ -616,6 +621,23 @@ def test_the_workers_own_error_reaches_the_caller(store: TCPStore) -> None:
     group.shutdown()
 
 
+def test_a_worker_that_cannot_be_forked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", fork)
+    # The server as it is, but for the process that it runs in.
+    forking = object.__new__(server_module._Server)
+    forking._error, forking._workers = "", {}
+    channel = channel_module.Channel("a group", lambda *_: None, lambda: None)  # type: ignore[arg-type,return-value]
+    (requests, answers), (end, ended) = channel.wire.theirs, os.pipe()
+    with open(end, "rb", buffering=0) as reading:
+        forking._spawn({"spawn": 1}, requests.detach(), answers, ended)
+        assert reading.read() == b"" and not forking._workers
+    assert channel.lost()
+    assert "the worker could not be forked: [Errno 12] Cannot allocate memory" in str(channel.broken)
+
+
 def test_a_class_that_the_worker_cannot_find(store: TCPStore) -> None:
     class Local(ProcessGroupBabyGloo):
         pass
@@ -635,7 +657,7 @@ def test_the_last_words_of_a_worker_are_read_first(store: TCPStore, monkeypatch:
 
     group = Local(TIMEOUT)
     channel: Any = group._workers._next.channel  # type: ignore[union-attr]
-    wait_until(lambda: channel.wire._poll.poll(0), "the worker has said why")
+    wait_until(lambda: select.select([channel.wire._answers], [], [], 0)[0], "the worker has said why")
     wait_until(lambda: not workers(), "and has ended")
     with pytest.raises(RuntimeError, match="<locals>"):
         group.configure(meeting(store), "replica", 0, 1)

@@ -57,6 +57,33 @@ def test_a_factor_arrives() -> None:
         protocol.encode_options(opts)
 
 
+def sent(opts: Any) -> Any:
+    encoded, seconds = protocol.options(opts)
+    assert seconds == opts.timeout.total_seconds()
+    return fields(protocol.read_body(protocol.code("barrier") + encoded, lambda *_: torch.zeros(0))[1][0])
+
+
+@pytest.mark.parametrize("kind", [c10d.AllreduceOptions, c10d.AllreduceCoalescedOptions, c10d.ReduceOptions])
+def test_options_that_are_encoded_once_are_told_apart(kind: Any) -> None:
+    given = []
+    for name in ("reduceOp", "timeout", "asyncOp", "rootRank", "rootTensor"):
+        opts = kind()
+        if hasattr(opts, name):
+            values = {"reduceOp": ReduceOp.MAX, "timeout": timedelta(seconds=7), "asyncOp": not getattr(opts, name)}
+            setattr(opts, name, values.get(name, 3))
+            given += [opts, kind()]
+    for opts in given + given:
+        assert sent(opts) == fields(opts)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch was built without NCCL, which alone has factors")
+def test_factors_are_told_apart() -> None:
+    opts = c10d.AllreduceOptions()
+    for factor in (0.25, 0.5):
+        opts.reduceOp = dist._make_nccl_premul_sum(factor)
+        assert sent(opts) == fields(opts)
+
+
 def test_what_are_no_options_is_named() -> None:
     with pytest.raises(TypeError, match=r"dict: options of torch\.distributed are needed"):
         protocol.encode_options({})
@@ -72,7 +99,7 @@ def test_arguments_arrive_as_they_were() -> None:
             protocol.integer(-7),
             protocol.integers([]),
             protocol.integers([1 << 40, -1]),
-            protocol.options(c10d.AllToAllOptions()),
+            protocol.options(c10d.AllToAllOptions())[0],
         ]
     )
     name, arguments = protocol.read_body(body, lambda device, ref: (device, ref))  # type: ignore[arg-type, return-value]

@@ -1,0 +1,104 @@
+"""What the documents tell people to type. Pure functions over their text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHELLS = ("sh", "bash", "console")
+# What a command in running text begins with. `make` and a word is one; the word alone is not.
+PROGRAMS = r"(?:make|python|pip|torchrun|torchft|torchft_lighthouse|torchx|sbatch|kubectl|cd)"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, and the heading that it stands under."""
+
+    document: str
+    heading: str
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as it stands in a document; `inline` if it does so in running text."""
+
+    document: str
+    text: str
+    inline: bool = False
+
+
+def documents() -> dict[str, str]:
+    """Path from the repository's root to text, of all that people read."""
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+def blocks(document: str, text: str) -> list[Block]:
+    """All fenced blocks. One without a language has the language ``""``."""
+    found: list[Block] = []
+    heading, language, lines = "", None, []
+    for line in text.splitlines():
+        if language is None:
+            if line.startswith("#"):
+                heading = line.lstrip("#").strip()
+            elif fence := re.fullmatch(r"\s*```(\w*)", line):
+                language, lines = fence[1], []
+        elif line.strip() == "```":
+            found.append(Block(document, heading, language, "\n".join(lines) + "\n"))
+            language = None
+        else:
+            lines.append(line)
+    return found
+
+
+def commands(document: str, text: str) -> list[Command]:
+    """Every command in the document's shell blocks, and every one that running text quotes."""
+    found = [
+        Command(document, command)
+        for block in blocks(document, text)
+        if block.language in SHELLS
+        for command in block_commands(block.text, console=block.language == "console")
+    ]
+    prose = re.sub(r"^\s*```.*?^\s*```", "", text, flags=re.DOTALL | re.MULTILINE)
+    # A quoted command may go on in the next line.
+    for quoted in re.findall(rf"`({PROGRAMS}\s[^`]+)`", prose):
+        found.append(Command(document, " ".join(quoted.split()), inline=True))
+    return found
+
+
+def block_commands(text: str, console: bool = False) -> list[str]:
+    """The commands of a shell block: continued lines and here-documents are one, comments none.
+
+    In a `console` block only what follows a ``$`` is typed.
+    """
+    return list(_commands(text.splitlines(), console))
+
+
+def _commands(lines: list[str], console: bool) -> Iterator[str]:
+    rest = iter(lines)
+    for line in rest:
+        if console:
+            if not line.startswith("$ "):
+                continue
+            line = line[2:]
+        while line.endswith("\\"):
+            line = line[:-1].rstrip() + " " + next(rest).strip()
+        if here := re.search(r"<<-?'?(\w+)'?", line):
+            for more in rest:
+                line += "\n" + more
+                if more.strip() == here[1]:
+                    break
+        else:
+            line = re.sub(r"(^|\s)#\s.*", "", line).strip()
+        if line:
+            yield line
+
+
+def indented_commands(text: str) -> list[str]:
+    """Commands in blocks that are indented and not fenced, where nobody would find them."""
+    return re.findall(rf"^(?: {{4}}|\t)({PROGRAMS} .*)", text, re.MULTILINE)

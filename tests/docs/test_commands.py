@@ -1,0 +1,222 @@
+"""Every command of the documents is known to its program; those in shell blocks are run, or have a reason not to be.
+
+Pages are run a section at a time, as they stand there but for ports and for how long they train. What has no test here
+is in `CANNOT`, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from documents import ROOT, SHELLS, Block, Command, block_commands, blocks, commands, documents, indented_commands
+from processes import free_port
+from programs import check
+
+from torchft.launch import process_tree
+
+COMMANDS = [command for document, text in documents().items() for command in commands(document, text)]
+
+# (document, heading) of sections, and how many of their shell blocks, from the first on, a test below runs.
+RUN = {
+    ("README.md", "Run a job"): 2,
+    ("README.md", "By hand"): 2,
+    ("docs/operating.md", "Security"): 5,
+    ("docs/correctness.md", "The simulation"): 1,
+}
+# A pattern for commands of shell blocks that no test of the suite can run as they stand, and why.
+CANNOT = {
+    r"make \S+": "installs into .venv and takes minutes; what the recipes start has tests of its own (test_train_*.py, "
+    "test_torchft_toolchain.py, the suite itself)",
+    r"pip install .*": "downloads, and builds for minutes; `make wheel` and test_torchft_toolchain.py do",
+    r"python python/bench/.*": "takes minutes on an idle machine, and most parts install the published package",
+    r"python tests/process/chaos_faults\.py .*": "goes on for an hour; test_chaos.py runs the same faults",
+    r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",
+    r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",
+    r"sbatch .*": "needs Slurm; test_slurm_example.py runs the scripts with stand-ins",
+}
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, id=f"{c.document}: {c.text[:60]}") for c in COMMANDS])
+def test_the_program_knows_it(command: Command) -> None:
+    check(command.text)
+
+
+def test_every_command_of_a_shell_block_is_run_or_has_a_reason() -> None:
+    unexplained, used = [], set()
+    for document, text in documents().items():
+        for block in shell_blocks(document, text):
+            if block in section_blocks(document, block.heading):
+                continue
+            for command in block_commands(block.text, console=block.language == "console"):
+                reasons = [pattern for pattern in CANNOT if re.fullmatch(pattern, command)]
+                used.update(reasons)
+                if not reasons:
+                    unexplained.append(f"{document}: {command}")
+    assert unexplained == []
+    assert set(CANNOT) - used == set(), "reasons without a command"
+
+
+def test_no_command_hides_in_an_indented_block() -> None:
+    assert {d: found for d, text in documents().items() if (found := indented_commands(text))} == {}
+
+
+def shell_blocks(document: str, text: str) -> list[Block]:
+    return [block for block in blocks(document, text) if block.language in SHELLS]
+
+
+def section_blocks(document: str, heading: str) -> list[Block]:
+    """The blocks of a section that a test runs."""
+    found = [block for block in shell_blocks(document, documents()[document]) if block.heading == heading]
+    return found[: RUN.get((document, heading), 0)]
+
+
+def section(document: str, heading: str) -> list[str]:
+    found = [block.text for block in section_blocks(document, heading)]
+    assert len(found) == RUN[document, heading], f"{document} has {len(found)} shell blocks under {heading!r}"
+    return found
+
+
+def needs(*programs: str) -> None:
+    missing = [program for program in programs if shutil.which(program) is None]
+    if missing and os.environ.get("CI"):
+        pytest.fail(f"{missing} not found")
+    if missing:
+        pytest.skip(f"the page's commands need {missing}")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """That of a shell where torchft and PyTorch are installed, in an empty folder with the training script."""
+    (tmp_path / "train_ddp.py").symlink_to(ROOT / "train_ddp.py")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, code in (
+        ("torchft", "from torchft.cli import entry; entry()"),
+        ("torchft_lighthouse", "from torchft._torchft import lighthouse_main; lighthouse_main()"),
+        ("torchrun", "from torch.distributed.run import main; main()"),
+    ):
+        command = folder / name
+        command.write_text(f"#!{sys.executable}\nimport sys; sys.path.insert(0, {str(ROOT)!r})\n{code}\n")
+        command.chmod(0o755)
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHFT_")},
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def with_ports_of_our_own(script: str, *ports: str) -> str:
+    for port in ports:
+        assert port in script
+        script = script.replace(port, str(free_port()))
+    return script
+
+
+def bash(script: str, folder: Path, environment: dict[str, str], seconds: float) -> str:
+    """What the script prints. Whatever happens, nothing that it started is left behind."""
+    script = "set -e -m\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + script
+    log = folder / "output"
+    process = process_tree.start(["bash", "-c", script], log, {**environment, "PWD": str(folder)}, cwd=folder)
+    try:
+        assert process.wait(seconds) == 0, log.read_text()
+    finally:
+        process_tree.kill_tree(process)
+    return log.read_text()
+
+
+def ends(folder: Path) -> list[dict[str, object]]:
+    """The last event of the first rank of each of two groups."""
+    logs = [(folder / "events" / f"group-{group}-rank-0.jsonl").read_text().splitlines() for group in range(2)]
+    return [json.loads(lines[-1]) for lines in logs]
+
+
+@pytest.mark.timeout(280)
+def test_a_job_by_hand(environment: dict[str, str], tmp_path: Path) -> None:
+    """A terminal for each command."""
+    lighthouse, groups = section("README.md", "By hand")
+    first_group, second_group = groups.strip().splitlines()
+    script = with_ports_of_our_own(
+        f'{lighthouse.strip()} --bind 127.0.0.1:29510 &\n{first_group} & groups=$!\n{second_group} & groups+=" $!"\n',
+        "29510",
+    )
+    assert script.count("--steps 20000") == 2
+    script = script.replace("--steps 20000", "--steps 20 --events events")
+    bash(f"{script}for group in $groups; do wait $group; done", tmp_path, environment, 250)
+    first, second = ends(tmp_path)
+    assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
+
+
+@pytest.mark.timeout(280)
+def test_a_job_of_torchft_run_and_a_look_at_it(environment: dict[str, str], tmp_path: Path) -> None:
+    run, look = section("README.md", "Run a job")
+    assert "--steps 5000" in run
+    environment["XDG_RUNTIME_DIR"] = str(tmp_path)
+    log = tmp_path / "run"
+    job = process_tree.start(["bash", "-c", f"exec {run}"], log, environment, cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 200
+        while not re.search(r"^group 0 .* training", log.read_text(), re.M):
+            assert job.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        # Where another job has the usual port, it has a free one; what is typed here finds the usual one by itself.
+        address = re.search(r"^lighthouse: (\S+)", log.read_text(), re.M)
+        assert address
+        if not address[1].endswith(":29510"):
+            environment["TORCHFT_LIGHTHOUSE"] = address[1]
+        said = {}
+        for command in block_commands(look):
+            done = subprocess.run(
+                ["bash", "-c", command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
+            )
+            said[command] = done.stdout + done.stderr
+            # The doctor may find this machine wanting, and says so by its status.
+            assert done.returncode == 0 or (command == "torchft doctor" and done.returncode == 1), said
+        assert re.search("group.*training|training", said["torchft status"]), said
+        assert "joined" in said["torchft events"] or "quorum" in said["torchft events"], said
+        assert "lighthouse" in said["torchft doctor"], said
+        job.send_signal(signal.SIGINT)
+        assert job.wait(60) == 130, log.read_text()
+    finally:
+        process_tree.kill_tree(job)
+
+
+@pytest.mark.timeout(280)
+def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Path) -> None:
+    needs("openssl", "curl", "bash")
+    script = with_ports_of_our_own("\n".join(section("docs/operating.md", "Security")), "29510", "29511", "29512")
+    assert script.count(" --steps 50 ") == 2
+    said = bash(script.replace(" --steps 50 ", " --steps 20 --events events "), tmp_path, environment, 250)
+    assert re.search(r"Lighthouse listening on: https://", said), said
+
+    status, _ = json.JSONDecoder().raw_decode(said[said.index("{\n") :])
+    addresses = {member["address"] for member in status["members"]}
+    assert len(addresses) == 2 and all(address.startswith("https://") for address in addresses)
+    assert re.search(r'nobody\\?" is not known', said), said
+
+    first, second = ends(tmp_path)
+    assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
+    # One of them fetched its first weights from the other, which showed and saw the token.
+    events = "".join(path.read_text() for path in (tmp_path / "events").iterdir())
+    assert any(json.loads(line).get("healing") for line in events.splitlines()), events
+
+
+@pytest.mark.timeout(280)
+def test_a_history_is_replayed() -> None:
+    needs("go")
+    (text,) = section("docs/correctness.md", "The simulation")
+    first, second = block_commands(text)
+    assert first in second
+    done = subprocess.run(["bash", "-c", second], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0 and "\nok " in done.stdout, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) > 99

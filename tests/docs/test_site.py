@@ -1,0 +1,75 @@
+"""The site: links lead somewhere, every page is in it, every name of the API exists; and it builds, where MkDocs is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from documents import ROOT, documents
+from published import client_path
+
+LINKS = [
+    pytest.param(document, link, id=f"{document}: {link}")
+    for document, text in documents().items()
+    for link in sorted(set(re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)))
+]
+NAMES = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    """As Markdown's tools make one."""
+    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower()))
+
+
+@pytest.mark.parametrize(("document", "link"), LINKS)
+def test_the_link_leads_somewhere(document: str, link: str) -> None:
+    target, _, place = link.partition("#")
+    path = (ROOT / document).parent / target if target else ROOT / document
+    assert path.exists()
+    if place:
+        assert place in {anchor(heading) for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("default")  # TorchX's own
+def test_the_name_exists_and_says_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.startswith("torchft.torchx"):
+        monkeypatch.setattr(sys, "path", [*sys.path, str(client_path("torchx"))])
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute)
+    except AttributeError:
+        found = import_module(name)
+    assert found.__doc__
+
+
+def test_every_page_is_in_the_site() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    assert [page for page in (ROOT / "docs").glob("*.md") if f": {page.name}" not in menu] == []
+
+
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs what makes the site: pip install 'torchft[docs]'")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Takes one rank through its steps" in (tmp_path / "api.html").read_text()
+    assert "Fault tolerance for PyTorch" in (tmp_path / "readme.html").read_text()
+
+
+def test_every_setting_of_the_environment_is_documented() -> None:
+    used = {
+        name
+        for folder, kind in (("torchft", "*.py"), ("go", "*.go"))
+        for path in (ROOT / folder).rglob(kind)
+        if not path.name.endswith("_test.go")
+        for name in re.findall(r'"(TORCHFT_[A-Z_]+)"', path.read_text())
+    }
+    assert {"TORCHFT_LIGHTHOUSE", "TORCHFT_TIMEOUT_SEC", "TORCHFT_LOG_LEVEL"} <= used
+    pages = "".join(text for document, text in documents().items() if document.startswith("docs/"))
+    assert {name for name in used if not re.search(rf"\b{name}\b", pages)} == set()

@@ -1,0 +1,252 @@
+"""The faults that a job survives, by name: at random for as long as one likes, or each so many times, for a table.
+
+`make chaos` runs this. `--record=FILE` notes what each fault cost, goes on where an earlier run ended, and prints the
+table of all that is in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from chaos import PHASES, STOP_BOUND_S, Chaos, Outcome
+from flapping import Flapping
+from processes import Job
+
+KINDS = ("gloo", "isolated", "native")
+# Of the lighthouse of groups that have several ranks: one that is stopped hangs while its manager server lives.
+EJECT = ("--stalled_after_ms=2000", "--eject_stalled_after_ms=3000")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and the smallest job that it makes sense in."""
+
+    name: str
+    do: Callable[[Chaos, random.Random], Outcome]
+    groups: int = 2
+    ranks: int = 1
+    torchrun: bool = False
+    weight: int = 1  # how often it is chosen at random
+    times: int = 5  # in a record
+
+
+Do = Callable[[Chaos, random.Random], Outcome]
+
+
+def _some(chaos: Chaos, rng: random.Random, count: int) -> list[int]:
+    """So many groups; 0: all but one."""
+    return rng.sample(range(chaos.groups), count or chaos.groups - 1)
+
+
+def _kill(count: int, phase: str | None = None, rank: int = 0) -> Do:
+    return lambda chaos, rng: chaos.kill(*_some(chaos, rng, count), phase=phase or rng.choice(PHASES), rank=rank)
+
+
+def _stop(count: int, phase: str | None = None, rank: int = 0) -> Do:
+    # One that hangs is put out later than one that is silent.
+    bound_s = STOP_BOUND_S + (3.0 if rank else 0.0)
+    return lambda chaos, rng: chaos.stop(
+        *_some(chaos, rng, count), phase=phase or rng.choice(PHASES), rank=rank, bound_s=bound_s
+    )
+
+
+def _heal(whom: str, number: int) -> Do:
+    return lambda chaos, rng: chaos.strike_while_healing(rng.randrange(chaos.groups), whom, number)
+
+
+def _agent(chaos: Chaos, rng: random.Random) -> Outcome:
+    return chaos.kill_agent(rng.randrange(chaos.groups))
+
+
+def _worker(chaos: Chaos, rng: random.Random) -> Outcome:
+    return chaos.kill_worker(rng.randrange(chaos.groups), rng.choice(PHASES))
+
+
+FAULTS = [
+    *(Fault(f"kill -9 {phase}", _kill(1, phase), weight=2, times=50) for phase in PHASES),
+    Fault("kill -9 of the manager's rank", _kill(1), ranks=2),
+    Fault("kill -9 of another rank", _kill(1, rank=1), ranks=2, weight=4),
+    Fault("kill -9 of torchrun's agent", _agent, torchrun=True),
+    Fault("kill -9 of a worker that torchrun restarts", _worker, torchrun=True),
+    Fault("kill -9 of two at once", _kill(2), groups=4, weight=2),
+    Fault("kill -9 of all but one at once", _kill(0), groups=3, weight=2),
+    Fault("kill -9 of the source of a heal", _heal("source", signal.SIGKILL), groups=3),
+    Fault("kill -9 while it heals", _heal("target", signal.SIGKILL)),
+    *(Fault(f"SIGSTOP {phase}", _stop(1, phase)) for phase in PHASES),
+    Fault("SIGSTOP of the manager's rank", _stop(1), ranks=2),
+    Fault("SIGSTOP of another rank", _stop(1, rank=1), ranks=2),
+    Fault("SIGSTOP of two at once", _stop(2), groups=4),
+    Fault("SIGSTOP of all but one at once", _stop(0), groups=3),
+    Fault("SIGSTOP of the source of a heal", _heal("source", signal.SIGSTOP), groups=3),
+    Fault("SIGSTOP while it heals", _heal("target", signal.SIGSTOP)),
+    Fault("kill -9 of the lighthouse", lambda chaos, rng: chaos.kill_lighthouse()),
+    Fault("SIGSTOP of the lighthouse for 4 s", lambda chaos, rng: chaos.stop_lighthouse(4.0)),
+]
+
+
+def possible_in(groups: int, ranks: int, torchrun: bool, only: str = "", recorded: bool = False) -> list[Fault]:
+    """The faults that make sense in a job; in one for a record only those that one with fewer ranks has not."""
+    found = [f for f in FAULTS if f.groups <= groups and f.ranks <= ranks and f.torchrun == torchrun and only in f.name]
+    return [f for f in found if f.ranks == ranks] if recorded else found
+
+
+def next_at_random(possible: list[Fault], rng: random.Random) -> Fault:
+    return rng.choices(possible, weights=[fault.weight for fault in possible])[0]
+
+
+def next_missing(possible: list[Fault], kind: str, done: dict[str, int]) -> Fault | None:
+    """The fault that was done the smallest share of the times that a record has; None if it has all."""
+
+    def share(fault: Fault) -> float:
+        return done.get(fault.name, 0) / (fault.times if kind == "gloo" else 5)
+
+    least = min(possible, key=share)
+    return least if share(least) < 1 else None
+
+
+def table(records: Iterable[dict[str, Any]]) -> str:
+    """For each fault and kind of group: how often everything held, of how many times; the median and the longest
+    seconds until the survivors' next commit, the most steps that one of them lost; as Markdown.
+    """
+    by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        by_fault.setdefault((record["fault"], record["kind"]), []).append(record)
+    kinds = [kind for kind in KINDS if any(k == kind for _, k in by_fault)]
+    lines = [
+        "| fault | " + " | ".join(f"{kind}: held, median s, longest s, steps lost" for kind in kinds) + " |",
+        "| - |" + " - |" * len(kinds),
+    ]
+    for fault in FAULTS:
+        cells = []
+        for kind in kinds:
+            of = by_fault.get((fault.name, kind), [])
+            good = [record for record in of if "broken" not in record]
+            cell = f"{len(good)} of {len(of)}" if of else ""
+            if good:
+                seconds = [record["seconds"] for record in good]
+                lost = max(record["lost"] for record in good)
+                cell += f", {statistics.median(seconds):.2f}, {max(seconds):.2f}, {lost}"
+            cells.append(cell)
+        if any(cells):
+            lines.append(f"| {fault.name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> int:
+    args = _parse()
+    if args.flapping:
+        return flap(args)
+    torchrun = " --torchrun" if args.torchrun else ""
+    again = (
+        f"chaos_faults.py --seed={args.seed} --kind={args.kind} --groups={args.groups} --ranks={args.ranks}{torchrun}"
+    )
+    print(f"to replay: {again}", flush=True)
+    rng = random.Random(args.seed)
+    possible = possible_in(args.groups, args.ranks, args.torchrun, args.only, recorded=args.record is not None)
+    done = dict.fromkeys((fault.name for fault in possible), 0)
+    for record in _read(args.record) if args.record else []:
+        if record["kind"] == args.kind and "broken" not in record:
+            done[record["fault"]] = done.get(record["fault"], 0) + 1
+    records: list[dict[str, Any]] = []
+    fault: Fault | None = None
+    began = time.monotonic()
+    with Job() as job:
+        options = EJECT if args.ranks > 1 else ()
+        chaos = Chaos(job, args.kind, args.groups, args.ranks, torchrun=args.torchrun, lighthouse_options=options)
+        try:
+            chaos.start()
+            while time.monotonic() - began < 60 * args.minutes and len(records) < (args.faults or sys.maxsize):
+                fault = next_missing(possible, args.kind, done) if args.record else next_at_random(possible, rng)
+                if fault is None:
+                    break
+                outcome = fault.do(chaos, rng)
+                done[fault.name] += 1
+                records.append({"fault": fault.name, "kind": args.kind, "groups": args.groups, "ranks": args.ranks})
+                records[-1] |= {"seconds": round(outcome.seconds, 3), "lost": outcome.lost, "phases": outcome.phases}
+                print(f"[{time.monotonic() - began:7.1f} s] {len(records)}: {fault.name}: {outcome}", flush=True)
+                if outcome.seconds > args.slow:
+                    print(job.report(), flush=True)
+            chaos.finish()
+        except BaseException as e:
+            print(f"broken; to replay: {again}\n{job.report()}", file=sys.stderr, flush=True)
+            if args.record and fault is not None:
+                # Whatever it was, it came to light in this fault; those before it count for nothing.
+                _append(args.record, [{"fault": fault.name, "kind": args.kind, "broken": repr(e)[:300]}])
+            raise
+    if args.record:  # only now: what a job did counts when its history holds
+        _append(args.record, records)
+        records = _read(args.record)
+    print(table(records))
+    return 0
+
+
+def flap(args: argparse.Namespace) -> int:
+    """No faults: a network that is away for 100 ms, once a second."""
+    with Flapping() as proxy, Job() as job:
+        chaos = Chaos(job, args.kind, args.groups, args.ranks, through=proxy)
+        chaos.start()
+        began = time.monotonic()
+        chaos.flap(args.flapping)
+        seconds = time.monotonic() - began
+        chaos.finish()
+        steps = len(chaos.lives[0].ranks[0].of("step"))
+    print(
+        f"{args.flapping} cuts in {seconds:.0f} s broke {proxy.broken} connections; {steps} steps, all committed by all"
+    )
+    return 0
+
+
+def _append(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    with open(path, "a") as out:
+        out.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Kill and stop the processes of a job, until a rule breaks.")
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of the choices; default: random")
+    parser.add_argument("--faults", type=int, help="how many, and no longer than --minutes")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--kind", choices=KINDS, default="gloo")
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--torchrun", action="store_true", help="an agent of torchrun starts each group, of one rank")
+    parser.add_argument("--flapping", type=int, metavar="N", help="no faults, but N cuts of 100 ms, one each second")
+    parser.add_argument(
+        "--slow", type=float, default=float("inf"), metavar="S", help="print all logs when a fault took longer"
+    )
+    parser.add_argument("--only", default="", help="only faults whose name has this in it, such as SIGSTOP")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="each fault so many times; notes what it cost")
+    args = parser.parse_args()
+    if args.torchrun and args.ranks != 1:
+        parser.error(f"--torchrun --ranks {args.ranks}: allowed is 1")
+    if not (possible := possible_in(args.groups, args.ranks, args.torchrun)):
+        parser.error(f"--groups {args.groups} --ranks {args.ranks}: no fault makes sense in such a job")
+    if not any(args.only in fault.name for fault in possible):
+        names = ", ".join(fault.name for fault in possible)
+        parser.error(f"--only {args.only!r}: allowed is a part of one of {names}")
+    for name in ("groups", "ranks", "faults", "flapping"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name} {value}: allowed is 1 or more")
+    return args
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHFT_LOG_LEVEL", "warning")
+    sys.exit(main())

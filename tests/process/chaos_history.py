@@ -1,0 +1,146 @@
+"""What must hold of a job whatever is killed or stopped in it: of its history, and of what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_worker import BUCKETS, RATE, gradient
+from processes import Child, Event
+from torch.distributed import TCPStore
+
+from torchft.launch import process_tree
+
+ENDS_S = 10.0  # after a trainer's end, until what it started has ended too
+
+
+@dataclass
+class Life:
+    """A group, from its start to its death.
+
+    Attributes:
+        ranks: a process for each; or one, torchrun's agent, which starts the only rank, and starts it again.
+        store: where torchrun's agent would have one, None if there is an agent.
+    """
+
+    group: int
+    ranks: list[Child]
+    store: TCPStore | None = None
+
+
+def check_history(lives: Sequence[Life], last: int) -> None:
+    """All that groups committed, from step 0 to the one before `last`.
+
+    A rank meets those of the same number: in the first step, in which all but one take over its weights and contribute
+    nothing, that one is another group for each number.
+    """
+    for rank in range(len(lives[0].ranks)):
+        _check_rank([(life.group, life.ranks[rank]) for life in lives], last)
+
+
+def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
+    commits = [e for _, child in children for e in child.of("step") if e["committed"]]
+    by_step: dict[int, list[Event]] = {}
+    for e in commits:
+        by_step.setdefault(e["step"], []).append(e)
+    assert sorted(by_step) == list(range(last)), "every step is committed"
+
+    # No step is committed twice: in one quorum only, and by each rank once.
+    for step, events in by_step.items():
+        quorums = {e["quorum"] for e in events}
+        assert len(quorums) == 1, f"step {step} was committed in the quorums {quorums}"
+        assert len({e["digest"] for e in events}) == 1, f"different weights after step {step}"
+        assert len({e["participants"] for e in events}) == 1
+    for _, child in children:
+        steps = [e["step"] for e in child.of("step") if e["committed"]]
+        assert steps == sorted(set(steps)), f"{child.name} went back in history: {steps}"
+
+    # No commit goes back in history: a step that is committed already is not begun again.
+    ended = sorted((e["at"], e["step"]) for e in commits)
+    newest, i = -1, 0
+    for e in sorted(commits, key=lambda e: e["began"]):
+        while i < len(ended) and ended[i][0] < e["began"]:
+            newest, i = max(newest, ended[i][1]), i + 1
+        assert e["step"] > newest, f"step {e['step']} was begun when {newest} was committed"
+
+    # What one process computes from who took part.
+    contributors: dict[tuple[int, int], set[int]] = {}
+    for group, child in children:
+        for e in child.of("begin"):
+            if e["contributes"]:
+                contributors.setdefault((e["quorum"], e["step"]), set()).add(group)
+    # All begin with the weights of the one that contributes to the first step.
+    (first,) = contributors[by_step[0][0]["quorum"], 0]
+    weights, batches = [float(first)] * BUCKETS, 0
+    for step in range(last):
+        e = by_step[step][0]
+        groups = contributors[e["quorum"], step]
+        if step > 0:  # in the first step groups that take over the first weights count in the divisor
+            assert len(groups) == e["participants"], (step, groups, e)
+        for bucket in range(BUCKETS):
+            total = sum(gradient(step, group, bucket)[0].item() for group in groups)
+            weights[bucket] -= RATE * total / e["participants"]
+        batches += e["participants"]
+        for found, expected in zip(e["weights"], weights, strict=True):
+            assert abs(found - expected) < 1e-3 * (1 + abs(expected)), f"weights after step {step}: {e}, {weights}"
+        for event in by_step[step]:
+            assert event["batches"] == batches, f"batches_committed after step {step}: {event['batches']}, {batches}"
+
+
+def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthouse: tuple[str, int]) -> None:
+    """No process, port, thread, descriptor or shared memory of a job that has ended.
+
+    Args:
+        memory_before: the names in /dev/shm before the job.
+        lighthouse: host and port that it listened on.
+    """
+    for life in lives:
+        for child in life.ranks:
+            assert child.returncode is not None
+            check_ended(child)
+    left = {name for name in set(os.listdir("/dev/shm")) - memory_before if name.startswith("torchft")}
+    assert not left, f"shared memory is left: {left}"
+    with socket.socket() as s:
+        s.bind(lighthouse)
+    for child in (child for life in lives for child in life.ranks):
+        # The trainer's own eyes: after the last step, and when all of torchft is shut down.
+        for end in child.of("finished"):
+            assert end["descriptors"] < 200, f"{child.name} has {end['descriptors']} open descriptors"
+            threads = end["threads"]
+            assert len(threads) < 25 and threads.count("torchft_connect") == 0, f"threads of {child.name}: {threads}"
+        for end in child.of("ended"):
+            # PyTorch's own groups keep a port until what waits in them has timed out.
+            assert not end["listens"] or end["kind"] == "native", (
+                f"{child.name} still listens on the ports {end['listens']}"
+            )
+            # The one that ends futures in time is the process's own, and stays.
+            threads = [n for n in end["threads"] if n.startswith("torchft") and n != "torchft_timeouts"]
+            assert not threads, f"threads of {child.name} are left: {threads}"
+
+
+def check_ended(child: Child) -> None:
+    """A worker of an isolated group ends with its trainer, and is reaped by whoever inherits it; so does a trainer with
+    torchrun's agent.
+    """
+    trainers = {e["pid"] for e in child.of("imported")}
+    deadline = time.monotonic() + ENDS_S
+    while alive := processes_of({child.pid, *trainers}):
+        assert time.monotonic() < deadline, f"processes of {child.name} are left: {alive}"
+        time.sleep(0.05)
+
+
+def processes_of(groups: set[int]) -> list[int]:
+    """The processes of some process groups that run. One that only waits to be reaped does not."""
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in process_tree.alive(found) if _process_group(pid) in groups]
+
+
+def _process_group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None

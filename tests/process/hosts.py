@@ -1,0 +1,91 @@
+"""Several hosts on one machine, as network namespaces behind a bridge: a network that can be cut without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from types import TracebackType
+
+
+class NoHosts(Exception):
+    """Namespaces cannot be made here; the message says why."""
+
+
+class Hosts:
+    """So many hosts, each with one link to this machine. Leaving the `with` block removes all of it.
+
+    The links are of 198.18.0.0/15, which is kept for measurements: no real host is in it.
+
+    Raises:
+        NoHosts: on entering; not root, no `ip`, or a kernel without namespaces, bridges or veth.
+
+    Attributes:
+        address: of this machine, as the hosts see it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._bridge = f"tft{os.getpid()}"
+        self._network = f"198.18.{os.getpid() % 250 + 1}"
+        self.address = f"{self._network}.1"
+
+    def __enter__(self) -> Hosts:
+        if os.geteuid() != 0:
+            raise NoHosts("network namespaces take root")
+        if shutil.which("ip") is None:
+            raise NoHosts("the command ip (iproute2) is not installed")
+        try:
+            self._make()
+        except subprocess.CalledProcessError as e:
+            self._remove()
+            raise NoHosts(f"{' '.join(e.cmd)}: {e.stderr.strip()}") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def command(self, host: int) -> Sequence[str]:
+        """What to put before a command that is to run on a host."""
+        return ["ip", "netns", "exec", self._name(host)]
+
+    def cut(self, host: int) -> None:
+        """Nothing gets through any more, and nobody is told."""
+        _ip("link", "set", self._name(host), "down")
+
+    def heal(self, host: int) -> None:
+        """As it was."""
+        _ip("link", "set", self._name(host), "up")
+
+    def _name(self, host: int) -> str:
+        """Of the namespace, and of this machine's end of its link."""
+        return f"{self._bridge}.{host}"
+
+    def _make(self) -> None:
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("address", "add", f"{self.address}/24", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
+        for host in range(self.count):
+            name = self._name(host)
+            _ip("netns", "add", name)
+            _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("link", "set", name, "master", self._bridge, "up")
+            _ip("-n", name, "address", "add", f"{self._network}.{host + 2}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _ip("-n", name, "link", "set", link, "up")
+
+    def _remove(self) -> None:
+        for host in range(self.count):
+            for what in (("link", "delete", self._name(host)), ("netns", "delete", self._name(host))):
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    _ip(*what)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "delete", self._bridge)
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=20)

@@ -1,0 +1,52 @@
+"""The Kubernetes manifests: what they start is known to its programs, and they fit each other. No cluster is needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import check
+from test_train_demo import EXAMPLES
+
+MANIFESTS = EXAMPLES / "kubernetes"
+
+
+def manifests(path: Path) -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml", reason="reading the manifests needs PyYAML, which comes with torch's own tools")
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def test_the_lighthouse_answers_where_the_groups_and_the_probes_look_for_it() -> None:
+    deployment, service = manifests(MANIFESTS / "lighthouse.yaml")
+    pod = deployment["spec"]["template"]
+    assert pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    (container,) = pod["spec"]["containers"]
+    command = [*container["command"], *container["args"]]
+    check(" ".join(command))
+    port = container["ports"][0]["containerPort"]
+    assert f"--bind=[::]:{port}" in command and service["spec"]["ports"] == [{"port": port}]
+    assert {container[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {port}
+    assert deployment["spec"]["replicas"] == 1 and deployment["spec"]["strategy"]["type"] == "Recreate"
+    state = next(argument for argument in command if argument.startswith("--state_dir="))
+    assert container["volumeMounts"][0]["mountPath"] == state.partition("=")[2]
+
+    (job,) = manifests(MANIFESTS / "groups.yaml")
+    (group,) = job["spec"]["template"]["spec"]["containers"]
+    values = {variable["name"]: variable.get("value") for variable in group["env"]}
+    assert values["TORCHFT_LIGHTHOUSE"] == f"http://{service['metadata']['name']}:{port}"
+
+
+def test_a_pod_is_a_group_with_a_number_of_its_own() -> None:
+    (job,) = manifests(MANIFESTS / "groups.yaml")
+    spec = job["spec"]
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    (group,) = spec["template"]["spec"]["containers"]
+    values = {variable["name"]: variable.get("value") for variable in group["env"]}
+    assert values["NUM_REPLICA_GROUPS"] == str(spec["completions"])
+    (text,) = group["args"]
+    assert text.startswith("REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX exec torchrun ")
+    check(text.replace("exec ", ""))
+    ranks = re.search(r"--nproc_per_node (\d+)", text)
+    assert ranks and int(ranks[1]) == group["resources"]["limits"]["nvidia.com/gpu"]

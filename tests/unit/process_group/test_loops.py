@@ -1,0 +1,80 @@
+"""After an abort no thread of Gloo's turns in circles, whoever still refers to the group."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from tests.unit.process_group.ranks import TIMEOUT, connect
+from torchft.process_group import ProcessGroupGloo, _reaper
+from torchft.process_group._loops import _tell_once, _watched
+
+WINDOW_S = 0.5
+# A loop that waits needs 2 ms of a window; one that spins gets its share of the machine.
+SPINS_MS = 25
+DEADLINE_S = 20.0
+
+linux = pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="Gloo's loops are looked for in /proc")
+
+
+def loops() -> dict[str, float]:
+    """Milliseconds that each of Gloo's loops has run so far."""
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
+                found[thread.name] = int((thread / "schedstat").read_text().split()[0]) / 1e6
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def spins(others: set[str]) -> bool:
+    """Whether a loop runs all the time that is not one of others."""
+    before = loops()
+    time.sleep(WINDOW_S)
+    return any(ms - before.get(name, ms) > SPINS_MS for name, ms in loops().items() if name not in others)
+
+
+@linux
+def test_nothing_spins_after_an_abort(store: TCPStore) -> None:
+    """A receive that nobody waits for any more leaves no place for what its peer sends."""
+    others = set(loops())
+    groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
+    connect(groups, store)
+    lingering = [group.parent for group in groups]
+    groups[0].recv([torch.zeros(16)], 1, 0)
+    sent = groups[1].send([torch.ones(16)], 0, 0)
+    if not spins(others):
+        pytest.skip("this Gloo can do without")
+    for group in groups:
+        group.abort()
+    deadline = time.monotonic() + DEADLINE_S
+    while spins(others):
+        assert time.monotonic() < deadline
+    # It is still in order: it is destroyed as ever.
+    del sent
+    lingering.clear()
+    assert _reaper.drain(DEADLINE_S)
+
+
+@linux
+def test_an_epoll_that_tells_of_changes_only() -> None:
+    reading, writing = os.pipe()
+    with select.epoll() as epoll, open(reading, "rb"), open(writing, "wb"):
+        assert _watched(epoll.fileno()) == []
+        epoll.register(reading, select.EPOLLIN)
+        os.write(writing, b"x")
+        (watched,) = _watched(epoll.fileno())
+        assert watched[:2] == (reading, os.fstat(reading).st_ino) and watched.data & 0xFFFFFFFF == reading
+        assert epoll.poll(0) == epoll.poll(0) == [(reading, select.EPOLLIN)]
+        _tell_once(epoll.fileno(), watched)
+        assert epoll.poll(0) == []
+        os.write(writing, b"x")
+        epoll.unregister(reading)

@@ -1,0 +1,30 @@
+"""What is in the source distribution: all that the repository has, so that it builds, trains and passes its tests."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_IN_IT = {".gitignore"}
+
+
+def test_the_source_distribution_has_every_file(tmp_path: Path) -> None:
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("compares with what git knows, and this is no clone")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    known = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
+    (sources,) = tmp_path.glob("*.egg-info/SOURCES.txt")
+    missing = known - set(sources.read_text().splitlines()) - NOT_IN_IT
+    assert {name for name in missing if not name.startswith(".ci/")} == set()

@@ -42,7 +42,7 @@ def lives(events: list[Event]) -> list[list[Event]]:
     for event in events:
         if event["event"] == "start":
             found.append([])
-        elif event["event"] == "commit":
+        elif event["event"] == "commit" and not event.get("healing"):  # that loss is of the weights before the heal
             found[-1].append(event)
     return found
 

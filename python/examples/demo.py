@@ -85,9 +85,10 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
             group.follow()
             if group.status:
                 raise LaunchError(f"group {group.number} ended with status {group.status}", group.log)
+        progress.show(groups)  # also what a kill ends at once
         back = victim.state == "done" or victim.time_to_heal() is not None
         ready = victim.state.startswith("training") and (back or not kills)
-        if ready and kill_at < args.steps and all(group.step() >= kill_at for group in groups):
+        if ready and time_to_kill([group.step() for group in groups], kill_at, args.steps, len(kills)):
             kills.append(time.time())
             kill_at = args.steps if args.kill_every is None else victim.step() + args.kill_every
             if args.kill == "rank":
@@ -96,7 +97,7 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
                 victim.kill()
                 progress.show(groups)
                 victim.start(address, train_args)
-        progress.show(groups)
+            progress.show(groups)
         back = victim.state == "done" or victim.time_to_heal() is not None
         if groups[0].state == "done" and not (kills and back):
             raise LaunchError(f"the run was over before the kill at step {args.kill_at}: raise --steps")
@@ -106,6 +107,15 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
         group.follow()
     progress.show(groups)
     return kills
+
+
+def time_to_kill(steps: list[int], kill_at: int, end: int, kills: int) -> bool:
+    """Whether all groups are where the next kill is due, and are not about to end without the one that is killed.
+
+    They all end together once they have `end` steps, later ones included that they took to wait for a group.
+    """
+    latest = end - end // 10 if kills else end
+    return all(kill_at <= step < latest for step in steps)
 
 
 class Progress:

@@ -146,6 +146,47 @@ def test_a_group_is_not_killed_again_when_the_others_end(steps: list[int], kills
     assert demo.time_to_kill(steps, kill_at=20, end=100, kills=kills) is now, why
 
 
+def test_a_state_that_lasts_only_until_the_kill_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import demo
+
+    class Quick(demo.Group):
+        """Trains from the first step to beyond the kill between two looks, and then to the end."""
+
+        def start(self, *_: object) -> None:
+            self.state = "starting again" if self.events else "starting"
+            self._left = [10, 90] if self.number else [10, 10, 10, 10, 60]  # the survivor is there until it is back
+            self._pause = True
+
+        def follow(self) -> None:
+            if self._pause or not self._left:
+                self._pause = False
+                return
+            healing = bool(self.events) and self._left == [10, 90]
+            step = self.step() + self._left.pop(0)
+            self._take({"event": "commit", "step": step, "time": time.time(), "healing": healing, "participants": 2})
+            if not self._left:
+                self._take({"event": "end", "step": step})
+
+        def kill(self) -> list[int]:
+            self.state = "killed"
+            return []
+
+        @property
+        def started(self) -> float:
+            return 0.0
+
+        @property
+        def status(self) -> int | None:
+            return 0 if self.state == "done" else None
+
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "100", "--kill-at", "5"])
+    demo.train(demo.parse_args(), [Quick(number, 2, tmp_path) for number in range(2)], "")
+    shown = [line.rsplit("  ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("group 1")]
+    assert shown[:4] == ["starting", "training", "killed", "starting again"] and shown[-1] == "done"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -223,7 +223,7 @@ class Manager(Stateful):
 
         self._pg = pg
         self._manager: Optional[ManagerServer] = None
-        self._incidents = Incidents(logger=lambda: self._logger)
+        self._incidents = Incidents(over=lambda incident: self._logger.failure_event(incident))
         self._collectives = Collectives(abort=lambda: abort_group(self._pg), logger=lambda: self._logger)
         self._failures = Failures(
             failure_bus_from_env() if enable_error_bus is None else enable_error_bus,

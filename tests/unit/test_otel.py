@@ -13,7 +13,8 @@ from typing import Any, Iterator
 
 import pytest
 
-from torchft._manager.log import export_events, otel_exporters
+from torchft._manager.exporters import otel_exporters
+from torchft._manager.log import export_events
 from torchft.http import _IPv6HTTPServer
 
 VARIABLES = (

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Callable, Optional
-
-if TYPE_CHECKING:
-    from torchft._manager.log import _ManagerLogger
+from typing import Callable, Optional
 
 
 class Incident:
@@ -48,11 +45,11 @@ class Incidents:
     """The failure after which nothing was committed yet, if there is one: what comes meanwhile belongs to it.
 
     Args:
-        logger: gives the Manager's logger; it is made after this.
+        over: is given one that has ended.
     """
 
-    def __init__(self, logger: Callable[[], _ManagerLogger]) -> None:
-        self._logger = logger
+    def __init__(self, over: Callable[[Incident], None]) -> None:
+        self._over = over
         self._incident: Optional[Incident] = None
 
     def noticed(self, cause: Exception, step: int, quorum_id: int) -> None:
@@ -73,7 +70,7 @@ class Incidents:
             return
         if committed:
             incident.ended("next step")
-            self._logger().failure_event(incident)
+            self._over(incident)
             self._incident = None
         else:
             incident.steps_lost += 1

@@ -6,48 +6,20 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Protocol
 
+from torchft._manager.exporters import otel_exporters
 from torchft._manager.reports import Reports
 
 if TYPE_CHECKING:
     from torchft._manager.incident import Incident
     from torchft._manager.phases import Phases
-    from torchft.manager import Manager
 
 _quorums = logging.getLogger("torchft_quorums")
 _commits = logging.getLogger("torchft_commits")
 _errors = logging.getLogger("torchft_errors")
 _failures = logging.getLogger("torchft_failures")
 _recoveries = logging.getLogger("torchft_recoveries")
-
-
-_EXPORTERS = ("otlp", "console")
-
-
-def otel_exporters(signal: str = "LOGS") -> list[str]:
-    """The exporters that OpenTelemetry's own variables ask for; none unless they ask for one.
-
-    Args:
-        signal: LOGS or TRACES.
-
-    Raises:
-        ValueError: OTEL_LOGS_EXPORTER, or OTEL_TRACES_EXPORTER, names one that is not known.
-    """
-    setting = f"OTEL_{signal}_EXPORTER"
-    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return []
-    text = os.environ.get(setting, "").strip()
-    if not text:
-        endpoints = (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-        return ["otlp"] if any(os.environ.get(name) for name in endpoints) else []
-    kinds = [kind.strip() for kind in text.split(",")]
-    if kinds == ["none"]:
-        return []
-    for kind in kinds:
-        if kind not in _EXPORTERS:
-            raise ValueError(f"{setting}={text!r}: allowed are none, or {' and '.join(_EXPORTERS)}")
-    return kinds
 
 
 def export_events() -> None:
@@ -64,10 +36,19 @@ def export_events() -> None:
         otel.setup_logger(logger.name)
 
 
+class _Stepping(Protocol):
+    """Where the Manager is."""
+
+    _client: Any
+    _quorum_id: int
+
+    def current_step(self) -> int: ...
+
+
 class _ManagerLogger:
     """Prefixes each line with who says it and at which step."""
 
-    def __init__(self, manager: Manager, replica_id: str, group_rank: int) -> None:
+    def __init__(self, manager: _Stepping, replica_id: str, group_rank: int) -> None:
         self._logger = logging.getLogger("torchft.manager")
         self._manager = manager
         self._replica_id = replica_id

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional, Protocol
 
 import torch
 from torch.distributed import ReduceOp
@@ -16,8 +16,33 @@ from torchft._manager.inputs import Inputs, Kept
 from torchft._manager.replay import MOST_REPLAYS, Attempt, why_anew, why_not
 
 if TYPE_CHECKING:
+    from torchft._manager.errors import ExceptionWithTraceback
+    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.plan import Plan
     from torchft._manager.state import Position
-    from torchft.manager import Manager
+    from torchft._manager.work import _ManagedWork
+
+
+class _Steps(Protocol):
+    """What the Manager does in a step, which a replay does again."""
+
+    _layout: Optional[list[str]]
+    _logger: _ManagerLogger
+    _plan: Optional[Plan]
+
+    @property
+    def _position(self) -> Position: ...
+    def _reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[_ManagedWork]: ...
+    def _report_collective_error(self, e: Exception) -> None: ...
+    def _end_collectives(self) -> None: ...
+    def _abort_collectives(self) -> None: ...
+    def _vote(self, yes: bool, timeout: timedelta) -> bool: ...
+    def _why_lost(self) -> str: ...
+    def _ask_again(self) -> Plan: ...
+    def _try_step(self, timeout: timedelta) -> bool: ...
+    def _finish_heal(self) -> None: ...
+    def errored(self) -> Optional[ExceptionWithTraceback]: ...
+    def report_error(self, e: Exception) -> None: ...
 
 
 class Replayer:
@@ -28,7 +53,7 @@ class Replayer:
         enabled: whether anything is kept at all.
     """
 
-    def __init__(self, manager: Manager, enabled: bool) -> None:
+    def __init__(self, manager: _Steps, enabled: bool) -> None:
         self.enabled = enabled
         self._manager = manager
         self._inputs = Inputs()  # of this step's allreduces

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Protocol
 
 from torchft import _torchft
-from torchft._manager.log import otel_exporters
+from torchft._manager.errors import ExceptionWithTraceback
+from torchft._manager.exporters import otel_exporters
 
-if TYPE_CHECKING:
-    from torchft.manager import Manager
+
+class _Stepping(Protocol):
+    """Who steps, and where it is."""
+
+    _client: Any
+    _group_rank: int
+    _participating_replica_world_size: int
+    _quorum_id: int
+    _replica_id: str
+
+    def current_step(self) -> int: ...
+    def errored(self) -> Optional[ExceptionWithTraceback]: ...
 
 
 class StepTrace:
@@ -27,7 +38,7 @@ class StepTrace:
 
 
 class _OtelStepTrace(StepTrace):
-    def __init__(self, manager: Manager, tracer: Any) -> None:
+    def __init__(self, manager: _Stepping, tracer: Any) -> None:
         self._manager = manager
         self._tracer = tracer
         self._span: Optional[Any] = None
@@ -70,7 +81,7 @@ def _traceparent(span: Any) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
 
 
-def step_trace(manager: Manager) -> StepTrace:
+def step_trace(manager: _Stepping) -> StepTrace:
     """Traces of a Manager's steps, if the environment asks for them.
 
     Raises:

@@ -7,18 +7,23 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Callable, Optional, TypeVar
+from typing import Callable, Optional, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchft.futures import future_timeout
 
-if TYPE_CHECKING:
-    from torchft.manager import Manager
-
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+class _Reported(Protocol):
+    """Whoever is told of failures."""
+
+    _timeout: timedelta
+
+    def _report_collective_error(self, e: Exception) -> None: ...
 
 
 class _SimpleFuture(torch.futures.Future[T]):
@@ -53,7 +58,7 @@ class _ManagedWork(dist._Work):
         value: what the future gives; also after a failure, as it is then.
     """
 
-    def __init__(self, manager: Manager, work: dist._Work, value: object) -> None:
+    def __init__(self, manager: _Reported, work: dist._Work, value: object) -> None:
         super().__init__()
         self._manager = manager
         self._work = work

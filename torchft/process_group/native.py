@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store, Work
 from torchft.process_group._connections import Connections
 
 if TYPE_CHECKING:
-    from torchft.process_group.reconfigure import ReconfigureOptions
+    from torch._C._distributed_c10d import ReconfigureOptions
 
 # Of every native group that has peers.
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()

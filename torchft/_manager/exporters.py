@@ -1,0 +1,32 @@
+"""Which OpenTelemetry exporters the environment asks for; nothing of OpenTelemetry is imported to know it."""
+
+from __future__ import annotations
+
+import os
+
+_EXPORTERS = ("otlp", "console")
+
+
+def otel_exporters(signal: str = "LOGS") -> list[str]:
+    """The exporters that OpenTelemetry's own variables ask for; none unless they ask for one.
+
+    Args:
+        signal: LOGS or TRACES.
+
+    Raises:
+        ValueError: OTEL_LOGS_EXPORTER, or OTEL_TRACES_EXPORTER, names one that is not known.
+    """
+    setting = f"OTEL_{signal}_EXPORTER"
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return []
+    text = os.environ.get(setting, "").strip()
+    if not text:
+        endpoints = (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+        return ["otlp"] if any(os.environ.get(name) for name in endpoints) else []
+    kinds = [kind.strip() for kind in text.split(",")]
+    if kinds == ["none"]:
+        return []
+    for kind in kinds:
+        if kind not in _EXPORTERS:
+            raise ValueError(f"{setting}={text!r}: allowed are none, or {' and '.join(_EXPORTERS)}")
+    return kinds

@@ -78,6 +78,20 @@ def test_it_kills_restarts_grows_shrinks_and_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_more_groups_of_the_training_script_join(tmp_path: Path) -> None:
+    """Each has a shard of the data of its own, so that it must know how many there may be."""
+    run = Command(tmp_path, "--replicas", "1:2", str(ours_path() / "train_ddp.py"), "--steps", "1000000")
+    try:
+        run.wait(lambda: run.shows(r"^group 0 .* training"), "the first one trains", 120)
+        said = tmp_path / "scale"
+        scale = [sys.executable, "-m", "torchft.cli", "scale", "2"]
+        assert process_tree.start(scale, said, run.env).wait(30) == 0, said.read_text()
+        run.wait(lambda: run.shows(r"^group 1 .* training"), "the second one trains", 120)
+    finally:
+        process_tree.kill_tree(run.process)
+
+
+@pytest.mark.timeout(240)
 def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
     run = Command(tmp_path, "--replicas", "2", str(MEMBER), "50")
     try:
@@ -136,6 +150,6 @@ def test_a_script_that_fails_at_once_is_given_up_and_its_log_is_shown(tmp_path: 
     try:
         assert run.process.wait(200) == 1
         assert "group 0 ended 3 times before it took part in a step" in run.log.read_text()
-        assert "the end of" in run.log.read_text() and "broken.py" in run.log.read_text()
+        assert "the end of" in run.log.read_text() and "out of cheese" in run.log.read_text()
     finally:
         process_tree.kill_tree(run.process)

@@ -20,7 +20,8 @@ _ABOUT = """\
 Starts a lighthouse and replica groups of a script, each a torchrun of its own; starts again what dies; shows one line
 for each group, and ends when all groups have finished. Ctrl-C ends all of it, and leaves nothing behind.
 
-The script finds REPLICA_GROUP_ID and NUM_REPLICA_GROUPS in its environment, and all that torchrun sets.
+The script finds REPLICA_GROUP_ID and NUM_REPLICA_GROUPS (how many there may be: MAX) in its environment, and all that
+torchrun sets.
 
   torchft run --replicas 2 --kill-every 30s train_ddp.py --steps 5000
   torchft run --replicas 2:8 train.py        # and later, in another terminal: torchft scale 4
@@ -47,7 +48,7 @@ def _run(args: Any) -> int:
 
     def make_group(number: int) -> ReplicaGroup:
         log = args.log_dir / f"group-{number}.log"
-        return ReplicaGroup(number, first, [str(args.script), *args.script_args], log, args.nproc_per_node)
+        return ReplicaGroup(number, most, [str(args.script), *args.script_args], log, args.nproc_per_node)
 
     options = ["--min_replicas", str(args.min_replicas), "--join_timeout_ms", str(round(1000 * args.join_timeout))]
     with lighthouse(args.log_dir / "lighthouse.log", options, args.bind or usual_bind()) as address:
@@ -92,7 +93,8 @@ def _parse(arguments: Sequence[str]) -> Any:
         "--log-dir", type=Path, default=None, metavar="DIR", help="for the logs (torchft-logs/ and the time)"
     )
     parser.add_argument("script", type=Path, help="what each rank runs")
-    parser.add_argument("script_args", nargs="...", metavar="...", help="its arguments")
+    script_args = parser.add_argument("script_args", nargs="...", metavar="...", help="its arguments")
+    script_args.required = False  # there may be none, which older Pythons name as missing with the script
     args = parser.parse_args(arguments)
     if not args.script.is_file():
         parser.error(f"script {str(args.script)!r} is no file{_alike(args.script)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Member:
     took_part: bool = False  # in this life
     restart_at: float | None = None
     leaving: bool = False
+    given_up: str = ""  # why it is not started again
     end_by: float | None = None  # when it is told to end in another way, if it has not left by itself
     replica_id: str = ""  # as the lighthouse knows it
     history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
@@ -89,6 +91,8 @@ class LocalJob:
     def scale(self, replicas: int) -> None:
         """Adds groups, or lets the last ones leave: at the end of a step, so that the others lose none.
 
+        One that was given up is tried again.
+
         Raises:
             ValueError: fewer than one, or more than ``most``.
         """
@@ -101,19 +105,19 @@ class LocalJob:
         for number in range(replicas):
             if number == len(self.members):
                 self.members.append(Member(self._make_group(number)))
-            elif not self.members[number].leaving:
+            member = self.members[number]
+            if member.group.starts > 0 and not member.leaving and not member.given_up:
                 continue
-            elif self.members[number].running:
+            if member.leaving and member.running:
                 raise ValueError(f"group {number} is still leaving; try again when it is gone")
-            else:
-                self.members[number].leaving = False
-            self._start(self.members[number])
+            member.leaving, member.given_up, member.fruitless = False, "", 0
+            self._start(member)
 
     def tick(self) -> bool:
         """Looks after all groups. Returns whether any of them still has something to do.
 
         Raises:
-            LaunchError: a group does not start.
+            LaunchError: a group does not start, and there is no other one, or all others have finished.
         """
         now = time.monotonic()
         if now - self._asked > _ASK_EVERY_SEC:
@@ -124,7 +128,11 @@ class LocalJob:
         if self._kill_every is not None and now >= self._next_kill:
             self._next_kill = now + self._kill_every
             self._kill_one()
-        return any(member.running or member.restart_at is not None for member in self.members)
+        goes_on = any(member.running or member.restart_at is not None for member in self.members)
+        given_up = [member for member in self.members if member.given_up]
+        if given_up and not goes_on:
+            raise LaunchError("; ".join(m.given_up for m in given_up), *(m.group.log for m in given_up))
+        return goes_on
 
     def run(self, show: Callable[[LocalJob], None], each_tick: Callable[[LocalJob], None] = lambda job: None) -> None:
         """Until all groups have finished."""
@@ -172,6 +180,8 @@ class LocalJob:
             return
         if member.leaving:
             member.state = "left"
+        elif member.given_up:
+            return
         elif member.restart_at is not None:
             if now >= member.restart_at:
                 self._start(member)
@@ -181,14 +191,21 @@ class LocalJob:
             member.fruitless = 0 if member.took_part else member.fruitless + 1
             delay = restart_delay(member.fruitless)
             if delay is None:
-                raise LaunchError(
-                    f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, "
-                    f"the last time with status {status}",
-                    member.group.log,
-                )
+                self._give_up(member, status)
+                return
             if member.state != "killed":
                 member.state = f"ended with status {status}"
             member.restart_at = now + delay
+
+    def _give_up(self, member: Member, status: int) -> None:
+        """Those that train go on without it. Where none does, the script does not start at all, and the job ends."""
+        member.given_up = (
+            f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the last time "
+            f"with status {status}"
+        )
+        if not any(other.took_part for other in self.members):
+            raise LaunchError(member.given_up, member.group.log)
+        member.state = f"given up: ended with status {status} and never took part, see {member.group.log}"
 
     def _kill_one(self) -> None:
         candidates = [member for member in self.members if member.running and member.took_part and not member.leaving]
@@ -231,6 +248,13 @@ def drain(lighthouse: str, replica_id: str) -> bool:
     return True
 
 
+# What torchrun's agent writes first when a worker has failed. Dozens of lines follow it, and none says why.
+_OF_TORCHRUN = re.compile(r"torch/distributed/elastic/\S+ failed \(exitcode: ")
+
+
 def tail(log: Path, lines: int = 20) -> str:
-    """The end of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    """The end of a log: of what the script itself said last, where torchrun reports its end."""
+    text = log.read_text(errors="replace").splitlines()
+    reports = [i for i, line in enumerate(text) if _OF_TORCHRUN.search(line)]
+    end = reports[-1] if reports and reports[-1] > 0 else len(text)
+    return "\n".join(text[max(0, end - lines) : end])

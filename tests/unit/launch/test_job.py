@@ -100,6 +100,52 @@ def test_one_that_never_gets_to_a_step_is_given_up(monkeypatch: pytest.MonkeyPat
         cluster.pass_time(0)
 
 
+def test_one_that_never_gets_to_a_step_is_given_up_and_those_that_train_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5}
+    for _ in range(FRUITLESS_LIVES):
+        cluster.groups[1].status = 1
+        cluster.pass_time(0)
+        cluster.pass_time(6)
+        cluster.pass_time(6)
+    assert cluster.groups[1].starts == FRUITLESS_LIVES
+    assert cluster.states() == ["training", "given up: ended with status 1 and never took part, see group-1.log"]
+    assert cluster.groups[0].status is None and cluster.groups[0].starts == 1
+
+    cluster.job.scale(2)  # somebody repaired it
+    assert cluster.groups[1].starts == FRUITLESS_LIVES + 1 and cluster.states()[1] == "starting again"
+    cluster.groups[1].status = 1
+    cluster.pass_time(0)
+    cluster.pass_time(6)
+    assert cluster.groups[1].starts == FRUITLESS_LIVES + 2, "it has as many lives as at first"
+
+    for _ in range(FRUITLESS_LIVES):
+        cluster.groups[1].status = 1
+        cluster.pass_time(6)
+        cluster.pass_time(6)
+    assert cluster.pass_time(1)
+    cluster.groups[0].status = 0
+    with pytest.raises(LaunchError, match="group 1 ended 3 times before it took part in a step") as error:
+        cluster.pass_time(1)
+    assert error.value.logs == (Path("group-1.log"),)
+    assert cluster.states()[0] == "done", "the others have finished"
+
+
+def test_what_the_end_of_a_log_shows(tmp_path: Path) -> None:
+    log = tmp_path / "group-0.log"
+    log.write_text("".join(f"line {i}\n" for i in range(30)))
+    assert module.tail(log).splitlines() == [f"line {i}" for i in range(10, 30)]
+    of_torchrun = (
+        "E1122 10:47:52.043000 24579 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) "
+        "local_rank: 0 (pid: 24684) of binary: /usr/bin/python\n" + 40 * "what torchrun says of it\n"
+    )
+    script = "Traceback (most recent call last):\nRuntimeError: out of cheese\n"
+    log.write_text(f"an earlier life\n{of_torchrun}{script}{of_torchrun}")
+    assert module.tail(log).endswith(script.strip()), "what the script says, and not what torchrun says of that"
+    log.write_text(of_torchrun)
+    assert module.tail(log).endswith("what torchrun says of it"), "where there is nothing else"
+
+
 def test_the_job_is_over_when_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 2, 2)
     cluster.groups[0].status = 0

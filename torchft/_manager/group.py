@@ -39,11 +39,12 @@ def join_group(
         start_server: makes the server.
         further: more arguments of it.
     """
+    # Before the store, which may be waited for.
+    lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
     store = _open_store(settings)
     server = None
     try:
         if settings.group_rank == 0:
-            lighthouse_addr = settings.require_lighthouse()
             full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
             server = start_server(
                 replica_id=full_id,

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchft.cli.arguments import Parser, ask_of
-from torchft.cli.status import printable
+from torchft.cli.status import groups, printable
 from torchft.launch.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
 
 _CONNECT_SEC = 3.0
@@ -166,7 +166,7 @@ def _lighthouse(addresses: str | None, job: str | None) -> Iterator[Finding]:
         yield Finding("bad", str(e))
         return
     took = time.monotonic() - began
-    yield Finding("ok", f"the lighthouse answers after {1000 * took:.0f} ms and knows {len(members)} groups")
+    yield Finding("ok", f"the lighthouse answers after {1000 * took:.0f} ms and knows {groups(len(members))}")
     yield from _clock(lighthouse.addresses[0])
     for member in members:
         yield from _reach(member)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 def table(status: dict[str, Any]) -> str:
     """What a lighthouse says, for people."""
     members = status["members"]
-    head = f"quorum {status['quorum_id']}: {_groups(len(status['quorum']))}, step {status['max_step']}"
+    head = f"quorum {status['quorum_id']}: {groups(len(status['quorum']))}, step {status['max_step']}"
     if status["quorum_id"] == 0:
         head = "no quorum yet"
     lines = [head, f"next: {status['reason']}"] if status["reason"] else [head]
@@ -53,7 +53,7 @@ def table(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _groups(n: int) -> str:
+def groups(n: int) -> str:
     return f"{n} group{'' if n == 1 else 's'}"
 
 

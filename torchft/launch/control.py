@@ -64,6 +64,8 @@ def scale(replicas: int, pid: int | None = None) -> str:
         OSError: it does not answer.
     """
     jobs = running()
+    if not jobs:
+        raise ValueError("no `torchft run` of yours runs on this machine")
     if pid is not None and pid not in jobs:
         raise ValueError(f"no job of yours runs as process {pid}; running: {_names(jobs)}")
     if pid is None and len(jobs) != 1:
@@ -87,7 +89,7 @@ def running() -> dict[int, Path]:
 
 
 def _names(jobs: dict[int, Path]) -> str:
-    return ", ".join(str(pid) for pid in sorted(jobs)) or "none"
+    return ", ".join(str(pid) for pid in sorted(jobs))
 
 
 def _folder() -> Path:

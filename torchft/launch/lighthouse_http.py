@@ -102,8 +102,12 @@ def _reason(body: bytes) -> str:
 
 
 def _checked(address: str) -> str:
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(address)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:  # a port that is none
+        usable = False
+    if not usable:
         raise Unanswered(f"the lighthouse address {address!r} is not allowed; allowed: http://host:port")
     return address.rstrip("/")
 

@@ -54,13 +54,15 @@ def exits(arguments: list[str]) -> int:
         (["statsu"], "'statsu' is no command (did you mean status?); there are run,"),
         (["drian"], "'drian' is no command (did you mean drain?)"),
         (["xyzzy"], "'xyzzy' is no command; there are run,"),
-        (["run"], "required: script"),
+        (["run"], "the following arguments are required: script\n"),
         (
             ["run", "--replica", "2", "x.py"],
             "--replica is not understood (did you mean --replicas?); see torchft run --help",
         ),
         (["run", "--replicas", "0", "x.py"], "argument --replicas: '0' is not allowed; allowed: N or N:MAX"),
         (["run", "--kill-every", "often", "x.py"], "'often' is not allowed; allowed: a time above 0 like 500ms"),
+        (["run", "--kill-every", "-3s", "x.py"], "'-3s' is not allowed; allowed: a time above 0 like 500ms"),
+        (["run", "--nproc-per-node", "-1", "x.py"], "'-1' is not allowed; allowed: a whole number of at least 1"),
         (["run", "missing/train.py"], "script 'missing/train.py' is no file, and there is no folder missing"),
         (
             ["run", "--replicas", "2", "--min-replicas", "3", __file__],
@@ -89,6 +91,16 @@ def test_a_script_that_is_not_there_is_answered_with_its_neighbour(
     ("arguments", "said"),
     [
         (["status", "--lighthouse", "localhost:29510"], "'localhost:29510' is not allowed; allowed: http://host:port"),
+        # The socket would take it modulo 65536.
+        (
+            ["status", "--lighthouse", "http://localhost:99999"],
+            "'http://localhost:99999' is not allowed; allowed: http://",
+        ),
+        (["status", "--lighthouse", "http://localhost:x"], "'http://localhost:x' is not allowed; allowed: http://host"),
+        (
+            ["status", "--lighthouse", "http://localhost"],
+            "'http://localhost' is not allowed; allowed: http://host:port",
+        ),
         (["status", "--lighthouse", "http://127.0.0.1:9"], "no lighthouse answered within 5 s (http://127.0.0.1:9: "),
         (["kill", "--lighthouse", "http://127.0.0.1:9,http://127.0.0.1:7", "a"], "http://127.0.0.1:7: "),
     ],

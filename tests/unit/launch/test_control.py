@@ -58,8 +58,10 @@ def test_what_the_job_refuses_reaches_the_caller(job: FakeJob) -> None:
 
 def test_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with pytest.raises(ValueError, match="which job\\? name one with --pid; running: none"):
+    with pytest.raises(ValueError, match="no `torchft run` of yours runs on this machine"):
         control.scale(3)
+    with pytest.raises(ValueError, match="no `torchft run` of yours runs on this machine"):
+        control.scale(3, 1)
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

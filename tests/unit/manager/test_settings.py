@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchft._manager import settings
+from torchft._manager import group, settings
 from torchft._manager.settings import Settings, extract_trailing_digits, get_timeout, global_rank, resolve
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
@@ -70,6 +70,17 @@ def test_missing_environment_is_named(name: str, monkeypatch: pytest.MonkeyPatch
 def test_missing_lighthouse_is_named() -> None:
     with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE"):
         make().require_lighthouse()
+
+
+def test_missing_lighthouse_is_named_before_anything_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of MASTER_ADDR may not be there, and is waited for a minute."""
+
+    def open_store(settings: Settings) -> None:
+        raise AssertionError("it was waited for")
+
+    monkeypatch.setattr(group, "_open_store", open_store)
+    with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE"):
+        group.join_group(make(rank=0), None, "here", start_server=lambda **given: pytest.fail("it was started"))
 
 
 @pytest.mark.parametrize(

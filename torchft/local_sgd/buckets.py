@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Optional, Sequence
 
 import torch
@@ -38,10 +39,10 @@ def bucket_bytes(use_bucketization: bool, bucket_cap_mb: Optional[int]) -> Optio
         bucket_cap_mb: in MiB; default: 1024.
 
     Raises:
-        ValueError: the cap is not positive, or the variable is neither True nor False.
+        ValueError: the cap is no positive whole number, or the variable is neither True nor False.
     """
-    if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb}: allowed are 1 and more (MiB), None for {_DEFAULT_CAP_MB}")
+    if bucket_cap_mb is not None and (not isinstance(bucket_cap_mb, Integral) or bucket_cap_mb <= 0):
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: allowed are 1 and more (MiB), None for {_DEFAULT_CAP_MB}")
     text = os.environ.get(USE_BUCKETIZATION_ENV, "False")
     if text not in ("True", "False", ""):
         raise ValueError(f"{USE_BUCKETIZATION_ENV}={text!r}: allowed are True and False")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, List, NamedTuple, Optional
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn, optim
 
 from torchft.local_sgd.buckets import bucket_bytes
 from torchft.local_sgd.fragment import Fragment
-from torchft.local_sgd.inner_steps import InnerSteps
+from torchft.local_sgd.inner_steps import InnerSteps, whole
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -77,7 +79,8 @@ class DiLoCo(InnerSteps):
         nonfinite_syncs: synchronisations so far whose average held NaN or Inf. It is used all the same.
 
     Raises:
-        ValueError: an argument is out of range, or fragments and outer optimizers do not fit.
+        ValueError: an argument is of another kind or out of range, fragments and outer optimizers do not fit, or a
+            parameter cannot be quantized that is to be.
     """
 
     def __init__(
@@ -97,23 +100,26 @@ class DiLoCo(InnerSteps):
     ) -> None:
         if manager._use_async_quorum:
             raise ValueError("manager: DiLoCo needs a synchronous quorum, make the Manager with use_async_quorum=False")
-        modules = list(model_fragments)
+        modules = _modules(model_fragments)
+        sync_every = whole("sync_every", sync_every)
+        fragment_sync_delay = whole("fragment_sync_delay", fragment_sync_delay)
         _check_schedule(len(modules), sync_every, fragment_sync_delay, fragment_update_alpha)
         optimizers = _optimizer_of_each(outer_optimizer, len(modules))
-        super().__init__(manager, inner_optimizer)
+        super().__init__(manager, inner_optimizer, "inner_optimizer")
         self._sync_every = sync_every
         self._fragment_sync_delay = fragment_sync_delay
         self._local_step = 0
         self._in_flight: Optional[Fragment] = None
         self.nonfinite_syncs = 0
         cap = bucket_bytes(use_bucketization, bucket_cap_mb)
+        device = _backup_device(backup_device)
         self._fragments = [
             Fragment(
                 f"model_fragments[{i}]",
                 module,
                 optimizer,
                 manager,
-                backup_device=torch.device(backup_device or "cpu"),
+                backup_device=device,
                 pin_memory=pin_memory,
                 bucket_bytes=cap,
                 should_quantize=should_quantize,
@@ -181,6 +187,23 @@ class DiLoCo(InnerSteps):
         fragment.commit()
 
 
+def _modules(given: Iterable[nn.Module]) -> list[nn.Module]:
+    if not isinstance(given, Iterable):
+        raise ValueError(f"model_fragments is a {type(given).__name__}: allowed are lists of modules")
+    modules = list(given)
+    for i, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"model_fragments[{i}]={module!r}: allowed are lists of modules")
+    return modules
+
+
+def _backup_device(given: Optional[torch.device]) -> torch.device:
+    try:
+        return torch.device("cpu" if given is None else given)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"backup_device={given!r}: {e}") from e
+
+
 def _check_schedule(fragments: int, sync_every: int, delay: int, alpha: float) -> None:
     if fragments == 0:
         raise ValueError("model_fragments=[]: allowed are 1 fragment and more")
@@ -199,11 +222,13 @@ def _check_schedule(fragments: int, sync_every: int, delay: int, alpha: float) -
             f"fragment_sync_delay={delay}: allowed are 0 to {period - 1}, less than sync_every / len(model_fragments), "
             "as a fragment must have arrived before the next is sent"
         )
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"fragment_update_alpha={alpha}: allowed are 0 to 1")
+    if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
+        raise ValueError(f"fragment_update_alpha={alpha!r}: allowed are 0 to 1")
 
 
 def _optimizer_of_each(given: optim.Optimizer | list[optim.Optimizer], fragments: int) -> list[optim.Optimizer]:
+    if not all(hasattr(one, "param_groups") for one in (given if isinstance(given, list) else [given])):
+        raise ValueError(f"outer_optimizer={given!r}: allowed are an optimizer, or a list with one for each fragment")
     if not isinstance(given, list):
         return [given] * fragments
     if len(given) != fragments:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
+from torchft._quantization.layout import check_tensors
 from torchft.local_sgd import buckets
 from torchft.local_sgd.buckets import Buffers
 from torchft.local_sgd.parameters import (
@@ -46,6 +47,9 @@ class Fragment:
 
     Attributes:
         refused: why a peer's state could not be loaded: it is another model. None: it could, or there was none.
+
+    Raises:
+        ValueError: there is nothing to synchronise, or what cannot be sent as asked.
     """
 
     def __init__(
@@ -64,6 +68,9 @@ class Fragment:
     ) -> None:
         self.name = name
         self.parameters = synchronised(module, name)
+        if should_quantize:
+            for n, p in self.parameters.items():
+                check_tensors(f"{name}: parameter {n!r}", [local_part(p)])
         self.refused: Optional[ValueError] = None
         self._outer = outer_optimizer
         self._manager = manager

@@ -1,7 +1,9 @@
-"""Being called after each step of an inner optimizer, for as long as a ``with`` block lasts."""
+"""Being called after each step of an inner optimizer, for as long as a ``with`` block lasts, and counts of steps."""
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -14,15 +16,32 @@ if TYPE_CHECKING:
     from torchft.manager import Manager
 
 
+def whole(name: str, value: Any) -> int:
+    """The value of an argument that counts something, in whatever type it comes.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    if not isinstance(value, Real) or not math.isfinite(value) or value % 1:
+        raise ValueError(f"{name}={value!r}: allowed are whole numbers")
+    return math.floor(value)
+
+
 class InnerSteps:
     """Keeps healing groups from reading the state during a step of the inner optimizer, and calls :meth:`_after_step`.
 
     Args:
         manager: of this rank.
         optimizer: whose steps are followed.
+        name: of the argument that is the optimizer, in errors.
+
+    Raises:
+        ValueError: it is no optimizer.
     """
 
-    def __init__(self, manager: Manager, optimizer: optim.Optimizer) -> None:
+    def __init__(self, manager: Manager, optimizer: optim.Optimizer, name: str) -> None:
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise ValueError(f"{name}={optimizer!r}: allowed are optimizers of PyTorch")
         self._manager = manager
         self._local_optimizer = optimizer
         self._hooks: list[RemovableHandle] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn, optim
 
-from torchft.local_sgd.inner_steps import InnerSteps
+from torchft.local_sgd.inner_steps import InnerSteps, whole
 from torchft.local_sgd.parameters import all_finite, describe, extract_local_tensor, local_part, synchronised
 
 if TYPE_CHECKING:
@@ -43,13 +43,14 @@ class LocalSGD(InnerSteps):
         nonfinite_syncs: synchronisations so far whose average held NaN or Inf. It is used all the same.
 
     Raises:
-        ValueError: a bad ``sync_every``, or a model without parameters.
+        ValueError: an argument is of another kind, ``sync_every`` below 1, or the model has no parameters.
     """
 
     def __init__(self, manager: Manager, model: nn.Module, optimizer: optim.Optimizer, sync_every: int) -> None:
+        sync_every = whole("sync_every", sync_every)
         if sync_every < 1:
             raise ValueError(f"sync_every={sync_every}: allowed are 1 and more")
-        super().__init__(manager, optimizer)
+        super().__init__(manager, optimizer, "optimizer")
         self._model = model
         self._sync_every = sync_every
         self._local_step = 0

@@ -47,6 +47,8 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: there are none, or one that is trained cannot be averaged.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{what}={module!r}: allowed are modules of PyTorch")
     found = {}
     for name, parameter in module.named_parameters():
         if parameter.dtype.is_floating_point:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,12 +46,24 @@ def diloco(manager: OneGroup | None = None, **given: Any) -> DiLoCo:
         ({"sync_every": 1}, "sync_every=1 with 2 model_fragments: allowed are 2 and more"),
         ({"sync_every": 0}, "sync_every=0 with 2 model_fragments: allowed are 2 and more"),
         ({"sync_every": 5}, "sync_every=5 with 2 model_fragments: allowed are multiples of 2"),
+        ({"sync_every": "4"}, "sync_every='4': allowed are whole numbers"),
+        ({"sync_every": None}, "sync_every=None: allowed are whole numbers"),
+        ({"sync_every": 4.5}, "sync_every=4.5: allowed are whole numbers"),
         ({"fragment_sync_delay": 2}, r"fragment_sync_delay=2: allowed are 0 to 1, less than sync_every / len"),
         ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1: allowed are 0 to 1"),
+        ({"fragment_sync_delay": 0.5}, "fragment_sync_delay=0.5: allowed are whole numbers"),
         ({"fragment_update_alpha": 1.01}, "fragment_update_alpha=1.01: allowed are 0 to 1"),
         ({"fragment_update_alpha": float("nan")}, "fragment_update_alpha=nan: allowed are 0 to 1"),
+        ({"fragment_update_alpha": "0.5"}, "fragment_update_alpha='0.5': allowed are 0 to 1"),
         ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0: allowed are 1 and more"),
+        ({"bucket_cap_mb": 0.5}, r"bucket_cap_mb=0.5: allowed are 1 and more"),
+        ({"backup_device": "nowhere"}, "backup_device='nowhere': .*cpu, cuda"),
+        ({"inner_optimizer": None}, "inner_optimizer=None: allowed are optimizers of PyTorch"),
+        ({"outer_optimizer": None}, "outer_optimizer=None: allowed are an optimizer, or a list"),
+        ({"outer_optimizer": [None, None]}, r"outer_optimizer=\[None, None\]: allowed are an optimizer, or a list"),
         ({"outer_optimizer": []}, "outer_optimizer has 0 optimizers for 2 model_fragments: allowed are one for each"),
+        ({"model_fragments": nn.Linear(2, 2)}, "model_fragments is a Linear: allowed are lists of modules"),
+        ({"model_fragments": [nn.Linear(2, 2), 3]}, r"model_fragments\[1\]=3: allowed are lists of modules"),
         (
             {"model_fragments": [nn.Linear(2, 2), nn.ReLU()]},
             r"model_fragments\[1\] \(ReLU\) has no floating point parameters",
@@ -60,6 +73,19 @@ def diloco(manager: OneGroup | None = None, **given: Any) -> DiLoCo:
 def test_diloco_refuses(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         diloco(**given)
+
+
+def test_whole_numbers_of_other_types_will_do() -> None:
+    assert diloco(sync_every=4.0, fragment_sync_delay=np.int64(1))._fragment_sync_delay == 1
+
+
+def test_what_cannot_be_quantized_is_refused_before_the_training() -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2).double()]
+    outer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.7)
+    says = r"model_fragments\[1\]: parameter 'weight' of shape \(2, 2\) is torch.float64, which cannot be quantized"
+    with pytest.raises(ValueError, match=says):
+        diloco(model_fragments=layers, outer_optimizer=outer, should_quantize=True)
+    diloco(model_fragments=layers, outer_optimizer=outer)
 
 
 def test_diloco_refuses_a_quorum_in_the_background() -> None:
@@ -91,12 +117,22 @@ def test_a_variable_that_is_neither_true_nor_false_is_refused(monkeypatch: pytes
         diloco()
 
 
-@pytest.mark.parametrize("sync_every", [0, -3])
-def test_local_sgd_refuses(sync_every: int) -> None:
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sync_every": 0}, "sync_every=0: allowed are 1 and more"),
+        ({"sync_every": -3}, "sync_every=-3: allowed are 1 and more"),
+        ({"sync_every": 1.5}, "sync_every=1.5: allowed are whole numbers"),
+        ({"sync_every": "2"}, "sync_every='2': allowed are whole numbers"),
+        ({"model": None}, "model=None: allowed are modules"),
+        ({"optimizer": None}, "optimizer=None: allowed are optimizers of PyTorch"),
+    ],
+)
+def test_local_sgd_refuses(given: dict[str, Any], message: str) -> None:
     model = nn.Linear(2, 2)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=f"sync_every={sync_every}: allowed are 1 and more"):
-        LocalSGD(OneGroup(), model, inner, sync_every)  # type: ignore[arg-type]
+    arguments = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "sync_every": 1}
+    with pytest.raises(ValueError, match=message):
+        LocalSGD(OneGroup(), **{**arguments, **given})  # type: ignore[arg-type]
 
 
 def test_a_model_without_parameters_is_refused() -> None:

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp, Work
+from torch.distributed import ReduceOp, TCPStore, Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.futures import Future
 
-from tests.unit.process_group.ranks import TIMEOUT
+from tests.unit.process_group.ranks import TIMEOUT, meeting
 from torchft import process_group
 from torchft.process_group import (
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
@@ -430,3 +430,14 @@ def test_xccl_connects_at_once(isolated: bool, monkeypatch: pytest.MonkeyPatch) 
     group._register_backend.assert_called_once_with(device, base.BackendType.XCCL, made)
     assert made.opts._timeout >= timedelta(days=1), "PyTorch's own deadline ends the process"
     assert made.connected == [device]
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="it is about a host without an XPU")
+def test_a_worker_for_xccl_asks_for_no_other_device(store: TCPStore) -> None:
+    """On a host with XPUs there is no CUDA that could be asked."""
+    group = process_group.ProcessGroupBabyXCCL(timedelta(seconds=60))
+    try:
+        with pytest.raises(Exception, match="XPU"):
+            group.configure(meeting(store), "replica", 0, 1)
+    finally:
+        group.shutdown()

@@ -33,6 +33,8 @@ class Call:
     def _lend(self, tensors: Sequence[torch.Tensor], read: bool, write: bool) -> list[protocol.Item]:
         items = []
         for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{tensor!r} is no tensor")
             # Cheaper than to ask for the device's type.
             device = 0 if tensor.is_cpu else self._device_of(tensor)
             lease = self._devices.sharing(device).lend(tensor, read, write)

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -441,10 +441,11 @@ def worker() -> Sharing:
     return WorkerEnd()
 
 
-def prepare(index: int) -> None:
-    """Worker: makes the device with this index the current one and creates its context, which takes device memory."""
-    torch.cuda.set_device(index)
-    torch.empty(1, device=torch.device(_DEVICE, index))
+def prepare(device: torch.device) -> None:
+    """Worker: makes it the current device and creates its context, which takes device memory. It may be an XPU."""
+    module: Any = torch.get_device_module(device)
+    module.set_device(device)
+    torch.empty(1, device=device)
 
 
 # A tensor as bytes

@@ -6,7 +6,7 @@ kind of device is a module with two functions:
 
     def trainer(tell: Tell) -> Sharing: ...   # the trainer's end, one for each worker
     def worker() -> Sharing: ...              # the worker's end
-    def prepare(index: int) -> None: ...      # optional; worker: this is the current device, and has a context
+    def prepare(device) -> None: ...          # optional; worker: this is the current device, and has a context
     def share(tensor) -> bool: ...            # optional; trainer: see `ProcessGroup.share_buffer`
 
 `ProcessGroupBaby._sharing` names the module for each `tensor.device.type`. An operation goes:

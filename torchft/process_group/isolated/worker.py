@@ -101,7 +101,7 @@ class Worker:
         """Makes `index` the current device, and its context."""
         prepare = getattr(self._module(device), "prepare", None)
         if prepare is not None:
-            prepare(index)
+            prepare(torch.device(device, index))
 
     def _sharing(self, device: int) -> Sharing:
         if device not in self._sharings:

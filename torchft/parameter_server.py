@@ -63,8 +63,8 @@ class ParameterServer(ABC):
 
     def __init__(self, port: int, store_port: int = 0) -> None:
         for name, value in (("port", port), ("store_port", store_port)):
-            if not 0 <= value < 65536:
-                raise ValueError(f"{name}={value}: allowed are 0 (any free port) to 65535")
+            if not isinstance(value, int) or not 0 <= value < 65536:
+                raise ValueError(f"{name}={value!r}: allowed are 0 (any free port) to 65535")
         self._store = TCPStore("localhost", store_port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         self._sessions: dict[str, ProcessGroup] = {}
         self._lock = threading.Lock()

@@ -156,8 +156,9 @@ def test_shutdown_ends_sessions(server: Sums) -> None:
 
 def test_bad_input(server: Sums) -> None:
     for name in ("port", "store_port"):
-        with pytest.raises(ValueError, match=f"{name}=70000: allowed are 0"):
-            ParameterServer.__init__(server, **{"port": 0, name: 70000})
+        for port in (70000, -1, "29600"):
+            with pytest.raises(ValueError, match=f"{name}={port!r}: allowed are 0"):
+                ParameterServer.__init__(server, **{"port": 0, name: port})  # type: ignore[arg-type]
     for address in ("localhost:1", "ftp://localhost:1/new_session", "http://localhost/new_session"):
         with pytest.raises(ValueError, match="is needed"):
             Sums.new_session(address)

@@ -116,6 +116,8 @@ def check_tensors(name: str, tensors: Sequence[torch.Tensor]) -> None:
         ValueError: naming the tensor, and what is allowed.
     """
     for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}[{i}]={tensor!r}: allowed are tensors")
         what = f"{name if len(tensors) == 1 else f'{name}[{i}]'} of shape {tuple(tensor.shape)}"
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(str(d) for d in DTYPES)

@@ -291,6 +291,8 @@ def test_bad_input() -> None:
         allreduce_quantized([torch.zeros(2), torch.zeros(2, dtype=torch.int32)], ReduceOp.SUM, group)
     with pytest.raises(ValueError, match=r"tensors of shape .* is torch.float64"):
         allreduce_quantized([torch.zeros(2).double()], ReduceOp.SUM, group)
+    with pytest.raises(ValueError, match=r"tensors\[1\]=3: allowed are tensors"):
+        allreduce_quantized([torch.zeros(2), 3], ReduceOp.SUM, group)  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"reduce_op=MAX: .*SUM and AVG"):
         allreduce_quantized([torch.zeros(2)], options(ReduceOp.MAX), group)
     with pytest.raises(ValueError, match=r"output of shape .* has 3 elements: .* need 4"):

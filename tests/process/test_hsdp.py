@@ -11,10 +11,13 @@ from hsdp_model import reference
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 from torch.distributed import TCPStore
 
-# PyTorch 2.7's fully_shard asserts an event of an accelerator when it has reduced over the replicas.
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8), reason="PyTorch 2.7 has no HSDP on a CPU"
-)
+pytestmark = [
+    # PyTorch 2.7's fully_shard asserts an event of an accelerator when it has reduced over the replicas.
+    pytest.mark.skipif(
+        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8), reason="PyTorch 2.7 has no HSDP on a CPU"
+    ),
+    pytest.mark.timeout(300),
+]
 
 SHARDS = 2
 STEPS = 12

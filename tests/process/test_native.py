@@ -13,9 +13,12 @@ from hsdp_model import reference
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 from torch.distributed import TCPStore
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
+    ),
+    pytest.mark.timeout(300),
+]
 
 
 class Groups:

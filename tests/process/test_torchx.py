@@ -13,7 +13,10 @@ from published import client_path
 
 from torchft.coordination import LighthouseServer
 
-pytestmark = pytest.mark.filterwarnings("default")  # TorchX's own
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # TorchX's own
+    pytest.mark.timeout(300),
+]
 
 
 @pytest.fixture(autouse=True)

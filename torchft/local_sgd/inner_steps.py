@@ -22,9 +22,9 @@ def whole(name: str, value: Any) -> int:
     Raises:
         ValueError: it is no whole number.
     """
-    if not isinstance(value, Real) or not math.isfinite(value) or value % 1:
-        raise ValueError(f"{name}={value!r}: allowed are whole numbers")
-    return math.floor(value)
+    if isinstance(value, Real) and math.isfinite(value) and value % 1 == 0:
+        return round(float(value))
+    raise ValueError(f"{name}={value!r}: allowed are whole numbers")
 
 
 class InnerSteps:

@@ -1,6 +1,6 @@
 """Builds the native libraries, for CPython's stable ABI: torchft._torchft_go, that is Go, its generated binding and
-csrc/, as a c-shared library; and csrc/isolated.c, for processes that must not load Go. Everything else about the
-package is in pyproject.toml.
+csrc/, as a c-shared library; and csrc/isolated.c with csrc/ending.c, for processes that must not load Go. Everything
+else about the package is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def build_c(target: Path) -> None:
     command = [*toolchain.compiler(), "-O2", "-fPIC", "-shared", "-DPy_LIMITED_API=0x030A0000"]
     # Python's own names are found when it is loaded, which Linux does without being asked.
     command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    command += [f"-I{toolchain.python_include()}", str(ROOT / "csrc" / "isolated.c"), "-o", str(target)]
+    sources = [str(ROOT / "csrc" / name) for name in ("isolated.c", "ending.c")]
+    command += [f"-I{toolchain.python_include()}", *sources, "-o", str(target)]
     _run(command, cwd=ROOT, env=dict(os.environ))
 
 

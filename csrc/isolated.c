@@ -14,6 +14,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "ending.h"
+
 /* Where there are no isolated groups the module is imported all the same. */
 #ifndef MSG_CMSG_CLOEXEC
 #define MSG_CMSG_CLOEXEC 0
@@ -299,6 +301,8 @@ static PyMethodDef methods[] = {
     {"receive", receive_request, METH_O, "receive(socket): (kind, operation, rest, descriptors) of the next request."},
     {"answer_when_done", FAST(answer_when_done), METH_FASTCALL,
      "answer_when_done(future, answers, operation, in_flight, failed): answers when a future completes."},
+    {"stop_threads_that_come_back", stop_threads_that_come_back, METH_NOARGS,
+     "stop_threads_that_come_back(): see ending.h."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};

@@ -64,4 +64,12 @@ def drain(timeout_sec: float) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-atexit.register(drain, _EXIT_TIMEOUT_SEC)
+def _end() -> None:
+    drain(_EXIT_TIMEOUT_SEC)
+    # Not above: it is in a package that needs this module.
+    from torchft.process_group.isolated._native import stop_threads_that_come_back
+
+    stop_threads_that_come_back()
+
+
+atexit.register(_end)

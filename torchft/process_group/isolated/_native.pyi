@@ -1,4 +1,4 @@
-"""csrc/isolated.c"""
+"""csrc/isolated.c and csrc/ending.c"""
 
 from typing import Any, Callable, Optional
 
@@ -41,3 +41,6 @@ def answer_when_done(
 
     After that `in_flight` loses the operation.
     """
+
+def stop_threads_that_come_back() -> None:
+    """A thread that comes back from C++ when the interpreter ends stands still, and does not abort the process."""

@@ -1,0 +1,82 @@
+"""The end of a process whose threads wait in PyTorch: what they wait for may end in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# What waits ends after 1 s, and Python is about to end for 3 s: most of that time nobody but the main thread may run
+# Python.
+_SCRIPT = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+import torchft.process_group
+
+SOON = timedelta(seconds=1)
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+def pair(name):
+    def member(rank):
+        own = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
+        return ProcessGroupGloo(PrefixStore(name, own), rank, 2, SOON)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(member, range(2)))
+
+pairs = {name: pair(name) for name in ("waits", "calls back", "is destroyed")}
+works = {name: group.allreduce([torch.ones(1)]) for name, (group, _) in pairs.items()}  # the peers take no part
+works["calls back"].get_future().add_done_callback(lambda _: None)
+doomed = [pairs["is destroyed"].pop(0)]
+del works["is destroyed"]
+waits = works["waits"]
+for call in (lambda: store.wait(["never"], SOON), lambda: waits.wait(timedelta(seconds=60)), doomed.clear):
+    threading.Thread(target=call, daemon=True).start()
+
+class Last:
+    def __init__(self):
+        self.kept = store, pairs, works  # until it is over
+
+    def __del__(self, sleep=time.sleep, write=sys.stdout.write, flush=sys.stdout.flush):
+        sleep(3)
+        write("last")
+        flush()
+
+sys.last = Last()  # is deleted when nobody but the main thread runs Python any more
+"""
+
+
+def test_a_wait_that_ends_while_python_ends_does_not_abort_the_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert (done.returncode, done.stdout) == (0, "last"), done.stderr
+
+
+_ABORTS = """
+import atexit, ctypes
+atexit.register(lambda: ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev())  # runs after torchft's
+import torchft.process_group
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names libstdc++ as Linux does")
+def test_the_main_thread_aborts_as_ever() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ABORTS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == -6 and "terminate called" in done.stderr, done.stderr

@@ -42,16 +42,25 @@ def ours_path() -> Path:
     return Path(spec.origin).resolve().parent.parent
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """Return a port nobody listens on, outside the range from which outgoing connections take theirs."""
+    """Return a port nobody listens on, outside the range from which outgoing connections take theirs.
+
+    None is given twice: whoever got it may listen only when it has imported torch.
+    """
     for _ in range(100):
         port = random.randint(20000, 29000)
+        if port in _given_ports:
+            continue
         with socket.socket() as s:
             try:
                 s.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+        _given_ports.add(port)
+        return port
     raise JobFailed("no free port between 20000 and 29000")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -78,7 +79,23 @@ def usual_bind() -> str:
         return "127.0.0.1:0"
 
 
+# Outgoing connections take their ports above 32768 (Linux), and whoever is to listen may need seconds to start.
+_PORTS = range(20000, 29000)
+_given: set[int] = set()
+
+
 def free_port(host: str = "", port: int = 0) -> int:
-    """A TCP port that nobody listens on now: this one, else OSError, or any."""
+    """A TCP port that nobody listens on now: this one, else OSError, or any that was not given before."""
+    if port:
+        return _listenable(host, port)
+    for candidate in random.sample(_PORTS, 200):
+        if candidate not in _given:
+            with contextlib.suppress(OSError):
+                _given.add(_listenable(host, candidate))
+                return candidate
+    return _listenable(host, 0)
+
+
+def _listenable(host: str, port: int) -> int:
     with socket.create_server((host, port)) as free:
         return int(free.getsockname()[1])

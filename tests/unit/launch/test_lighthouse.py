@@ -1,0 +1,25 @@
+"""The port that a process which is started later is to listen on."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from torchft.launch import lighthouse
+from torchft.launch.lighthouse import free_port
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_take() -> None:
+    ports = [free_port() for _ in range(300)]
+    assert len(set(ports)) == 300, "who got one may not listen yet"
+    assert all(port < 32768 for port in ports)
+
+
+def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(lighthouse, "_PORTS", [port] * 200)
+        assert free_port() != port
+        with pytest.raises(OSError, match="in use"):
+            free_port("", port)

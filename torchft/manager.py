@@ -65,6 +65,7 @@ from torchft.collectives import allreduce_quantized, check_quantizable
 from torchft.futures import future_timeout
 from torchft.process_group.native import abort_group, group_error, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions
+from torchft.process_group.wrapper import abortable
 from torchft.utils import get_stream_context
 from torchft.work import _DummyWork
 
@@ -222,6 +223,7 @@ class Manager(Stateful):
         self._recovery_stream: Optional[torch.Stream] = torch.Stream() if accelerated else None
 
         self._pg = pg
+        self._abortable_pg = abortable(pg)
         self._manager: Optional[ManagerServer] = None
         self._incidents = Incidents(over=lambda incident: self._logger.failure_event(incident))
         self._collectives = Collectives(abort=lambda: abort_group(self._pg), logger=lambda: self._logger)
@@ -516,9 +518,9 @@ class Manager(Stateful):
             tensor.zero_()
         op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
         if should_quantize:
-            reduction = allreduce_quantized([tensor], op, self._pg)
+            reduction = allreduce_quantized([tensor], op, self._abortable_pg)
         else:
-            reduction = self._pg.allreduce([tensor], _allreduce_options(op))
+            reduction = self._abortable_pg.allreduce([tensor], _allreduce_options(op))
         work = _ManagedWork(self, reduction, tensor)
         self._collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end

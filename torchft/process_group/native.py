@@ -80,12 +80,12 @@ def abort_group(pg: dist.ProcessGroup) -> None:
 
 
 def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
-    """The connections of a native group with its present peers, None where they are not known."""
+    """The connections of a native group with its last peers, None where they are not known."""
     return _connections.get(pg)
 
 
 def _cut(pg: dist.ProcessGroup) -> None:
-    connections = _connections.pop(pg, None)
+    connections = _connections.get(pg)  # they stay: what begins after an abort is of no use either
     if connections is not None:
         connections.shutdown()
 

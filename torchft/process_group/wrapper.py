@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+import threading
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
@@ -43,6 +44,12 @@ _NO_CONTEXT = nullcontext()
 
 # Groups with a parent of their own making, or a native one.
 _owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
+# Of each native group, whoever calls it: what stands for its present peers, what is in flight among them, and who
+# compares it with what they do.
+_in_flight: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[Operations], Optional[Checker]]] = (
+    weakref.WeakKeyDictionary()
+)
+_in_flight_lock = threading.Lock()
 # For operations that take none.
 _NO_OPTIONS: Any = object()
 
@@ -169,7 +176,8 @@ class ProcessGroupWrapper(ProcessGroup):
             self._attempt = None
         _owners.add(self)
         if enabled():
-            self._check_with(PrefixStore("check", store), rank, world_size)
+            name, where = self.getBackendName(), PrefixStore("check", store)
+            self._checker = Checker(name, where, rank, world_size, self._timeout)
         self._pg = pg
 
     @property
@@ -337,22 +345,26 @@ class ProcessGroupWrapper(ProcessGroup):
             _logger.exception("%s: could not abort the old group", self.getBackendName())
         reap(box)
 
-    def _check_with(self, store: Store, rank: int, world_size: int) -> None:
-        self._checker = Checker(self.getBackendName(), store, rank, world_size, self._timeout)
-
     def _operations_in_flight(self) -> Optional[Operations]:
-        """Those among the present peers of a native group, which may get others without our knowledge."""
+        """Those among the present peers of a native group, which may get others without our knowledge, and operations
+        from other wrappers.
+        """
         pg = self._pg
         if type(pg) is not BaseProcessGroup:
             return None
-        connections = connections_of(pg)
-        if self._operations is None or connections is not self._operations.connections:
-            gloo = all(pg._get_backend(device).name() == "gloo" for device in pg._device_types)
-            self._operations = Operations(self.getBackendName(), connections) if gloo else None
-            if enabled():
-                # The handle of a group that has peers names their meeting: backend:rank:uuid:…
-                meeting = pg.get_reconfigure_handle().split(":")[2]
-                self._check_with(PrefixStore(f"check/{meeting}", pg.get_group_store()), pg.rank(), pg.size())
+        meeting = _meeting(pg)
+        with _in_flight_lock:
+            known = _in_flight.get(pg)
+            if known is None or known[0] != meeting:
+                gloo = all(pg._get_backend(device).name() == "gloo" for device in pg._device_types)
+                self._operations = Operations(pg.name(), connections_of(pg)) if gloo else None
+                if enabled():
+                    # The handle of a group that has peers names their meeting: backend:rank:uuid:…
+                    uuid = pg.get_reconfigure_handle().split(":")[2]
+                    store = PrefixStore(f"check/{uuid}", pg.get_group_store())
+                    self._checker = Checker(pg.name(), store, pg.rank(), pg.size(), self._timeout)
+                known = _in_flight[pg] = (meeting, self._operations, self._checker)
+        _, self._operations, self._checker = known
         return self._operations
 
     # Operations
@@ -470,6 +482,21 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
         return self._run("send", tensors, dst_rank, tag)
+
+
+def _meeting(pg: BaseProcessGroup) -> object:
+    """What is another one when a native group gets other peers; None where that cannot be told."""
+    connections = connections_of(pg)
+    return pg.get_reconfigure_handle() if connections is None and enabled() else connections
+
+
+def abortable(pg: BaseProcessGroup) -> BaseProcessGroup:
+    """The group to call operations of, so that all who wait for them are let go when `pg` is aborted.
+
+    That is a group of torchft itself. Of a native one Gloo may lose an operation in the moment in which its connections
+    are cut, above all in a process that was stopped meanwhile.
+    """
+    return ProcessGroupWrapper(pg=pg) if is_native(pg) else pg
 
 
 def _delegate(name: str) -> Callable[..., Work]:

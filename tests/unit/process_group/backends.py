@@ -22,6 +22,7 @@ from torchft.process_group import (
     ProcessGroupWrapper,
     create_store_client,
 )
+from torchft.process_group.wrapper import abortable
 
 NATIVE = hasattr(dist.ProcessGroup, "reconfigure")
 
@@ -45,12 +46,13 @@ class StubManager:
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
+        self._abortable_pg = abortable(pg)
 
     def num_participants(self) -> int:
         return self._pg.size()
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: ReduceOp) -> dist.Work:
-        return self._pg.allreduce([tensor], reduce_op)
+        return self._abortable_pg.allreduce([tensor], reduce_op)
 
 
 def managed(pg: dist.ProcessGroup) -> ManagedProcessGroup:
@@ -65,7 +67,6 @@ class Backend:
         make: given a store and a rank.
         swallows: whether a failed allreduce does not raise.
         checked: whether it has TORCHFT_CHECK_COLLECTIVES.
-        names_refusals: whether an unsupported dtype is an error with the names of group and operation.
         missing: why it cannot run here.
     """
 
@@ -77,7 +78,6 @@ class Backend:
     swallows: bool = False
     native: bool = False
     checked: bool = True
-    names_refusals: bool = True
     missing: Optional[str] = None
 
     def __str__(self) -> str:
@@ -99,14 +99,7 @@ BACKENDS = [
     Backend("native", lambda store, rank: ProcessGroupWrapper(pg=native(store, rank)), native=True, missing=_NO_NATIVE),
     Backend("wrapper", lambda store, rank: ProcessGroupWrapper(pg=gloo())),
     Backend("managed", lambda store, rank: managed(gloo())),
-    Backend(  # its allreduce is the Manager's, which calls PyTorch's own
-        "managed_native",
-        lambda store, rank: managed(native(store, rank)),
-        native=True,
-        checked=False,
-        names_refusals=False,
-        missing=_NO_NATIVE,
-    ),
+    Backend("managed_native", lambda store, rank: managed(native(store, rank)), native=True, missing=_NO_NATIVE),
     Backend("error_swallowing", lambda store, rank: ErrorSwallowingProcessGroupWrapper(gloo()), swallows=True),
     Backend("fake", lambda store, rank: FakeProcessGroupWrapper(gloo())),
     Backend(

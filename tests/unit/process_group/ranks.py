@@ -7,10 +7,11 @@ import threading
 from datetime import timedelta
 from typing import Callable, Sequence, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from torchft.process_group import reconfigure_with_store
+from torchft.process_group import create_store_client, reconfigure_with_store
 
 T = TypeVar("T")
 
@@ -56,3 +57,18 @@ def connect(groups: Sequence[dist.ProcessGroup], store: TCPStore) -> None:
     """Makes the groups peers of each other, in this order."""
     where = meeting(store)
     on_ranks(len(groups), lambda rank: reconfigure_with_store(groups[rank], where, rank, len(groups), TIMEOUT))
+
+
+def natives(store: TCPStore, n: int) -> list[dist.ProcessGroup]:
+    """What init_process_group(..., enable_reconfigure=True) makes in n ranks of a job, without its global state."""
+    where = meeting(store)
+    return [native(create_store_client(where, TIMEOUT), rank, n) for rank in range(n)]
+
+
+def native(own: Store, rank: int, n: int, prefix: str = "cpu/") -> dist.ProcessGroup:
+    group = dist.ProcessGroup(own, rank, n)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    below = PrefixStore(prefix, own) if prefix else own
+    backend = dist.ProcessGroupGloo(below, rank, n, timeout=TIMEOUT, enable_reconfigure=True)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group

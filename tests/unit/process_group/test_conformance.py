@@ -465,10 +465,9 @@ def test_what_is_not_supported_is_named_at_once_on_every_rank(peers: Peers) -> N
 
     for text in peers.run(call):
         assert "Invalid scalar type" in text
-        if peers.backend.names_refusals:
-            assert f"{peers.groups[0].getBackendName()} does not support broadcast of torch.int16 on cpu" in text or (
-                "torchft-gloo does not support broadcast of torch.int16 on cpu" in text
-            )
+        assert f"{peers.groups[0].getBackendName()} does not support broadcast of torch.int16 on cpu" in text or (
+            "gloo does not support broadcast of torch.int16 on cpu" in text
+        )
 
 
 def _rooted(root: int) -> BroadcastOptions:

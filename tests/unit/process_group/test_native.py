@@ -12,9 +12,9 @@ from typing import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ReduceOp, Store, TCPStore
+from torch.distributed import PrefixStore, ReduceOp, TCPStore
 
-from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
+from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, native, natives, on_ranks
 from torchft.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ManagedProcessGroup,
@@ -28,26 +28,12 @@ from torchft.process_group import (
     reconfigure_with_store,
     supports_reconfigure,
 )
+from torchft.process_group._connections import Connections
 from torchft.process_group.native import abort_group, connections_of, reconfigure_group
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
 )
-
-
-def natives(store: TCPStore, n: int) -> list[dist.ProcessGroup]:
-    """What init_process_group(..., enable_reconfigure=True) makes in n ranks of a job, without its global state."""
-    where = meeting(store)
-    return [native(create_store_client(where, TIMEOUT), rank, n) for rank in range(n)]
-
-
-def native(own: Store, rank: int, n: int, prefix: str = "cpu/") -> dist.ProcessGroup:
-    group = dist.ProcessGroup(own, rank, n)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    below = PrefixStore(prefix, own) if prefix else own
-    backend = dist.ProcessGroupGloo(below, rank, n, timeout=TIMEOUT, enable_reconfigure=True)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return group
 
 
 def check(group: dist.ProcessGroup, rank: int, n: int) -> None:
@@ -112,6 +98,24 @@ def test_whoever_drops_a_wrapper_does_not_wait_for_its_operations(store: TCPStor
     abort_group(silent)
     with pytest.raises(RuntimeError):
         work.wait()
+
+
+def test_what_begins_after_an_abort_ends_though_gloo_forgets_it(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may begin an operation while another aborts the group."""
+    parents = natives(store, 2)
+    group = ProcessGroupWrapper(pg=parents[0])
+    connect([group, parents[1]], store)
+    with monkeypatch.context() as forgetful:
+        forgetful.setattr(Connections, "shutdown", lambda self: setattr(self, "cut", True))
+        abort_group(parents[0])
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="the connections with all peers are broken"):
+            group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+        assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
+    connect(parents, store)
+    on_ranks(2, lambda rank: check(parents[rank], rank, 2))
 
 
 def test_a_wrapper_passes_new_peers_on(store: TCPStore) -> None:

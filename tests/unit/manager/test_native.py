@@ -1,0 +1,78 @@
+"""A Manager over PyTorch's own groups, whose abort does not end every operation."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from tests.unit.process_group.ranks import TIMEOUT, in_threads, natives
+from torchft._torchft import MemberFailure, QuorumResult
+from torchft.process_group import ReconfigureOptions
+from torchft.process_group._connections import Connections
+from torchft.process_group.native import abort_group, reconfigure_group
+
+if TYPE_CHECKING:
+    from tests.unit.manager.conftest import Fixture
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
+)
+
+DIED = MemberFailure(1, "group_0:uuid", "its connection broke")
+
+
+def waits(work: dist._Work) -> None:
+    assert not work.wait()
+
+
+def asks_for_the_future(work: dist._Work) -> None:
+    work.get_future().wait()
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [(waits, {}), (asks_for_the_future, {}), (waits, {"should_quantize": True})],
+    ids=["wait", "future", "quantized"],
+)
+def test_a_death_ends_a_collective_that_gloo_forgets(
+    fixture: Fixture,
+    make_quorum: Callable[..., QuorumResult],
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[dist._Work], None],
+    how: dict[str, Any],
+) -> None:
+    """Gloo may lose an operation in the moment in which its connection breaks, above all in a process that was stopped
+    meanwhile: that one sleeps until its timeout, here as if it had not heard of the abort at all.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    peer, own = natives(store, 2)
+    handles = [group.get_reconfigure_handle() for group in (peer, own)]
+    fixture.client._quorum.return_value = make_quorum(reconfigure_handles=handles)
+    manager = fixture.manager(pg=own, timeout=2 * TIMEOUT)
+
+    def begin() -> None:
+        manager.start_quorum()
+        manager.wait_quorum()
+
+    def join() -> None:
+        opts = ReconfigureOptions()
+        opts.uuid, opts.handles, opts.timeout = 1, handles, TIMEOUT
+        reconfigure_group(peer, opts)
+
+    assert in_threads([begin, join]) == [None, None]
+    assert manager.errored() is None
+    work = manager.allreduce(torch.ones(64), **how)
+    with monkeypatch.context() as forgetful:
+        forgetful.setattr(Connections, "shutdown", lambda self: setattr(self, "cut", True))
+        manager._failures.died(DIED)
+        began = time.monotonic()
+        end(work)
+        assert time.monotonic() - began < TIMEOUT.total_seconds() / 2, "it waited for Gloo"
+    assert not manager.should_commit()
+    assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+    abort_group(peer)  # which is what Gloo waits for here

@@ -373,3 +373,28 @@ def test_a_page_that_stays_open_for_a_day_keeps_no_more_than_it_shows(
     points, events, rows, items = kept
     assert points <= 4000 and events <= 300 and items <= 300 and rows == 1, kept
     assert page.complaints() == []
+
+
+def test_what_happened_on_another_day_has_its_date(browser: Any, lighthouse: LighthouseServer) -> None:
+    page = Page(browser, lighthouse.address())
+    wait(lambda: page.text("link") == "live", "the page is live")
+    old, now = browser.execute_script("""
+        const event = (id, time) => keepEvent({ id, kind: "failed", time: new Date(time).toISOString(), left: ["a"] });
+        event(1e6, Date.now() - 40 * 86400e3);
+        event(1e6 + 1, Date.now());
+        drawEvents();
+        return [...document.querySelectorAll("#events time")].reverse().map((time) => time.innerText);
+    """)
+    assert re.fullmatch(r"\S+ \S+\s\d\d:\d\d:\d\d", old), old
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", now), now
+    yesterday = browser.execute_script("""
+        const RealDate = Date;
+        const later = RealDate.now() + 2 * 86400e3;
+        Date = class extends RealDate {
+          constructor(...given) { super(...(given.length ? given : [later])); }
+        };
+        try { redate(); } finally { Date = RealDate; }
+        return document.querySelector("#events time").innerText;
+    """)
+    assert re.fullmatch(r"\S+ \S+\s\d\d:\d\d:\d\d", yesterday), "the page is open since then"
+    assert page.complaints() == []

@@ -26,7 +26,13 @@ function ago(ms) {
   return `${Math.round(s / 86400)} d`;
 }
 
-const clock = (ms) => new Date(ms).toLocaleTimeString([], { hourCycle: "h23" });
+// The time of day, with the date unless it is today's.
+function clock(ms) {
+  const then = new Date(ms);
+  const time = then.toLocaleTimeString([], { hourCycle: "h23" });
+  if (then.toDateString() === new Date().toDateString()) return time;
+  return `${then.toLocaleDateString([], { day: "numeric", month: "short" })} ${time}`;
+}
 
 // A replica_id ends in a UUID, the beginning of which tells it from the others. `torchft kill` takes the beginning of a name.
 const short = (text) => text.replace(/(:[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}/g, "$1…");
@@ -233,6 +239,11 @@ function drawEvents() {
   }
 }
 
+// What was written today is of yesterday after midnight.
+function redate() {
+  for (const when of at("events").querySelectorAll("time")) when.textContent = clock(Date.parse(when.dateTime));
+}
+
 // The other jobs of this lighthouse
 
 const job = new URLSearchParams(location.search).get("job");
@@ -286,6 +297,7 @@ at("confirm").addEventListener("click", async () => {
 
 at("filter").addEventListener("input", () => draw(true));
 setInterval(() => draw(true), 5000); // ages grow without news
+setInterval(redate, 60000);
 setInterval(drawJobs, 10000);
 
 // The connection: the browser makes it anew when it breaks, but not where it was refused

@@ -32,7 +32,11 @@ CLIENTS = {
         *("torchx==0.7.0", "docstring_parser", "importlib_metadata", "lazy_importer", "mypy_extensions"),
         *("typing_inspect", "zipp"),
     ],
+    "lightning": ["lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "packaging", "tqdm"],
+    "transformers": ["transformers==5.23.0", "accelerate==1.15.0", "psutil", "regex", "safetensors", "tqdm"],
 }
+# What some of them need besides, and what that needs, none of which needs torch.
+NEEDED_BY = {"transformers": ["huggingface_hub==2.4.0", "tokenizers==0.23.3", "typer"]}
 
 CACHE_ENV = "TORCHFT_PUBLISHED_DIR"
 INSTALL_TIMEOUT_S = 300
@@ -58,7 +62,8 @@ def published_path(name: str) -> Path:
 
 def client_path(name: str) -> Path:
     """Return what to put at the end of the path for one of CLIENTS; skips and fails as :func:`published_path`."""
-    return _or_skip(lambda: _cached(CLIENTS[name][0], ["--no-deps", *CLIENTS[name]]))
+    steps = [["--no-deps", *CLIENTS[name]]] + ([NEEDED_BY[name]] if name in NEEDED_BY else [])
+    return _or_skip(lambda: _cached(CLIENTS[name][0], *steps))
 
 
 def _or_skip(installed: Callable[[], Path]) -> Path:

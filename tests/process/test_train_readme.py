@@ -6,10 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from published import client_path
 from torch.distributed import TCPStore
 
 from torchft.coordination import LighthouseServer
@@ -27,9 +27,10 @@ EXAMPLES = [
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path) -> None:
-    for package in ("lightning", "transformers"):
-        if re.search(rf"^(from|import) {package}\b", example, re.MULTILINE) and not find_spec(package):
-            pytest.skip(f"{package} is not installed")
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    path += [
+        str(client_path(p)) for p in ("lightning", "transformers") if re.search(rf"^(from|import) {p}\b", example, re.M)
+    ]
     script = tmp_path / "example.py"
     script.write_text(example + "\nprint('ended at step', manager.current_step())\n")
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
@@ -40,7 +41,7 @@ def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path)
         for store in stores:
             env = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join(path),
                 "TORCHFT_LIGHTHOUSE": lighthouse.address(),
                 "RANK": "0",
                 "WORLD_SIZE": "1",

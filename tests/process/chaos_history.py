@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from torchft.launch import process_tree
 
-ENDS_S = 10.0  # after a trainer's end, until what it started has ended too
+ENDS_S = 60.0  # after a trainer's end, until what it started has ended too
 
 
 @dataclass
@@ -105,7 +105,10 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
     left = {name for name in set(os.listdir("/dev/shm")) - memory_before if name.startswith("torchft")}
     assert not left, f"shared memory is left: {left}"
     with socket.socket() as s:
+        # Connections of a lighthouse that was killed linger there for a minute; a listener is in the way all the same.
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(lighthouse)
+        s.listen()
     for child in (child for life in lives for child in life.ranks):
         # The trainer's own eyes: after the last step, and when all of torchft is shut down.
         for end in child.of("finished"):

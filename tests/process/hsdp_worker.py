@@ -47,7 +47,7 @@ def replicas() -> dist.ProcessGroup:
     return group
 
 
-dist.init_process_group("gloo", timeout=TIMEOUT)
+dist.init_process_group("gloo", timeout=timedelta(seconds=120))  # the other rank may still import PyTorch
 torch.manual_seed(args.seed)
 model = Model()
 manager = Manager(
@@ -97,6 +97,7 @@ while last_step is None or manager.current_step() < last_step:
     x, y = batch(step, args.group, rank)
     loss = nn.functional.mse_loss(model(x), y)
     if step == args.die_at:
+        manager.wait_quorum()  # before it, the other group would never have counted on this one
         os._exit(9)
     loss.backward()
     participants, batches = manager.num_participants(), manager.batches_committed()

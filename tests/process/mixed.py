@@ -5,12 +5,12 @@ Both start together (init_sync), train in step, and each is killed once with SIG
 
 from __future__ import annotations
 
-import time
+import urllib.request
 from pathlib import Path
 
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port
 
-PHASE_TIMEOUT_S = 20
+PHASE_TIMEOUT_S = 60
 STEPS_A_PHASE = 5
 
 
@@ -52,14 +52,15 @@ class Group:
 def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> None:
     """Run the whole course with group i from paths[i]; raises AssertionError or JobFailed."""
     groups = [Group(job, number, path) for number, path in enumerate(paths)]
-    _, lighthouse = job.lighthouse(lighthouse_path, min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000)
+    _, lighthouse = job.lighthouse(lighthouse_path, min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=1000)
     job.wait(lambda: all(c.events for c in job.children), START_TIMEOUT_S, "all have imported torchft")
 
-    # Both are known to the lighthouse before either asks, so that the first quorum has both: init_sync. Nothing tells
-    # when a published lighthouse has heard of them; they heartbeat every 0.1 s.
+    # Both are known to the lighthouse before either asks, so that the first quorum has both: init_sync.
     for group in groups:
         group.join(lighthouse)
-    time.sleep(0.5)
+    job.wait(
+        lambda: all(f"worker_{i}:" in status(lighthouse) for i in range(2)), PHASE_TIMEOUT_S, "it has heard of both"
+    )
     for group in groups:
         group.child.send(do="train")
     assert groups[0].child.of("ready")[0]["digest"] != groups[1].child.of("ready")[0]["digest"]
@@ -81,6 +82,12 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> 
     finals = [next(e for e in group.child.of("step") if e["step"] == last) for group in groups]
     assert finals[0]["digest"] == finals[1]["digest"]
     assert finals[0]["batches"] == finals[1]["batches"]
+
+
+def status(lighthouse: str) -> str:
+    """What any lighthouse, also a published one, says on its status page: it names whom it has heard of."""
+    with urllib.request.urlopen(f"http://localhost:{lighthouse.rsplit(':', 1)[1]}/status", timeout=20) as response:
+        return response.read().decode()
 
 
 def kill_and_heal(job: Job, lighthouse: str, victim: Group, survivor: Group) -> None:

@@ -162,4 +162,4 @@ def test_the_signals_are_what_they_seem() -> None:
         chaos = run(job, groups=1)
         child = chaos.lives[0].ranks[0]
         chaos._strike([child], "before the vote", signal.SIGKILL)
-        job.wait(lambda: child.returncode == -signal.SIGKILL, 10, "it is dead")
+        job.wait(lambda: child.returncode == -signal.SIGKILL, 60, "it is dead")

@@ -84,7 +84,7 @@ def test_two_groups_of_two_ranks(kind: str) -> None:
 def test_a_group_is_killed_and_comes_back() -> None:
     """One of its ranks dies in a step; the other group trains alone until a new process has healed."""
     with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, heartbeat_timeout_ms=1000)
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=1000)
         first, second = start(job, lighthouse, 0), start(job, lighthouse, 1, die_at=3)
         train(job, first + second)
         for child in second:

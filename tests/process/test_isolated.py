@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT / "python" / "examples"))
 from replica_group import Group  # noqa: E402
 
 KILLS = 10
-PHASE_TIMEOUT_S = 30
+PHASE_TIMEOUT_S = 100
 
 
 def start(job: Job, number: int, life: int) -> Child:
@@ -89,10 +90,11 @@ def workers_of(group: Group) -> list[int]:
     """Forked by the server that the trainer has started: grandchildren with its command line."""
     found = []
     for pid in process_tree.tree(group.pid):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-        if b"torchft.process_group.isolated.server" in command and threads > 1:
-            found.append(pid)
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            threads = len(os.listdir(f"/proc/{pid}/task"))
+            if b"torchft.process_group.isolated.server" in command and threads > 1:
+                found.append(pid)
     return found
 
 
@@ -131,13 +133,13 @@ def test_train_ddp_isolated_survives_kills_in_a_row(lighthouse: str, tmp_path: P
     assert [end["event"] for end in ends] == ["end"] * 3
     assert len({end["sha256"] for end in ends}) == 1
     assert len({end["step"] for end in ends}) == 1
-    wait_for(lambda: not process_tree.alive(killed), "nothing is left of the killed ones", seconds=10)
+    wait_for(lambda: not process_tree.alive(killed), "nothing is left of the killed ones", seconds=60)
 
 
 @pytest.mark.timeout(300)
 def test_train_ddp_isolated_lives_through_the_death_of_a_worker_and_of_a_group(lighthouse: str, tmp_path: Path) -> None:
     groups = [Group(number, 2, folder=tmp_path) for number in range(2)]
-    args = ["--isolated", "--steps", "400", "--overtime", "1000000", "--timeout", "10"]
+    args = ["--isolated", "--steps", "800", "--overtime", "1000000", "--timeout", "10"]
     pids: list[int] = []
     try:
         for group in groups:
@@ -145,6 +147,8 @@ def test_train_ddp_isolated_lives_through_the_death_of_a_worker_and_of_a_group(l
         wait_for(lambda: all(group.step() >= 20 for group in groups), "both groups train", *groups)
 
         # The worker alone: its group loses a step and goes on.
+        # While it has new peers it has an old one, too.
+        wait_for(lambda: len(workers_of(groups[0])) == 1, "it has one worker", *groups)
         (worker,) = workers_of(groups[0])
         os.kill(worker, signal.SIGKILL)
         step = groups[0].step()
@@ -162,4 +166,4 @@ def test_train_ddp_isolated_lives_through_the_death_of_a_worker_and_of_a_group(l
     assert [end["event"] for end in ends] == ["end"] * 2
     assert len({end["sha256"] for end in ends}) == 1
     assert len({end["step"] for end in ends}) == 1
-    wait_for(lambda: not process_tree.alive(pids), "nothing is left of the killed group", seconds=10)
+    wait_for(lambda: not process_tree.alive(pids), "nothing is left of the killed group", seconds=60)

@@ -48,11 +48,13 @@ def ready(job: Job, children: list[Child]) -> None:
 
 def test_fsdp_survives_a_death_and_starts_again_from_checkpoints(tmp_path: Path) -> None:
     with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, heartbeat_timeout_ms=1000)
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=1000)
         first, second = (start(job, lighthouse, group, tmp_path) for group in range(2))
         ready(job, first + second)
         both = lambda child: [e for e in committed(child) if e["participants"] == 2]  # noqa: E731
         job.wait(lambda: len(both(first[0])) >= 3, 60, "steps of both groups")
+        own = tmp_path / "checkpoints" / "ft-replicat-1"
+        job.wait(lambda: list(own.glob("step-*/.metadata")), 60, "the place in its data is saved")
         for child in second:
             child.kill()
         job.wait(lambda: [e for e in committed(first[0]) if e["participants"] == 1], 60, "a step of one group")

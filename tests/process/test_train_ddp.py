@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "python" / "examples"))
 from replica_group import Event, Group  # noqa: E402
 
 # Generous: the processes of a job share two cores, and PyTorch takes seconds to import.
-ENOUGH_STEPS = ["--steps", "100", "--overtime", "1000000"]
+ENOUGH_STEPS = ["--steps", "500", "--overtime", "1000000"]
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
     pids = process_tree.tree(group.pid)
     assert len(pids) >= 4  # the agent, the worker, two processes of its data loader
     os.kill(group.pid, signal.SIGKILL)  # the agent alone
-    wait_for(lambda: group.status is not None and not process_tree.alive(pids), "all follow the agent", seconds=10)
+    wait_for(lambda: group.status is not None and not process_tree.alive(pids), "all follow the agent", seconds=60)
     group.follow()
     first_life = group.events[1:]
     killed_at = first_life[-1]["step"]

@@ -45,7 +45,7 @@ def read_events(folder: Path, group: int) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(240)
 def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "300", "--kill-at", "60", "--logs", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "600", "--kill-at", "60", "--logs", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -59,7 +59,7 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     survivor, victim = (read_events(tmp_path, group) for group in (0, 1))
     commits = [event["step"] for event in survivor if event["event"] == "commit"]
     assert commits == list(range(commits[0], commits[0] + len(commits)))  # not one step twice, and none left out
-    assert commits[-1] >= 300
+    assert commits[-1] >= 600
     assert rows["steps committed"] == [str(sum(e["event"] == "commit" for e in es)) for es in (survivor, victim)]
     assert rows["steps lost"] == [str(sum(e["event"] == "lost" for e in es)) for es in (survivor, victim)]
     assert int(rows["steps lost"][0]) <= 2
@@ -89,15 +89,15 @@ def test_ctrl_c_ends_the_demo_and_every_process_it_started(environment: dict[str
     )
     try:
         deadline = time.monotonic() + 120
-        while "training" not in log.read_text():
+        # With the lighthouse, two agents, two workers, two loader processes at least.
+        while "training" not in log.read_text() or len(process_tree.tree(demo.pid)) < 8:
             assert demo.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         pids = process_tree.tree(demo.pid)
-        assert len(pids) >= 8  # with the lighthouse, two agents, two workers, two loader processes at least
         demo.send_signal(signal.SIGINT)
-        assert demo.wait(timeout=20) == 130, log.read_text()
+        assert demo.wait(timeout=60) == 130, log.read_text()
         assert log.read_text().splitlines()[-1] == f"interrupted; the logs are in {tmp_path / 'logs'}"
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while left := process_tree.alive(pids):
             assert time.monotonic() < deadline, left
             time.sleep(0.05)

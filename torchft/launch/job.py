@@ -18,6 +18,8 @@ from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 _TICK_SEC = 0.1
 _ANSWER_SEC = 1.0
+# An order is worth more patience: a group that cannot be told is ended in mid-step.
+_TELL_SEC = 4.0
 _ASK_EVERY_SEC = 0.5
 # How long groups that are told to end may take before they are killed.
 _END_SEC = 10.0
@@ -242,7 +244,7 @@ def status(lighthouse: str) -> list[dict[str, Any]]:
 def drain(lighthouse: str, replica_id: str) -> bool:
     """Asks a group to leave at the end of a step. False if the lighthouse could not tell it."""
     try:
-        Lighthouse(lighthouse, timeout=_ANSWER_SEC).ask("drain", replica_id)
+        Lighthouse(lighthouse, timeout=_TELL_SEC).ask("drain", replica_id)
     except (Unanswered, ValueError):
         return False
     return True

@@ -77,8 +77,9 @@ class Rank:
 class Cluster:
     """Starts groups as threads, and ends them all."""
 
-    join_timeout_ms: int = 200
-    heartbeat_timeout_ms: int = 1000
+    # Who is alive is waited for, however busy the machine; a crash is told by its broken connection.
+    join_timeout_ms: int = 30_000
+    heartbeat_timeout_ms: int = 10_000
     min_replicas: int = 1
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
     ranks: list[Rank] = field(default_factory=list)

@@ -260,7 +260,7 @@ def run_with_kill(settings: Settings, kill: Kill, rounds: int) -> tuple[Ran, Ran
     """Group 0, and both lives of group 1."""
     loop = Training(settings, rounds, start_with=2, fault=kill)
     again = Training(settings, rounds)
-    with Cluster(min_replicas=1, heartbeat_timeout_ms=500, join_timeout_ms=500) as cluster:
+    with Cluster() as cluster:
         first: list[Future[Ran]] = cluster.start(loop, group=0)
         second = cluster.start(loop, group=1)
         (dead,) = results(second)
@@ -407,7 +407,7 @@ def test_groups_with_other_models_are_told_before_anything_is_sent() -> None:
             running.open()
             rank.cluster.wait_for_waiters(1)
 
-    with Cluster(min_replicas=1, heartbeat_timeout_ms=500) as cluster:
+    with Cluster() as cluster:
         first = cluster.start(Training(Settings(fragments=2, period=2), 12, fault=fault), group=0)
         cluster.wait(running)
         (other,) = cluster.start(Training(Settings(fragments=3, period=2), 12), group=1)

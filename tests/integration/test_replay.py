@@ -248,7 +248,7 @@ def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with Cluster(min_replicas=1, join_timeout_ms=5000) as built:
+    with Cluster() as built:
         yield built
 
 

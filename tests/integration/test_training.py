@@ -143,7 +143,7 @@ def test_without_init_sync_everybody_counts_from_the_start() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
     restart = Gate()
-    with Cluster(min_replicas=1, heartbeat_timeout_ms=500) as cluster:
+    with Cluster() as cluster:
 
         def crash(rank: Rank) -> None:
             rank.crash()
@@ -232,7 +232,7 @@ def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> 
 
 def test_survivors_of_many_need_no_join_timeout() -> None:
     """Only the neighbours of a dead group see its connection break; their abort lets the group opposite see it too."""
-    with Cluster(min_replicas=1, heartbeat_timeout_ms=500, join_timeout_ms=60_000) as cluster:
+    with Cluster(join_timeout_ms=60_000) as cluster:
         loop = Loop(start_with=4)
         committed: dict[int, float] = {}
         crashed: list[float] = []
@@ -325,7 +325,7 @@ def test_job_outlives_its_lighthouse() -> None:
             assert rank.manager is not None
             ids["before"].add(rank.manager._quorum_id)
             cluster.lighthouse.shutdown()
-            cluster.lighthouse = LighthouseServer(bind=f"[::]:{port}", min_replicas=2, join_timeout_ms=200)
+            cluster.lighthouse = LighthouseServer(bind=f"[::]:{port}", min_replicas=2, join_timeout_ms=30_000)
 
         def note(rank: Rank) -> None:
             assert rank.manager is not None
@@ -407,7 +407,7 @@ def test_native_groups() -> None:
         rank.crash()
         restart.open()
 
-    with Cluster(min_replicas=1, heartbeat_timeout_ms=500, make_pg=make) as cluster:
+    with Cluster(make_pg=make) as cluster:
         loop = Loop(start_with=2)
         loop.events[1, 3, 0] = crash
         loop.events[0, 6, 0] = lambda rank: cluster.wait_for_waiters(1)

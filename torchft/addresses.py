@@ -66,7 +66,7 @@ def host_port(host: str, port: int) -> str:
 def _host_of_setting(setting: str) -> str:
     setting = setting.removeprefix("[").removesuffix("]")
     if setting in (name for _, name in socket.if_nameindex()):
-        address = _interface_address(setting)
+        address = interface_address(setting)
         if address is None:
             raise ValueError(f"{HOST_ENV}={setting!r}: this network interface has no address; name one that has")
         return address
@@ -111,7 +111,7 @@ def _resolves(name: str) -> bool:
         return False
 
 
-def _interface_address(name: str) -> str | None:
+def interface_address(name: str) -> str | None:
     """The first IPv4 address of an interface, else its first global IPv6 address."""
     if not sys.platform.startswith("linux"):
         return None

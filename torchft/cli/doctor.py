@@ -43,10 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     ask_of(parser)
     parser.add_argument("--quick", action="store_true", help="do not start PyTorch, so nothing is said of GPUs")
     args = parser.parse_args(arguments)
-    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, _own_address]
+    where = (args.lighthouse or os.environ.get(LIGHTHOUSE_ENV, "")).split(",")[0]
+    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, lambda: _own_address(where)]
     if not args.quick:
         checks.append(_torch)
-    if args.lighthouse or os.environ.get(LIGHTHOUSE_ENV):
+    if where:
         checks.append(lambda: _lighthouse(args.lighthouse, args.job))
     else:
         checks.append(_port)
@@ -95,12 +96,11 @@ def _limits() -> Iterator[Finding]:
         yield Finding("ok", f"{free >> 30} GiB of shared memory are free")
 
 
-def _own_address() -> Iterator[Finding]:
+def _own_address(lighthouse: str) -> Iterator[Finding]:
     from torchft.addresses import announced_host
 
-    where = os.environ.get(LIGHTHOUSE_ENV, "").split(",")[0]
     try:
-        host = announced_host(where)
+        host = announced_host(lighthouse)
     except ValueError as e:
         yield Finding("bad", str(e))
         return
@@ -115,9 +115,46 @@ def _own_address() -> Iterator[Finding]:
             "set TORCHFT_HOST to an address or a network interface that the other machines reach",
         )
         return
-    yield Finding("ok", f"this machine announces itself as {host}")
-    if where and host in _LOOPBACK and urlsplit(where).hostname not in _LOOPBACK:
+    address = _address(host)
+    more = ", ".join([*([address] if address != host else []), *_interface(address)])
+    yield Finding("ok", f"this machine announces itself as {host}" + (f" ({more})" if more else ""))
+    if not lighthouse or _is_loopback(_address(_host_of(lighthouse))):
+        return  # the job is on this machine alone, or there is none yet
+    if _is_loopback(address):
         yield Finding("warn", f"{host} cannot be reached from other machines", "set TORCHFT_HOST")
+    name = socket.gethostname()
+    if _is_loopback(_address(name)) and "GLOO_SOCKET_IFNAME" not in os.environ:
+        yield Finding(
+            "warn",
+            f"Gloo announces this machine as {name}, which is a loopback address here: other machines cannot connect",
+            "set GLOO_SOCKET_IFNAME to the network interface that they reach",
+        )
+
+
+def _host_of(lighthouse: str) -> str:
+    try:
+        return urlsplit(lighthouse).hostname or ""
+    except ValueError:
+        return ""  # a bad address is reported by whoever connects to it
+
+
+def _address(host: str) -> str:
+    """Of a host's name; the name itself, where it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):
+        return host
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in _LOOPBACK
+
+
+def _interface(address: str) -> list[str]:
+    """The network interface that has this address, if it is known."""
+    from torchft.addresses import interface_address
+
+    return [f"interface {name}" for _, name in socket.if_nameindex() if interface_address(name) == address][:1]
 
 
 def _torch() -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import time
@@ -26,8 +27,33 @@ def test_a_machine_in_order(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert status == 0 and "BAD" not in said
 
 
+def test_the_network_interface_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "lo")
+    status, said = doctor(capsys)
+    assert "announces itself as 127.0.0.1 (interface lo)" in said and status == 0
+
+
+def test_names_that_lead_other_machines_to_themselves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian gives the host's own name a loopback address, and Gloo announces the address of that name."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("torchft.cli.doctor.socket.gethostname", lambda: "localhost")
+    elsewhere = ("--lighthouse", "http://lighthouse.invalid:29510")
+    _, said = doctor(capsys, *elsewhere)
+    assert "localhost cannot be reached from other machines" in said and "set TORCHFT_HOST" in said
+    assert "Gloo announces this machine as localhost, which is a loopback address" in said
+    assert "GLOO_SOCKET_IFNAME" in said
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert "Gloo announces" not in doctor(capsys, *elsewhere)[1]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert "Gloo announces" not in doctor(capsys, "--lighthouse", "http://localhost:9")[1], "it is all on one machine"
+
+
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("", 29510), reuse_port=True):
+    with contextlib.ExitStack() as taken:
+        with contextlib.suppress(OSError):  # somebody else has it: as good
+            taken.enter_context(socket.create_server(("", 29510)))
         _, said = doctor(capsys)
     assert "port 29510, the lighthouse's default, is not free" in said and "--bind" in said
 
@@ -36,6 +62,11 @@ def test_a_host_setting_that_is_none(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("TORCHFT_HOST", "no-such-interface.invalid")
     status, said = doctor(capsys)
     assert status == 1 and "no-such-interface.invalid" in said
+
+
+def test_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = doctor(capsys, "--lighthouse", "http://[")
+    assert status == 1 and "the lighthouse address 'http://[' is not allowed; allowed: http://host:port" in said
 
 
 def test_a_lighthouse_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from torchft.cli.arguments import Parser, ask_of, duration, nearest
+from torchft.cli.status import printable
 from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 
 _LOOK_SEC = 0.2
@@ -43,17 +44,17 @@ def _end(what: str, args: Namespace, wait: float | None) -> int:
     try:
         lighthouse = Lighthouse(args.lighthouse, args.job)
         replica_id = _meant(args.replica_id, _known(lighthouse))
-        print(lighthouse.ask(what, replica_id), flush=True)
+        print(printable(lighthouse.ask(what, replica_id)), flush=True)
         deadline = time.monotonic() + (wait or 0.0)
         while wait is not None and replica_id in _known(lighthouse):
             if time.monotonic() > deadline:
                 raise Unanswered(f"{replica_id} is still there after {wait:g} s; does its script heed draining()?")
             time.sleep(_LOOK_SEC)
     except (Unanswered, ValueError) as e:
-        print(f"torchft {what}: {e}", file=sys.stderr)
+        print(printable(f"torchft {what}: {e}"), file=sys.stderr)
         return 1
     if wait is not None:
-        print(f"{replica_id}: has left")
+        print(printable(f"{replica_id}: has left"))
     return 0
 
 

@@ -22,17 +22,26 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         lighthouse = Lighthouse(args.lighthouse, args.job)
+        shown = _look(lighthouse, args.json)
         while True:
-            status = lighthouse.get("/status")
             if args.watch and sys.stdout.isatty():
                 print("\x1b[H\x1b[J", end="")
-            print(json.dumps(status) if args.json else table(status), flush=True)
+            print(shown, flush=True)
             if not args.watch:
                 return 0
             time.sleep(args.watch)
+            try:
+                shown = _look(lighthouse, args.json)
+            except Unanswered as e:  # it may be restarted
+                shown = json.dumps({"error": str(e)}) if args.json else printable(str(e))
     except Unanswered as e:
         print(f"torchft status: {e}", file=sys.stderr)
         return 1
+
+
+def _look(lighthouse: Lighthouse, as_json: bool) -> str:
+    status = lighthouse.get("/status")
+    return json.dumps(status) if as_json else table(status)
 
 
 def table(status: dict[str, Any]) -> str:

@@ -86,6 +86,38 @@ def test_kill_names_those_that_there_are(lighthouse: LighthouseServer, capsys: p
     assert "answered 409: " in (said := capsys.readouterr().err) and "it has no stream to this lighthouse" in said
 
 
+def test_names_of_strangers_move_no_cursor_when_one_is_ended(
+    lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LighthouseClient(lighthouse.address(), 10 * SEC).heartbeat("evil\x1b[2J")
+    for command in ("kill", "drain"):
+        for name in ("nobody", "evil"):
+            assert main([command, name]) == 1
+            said = capsys.readouterr().err
+            assert "[2J" in said and "\x1b" not in said, said
+
+
+def test_a_watch_goes_on_when_the_lighthouse_does_not_answer(
+    lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be restarted."""
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 1:
+            lighthouse.shutdown()
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchft.cli.status.time.sleep", sleep)
+    assert main(["status", "--watch", "100ms"]) == 130
+    first, second = capsys.readouterr().out.split("no replica group is known\n")
+    assert first.startswith("no quorum yet") and second.startswith("no lighthouse answered within 5 s"), second
+    assert looks == [0.1, 0.1]
+    assert main(["status", "--watch"]) == 1, "one that was never there is an error"
+
+
 def test_the_job_is_the_one_that_is_named(
     lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

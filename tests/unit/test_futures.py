@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Iterator
 
 import pytest
@@ -98,11 +99,14 @@ def test_context_timeout_calls_back_while_the_block_goes_on() -> None:
 
 
 def test_context_timeout_of_a_block_in_time_never_calls_back(timers: _TimeoutManager) -> None:
-    called = threading.Event()
-    with context_timeout(called.set, SHORT):
-        pass
-    with pytest.raises(KeyError), context_timeout(called.set, SHORT):
-        raise KeyError
+    in_time = False
+    while not in_time:  # a busy machine may hold a block up for longer than its deadline
+        called, began = threading.Event(), time.monotonic()
+        with context_timeout(called.set, SHORT):
+            pass
+        with pytest.raises(KeyError), context_timeout(called.set, SHORT):
+            raise KeyError
+        in_time = time.monotonic() - began < SHORT.total_seconds()
     # A later timer has fired, so theirs would have.
     later = threading.Event()
     with context_timeout(later.set, 2 * SHORT):
@@ -116,12 +120,15 @@ def test_stream_timeout_watches_nothing_without_an_accelerator() -> None:
 
 
 def test_timers_run_in_the_order_of_their_deadlines(timers: _TimeoutManager) -> None:
-    order: list[int] = []
-    done = threading.Event()
-    timers.schedule(timedelta(milliseconds=60), done.set)
-    timers.schedule(timedelta(milliseconds=40), lambda: order.append(2))
-    timers.schedule(timedelta(milliseconds=20), lambda: order.append(1))
-    assert done.wait(10)
+    in_time = False
+    while not in_time:  # a deadline counts from the call: one that is held up may come last
+        order: list[int] = []
+        done, began = threading.Event(), time.monotonic()
+        timers.schedule(timedelta(milliseconds=60), done.set)
+        timers.schedule(timedelta(milliseconds=40), partial(order.append, 2))
+        timers.schedule(timedelta(milliseconds=20), partial(order.append, 1))
+        in_time = time.monotonic() - began < 0.02
+        assert done.wait(10)
     assert order == [1, 2]
 
 
@@ -232,23 +239,21 @@ from datetime import timedelta
 from torchft.futures import context_timeout
 
 with context_timeout(threading.Event().wait, timedelta(milliseconds=1)):
-    threading.Event().wait(60)
+    threading.Event().wait(600)
 """
 
 
 def test_the_watchdog_ends_a_process_whose_callback_hangs() -> None:
-    started = time.monotonic()
     process = subprocess.run(
         [sys.executable, "-c", _HUNG],
         env={WATCHDOG_TIMEOUT_SEC: "0.2", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert process.returncode == 1
     assert "did not return within 0.2 s" in process.stderr
     assert "most recent call first" in process.stderr  # the stacks
-    assert time.monotonic() - started < 55
 
 
 def test_pending_timers_do_not_hold_up_the_end_of_the_process() -> None:

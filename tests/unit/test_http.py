@@ -35,7 +35,7 @@ def server() -> Iterator[_IPv6HTTPServer]:
         thread.start()
         yield server
         server.shutdown()
-        thread.join(5)
+        thread.join(30)
 
 
 def has_ipv6() -> bool:
@@ -46,7 +46,7 @@ def has_ipv6() -> bool:
 def test_it_is_reached_over_both_families(server: _IPv6HTTPServer, host: str) -> None:
     if ":" in host and not has_ipv6():
         pytest.skip("this host has no IPv6")
-    with urllib.request.urlopen(f"http://{host}:{server.server_port}/", timeout=5) as response:
+    with urllib.request.urlopen(f"http://{host}:{server.server_port}/", timeout=30) as response:
         assert response.read() == b"hello"
 
 
@@ -57,27 +57,28 @@ def test_ipv4_alone_where_there_is_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_handler_that_fails_is_logged_and_the_server_goes_on(server: _IPv6HTTPServer, caplog: Any) -> None:
-    with socket.create_connection(("localhost", server.server_port), timeout=5) as sock:
+    with socket.create_connection(("localhost", server.server_port), timeout=30) as sock:
         sock.sendall(b"GET /broken HTTP/1.0\r\n\r\n")
         assert sock.recv(100) == b""
     assert "broken handler" in caplog.text
-    with urllib.request.urlopen(f"http://localhost:{server.server_port}/", timeout=5) as response:
+    with urllib.request.urlopen(f"http://localhost:{server.server_port}/", timeout=30) as response:
         assert response.read() == b"hello"
 
 
 def test_close_cuts_idle_connections() -> None:
+    before = set(threading.enumerate())
     server = _IPv6HTTPServer(("", 0), Hello)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
-    with socket.create_connection(("localhost", server.server_port), timeout=5) as idle:
+    with socket.create_connection(("localhost", server.server_port), timeout=30) as idle:
         idle.sendall(b"GET / HT")
         while not server._connections:
             time.sleep(0.001)
         server.shutdown()
         server.server_close()
         assert idle.recv(1) == b""
-    thread.join(5)
-    assert not [t for t in threading.enumerate() if t.name == "torchft-http-request"]
+    thread.join(30)
+    assert set(threading.enumerate()) <= before
 
 
 FORKING_SERVER = """
@@ -109,13 +110,13 @@ def test_a_forked_child_does_not_keep_a_dead_servers_port_and_connections() -> N
         assert process.stdin is not None and process.stdout is not None
         try:
             port = int(process.stdout.readline())
-            with socket.create_connection(("localhost", port), timeout=5) as waiting:
+            with socket.create_connection(("localhost", port), timeout=30) as waiting:
                 assert process.stdout.readline() == "child\n"
                 process.kill()
                 process.wait(10)
                 assert waiting.recv(1) == b""
             with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("localhost", port), timeout=5)
+                socket.create_connection(("localhost", port), timeout=30)
         finally:
             process.kill()
             process.stdin.close()
@@ -143,9 +144,9 @@ def test_a_read_ends_at_the_deadline_though_bytes_drip(ends: Any) -> None:
     limited.deadline = start + 0.2
     with pytest.raises(TimeoutError), limited.makefile("rb") as file:
         file.read(1 << 20)
-    assert 0.15 < time.monotonic() - start < 2
+    assert 0.15 < time.monotonic() - start < 20
     stop.set()
-    thread.join(5)
+    thread.join(30)
 
 
 def test_a_write_ends_at_the_deadline_though_the_peer_reads_a_little(ends: Any) -> None:
@@ -162,9 +163,9 @@ def test_a_write_ends_at_the_deadline_though_the_peer_reads_a_little(ends: Any) 
     limited.deadline = start + 0.2
     with pytest.raises(TimeoutError):
         limited.sendall(bytes(50 << 20))
-    assert 0.15 < time.monotonic() - start < 2
+    assert 0.15 < time.monotonic() - start < 20
     stop.set()
-    thread.join(5)
+    thread.join(30)
 
 
 def test_a_large_read_is_one_call_and_a_cut_one_is_short(ends: Any) -> None:
@@ -183,7 +184,7 @@ def test_a_large_read_is_one_call_and_a_cut_one_is_short(ends: Any) -> None:
         buffer = bytearray(len(data))
         assert limited.recv_into(buffer) == len(sent)
         assert buffer[: len(sent)] == sent
-        thread.join(5)
+        thread.join(30)
 
 
 def test_a_deadline_that_has_passed(ends: Any) -> None:

@@ -118,9 +118,15 @@ def probe(outcome: str, delay_us: int = 0, timeout_us: int = MINUTE_US) -> objec
     return native().run(native().pyapi_ProbeStart, outcome, delay_us, timeout_us)
 
 
+def present_handles() -> int:
+    """The number of live handles, without those that other tests dropped and nobody collected yet."""
+    gc.collect()
+    return native().pyapi_Handles()
+
+
 def settled_handles(expected: int) -> int:
     """The number of live handles, once what was cancelled had time to end."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while native().pyapi_Handles() != expected and time.monotonic() < deadline:
         gc.collect()
         threading.Event().wait(0.01)
@@ -131,7 +137,7 @@ def settled_handles(expected: int) -> int:
 def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
     with pytest.raises((TimeoutError, RuntimeError)):
         cluster.waits(timedelta(milliseconds=20))[name]()  # what stays prepared for the next call is no leak
-    handles = native().pyapi_Handles()
+    handles = present_handles()
     sent: list[float] = []
 
     def interrupt() -> None:
@@ -139,20 +145,25 @@ def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     timer = threading.Timer(0.2, interrupt)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait() -> None:
+        timer.start()  # in here, so that it is expected also if this thread is held up for longer than that
         cluster.waits(LONG)[name]()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     took = time.monotonic() - sent[0]
     timer.join()
-    assert took < 1, "50 ms on an idle machine"
+    assert took < LONG.total_seconds() / 3, "50 ms on an idle machine"
     assert settled_handles(handles) == handles
 
 
 def test_ctrl_c_ends_a_process_that_waits(cluster: Cluster) -> None:
     script = """
-        import sys
+        import signal, sys
         from datetime import timedelta
         from torchft.coordination import LighthouseClient
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         client = LighthouseClient(sys.argv[1], timedelta(seconds=60))
         print("connected", flush=True)
         client.quorum("child", timedelta(seconds=60))
@@ -197,7 +208,7 @@ def test_other_threads_run_during_a_wait(cluster: Cluster, name: str) -> None:
     finally:
         done.set()
         other.join()
-    assert len(ticks) >= 20, "with the GIL held there would be one or two"
+    assert len(ticks) >= 5, "some 90 on an idle machine; with the GIL held there would be one or two"
 
 
 def test_a_panic_is_a_runtime_error_and_the_library_works_on() -> None:
@@ -227,7 +238,7 @@ def test_the_class_of_an_error_is_python_s() -> None:
 
 
 def test_handles_do_not_leak(cluster: Cluster) -> None:
-    handles = native().pyapi_Handles()
+    handles = present_handles()
     for _ in range(300):
         probe("value")
         with pytest.raises(RuntimeError):
@@ -283,7 +294,7 @@ def test_calls_from_many_threads_get_their_own_answers(cluster: Cluster) -> None
 
 
 def test_the_last_reference_ends_what_is_behind_it(cluster: Cluster) -> None:
-    handles = native().pyapi_Handles()
+    handles = present_handles()
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     client = LighthouseClient(server.address(), LONG)
     port = int(server.address().rsplit(":", 1)[1])

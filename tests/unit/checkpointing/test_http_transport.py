@@ -137,7 +137,7 @@ def test_a_request_waits_until_it_is_allowed(make: Any, snapshot: bool) -> None:
         with pytest.raises(TimeoutError):
             got.result(0.1)
         source.send_checkpoint([1], step, {"step": step}, TIMEOUT)
-        assert got.result(10) == {"step": step}
+        assert got.result(TIMEOUT.total_seconds()) == {"step": step}
         source.disallow_checkpoint()
 
 
@@ -168,8 +168,8 @@ def test_shutdown_ends_those_who_wait(make: Any) -> None:
     start = time.monotonic()
     source.shutdown()
     with pytest.raises(CheckpointError):
-        got.result(5)
-    assert time.monotonic() - start < 2
+        got.result(TIMEOUT.total_seconds())
+    assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
 
 
 def test_shutdown_leaves_no_thread_and_no_socket(make: Any) -> None:
@@ -186,8 +186,8 @@ def test_shutdown_leaves_no_thread_and_no_socket(make: Any) -> None:
     with contextlib.suppress(ConnectionResetError):  # if it was not accepted yet
         assert idle.recv(1) == b""
     idle.close()
-    assert set(threading.enumerate()) <= threads
-    assert open_sockets() <= sockets
+    # What other tests left may connect and end at any time.
+    wait_until(lambda: set(threading.enumerate()) <= threads and open_sockets() <= sockets)
     with pytest.raises(CheckpointError, match="ConnectionRefusedError"):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
 
@@ -269,13 +269,13 @@ def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
     source.send_checkpoint([1], 0, state, TIMEOUT)
     readers = [in_thread(read_on) for _ in range(3)]
     for step in range(1, steps):
-        assert current.wait(10)
+        assert current.wait(TIMEOUT.total_seconds())
         current.clear()
         source.disallow_checkpoint()
         fill(state, float(step))
         source.send_checkpoint([1], step, state, TIMEOUT)
         at[0] = step
-    assert current.wait(10)
+    assert current.wait(TIMEOUT.total_seconds())
     done.set()
     source.allow_checkpoint(at[0])
     reads = sum(reader.result(20) for reader in readers)
@@ -368,7 +368,7 @@ def test_a_long_heal_is_copied_meanwhile(make: Any, monkeypatch: Any) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -393,7 +393,7 @@ def test_a_slow_reader_does_not_hold_up_a_copy(make: Any) -> None:
         source.disallow_checkpoint()
         source.send_checkpoint([1], 2, large_state(2.0), TIMEOUT)
         assert_same(make().recv_checkpoint(0, source.metadata(), 2, TIMEOUT), large_state(2.0))
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
 
 
 def test_without_a_copy_a_slow_reader_is_cut_off(make: Any) -> None:
@@ -402,7 +402,7 @@ def test_without_a_copy_a_slow_reader_is_cut_off(make: Any) -> None:
     with slow_reader(source, 1) as sock:
         start = time.monotonic()
         source.disallow_checkpoint()
-        assert 0.1 < time.monotonic() - start < 5
+        assert 0.1 < time.monotonic() - start < 10
         received = 0
         try:
             while piece := sock.recv(1 << 20):
@@ -427,7 +427,7 @@ def test_a_target_that_is_cut_off_gets_an_error(make: Any) -> None:
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     with slow_reader(source, 1):
         got = in_thread(lambda: make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT))
-        assert_same(got.result(10), large_state())
+        assert_same(got.result(TIMEOUT.total_seconds()), large_state())
 
 
 # Strangers
@@ -570,9 +570,9 @@ def test_a_source_that_drips_is_given_up_in_time(make: Any) -> None:
     metadata = f"http://localhost:{listener.getsockname()[1]}/checkpoint/"
     with pytest.raises(TimeoutError, match=r"step 7 .* not complete after 0.3 s"):
         make().recv_checkpoint(0, metadata, 7, timedelta(seconds=0.3))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     stop.set()
-    thread.join(5)
+    thread.join(30)
     listener.close()
 
 

@@ -267,7 +267,7 @@ def test_a_helper_takes_its_memory_back_at_once(make: Any, at_once: None) -> Non
         time.sleep(0.2)
         begin = time.monotonic()
         helper.disallow_checkpoint()
-        assert time.monotonic() - begin < 5  # not the timeout of 20 s, for which a source waits for those who need it
+        assert time.monotonic() - begin < 10  # not the timeout of 20 s, for which a source waits for those who need it
         lent.fill_(0)
         assert_same(got.result(60), state)
 
@@ -319,11 +319,11 @@ def test_the_source_trains_on(make: Any, snapshot: bool) -> None:
     """Everything is changed at every step; no read is of two steps."""
     source = make(snapshot=snapshot)
     state = {f"w{i}": torch.zeros(MB) for i in range(4)}
-    done, steps = threading.Event(), [0]
+    done, steps, healed = threading.Event(), [0], []
     source.send_checkpoint([1], 0, state, TIMEOUT)
 
-    def heal_on() -> int:
-        target, reads = make(), 0
+    def heal_on() -> None:
+        target = make()
         while not done.is_set():
             step = steps[0]
             try:
@@ -331,8 +331,7 @@ def test_the_source_trains_on(make: Any, snapshot: bool) -> None:
             except CheckpointError:
                 continue  # the source is further
             assert all(bool((t == step).all()) for t in got.values())
-            reads += 1
-        return reads
+            healed.append(step)
 
     with ThreadPoolExecutor(2) as pool:
         readers = [pool.submit(heal_on) for _ in range(2)]
@@ -343,9 +342,12 @@ def test_the_source_trains_on(make: Any, snapshot: bool) -> None:
                 tensor.fill_(step)
             source.send_checkpoint([1], step, state, TIMEOUT)
             steps[0] = step
-        time.sleep(0.1)
-        done.set()
-        assert sum(reader.result(30) for reader in readers) > 3
+        try:
+            wait_until(lambda: len(healed) > 3 or any(reader.done() for reader in readers))
+        finally:
+            done.set()
+        for reader in readers:
+            reader.result(30)
 
 
 # Memory and threads
@@ -363,7 +365,7 @@ def test_nothing_is_left(make: Any) -> None:
     for transport in (source, target):
         transport.shutdown()
     gc.collect()
-    wait_until(lambda: go.pyapi_Handles() == before)
+    wait_until(lambda: go.pyapi_Handles() <= before)  # what other tests dropped may end meanwhile
     assert not _lending._lent
 
 
@@ -403,7 +405,7 @@ def test_a_deadline_ends_a_transfer(make: Any) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"step 1 .* not complete after 0.5 s"):
         make().recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=0.5))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
 
 
 def test_a_stranger_at_the_data_port(make: Any) -> None:
@@ -416,13 +418,13 @@ def test_a_stranger_at_the_data_port(make: Any) -> None:
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), {"w": torch.ones(MB)})
     start = time.monotonic()
     source.disallow_checkpoint()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
     for sock in strangers:
         sock.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

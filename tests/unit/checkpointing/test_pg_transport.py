@@ -121,7 +121,8 @@ def test_no_memory_at_the_target(groups: list[Any], monkeypatch: pytest.MonkeyPa
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return empty(shape, *args, **kwargs)
 
-    source, target = (PGTransport(group, timedelta(seconds=2), CPU) for group in groups[:2])
+    # The source, whose tensor nobody receives, waits for its timeout.
+    source, target = PGTransport(groups[0], timedelta(seconds=2), CPU), PGTransport(groups[1], TIMEOUT, CPU)
     state = {"a": torch.ones(3), "b": torch.ones(100, 7)}
     monkeypatch.setattr(pg_transport.torch, "empty", refuse)
     _, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))

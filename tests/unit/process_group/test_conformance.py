@@ -562,7 +562,7 @@ def test_a_peer_that_leaves_is_an_error_for_the_rest(fresh: Peers) -> None:
     gone = fresh.groups[2]
     works = [fresh.groups[rank].broadcast_one(values(rank), 2) for rank in (0, 1)]
     gone.abort()
-    results = in_threads([work.wait for work in works], timedelta(seconds=5))
+    results = in_threads([work.wait for work in works], TIMEOUT / 2)
     assert [type(result) for result in results] == [RuntimeError] * 2
     # The two that are left go on.
     fresh.connect(fresh.groups[:2])
@@ -578,7 +578,7 @@ def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
     pending = [fresh.groups[rank].recv([values(rank)], source, 0) for rank, source in ((0, 2), (1, 0))]
     assert not any(work.is_completed() for work in pending)
     fresh.groups[0].abort()
-    results = in_threads([lambda work=work: work.wait() for work in pending], timedelta(seconds=5))
+    results = in_threads([lambda work=work: work.wait() for work in pending], TIMEOUT / 2)
     assert [type(result) for result in results] == [RuntimeError, RuntimeError]
 
     assert isinstance(fresh.groups[0].errored(), RuntimeError)

@@ -106,7 +106,7 @@ def test_whoever_waits_on_the_host_notices_the_workers_end(
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="the worker process died"):
         work.wait()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
     assert isinstance(group.errored(), RuntimeError)
 
 
@@ -115,13 +115,13 @@ def test_a_wait_on_the_host_has_a_deadline(group: ProcessGroupBabyLate, device: 
     tensor = device.empty(scenarios.COUNT)
     device.write(tensor, 3)
     work = scenarios._start(group, device, tensor)
-    in_the_end = threading.Timer(3, device.hold, (WORKER, False))
+    in_the_end = threading.Timer(20, device.hold, (WORKER, False))
     in_the_end.start()
     began = time.monotonic()
     try:
         with pytest.raises(RuntimeError, match="timed out"):
             work.wait(timedelta(milliseconds=50))
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
     finally:
         in_the_end.cancel()
         device.hold(WORKER, False)
@@ -138,7 +138,7 @@ def test_a_future_ends_with_the_worker(group: ProcessGroupBabyLate, device: Devi
     assert worker is not None
     worker._server.kill(worker._number)
     with pytest.raises(RuntimeError, match="the worker process died"):
-        future_wait(future, TIMEOUT / 6)
+        future_wait(future, TIMEOUT / 2)
 
 
 def test_memory_is_given_back(group: ProcessGroupBabyLate, device: Device) -> None:
@@ -163,7 +163,7 @@ def test_the_memory_of_a_killed_worker_is_given_back(
     assert len(device._blocks) == 1
     began = time.monotonic()
     group.abort()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     assert isinstance(group.errored(), RuntimeError)
     del work
     device.wait_for(lambda: not device._blocks)

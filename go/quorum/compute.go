@@ -18,6 +18,10 @@ type tally struct {
 	previousCandidates int // candidates among them
 
 	waited time.Duration // since the first candidate joined
+	// joining is how long the others have had to join: since the first candidate of the previous quorum joined, or, if it has
+	// none, the first of all. A newcomer waits for as long as the members are in a step, and the first of them that asks again
+	// must not go on with it alone while the others are about to ask as well.
+	joining time.Duration
 }
 
 // cause says why there is a quorum, or why there is none yet.
@@ -71,7 +75,7 @@ func compute(p Policy, t tally) decision {
 		d.cause = noMajority
 	case t.candidates == t.healthy:
 		d.cause = allAsked
-	case t.waited >= p.JoinTimeout && t.presumed == 0:
+	case t.joining >= p.JoinTimeout && t.presumed == 0:
 		d.cause = joinTimedOut
 	default:
 		d.cause = awaitingOthers
@@ -110,7 +114,7 @@ func (d decision) String() string {
 				t.candidates, healthy(t.healthy), t.presumed)
 		}
 		return fmt.Sprintf("%d of %s asked, the others have %s left to join (join_timeout_ms)",
-			t.candidates, healthy(t.healthy), (d.policy.JoinTimeout - t.waited).Round(time.Millisecond))
+			t.candidates, healthy(t.healthy), (d.policy.JoinTimeout - t.joining).Round(time.Millisecond))
 	case fastPath:
 		return fmt.Sprintf("every member of the previous quorum asked (%d), %d in the quorum%s",
 			t.previous, d.eligible(), shrink)

@@ -147,10 +147,14 @@ func (m *Machine) recount(now time.Time) tally {
 		t.waited = max(t.waited, now.Sub(r.joined))
 		if r.previous {
 			t.previousCandidates++
+			t.joining = max(t.joining, now.Sub(r.joined))
 		}
 		if r.member().ShrinkOnly {
 			t.shrinkers++
 		}
+	}
+	if t.previousCandidates == 0 {
+		t.joining = t.waited
 	}
 	return t
 }

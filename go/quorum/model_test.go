@@ -166,9 +166,12 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		}
 	}
 	if !fast {
-		first := now
-		for _, joined := range m.joined {
-			if joined.Before(first) {
+		first, former := now, false
+		for id, joined := range m.joined {
+			switch {
+			case previous[id] && !former: // whoever was in the latest quorum counts before all others
+				first, former = joined, true
+			case previous[id] == former && joined.Before(first):
 				first = joined
 			}
 		}

@@ -25,6 +25,7 @@ type replica struct {
 
 	joined time.Time     // since when it is a candidate
 	place  *list.Element // its place in roster.queue; nil while it is no candidate
+	former *list.Element // its place in roster.formers; nil unless it is a candidate of the previous quorum
 
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since it was last answered, and has not asked yet
@@ -72,7 +73,8 @@ type roster struct {
 	pulses   *list.List // of *replica that are alive, the oldest heartbeat first
 	suspects *list.List // of *replica that are alive and whose stream broke, the longest ago first
 	queue    *list.List // of *replica that are candidates, the first to join first
-	counts   tally      // all but waited
+	formers  *list.List // those of them that were in the previous quorum, in the same order
+	counts   tally      // all but waited and joining
 }
 
 func newRoster(p Policy) *roster {
@@ -84,6 +86,7 @@ func newRoster(p Policy) *roster {
 		pulses:   list.New(),
 		suspects: list.New(),
 		queue:    list.New(),
+		formers:  list.New(),
 	}
 }
 
@@ -92,6 +95,10 @@ func (s *roster) tally(now time.Time) tally {
 	t := s.counts
 	if first := s.queue.Front(); first != nil {
 		t.waited = now.Sub(first.Value.(*replica).joined)
+		t.joining = t.waited
+	}
+	if first := s.formers.Front(); first != nil {
+		t.joining = now.Sub(first.Value.(*replica).joined)
 	}
 	return t
 }
@@ -295,9 +302,28 @@ func (s *roster) update(r *replica, now time.Time, change func()) {
 		s.queue.Remove(r.place)
 		r.place = nil
 	}
+	switch former := r.previous && r.candidate(); {
+	case former && r.former == nil:
+		r.former = pushInOrder(s.formers, r)
+	case !former && r.former != nil:
+		s.formers.Remove(r.former)
+		r.former = nil
+	}
 	if r.pulse == nil && !r.waiting() && !r.previous {
 		delete(s.replicas, r.id)
 	}
+}
+
+// pushInOrder puts a candidate after those that joined before it: nearly always at the end.
+func pushInOrder(queue *list.List, r *replica) *list.Element {
+	e := queue.Back()
+	for e != nil && e.Value.(*replica).joined.After(r.joined) {
+		e = e.Prev()
+	}
+	if e == nil {
+		return queue.PushFront(r)
+	}
+	return queue.InsertAfter(r, e)
 }
 
 func (s *roster) count(r *replica, by int) {

@@ -154,13 +154,14 @@ func (c *watch) recalled(p quorum.Past) {
 type tally struct {
 	healthy, candidates, eligible, presumed int
 	shrink, fast                            bool
-	waited                                  time.Duration
-	known                                   int64 // latest quorum that a candidate knows of and can tell
+	waited                                  time.Duration // since the first candidate joined
+	joining                                 time.Duration // the same of those who were in the quorum before, if there are any
+	known                                   int64         // latest quorum that a candidate knows of and can tell
 }
 
 func (c *watch) tally() tally {
 	t := tally{fast: true}
-	previous := 0
+	previous, former := 0, false
 	for i := range c.l.waiting {
 		q := &c.l.waiting[i]
 		v := c.of(q.g) // the newest is the last
@@ -176,6 +177,9 @@ func (c *watch) tally() tally {
 			if candidate = v.waits > 0; candidate {
 				t.candidates++
 				t.waited = max(t.waited, c.clock-v.joined)
+				if v.previous {
+					former, t.joining = true, max(t.joining, c.clock-v.joined)
+				}
 				t.shrink = t.shrink || v.shrinks
 				if v.tells {
 					t.known = max(t.known, v.knows)
@@ -187,6 +191,9 @@ func (c *watch) tally() tally {
 			t.fast = t.fast && candidate
 		}
 		v.expected = candidate
+	}
+	if !former {
+		t.joining = t.waited
 	}
 	t.fast = t.fast && previous > 0
 	t.shrink = t.shrink && previous > 0
@@ -204,7 +211,7 @@ func (c *watch) tally() tally {
 func (c *watch) due(t tally) bool {
 	p := c.l.w.Policy
 	return t.candidates > 0 && (t.fast || t.eligible >= p.MinReplicas && 2*t.candidates > t.healthy &&
-		(t.candidates == t.healthy || t.waited >= p.JoinTimeout && t.presumed == 0))
+		(t.candidates == t.healthy || t.joining >= p.JoinTimeout && t.presumed == 0))
 }
 
 // mayWait reports that a quorum that is due may wait for a while: for what a member knows, or, where it would go on below
@@ -245,7 +252,7 @@ func (c *watch) delivered(d quorum.Deliver) {
 		w.broken(ruleMajority, "quorum %d has %d members, of %d healthy", q.ID, len(q.Members), t.healthy)
 	case t.eligible < p.MinReplicas:
 		w.broken(ruleMajority, "quorum %d has %d members, min_replicas is %d", q.ID, len(q.Members), p.MinReplicas)
-	case t.candidates < t.healthy && (t.waited < p.JoinTimeout || t.presumed > 0):
+	case t.candidates < t.healthy && (t.joining < p.JoinTimeout || t.presumed > 0):
 		w.broken(ruleMajority, "quorum %d does not wait for the healthy that have not asked", q.ID)
 	}
 	if !t.fast {

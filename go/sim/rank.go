@@ -285,7 +285,7 @@ func (g *group) serveHeal(h *heal) {
 		return
 	}
 	h.digest = s.digest
-	w.after(w.delay(g.slot), event{kind: healAnswer, ok: true, g: h.r.g, rank: int16(h.r.index), x: h})
+	w.after(w.Heal+w.delay(g.slot), event{kind: healAnswer, ok: true, g: h.r.g, rank: int16(h.r.index), x: h})
 }
 
 // healed ends a heal. One that failed costs this group the step; its peers still count on it in the collective.

@@ -25,6 +25,7 @@ type Setup struct {
 	Timeout           time.Duration // of heals, collectives and votes
 	Keepalive         time.Duration // until a client notices that its request was lost
 	Compute           time.Duration // a step without its waits, on average
+	Heal              time.Duration // that a state is on its way
 	InitSync          bool          // groups begin with weights of their own, and take over one group's at step 0
 
 	Delay     time.Duration // of a message, on average
@@ -121,8 +122,6 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	if r.IntN(5) == 0 {
 		s.Compute *= 6 // some meet at equal steps after they were apart, because steps take longer than outages
 	}
-	// A lighthouse that does not wait for a step lets a job fall apart: docs/correctness.md, "What is not promised".
-	s.Policy.JoinTimeout = max(s.Policy.JoinTimeout, 2*s.Compute)
 	if r.IntN(2) == 0 {
 		s.Loss, s.Duplicate, s.Straggle = 2e-4, 1e-3, 2e-3
 	}
@@ -141,7 +140,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 // request of before for QuorumTimeout, and then be one of two that wait for each other's Timeout; the fallout of
 // that costs each such wait once more.
 func (s Setup) bound() time.Duration {
-	bound := s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute) + time.Second
+	bound := s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute+s.Heal) + time.Second
 	if s.Lighthouses > 1 {
 		// Those who were sent on stay away from a lighthouse for up to 16 heartbeat timeouts.
 		bound += 24 * s.Policy.HeartbeatTimeout

@@ -71,21 +71,13 @@ def members(lighthouse: LighthouseServer, tmp_path: Path) -> Iterator[list[Membe
 
 
 @pytest.fixture
-def patient_lighthouse() -> Iterator[LighthouseServer]:
-    """For steps that take as long as a heal: groups that wait for a shorter time would take turns with it."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=2000)
-    yield server
-    server.shutdown()
-
-
-@pytest.fixture
-def groups(patient_lighthouse: LighthouseServer, tmp_path: Path) -> Iterator[Callable[[int], Member]]:
+def groups(lighthouse: LighthouseServer, tmp_path: Path) -> Iterator[Callable[[int], Member]]:
     """Starts groups that train and heal: 64 MB come at 8 MB a second; in the pictures 1.6 GB at 150 MB a second."""
     sizes = (1600, 150) if PICTURES else (64, 8)
     started: list[Member] = []
 
     def start(number: int) -> Member:
-        started.append(Member(number, patient_lighthouse.address(), tmp_path, HEALING_MEMBER, *sizes))
+        started.append(Member(number, lighthouse.address(), tmp_path, HEALING_MEMBER, *sizes))
         return started[-1]
 
     yield start
@@ -95,12 +87,12 @@ def groups(patient_lighthouse: LighthouseServer, tmp_path: Path) -> Iterator[Cal
 
 @pytest.mark.timeout(400)
 def test_a_kill_and_the_heal_are_seen_live(
-    browser: Any, patient_lighthouse: LighthouseServer, groups: Callable[[int], Member]
+    browser: Any, lighthouse: LighthouseServer, groups: Callable[[int], Member]
 ) -> None:
     # Two of them: what comes back heals from one source, so it is known how long that takes.
     count = 3 if PICTURES else 2
     members = [groups(number) for number in range(count)]
-    page = Page(browser, patient_lighthouse.address())
+    page = Page(browser, lighthouse.address())
     wait(lambda: page.states() == ["training"] * count, "all groups train")
     wait(lambda: page.text("rate") not in ("", "0.0"), "steps are counted")
     assert page.text("link") == "live" and page.text("groups") == str(count)

@@ -3,6 +3,7 @@ package manager
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -63,7 +64,7 @@ func join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.told, _ = m.heard.listen()
 	if n > 1 {
-		m.tasks.Go(m.lookBack)
+		rpc.Go(&m.tasks, slog.Default(), "look for earlier lighthouses", m.lookBack)
 	}
 	return m, nil
 }

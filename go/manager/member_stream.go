@@ -131,10 +131,7 @@ func (s *memberStream) greeted() bool {
 func (s *memberStream) receive() {
 	defer s.cancel()
 	for {
-		message, err := s.wire.Recv()
-		if err == nil {
-			err = s.take(message)
-		}
+		err := s.takeNext()
 		if errors.Is(err, io.EOF) {
 			err = status.Error(codes.Unavailable, "the lighthouse ended the stream")
 		}
@@ -149,8 +146,12 @@ func (s *memberStream) receive() {
 	}
 }
 
-func (s *memberStream) take(message *torchftpb.LighthouseMessage) (err error) {
+func (s *memberStream) takeNext() (err error) {
 	defer rpc.Recovered(slog.Default(), "an answer of the lighthouse", &err) // else it would end the training
+	message, err := s.wire.Recv()
+	if err != nil {
+		return err
+	}
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.LighthouseMessage_Welcome:
 		if s.interval != 0 {
@@ -241,15 +242,16 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 	case a := <-answered:
 		return a.quorum, a.err
 	case <-s.ended:
+		err = s.err
 	case <-ctx.Done():
 		s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_GiveUp{GiveUp: number}})
-		return nil, status.FromContextError(ctx.Err()).Err()
+		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
 	case a := <-answered: // it came before the end
 		return a.quorum, a.err
 	default:
-		return nil, s.err
+		return nil, err
 	}
 }
 

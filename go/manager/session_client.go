@@ -299,18 +299,29 @@ func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*t
 	}()
 
 	s.send(req)
+	var err error
 	select {
 	case resp := <-answered:
-		if failure := resp.GetFailure(); failure != nil {
-			return nil, status.Error(codes.Code(failure.GetCode()), failure.GetMessage())
-		}
-		return resp, nil
+		return outcome(resp)
 	case <-s.ended:
-		return nil, s.err
+		err = s.err
 	case <-ctx.Done():
 		s.send(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}})
-		return nil, status.FromContextError(ctx.Err()).Err()
+		err = status.FromContextError(ctx.Err()).Err()
 	}
+	select {
+	case resp := <-answered: // it came before the end
+		return outcome(resp)
+	default:
+		return nil, err
+	}
+}
+
+func outcome(resp *torchftpb.RankResponse) (*torchftpb.RankResponse, error) {
+	if failure := resp.GetFailure(); failure != nil {
+		return nil, status.Error(codes.Code(failure.GetCode()), failure.GetMessage())
+	}
+	return resp, nil
 }
 
 // send leaves errors to receive, which gets the reason.

@@ -2,8 +2,10 @@ package lighthouse
 
 import (
 	"net/http"
+	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // BreakMachine makes the next use of the default job's machine panic, as a bug in it would.
@@ -26,6 +28,14 @@ func (s *Server) defaultJob() *job {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.jobs[rpc.DefaultJob]
+}
+
+// ForgetJobs does what a tick at a time does.
+func (s *Server) ForgetJobs(now time.Time) { s.forgetJobs(now) }
+
+// Attend serves a member's stream, and recovers nothing.
+func (s *Server) Attend(wire torchftpb.MemberService_AttendServer) error {
+	return memberService{server: s}.Attend(wire)
 }
 
 // Handler serves the server's HTTP routes, and recovers nothing.

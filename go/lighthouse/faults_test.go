@@ -1,6 +1,7 @@
 package lighthouse_test
 
 import (
+	"context"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -95,6 +96,26 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 			})
 		})
 	}
+}
+
+// unreadable is a stream on which reading panics, as a bug in a decoder would.
+type unreadable struct {
+	torchftpb.MemberService_AttendServer
+}
+
+func (unreadable) Context() context.Context                { return context.Background() }
+func (unreadable) Recv() (*torchftpb.MemberMessage, error) { panic("unreadable") }
+
+// The first message of a stream is read on a goroutine of its own, where gRPC's interceptors recover nothing.
+func TestAPanicWhileAGreetingIsReadEndsThatStreamOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		assert.Equal(t, codes.Internal, status.Code(c.Lighthouse.Attend(unreadable{})))
+		assert.Equal(t, 1, c.Log.Count("internal error"))
+		a := attend(t, c, "a", 0)
+		a.ask(1, time.Minute)
+		a.answered()
+	})
 }
 
 // SIGTERM, as the command takes it: whoever waits hears UNAVAILABLE, which our managers take for "ask again".

@@ -65,6 +65,9 @@ func (s *Server) allJobs() []*job {
 func (s *Server) forgetJobs(now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.closed {
+		return // Shutdown ends all of them
+	}
 	for name, j := range s.jobs {
 		after := forgetAfter
 		if !j.served {

@@ -162,6 +162,16 @@ func TestAJobIsForgottenWhenNobodyIsLeft(t *testing.T) {
 	})
 }
 
+// The timer may be about to forget a job while the server ends it.
+func TestAJobThatIsForgottenWhileTheServerEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		require.NoError(t, (<-ask(dialJob(t, c, "x", "red"), quorum.Member{ReplicaID: "x"}, time.Minute)).Err)
+		c.Lighthouse.Shutdown()
+		c.Lighthouse.ForgetJobs(time.Now().Add(time.Hour))
+	})
+}
+
 func TestAJobThatRunsWildLeavesRoomForOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 3, func(cfg *lighthouse.Config) { cfg.MaxCallsPerJob = 2 })

@@ -2,6 +2,7 @@ package lighthouse
 
 import (
 	"errors"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -145,7 +146,7 @@ type outgoing struct {
 // Attend serves a member's stream until the member ends it, or its connection breaks. A lighthouse that shuts down asks
 // the member to: so no stream needs a goroutine that waits for that.
 func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]) error {
-	greeting, err := greetingOf(wire)
+	greeting, err := greetingOf(wire, m.server.log)
 	if err != nil {
 		return err
 	}
@@ -181,15 +182,17 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 }
 
 // greetingOf waits for the first message of a stream, for a while.
-func greetingOf(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]) (*torchftpb.Greeting, error) {
+func greetingOf(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage], log *slog.Logger) (*torchftpb.Greeting, error) {
 	type received struct {
 		message *torchftpb.MemberMessage
 		err     error
 	}
 	first := make(chan received, 1)
 	go func() { // it ends with the stream, at the latest when the handler has returned
-		message, err := wire.Recv()
-		first <- received{message, err}
+		var r received
+		defer func() { first <- r }()
+		defer rpc.Recovered(log, "a greeting", &r.err)
+		r.message, r.err = wire.Recv()
 	}()
 	timer := time.NewTimer(greetingTimeout)
 	defer timer.Stop()
@@ -280,12 +283,12 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		return s.feed(quorum.Reaches{ReplicaID: s.replicaID, Places: quorum.Places(m.Reaches)})
 	case *torchftpb.MemberMessage_Suspected:
 		s.alive()
-		return s.job.feed(quorum.Suspected{
+		return s.feed(quorum.Suspected{
 			Reporter: s.replicaID, Suspect: m.Suspected.GetReplicaId(), QuorumID: m.Suspected.GetQuorumId(),
 		})
 	case *torchftpb.MemberMessage_Incomplete:
 		s.alive()
-		return s.job.feed(quorum.Incomplete{ReplicaID: s.replicaID, Reason: m.Incomplete})
+		return s.feed(quorum.Incomplete{ReplicaID: s.replicaID, Reason: m.Incomplete})
 	case *torchftpb.MemberMessage_Healing:
 		s.alive()
 		s.job.healing(s.replicaID, m.Healing)
@@ -299,7 +302,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Progress:
 		s.alive()
 		p := m.Progress
-		return s.job.feed(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
+		return s.feed(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
 			Step: p.GetStep(), Rank: p.GetGroupRank(), Phase: p.GetPhase(), Waits: p.GetWaits(),
 			For: time.Duration(p.GetForUs()) * time.Microsecond,
 		}})

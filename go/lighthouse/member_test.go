@@ -347,6 +347,9 @@ func TestMembersAreSentBackTogether(t *testing.T) {
 
 		// What they say now counts no more.
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
+			Suspected: &torchftpb.PeerSuspected{ReplicaId: "b", QuorumId: 7},
+		}})
 		a.ask(1, time.Minute)
 		code, _ = a.failed()
 		assert.Equal(t, codes.Unavailable, code)

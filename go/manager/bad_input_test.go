@@ -91,6 +91,25 @@ func TestAPublishedGroupOfAnotherSizeIsLetIn(t *testing.T) {
 	})
 }
 
+// A group that was given an older checkpoint under its old name asks for an earlier step than before.
+func TestAStepThatGoesBackwards(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 7, a, b)
+		got := append(answers(a.QuorumOfAll(8, time.Minute)), b.QuorumOfAll(3, time.Minute)...).results(t)
+		for i, r := range got {
+			assert.EqualValues(t, 8, r.MaxStep)
+			assert.Equal(t, i == 1, r.Heal, "one alone heals")
+		}
+		got = append(answers(a.QuorumOfAll(2, time.Minute)), b.QuorumOfAll(2, time.Minute)...).results(t)
+		for _, r := range got {
+			assert.EqualValues(t, 2, r.MaxStep, "all together go on there")
+			assert.False(t, r.Heal)
+		}
+	})
+}
+
 // What one member says goes to all: with much of it an answer is larger than what anybody may ask with.
 func TestMuchDataReachesEverybody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -364,6 +364,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		return nil
 	}
 	s.forget()
+	delete(job.heals, s.replicaID) // whatever came of its heal, that is over
 	s.span = tracing.Continue(ask.GetTraceparent(), "lighthouse.quorum", ask.GetStep(), attribute.String("torchft.replica_id", s.replicaID))
 	s.await(ask.GetNumber(), timeout)
 	return job.step(quorum.Asked{

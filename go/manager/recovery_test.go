@@ -57,6 +57,30 @@ func TestTheLighthouseShowsHowFarAHealIsAndWhatItCost(t *testing.T) {
 	})
 }
 
+// A heal may end without a word: its source died, and nobody is left who is ahead.
+func TestAHealThatCameToNothingIsNotShownAnyMore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		answers{a.Quorum(0, 5, time.Minute), a.Quorum(1, 5, time.Minute), b.Quorum(0, 0, time.Minute), b.Quorum(1, 0, time.Minute)}.results(t)
+		b.Ranks[0].SayHealing(manager.HealProgress{Received: 10, Total: 100})
+		b.Ranks[1].SayHealing(manager.HealProgress{GroupRank: 1, Received: 10, Total: 100})
+		synctest.Wait()
+		a.Server.Shutdown()
+		answers(b.QuorumOfAll(0, time.Minute)).results(t)
+		synctest.Wait()
+		members := c.Lighthouse.Status().Members
+		assert.False(t, members[len(members)-1].Healing)
+
+		// The next one begins at nothing.
+		b.Ranks[0].SayHealing(manager.HealProgress{Received: 5, Total: 100})
+		synctest.Wait()
+		members = c.Lighthouse.Status().Members
+		assert.True(t, members[len(members)-1].Healing)
+		assert.EqualValues(t, 5, members[len(members)-1].HealReceived, "of what is said of this heal")
+	})
+}
+
 func TestAGroupThatDiesWhileItHealsIsNotShownAsHealing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

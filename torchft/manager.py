@@ -316,6 +316,9 @@ class Manager(Stateful):
         with self._failures.lock:
             self._collectives.begin()
             self._healing = False
+        if self._recovery_stream is not None:
+            # What is served or filled is what the training thread's stream has made of it by now, or will have.
+            self._recovery_stream.wait_stream(torch.accelerator.current_stream())
         self._asked = time.monotonic()
         self._client._committed_quorum_id = self._committed_quorum_id
         self._trace.asks()

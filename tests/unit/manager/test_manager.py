@@ -449,6 +449,24 @@ def test_source_serves_its_state(fixture: Fixture, make_quorum: Quorum) -> None:
     )
 
 
+def test_what_is_served_comes_after_what_the_training_has_queued(
+    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device the last step's optimizer may run still when the next quorum knows who heals."""
+    calls: list[Any] = []
+    fixture.client._quorum.return_value = make_quorum(recover_dst_replica_ranks=[0], max_replica_rank=1)
+    fixture.transport.send_checkpoint.side_effect = lambda *args, **kwargs: calls.append("send")
+    manager = fixture.manager()
+    training = threading.local()
+    training.stream = "of the training"
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: training.stream)  # no other thread has it
+    manager._recovery_stream = MagicMock()
+    manager._recovery_stream.wait_stream.side_effect = calls.append
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert calls == ["of the training", "send"]
+
+
 def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)

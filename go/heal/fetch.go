@@ -18,6 +18,7 @@ type Settings struct {
 	Streams    int           // to each source
 	Unchecked  bool          // leave the checksums out
 	StallAfter time.Duration // a stream that brings nothing for so long is given up
+	Window     int64         // blocks of a window; needed if some of the memory is on a device
 }
 
 // Fetch fills memory from one or more sources. It outlives them: what has arrived stays, and a source that is added later
@@ -27,6 +28,7 @@ type Fetch struct {
 	layout   Layout
 	memory   *Memory
 	queue    *queue
+	windows  *windows
 	received atomic.Int64
 
 	ctx    context.Context //nolint:containedctx // the life of the object
@@ -58,7 +60,11 @@ func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
 	if settings.StallAfter <= 0 {
 		settings.StallAfter = 10 * time.Second
 	}
-	f := &Fetch{settings: settings, layout: layout, memory: memory, queue: newQueue(layout.Blocks()), changed: make(chan struct{})}
+	f := &Fetch{settings: settings, layout: layout, memory: memory, changed: make(chan struct{})}
+	if f.windows, err = newWindows(&f.layout, memory.away, settings.Window); err != nil {
+		return nil, err
+	}
+	f.queue = newQueue(layout.Blocks(), f.windows.staged)
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	f.worked = Working()
 	return f, nil
@@ -89,6 +95,21 @@ func (f *Fetch) Add(address, secret string, assigned bool) error {
 	return nil
 }
 
+// Stage lends host memory for the next window, and ends the window that it was lent for before: Python has copied that to
+// the device. The result is the number of the window, -1 if there is none left.
+func (f *Fetch) Stage(address, length int64) (window int64, err error) {
+	memory, err := region(address, length)
+	if err != nil {
+		return 0, err
+	}
+	if len(memory) == 0 {
+		return 0, errors.New("a stage without memory")
+	}
+	opened, blocks, err := f.windows.open(memory)
+	f.queue.add(blocks)
+	return int64(opened), err
+}
+
 // Status is how far a transfer is.
 type Status struct {
 	Done     bool     `json:"done"`
@@ -98,15 +119,16 @@ type Status struct {
 	Digest   string   `json:"digest"`
 	Failure  string   `json:"failure"` // no source can help
 	Lost     []string `json:"lost"`    // why sources ended that did not finish
+	Full     []int    `json:"full"`    // windows that wait to be copied to a device
 }
 
-// Wait returns when the transfer is done, has failed, or no source is left; or when ctx ends.
+// Wait returns when the transfer is done, has failed, or no source is left; when a window is full; or when ctx ends.
 func (f *Fetch) Wait(ctx context.Context) Status {
 	for {
 		f.mu.Lock()
 		changed, settled := f.changed, f.running == 0 || f.failure != nil || f.digest != ""
 		f.mu.Unlock()
-		if settled {
+		if settled || len(f.windows.full()) > 0 {
 			return f.Status()
 		}
 		select {
@@ -131,6 +153,7 @@ func (f *Fetch) Status() Status {
 	for _, err := range f.lost {
 		s.Lost = append(s.Lost, err.Error())
 	}
+	s.Full = f.windows.full() // looked at last: where all is done, all that is full is here
 	return s
 }
 
@@ -157,6 +180,25 @@ func (f *Fetch) finish(theirs string) {
 		f.digest = mine
 	}
 	f.tell()
+}
+
+// arrived notes a block that is in its place, and was checked.
+func (f *Fetch) arrived(block int, crc uint32) {
+	full := f.windows.arrived(block)
+	f.queue.arrived(block, crc)
+	if full {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.tell()
+	}
+}
+
+// place is the memory for a part of a block.
+func (f *Fetch) place(block int, span Span) []byte {
+	if memory := f.memory.regions[span.Region]; memory != nil {
+		return memory[span.Offset : span.Offset+span.Length]
+	}
+	return f.windows.place(block, span)
 }
 
 func (f *Fetch) fail(err error) {

@@ -8,12 +8,20 @@ import (
 // Memory is memory that Python owns and keeps alive until whoever uses it was ended.
 type Memory struct {
 	regions [][]byte
+	away    map[int]int64 // lengths of those that are on a device: regions has nil for them
 }
+
+// onDevice is the address of a region that no processor reads: it goes through memory of the host.
+const onDevice = -1
 
 // Lend makes regions of pairs of address and length. It reads none of them.
 func Lend(pairs []int64) (*Memory, error) {
-	m := &Memory{regions: make([][]byte, len(pairs)/2)}
+	m := &Memory{regions: make([][]byte, len(pairs)/2), away: map[int]int64{}}
 	for i := range m.regions {
+		if pairs[2*i] == onDevice && pairs[2*i+1] > 0 {
+			m.away[i] = pairs[2*i+1]
+			continue
+		}
 		region, err := region(pairs[2*i], pairs[2*i+1])
 		if err != nil {
 			return nil, fmt.Errorf("region %d: %w", i, err)
@@ -39,7 +47,7 @@ func region(address, length int64) ([]byte, error) {
 func (m *Memory) Sizes() []int64 {
 	sizes := make([]int64, len(m.regions))
 	for i, r := range m.regions {
-		sizes[i] = int64(len(r))
+		sizes[i] = max(int64(len(r)), m.away[i])
 	}
 	return sizes
 }

@@ -3,6 +3,7 @@ package heal
 import (
 	"errors"
 	"fmt"
+	"net"
 	"sync"
 	"time"
 )
@@ -14,7 +15,8 @@ var errEnded = errors.New("the source offers this state no longer")
 
 var errChanged = errors.New("the state changed while it was offered: two readings of a block differ")
 
-// Offer is memory that targets may read: the caller's own, or a copy that the caller has made of it.
+// Offer is memory that targets may read: the caller's own, or a copy that the caller has made of it. What is on a device
+// is read only from its copy, as soon as as much of that is there: whoever asks before waits.
 //
 // Each piece is in use while it is being sent. Revoke and End return when nobody uses the memory that they are about; a
 // target that takes its piece too slowly is cut off.
@@ -24,13 +26,22 @@ type Offer struct {
 	mu      sync.Mutex
 	changed sync.Cond
 	own     [][]byte
-	copies  [][]byte
+	copies  []partial
+	away    map[int]int64 // as in Memory
+	failed  error         // why there will be no more copies
+	arrived chan struct{} // closed and replaced when a connection that waits for a copy should look again
 	revoked bool
 	ended   bool
 	inUse   map[*connection]bool // true: of the caller's own memory
 
 	crcs  []uint32
 	known []bool
+}
+
+// partial is a copy of which the first bytes are there.
+type partial struct {
+	memory []byte
+	ready  int64
 }
 
 // NewOffer offers memory in blocks of this size; 0 chooses one.
@@ -40,7 +51,8 @@ func NewOffer(memory *Memory, blockSize int64) (*Offer, error) {
 		return nil, err
 	}
 	o := &Offer{
-		layout: layout, own: memory.regions, copies: make([][]byte, len(memory.regions)), inUse: map[*connection]bool{},
+		layout: layout, own: memory.regions, copies: make([]partial, len(memory.regions)), away: memory.away,
+		arrived: make(chan struct{}), inUse: map[*connection]bool{},
 		crcs: make([]uint32, layout.Blocks()), known: make([]bool, layout.Blocks()),
 	}
 	o.changed.L = &o.mu
@@ -50,41 +62,87 @@ func NewOffer(memory *Memory, blockSize int64) (*Offer, error) {
 // BlockSize is the size of its blocks in bytes.
 func (o *Offer) BlockSize() int64 { return o.layout.BlockSize }
 
-// Copied says where a copy of a region is; from now on that is read.
-func (o *Offer) Copied(index, address int64) error {
+// Copied says where a copy of a region is; from now on that is read, as far as its first `ready` bytes go.
+func (o *Offer) Copied(index, address, ready int64) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if index < 0 || index >= int64(len(o.own)) {
 		return fmt.Errorf("region %d of %d", index, len(o.own))
 	}
-	copied, err := region(address, int64(len(o.own[index])))
+	copied, err := region(address, o.layout.sizes[index])
 	if err != nil {
 		return err
 	}
-	o.copies[index] = copied
+	if ready < 0 || ready > int64(len(copied)) {
+		return fmt.Errorf("%d bytes of a region of %d", ready, len(copied))
+	}
+	o.copies[index] = partial{copied, ready}
+	o.tell()
 	return nil
 }
 
-// use appends the memory of a piece and keeps it from being taken back until done.
+// CopyFailed says that there will be no more copies; whoever waits for one hears the reason.
+func (o *Offer) CopyFailed(reason string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.failed = fmt.Errorf("the source could not copy its state from the device: %s", reason)
+	o.tell()
+}
+
+// tell wakes those who wait for a copy; o.mu is held.
+func (o *Offer) tell() {
+	close(o.arrived)
+	o.arrived = make(chan struct{})
+}
+
+// use appends the memory of a piece and keeps it from being taken back until done. It waits for what is copied from a
+// device, at most as long as a target may take for a piece.
 func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, error) {
+	var expired <-chan time.Time
+	for {
+		got, arrived, err := o.tryUse(c, piece, memory)
+		if arrived == nil {
+			return got, err
+		}
+		if expired == nil {
+			expired = time.After(c.server.patience)
+		}
+		select {
+		case <-arrived:
+		case <-c.ended:
+			return memory, net.ErrClosed
+		case <-expired:
+			return memory, fmt.Errorf("the source did not copy its state from the device within %v", c.server.patience)
+		}
+	}
+}
+
+// tryUse is use without the wait: it gives a channel if there is one to be had.
+func (o *Offer) tryUse(c *connection, piece []Span, memory [][]byte) ([][]byte, <-chan struct{}, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.ended {
-		return memory, errEnded
+		return memory, nil, errEnded
 	}
 	own := false
 	for _, span := range piece {
-		from := o.copies[span.Region]
-		if from == nil {
-			if o.revoked {
-				return memory, errRevoked
+		from, end := o.copies[span.Region], span.Offset+span.Length
+		if end > from.ready {
+			_, away := o.away[span.Region]
+			switch {
+			case away && o.failed != nil:
+				return memory, nil, o.failed
+			case o.revoked:
+				return memory, nil, errRevoked
+			case away:
+				return memory, o.arrived, nil
 			}
-			own, from = true, o.own[span.Region]
+			own, from.memory = true, o.own[span.Region]
 		}
-		memory = append(memory, from[span.Offset:span.Offset+span.Length])
+		memory = append(memory, from.memory[span.Offset:end])
 	}
 	o.inUse[c] = own
-	return memory, nil
+	return memory, nil, nil
 }
 
 func (o *Offer) done(c *connection) {
@@ -99,6 +157,7 @@ func (o *Offer) done(c *connection) {
 func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 	o.mu.Lock()
 	o.revoked = true
+	o.tell()
 	o.mu.Unlock()
 	return o.wait(func(own bool) bool { return own }, grace, timeout)
 }
@@ -107,6 +166,7 @@ func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 func (o *Offer) End(timeout time.Duration) bool {
 	o.mu.Lock()
 	o.ended = true
+	o.tell()
 	o.mu.Unlock()
 	return o.wait(func(bool) bool { return true }, 0, timeout)
 }

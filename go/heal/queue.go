@@ -3,6 +3,7 @@ package heal
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 )
 
@@ -14,7 +15,7 @@ type queue struct {
 	mu      sync.Mutex
 	changed sync.Cond
 
-	todo     []int // any source may give them
+	todo     []int // any source may give them; blocks that are held back are in neither list
 	assigned []int // only the assigned source has them
 	left     int   // blocks that have not arrived
 	closed   bool
@@ -23,13 +24,25 @@ type queue struct {
 	crcs     []uint32
 }
 
-func newQueue(blocks int) *queue {
+// newQueue hands out all blocks but those that are held back until they are added.
+func newQueue(blocks int, held func(block int) bool) *queue {
 	q := &queue{left: blocks, garbled: map[int]int{}, waiting: map[bool]int{}, crcs: make([]uint32, blocks)}
 	q.changed.L = &q.mu
 	for block := blocks - 1; block >= 0; block-- {
-		q.todo = append(q.todo, block)
+		if !held(block) {
+			q.todo = append(q.todo, block)
+		}
 	}
 	return q
+}
+
+// add hands out blocks that were held back, in their order and after all others.
+func (q *queue) add(blocks []int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	slices.Reverse(blocks)
+	q.todo = append(blocks, q.todo...)
+	q.changed.Broadcast()
 }
 
 // take gives a block to fetch. wait: while there is none and others are still on their way, which may come back.

@@ -119,7 +119,7 @@ func (s *Server) accept() {
 			time.Sleep(10 * time.Millisecond) // too many open files: that passes
 			continue
 		}
-		c := &connection{Conn: conn, server: s}
+		c := &connection{Conn: conn, server: s, ended: make(chan struct{})}
 		if !s.add(c) {
 			c.cut()
 			continue
@@ -179,6 +179,9 @@ type connection struct {
 	steady bool   // it goes on where no processor is idle
 	helps  bool   // the target has another source too
 
+	once  sync.Once
+	ended chan struct{} // closed when it was cut
+
 	out    []byte // what is yet to be written
 	memory [][]byte
 	spans  []Span
@@ -186,6 +189,7 @@ type connection struct {
 
 // cut ends it at once, whatever it is at.
 func (c *connection) cut() {
+	c.once.Do(func() { close(c.ended) })
 	abort(c.Conn)
 }
 

@@ -107,7 +107,7 @@ func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20, 1<<20), empty(1<<20, 1<<20)
 	s, o := listen(t, time.Minute, 0), offer(t, source, small)
 	copied := clone(source)
-	o.copies[0] = copied.regions[0]
+	o.copies[0] = partial{copied.regions[0], 1 << 20}
 	require.True(t, o.Revoke(0, time.Second))
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 1})
 	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
@@ -115,7 +115,7 @@ func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 	require.False(t, status.Done)
 	require.Contains(t, status.Lost[0], errRevoked.Error())
 	o.mu.Lock()
-	o.copies[1] = copied.regions[1]
+	o.copies[1] = partial{copied.regions[1], 1 << 20}
 	o.mu.Unlock()
 	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
 	require.True(t, wait(t, f).Done)

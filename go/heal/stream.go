@@ -182,7 +182,7 @@ func (st *stream) receive(block int) error {
 		}
 	}
 	st.arrived++
-	f.queue.arrived(block, crc)
+	f.arrived(block, crc)
 	return nil
 }
 
@@ -216,13 +216,14 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	checked, began := !f.settings.Unchecked, time.Now()
 	st.spans = f.layout.Spans(block, st.spans[:0])
 	for _, span := range st.spans {
-		populate(f.memory.regions[span.Region][span.Offset : span.Offset+span.Length])
+		if memory := f.memory.regions[span.Region]; memory != nil { // a stage is used again and again
+			populate(memory[span.Offset : span.Offset+span.Length])
+		}
 	}
 	err = pieces(st.spans, largestPiece(checked), func(piece []Span, length int64) error {
-		first := piece[0]
-		target := f.memory.regions[first.Region][first.Offset : first.Offset+first.Length]
-		if len(piece) > 1 {
-			target = st.scratch[:length]
+		target := st.scratch[:min(length, pieceSize)]
+		if len(piece) == 1 {
+			target = f.place(block, piece[0])
 		}
 		if err := st.fill(target, began); err != nil {
 			return err
@@ -232,7 +233,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 		}
 		if len(piece) > 1 {
 			for _, span := range piece {
-				copy(f.memory.regions[span.Region][span.Offset:span.Offset+span.Length], target)
+				copy(f.place(block, span), target)
 				target = target[span.Length:]
 			}
 		}

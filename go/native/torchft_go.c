@@ -140,12 +140,13 @@ _wrap__torchft_go_pyapi_HealCopied(PyObject * PYBINDGEN_UNUSED(dummy), PyObject 
     int64_t offer;
     int64_t region;
     int64_t address;
-    const char *keywords[] = {"offer", "region", "address", NULL};
+    int64_t ready;
+    const char *keywords[] = {"offer", "region", "address", "ready", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLL", (char **) keywords, &offer, &region, &address)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLL", (char **) keywords, &offer, &region, &address, &ready)) {
         return NULL;
     }
-    retval = pyapi_HealCopied(offer, region, address);
+    retval = pyapi_HealCopied(offer, region, address, ready);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -153,6 +154,29 @@ _wrap__torchft_go_pyapi_HealCopied(PyObject * PYBINDGEN_UNUSED(dummy), PyObject 
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_HealCopied(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealCopyFailed(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t offer;
+    char *reason;
+    const char *keywords[] = {"offer", "reason", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ls", (char **) keywords, &offer, &reason)) {
+        return NULL;
+    }
+    retval = pyapi_HealCopyFailed(offer, reason);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealCopyFailed(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -167,13 +191,14 @@ _wrap__torchft_go_pyapi_HealFetch(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *
     bool checked;
     PyObject *py_checked;
     int64_t stallUs;
-    const char *keywords[] = {"memory", "blockSize", "streams", "checked", "stallUs", NULL};
+    int64_t window;
+    const char *keywords[] = {"memory", "blockSize", "streams", "checked", "stallUs", "window", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLOL", (char **) keywords, &memory, &blockSize, &streams, &py_checked, &stallUs)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLOLL", (char **) keywords, &memory, &blockSize, &streams, &py_checked, &stallUs, &window)) {
         return NULL;
     }
     checked = (bool) PyObject_IsTrue(py_checked);
-    retval = pyapi_HealFetch(memory, blockSize, streams, checked, stallUs);
+    retval = pyapi_HealFetch(memory, blockSize, streams, checked, stallUs, window);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -364,6 +389,30 @@ _wrap__torchft_go_pyapi_HealServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
     return py_retval;
 }
 PyObject * _wrap__torchft_go_pyapi_HealServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_HealStage(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t fetch;
+    int64_t address;
+    int64_t length;
+    const char *keywords[] = {"fetch", "address", "length", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLL", (char **) keywords, &fetch, &address, &length)) {
+        return NULL;
+    }
+    retval = pyapi_HealStage(fetch, address, length);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_HealStage(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -1059,8 +1108,9 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_Handles", (PyCFunction) _wrap__torchft_go_pyapi_Handles, METH_NOARGS, "pyapi_Handles()\n\n" },
     {(char *) "pyapi_HealAdd", (PyCFunction) _wrap__torchft_go_pyapi_HealAdd, METH_KEYWORDS|METH_VARARGS, "pyapi_HealAdd(fetch, address, secret, assigned)\n\ntype: fetch: int64_t\ntype: address: char *\ntype: secret: char *\ntype: assigned: bool" },
     {(char *) "pyapi_HealBlockSize", (PyCFunction) _wrap__torchft_go_pyapi_HealBlockSize, METH_KEYWORDS|METH_VARARGS, "pyapi_HealBlockSize(offer)\n\ntype: offer: int64_t" },
-    {(char *) "pyapi_HealCopied", (PyCFunction) _wrap__torchft_go_pyapi_HealCopied, METH_KEYWORDS|METH_VARARGS, "pyapi_HealCopied(offer, region, address)\n\ntype: offer: int64_t\ntype: region: int64_t\ntype: address: int64_t" },
-    {(char *) "pyapi_HealFetch", (PyCFunction) _wrap__torchft_go_pyapi_HealFetch, METH_KEYWORDS|METH_VARARGS, "pyapi_HealFetch(memory, blockSize, streams, checked, stallUs)\n\ntype: memory: int64_t\ntype: blockSize: int64_t\ntype: streams: int64_t\ntype: checked: bool\ntype: stallUs: int64_t" },
+    {(char *) "pyapi_HealCopied", (PyCFunction) _wrap__torchft_go_pyapi_HealCopied, METH_KEYWORDS|METH_VARARGS, "pyapi_HealCopied(offer, region, address, ready)\n\ntype: offer: int64_t\ntype: region: int64_t\ntype: address: int64_t\ntype: ready: int64_t" },
+    {(char *) "pyapi_HealCopyFailed", (PyCFunction) _wrap__torchft_go_pyapi_HealCopyFailed, METH_KEYWORDS|METH_VARARGS, "pyapi_HealCopyFailed(offer, reason)\n\ntype: offer: int64_t\ntype: reason: char *" },
+    {(char *) "pyapi_HealFetch", (PyCFunction) _wrap__torchft_go_pyapi_HealFetch, METH_KEYWORDS|METH_VARARGS, "pyapi_HealFetch(memory, blockSize, streams, checked, stallUs, window)\n\ntype: memory: int64_t\ntype: blockSize: int64_t\ntype: streams: int64_t\ntype: checked: bool\ntype: stallUs: int64_t\ntype: window: int64_t" },
     {(char *) "pyapi_HealFetchEndStart", (PyCFunction) _wrap__torchft_go_pyapi_HealFetchEndStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealFetchEndStart(fetch)\n\ntype: fetch: int64_t" },
     {(char *) "pyapi_HealGrant", (PyCFunction) _wrap__torchft_go_pyapi_HealGrant, METH_KEYWORDS|METH_VARARGS, "pyapi_HealGrant(server, offer)\n\ntype: server: int64_t\ntype: offer: int64_t" },
     {(char *) "pyapi_HealOffer", (PyCFunction) _wrap__torchft_go_pyapi_HealOffer, METH_KEYWORDS|METH_VARARGS, "pyapi_HealOffer(memory)\n\ntype: memory: int64_t" },
@@ -1069,6 +1119,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_HealRevokeStart", (PyCFunction) _wrap__torchft_go_pyapi_HealRevokeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealRevokeStart(offer, graceUs, timeoutUs)\n\ntype: offer: int64_t\ntype: graceUs: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_HealServed", (PyCFunction) _wrap__torchft_go_pyapi_HealServed, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServed(grant)\n\ntype: grant: int64_t" },
     {(char *) "pyapi_HealServerStart", (PyCFunction) _wrap__torchft_go_pyapi_HealServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServerStart(patienceUs, bytesPerSecond, inBackground)\n\ntype: patienceUs: int64_t\ntype: bytesPerSecond: int64_t\ntype: inBackground: bool" },
+    {(char *) "pyapi_HealStage", (PyCFunction) _wrap__torchft_go_pyapi_HealStage, METH_KEYWORDS|METH_VARARGS, "pyapi_HealStage(fetch, address, length)\n\ntype: fetch: int64_t\ntype: address: int64_t\ntype: length: int64_t" },
     {(char *) "pyapi_HealWaitStart", (PyCFunction) _wrap__torchft_go_pyapi_HealWaitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealWaitStart(fetch, timeoutUs)\n\ntype: fetch: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_LighthouseCommandStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseCommandStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseCommandStart(arguments, hostname)\n\ntype: arguments: char *\ntype: hostname: char *" },

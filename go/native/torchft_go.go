@@ -94,8 +94,20 @@ func pyapi_HealBlockSize(offer C.longlong) C.longlong {
 }
 
 //export pyapi_HealCopied
-func pyapi_HealCopied(offer C.longlong, region C.longlong, address C.longlong) C.char {
-	cret, __err := pyapi.HealCopied(int64(offer), int64(region), int64(address))
+func pyapi_HealCopied(offer C.longlong, region C.longlong, address C.longlong, ready C.longlong) C.char {
+	cret, __err := pyapi.HealCopied(int64(offer), int64(region), int64(address), int64(ready))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
+//export pyapi_HealCopyFailed
+func pyapi_HealCopyFailed(offer C.longlong, reason *C.char) C.char {
+	cret, __err := pyapi.HealCopyFailed(int64(offer), C.GoString(reason))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -106,8 +118,8 @@ func pyapi_HealCopied(offer C.longlong, region C.longlong, address C.longlong) C
 }
 
 //export pyapi_HealFetch
-func pyapi_HealFetch(memory C.longlong, blockSize C.longlong, streams C.longlong, checked C.char, stallUs C.longlong) C.longlong {
-	cret, __err := pyapi.HealFetch(int64(memory), int64(blockSize), int64(streams), boolPyToGo(checked), int64(stallUs))
+func pyapi_HealFetch(memory C.longlong, blockSize C.longlong, streams C.longlong, checked C.char, stallUs C.longlong, window C.longlong) C.longlong {
+	cret, __err := pyapi.HealFetch(int64(memory), int64(blockSize), int64(streams), boolPyToGo(checked), int64(stallUs), int64(window))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -216,6 +228,18 @@ func pyapi_HealServed(grant C.longlong) C.longlong {
 //export pyapi_HealServerStart
 func pyapi_HealServerStart(patienceUs C.longlong, bytesPerSecond C.longlong, inBackground C.char) C.longlong {
 	cret, __err := pyapi.HealServerStart(int64(patienceUs), int64(bytesPerSecond), boolPyToGo(inBackground))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_HealStage
+func pyapi_HealStage(fetch C.longlong, address C.longlong, length C.longlong) C.longlong {
+	cret, __err := pyapi.HealStage(int64(fetch), int64(address), int64(length))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

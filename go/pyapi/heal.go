@@ -58,14 +58,25 @@ func HealBlockSize(offer int64) (bytes int64, err error) {
 	return o.BlockSize(), nil
 }
 
-// HealCopied says where a copy of a region of an offer is.
-func HealCopied(offer, region, address int64) (done bool, err error) {
+// HealCopied says where a copy of a region of an offer is, and how many bytes of it are there.
+func HealCopied(offer, region, address, ready int64) (done bool, err error) {
 	defer ops.Guard(&err)
 	o, err := ops.Get[*heal.Offer](offer)
 	if err != nil {
 		return false, err
 	}
-	return true, o.Copied(region, address)
+	return true, o.Copied(region, address, ready)
+}
+
+// HealCopyFailed says that there will be no more copies of an offer, and why.
+func HealCopyFailed(offer int64, reason string) (done bool, err error) {
+	defer ops.Guard(&err)
+	o, err := ops.Get[*heal.Offer](offer)
+	if err != nil {
+		return false, err
+	}
+	o.CopyFailed(reason)
+	return true, nil
 }
 
 // HealRevokeStart takes the memory of an offer back, copies excepted; the result is false if it is in use even so.
@@ -131,21 +142,33 @@ func HealServed(grant int64) (bytes int64, err error) {
 	return g.Served(), nil
 }
 
-// HealFetch prepares a transfer into memory that was lent; the result is a handle.
-func HealFetch(memory, blockSize, streams int64, checked bool, stallUs int64) (fetch int64, err error) {
+// HealFetch prepares a transfer into memory that was lent; the result is a handle. What of it is on a device goes through
+// stages of `window` blocks.
+func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window int64) (fetch int64, err error) {
 	defer ops.Guard(&err)
 	m, err := ops.Get[*heal.Memory](memory)
 	if err != nil {
 		return 0, err
 	}
 	f, err := heal.NewFetch(m, heal.Settings{
-		BlockSize: blockSize, Streams: int(streams), Unchecked: !checked, StallAfter: micros(stallUs),
+		BlockSize: blockSize, Streams: int(streams), Unchecked: !checked, StallAfter: micros(stallUs), Window: window,
 	})
 	if err != nil {
 		return 0, ops.As(ops.Value, err)
 	}
 	ops.Remove(memory)
 	return ops.Put(f), nil
+}
+
+// HealStage lends a transfer a stage, which must hold a window, for the next one; the result is the window's number, -1 if
+// none is left.
+func HealStage(fetch, address, length int64) (window int64, err error) {
+	defer ops.Guard(&err)
+	f, err := ops.Get[*heal.Fetch](fetch)
+	if err != nil {
+		return 0, err
+	}
+	return f.Stage(address, length)
 }
 
 // HealAdd lets a source help.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -13,8 +14,10 @@ from torchft.checkpointing import HTTPTransport, _staging
 TIMEOUT = timedelta(seconds=30)
 
 
+@pytest.mark.parametrize("snapshot", [None, False])
 @pytest.mark.parametrize("num_chunks", [0, 3])
-def test_a_state_on_the_device_arrives(num_chunks: int) -> None:
+def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -> None:
+    """Without a snapshot it travels in the published format."""
     state = {
         "weights": torch.arange(1 << 20, dtype=torch.float32, device=DEVICE),
         "half": torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE).t(),
@@ -23,7 +26,7 @@ def test_a_state_on_the_device_arrives(num_chunks: int) -> None:
         "step": 7,
     }
     torch.cuda.synchronize()
-    source, target = HTTPTransport(TIMEOUT, num_chunks), HTTPTransport(TIMEOUT, num_chunks)
+    source, target = HTTPTransport(TIMEOUT, num_chunks, snapshot), HTTPTransport(TIMEOUT, num_chunks)
     try:
         busy(0.2)
         state["late"].fill_(3)  # type: ignore[attr-defined]
@@ -37,14 +40,18 @@ def test_a_state_on_the_device_arrives(num_chunks: int) -> None:
     for name in ("weights", "half", "late", "host"):
         mine, theirs = state[name], got[name]
         assert isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
-        assert theirs.dtype == mine.dtype and theirs.shape == mine.shape
+        assert theirs.dtype == mine.dtype and theirs.shape == mine.shape and theirs.device == mine.device
         assert torch.equal(theirs.cpu(), mine.cpu()), name
 
 
-def test_two_page_locked_blocks_are_enough_for_any_state(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("snapshot", "blocks"), [(False, 2), (True, 4)])
+def test_two_page_locked_blocks_are_enough_for_any_state(
+    monkeypatch: pytest.MonkeyPatch, snapshot: bool, blocks: int
+) -> None:
+    """Two for the source, and two for the target where it does not read the published format."""
     monkeypatch.setattr(_staging, "_free", {})
     state = {"w": torch.arange(5 * _staging.BLOCK // 8 + 3, device=DEVICE)}
-    source, target = HTTPTransport(TIMEOUT, 0, snapshot=False), HTTPTransport(TIMEOUT, 0)
+    source, target = HTTPTransport(TIMEOUT, 0, snapshot), HTTPTransport(TIMEOUT, 0)
     try:
         for step in (1, 2):
             source.send_checkpoint([1], step, state, TIMEOUT)
@@ -55,8 +62,58 @@ def test_two_page_locked_blocks_are_enough_for_any_state(monkeypatch: pytest.Mon
     finally:
         source.shutdown()
         target.shutdown()
-    blocks = _staging._free["cuda"]
-    assert len(blocks) == 2 and all(block.is_pinned() for block in blocks)
+    kept = _staging._free["cuda"]
+    assert len(kept) == blocks and all(block.is_pinned() for block in kept)
+
+
+def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    def state(value: float) -> dict[str, torch.Tensor]:
+        large = torch.full((3 * _staging.BLOCK // 4 + 5,), value, device=DEVICE)
+        return {"large": large, "small": torch.full((3, 7), value, device=DEVICE).t(), "host": torch.full((5,), value)}
+
+    own, theirs = state(0.0), state(2.0)
+    source, target = HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0, state_dict=lambda: own)
+    torch.cuda.reset_peak_memory_stats()
+    used = torch.cuda.memory_allocated()
+    try:
+        busy(0.2)
+        own["large"].fill_(1)  # queued before the transfer, so that it must not come after it
+        source.send_checkpoint([1], 1, theirs, TIMEOUT)
+        got = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        assert torch.cuda.max_memory_allocated() - used < 1 << 20
+        source.disallow_checkpoint()
+    finally:
+        source.shutdown()
+        target.shutdown()
+    for name, mine in own.items():
+        assert got[name] is mine and torch.equal(mine, theirs[name]), name
+    assert "digest " in caplog.text
+
+
+def test_the_source_trains_on_while_its_state_is_copied() -> None:
+    state = torch.zeros(8 * _staging.BLOCK // 4, device=DEVICE)
+    source, target = HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0)
+    try:
+        for step in range(1, 6):
+            state.fill_(step)
+            source.send_checkpoint([1], step, {"w": state}, TIMEOUT)
+            got: list[torch.Tensor] = []
+            heal = threading.Thread(
+                target=lambda step=step, got=got: got.append(
+                    target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)["w"]
+                )
+            )
+            heal.start()
+            source.disallow_checkpoint()
+            state.fill_(-1)
+            torch.cuda.synchronize()
+            heal.join(60)
+            assert len(got) == 1 and bool((got[0] == step).all())
+    finally:
+        source.shutdown()
+        target.shutdown()
 
 
 def test_a_copy_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

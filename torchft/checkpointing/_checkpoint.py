@@ -58,7 +58,9 @@ class Checkpoint:
 
     def structure_frame(self) -> bytes:
         """What a target of the native data plane needs to know besides its ticket."""
-        return pack_structure([storage.nbytes() for storage in self.encoded.storages], self.encoded.structure)
+        storages = self.encoded.storages
+        devices = {i: str(storage.device) for i, storage in enumerate(storages) if storage.device.type != "cpu"}
+        return pack_structure([storage.nbytes() for storage in storages], self.encoded.structure, devices)
 
     def storages(self) -> Sequence[torch.UntypedStorage]:
         """Each storage of the state once."""

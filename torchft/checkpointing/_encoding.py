@@ -296,12 +296,17 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def flat_storage(nbytes: int, what: str) -> torch.Tensor:
-    """Memory for a region."""
+def flat_storage(nbytes: int, what: str, device: str = "cpu") -> torch.Tensor:
+    """Memory for a region.
+
+    Raises:
+        CheckpointError: there is none, or no such device
+    """
     try:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes") from error
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError, AssertionError) as error:  # PyTorch asserts that it was built for the device
+        where = "" if device == "cpu" else f" on {device}: {error}"
+        raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes{where}") from error
 
 
 def with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:

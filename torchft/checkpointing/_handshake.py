@@ -16,7 +16,7 @@ import re
 import struct
 import zlib
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from torchft.checkpointing.transport import CheckpointError
 
@@ -61,19 +61,33 @@ class Ticket:
         return cls(**{name: fields[name] for name in kinds})  # a later version may send more
 
 
-def pack_structure(sizes: List[int], structure: bytes) -> bytes:
-    """The second frame: the sizes of the regions in bytes, and the encoded structure."""
-    return frame(b'{"sizes":' + json.dumps(sizes).encode() + b',"tree":' + structure + b"}")
+def pack_structure(sizes: List[int], structure: bytes, devices: Optional[Dict[int, str]] = None) -> bytes:
+    """The second frame: the sizes of the regions in bytes, the devices of those on one, the encoded structure."""
+    where = b',"devices":' + json.dumps(devices).encode() if devices else b""
+    return frame(b'{"sizes":' + json.dumps(sizes).encode() + where + b',"tree":' + structure + b"}")
 
 
-def parse_structure(raw: bytes, what: str) -> Tuple[List[int], Any]:
+class Structure(NamedTuple):
+    """What the second frame says."""
+
+    sizes: List[int]  # of the regions, in bytes
+    tree: Any
+    devices: Dict[int, str]  # of regions that are not on the CPU
+
+
+def parse_structure(raw: bytes, what: str) -> Structure:
     fields: Dict[str, Any] = _json(raw, what)
     sizes = fields.get("sizes") if isinstance(fields, dict) else None
     if not isinstance(sizes, list) or "tree" not in fields or not all(type(n) is int and n >= 0 for n in sizes):
         raise CheckpointError(f"{what}: no structure")
     if sum(sizes) >= _MAX_STATE:
         raise CheckpointError(f"{what}: no memory for a state of {sum(sizes)} bytes")
-    return sizes, fields["tree"]
+    devices = fields.get("devices", {})
+    if not isinstance(devices, dict) or not all(
+        key.isascii() and key.isdigit() and type(device) is str for key, device in devices.items()
+    ):
+        raise CheckpointError(f"{what}: its devices are {str(devices)[:200]}")
+    return Structure(sizes, fields["tree"], {int(key): device for key, device in devices.items()})
 
 
 def frame(body: bytes) -> bytes:

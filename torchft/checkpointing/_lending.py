@@ -7,9 +7,14 @@ import logging
 import struct
 import threading
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+
+if TYPE_CHECKING:
+    import torch
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+ON_DEVICE = -1  # the address of memory that the native core does not touch: it goes through memory of this host
 
 _US = 1_000_000
 _REVOKE_TIMEOUT = 10  # seconds in which a stream that was cut must end
@@ -72,7 +77,7 @@ class Server(_Handle):
         self.port: int = go.pyapi_HealPort(self._handle)
 
     def lease(self, regions: Sequence[Tuple[int, int]], owner: object) -> Lease:
-        """Lends memory: addresses and lengths in bytes. The owner is kept until the lease has ended."""
+        """Lends memory: addresses (or ON_DEVICE) and lengths in bytes. The owner is kept until the lease has ended."""
         return Lease(self._go, self, regions, owner)
 
 
@@ -82,14 +87,18 @@ class Lease(_Handle):
     def __init__(self, go: Any, server: Server, regions: Sequence[Tuple[int, int]], owner: object) -> None:
         super().__init__(go)
         self._server = server
-        self._owners = [owner]
+        self._owners: Dict[object, object] = {None: owner}
         self._handle = go.pyapi_HealOffer(go.lend(_pairs(regions)))
         self.block_size: int = go.pyapi_HealBlockSize(self._handle)
 
-    def copied(self, region: int, address: int, owner: object) -> None:
-        """From now on a region is read at this address, where a copy of it is."""
-        self._owners.append(owner)
-        self._go.pyapi_HealCopied(self._handle, region, address)
+    def copied(self, region: int, copy: torch.Tensor, ready: int) -> None:
+        """From now on a region is read from a copy of it, as far as the first `ready` bytes go."""
+        self._owners[region] = copy
+        self._go.pyapi_HealCopied(self._handle, region, copy.data_ptr(), ready)
+
+    def copy_failed(self, reason: str) -> None:
+        """What is on a device and was not copied will not be; who waits for it hears why."""
+        self._go.pyapi_HealCopyFailed(self._handle, reason)
 
     def revoke(self, grace: float) -> None:
         """Takes back what was not copied; whoever reads it still after `grace` seconds is cut off.
@@ -139,6 +148,7 @@ class Status:
     total: int
     digest: str
     failure: str  # no source can help
+    full: List[int]  # windows that wait to be copied to their device
     lost: List[str]  # why sources ended before they had finished
 
 
@@ -147,11 +157,12 @@ class Fetch(_Handle):
 
     Args:
         go: the native library
-        regions: addresses and lengths in bytes
+        regions: addresses (or ON_DEVICE) and lengths in bytes
         owner: what keeps the memory alive
         block_size: the source's
         checked: whether blocks carry checksums
         stall: seconds after which a stream that brings nothing is given up
+        window: blocks of a window, where something is on a device; see go/heal/windows.go
     """
 
     _end = "pyapi_HealFetchEndStart"
@@ -164,11 +175,12 @@ class Fetch(_Handle):
         block_size: int,
         checked: bool,
         stall: float,
+        window: int = 0,
         streams: int = 0,
     ) -> None:
         super().__init__(go)
         memory = go.lend(_pairs(regions))
-        handle = go.pyapi_HealFetch(memory, block_size, streams, checked, int(stall * _US))
+        handle = go.pyapi_HealFetch(memory, block_size, streams, checked, int(stall * _US), window)
         _lent[handle] = owner
         self._handle = handle
 
@@ -176,8 +188,12 @@ class Fetch(_Handle):
         """Lets a source help; of others than the assigned one, only blocks that it has alike are taken."""
         self._go.pyapi_HealAdd(self._handle, address, secret, assigned)
 
+    def stage(self, block: torch.Tensor) -> int:
+        """Lends memory for the next window: the number of that, or -1. What was in it may be overwritten."""
+        return self._go.pyapi_HealStage(self._handle, block.data_ptr(), block.numel())
+
     def wait(self, seconds: float) -> Status:
-        """Waits until the transfer is settled: done, failed or without a source; at most for some seconds."""
+        """Waits until the transfer is settled (done, failed or without a source) or a window is full."""
         us = max(1, int(seconds * _US))
         return Status(**json.loads(self._go.run(self._go.pyapi_HealWaitStart, self._handle, us)))
 

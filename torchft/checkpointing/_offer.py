@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from contextlib import contextmanager, nullcontext
+import time
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Callable, ContextManager, Dict, Generator, Iterator, List, Optional
 
 import torch
 
 from torchft.checkpointing._checkpoint import Checkpoint
-from torchft.checkpointing._lending import Lease, Server
+from torchft.checkpointing._lending import ON_DEVICE, Lease, Server
 from torchft.checkpointing._staging import KINDS, Copies, Staged
 from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
@@ -38,14 +39,19 @@ class Offer:
     who go on with the copy. Small tensors are copied before the constructor returns, because those are what a forward
     pass changes (the statistics of a batch norm); the large ones wait for the optimizer.
 
+    The native core serves what is on a device from such a copy, whose beginning it may send before its end is there: so
+    that is made as soon as a target asks for it. Where there is no memory for it, the published format has to do.
+
     Args:
         checkpoint: what is offered
         copy: whether to copy
+        stage: whether to copy what is on a device if a target asks for it, even if nothing else is copied
     """
 
-    def __init__(self, checkpoint: Checkpoint, copy: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, copy: bool, stage: bool = False) -> None:
         self.checkpoint = checkpoint
         self.copies = copy
+        self.stages = stage or copy
         self.session = secrets.token_hex(8)  # the same bytes, for a target that comes again
         after: Dict[torch.device, _After] = {}
         copies: Dict[torch.device, Optional[Copies]] = {}
@@ -62,8 +68,11 @@ class Offer:
         self._lease: Optional[Lease] = None
         self._regions = {storage._cdata: i for i, storage in enumerate(checkpoint.encoded.storages)}
         self._direct: Dict[object, Callable[[], None]] = {}  # pieces being sent, each with what cuts its reader off
-        self._hurry = threading.Event()
+        self._wanted = False  # what is on a device is to be copied
+        self._hurry = False  # all is
+        self._unneeded = False
         self._give_up = False
+        self._failure = ""  # why a copy could not be made
         self._copier: Optional[threading.Thread] = self._start_copy() if copy else None
 
     @property
@@ -89,39 +98,68 @@ class Offer:
         return thread
 
     def _copy_later(self, blocks: List[_Block]) -> None:
-        self._hurry.wait(_COPY_DELAY)
-        self._copy(blocks)
+        start = time.monotonic()
+        with self._cond:
+            self._cond.wait_for(lambda: self._wanted or self._hurry, _COPY_DELAY)
+        self._copy([block for block in blocks if block.staged is not None])
+        with self._cond:
+            self._cond.wait_for(lambda: self._hurry, max(0.0, start + _COPY_DELAY - time.monotonic()))
+        self._copy([block for block in blocks if block.staged is None])
 
     def _copy(self, blocks: List[_Block]) -> None:
         try:
             for block in blocks:
-                if self._give_up:
+                if self._is_unneeded(block):
                     return
-                block.copy()
-                with self._cond:
-                    self._lend_copy(block)
+                for _ in block.copy():
+                    with self._cond:
+                        self._lend_copy(block)
+                    if self._is_unneeded(block):
+                        return
         except Exception as error:
             # not the training's problem: readers are cut off when the offer is closed
             logger.warning("the state to send could not be copied: %s", error)
+            with self._cond:
+                self._failure = str(error)
+                if self._lease is not None:
+                    self._lease.copy_failed(self._failure)
+
+    def _is_unneeded(self, block: _Block) -> bool:
+        """A target that nobody has counted may still read what is on a device, and has only the copy."""
+        return self._give_up or (self._unneeded and not (block.staged is not None and self._wanted))
 
     def lease(self, server: Server) -> Optional[Lease]:
-        """What the native core may serve; None if it cannot, because some of it is not on the CPU."""
+        """What the native core may serve; None if it cannot, because some of it is on a device and is not copied."""
         with self._cond:
+            blocks = [self._blocks[s._cdata] for s in self.checkpoint.encoded.storages]
+            if any(block.nbytes and not (block.on_host or self._may_stage(block)) for block in blocks):
+                return None
             if self._lease is None:
-                storages = self.checkpoint.encoded.storages
-                if any(s.device.type != "cpu" or self._blocks[s._cdata].staged is not None for s in storages):
-                    return None
-                self._lease = server.lease([(s.data_ptr(), s.nbytes()) for s in storages], self.checkpoint)
-                for block in self._blocks.values():
+                self._lease = server.lease([(block.address, block.nbytes) for block in blocks], self.checkpoint)
+                for block in blocks:
                     self._lend_copy(block)
                 if self._closed:
                     self._lease.revoke(0)
             return self._lease
 
+    def _may_stage(self, block: _Block) -> bool:
+        return block.staged is not None and self.stages and not self._failure
+
+    def want(self) -> None:
+        """A target wants what was leased: what is on a device is copied now."""
+        with self._cond:
+            self._wanted = True
+            self._cond.notify_all()
+            away = [block for block in self._blocks.values() if block.staged is not None]
+            if away and self._copier is None and not self.complete and not self._give_up:
+                self._copier = threading.Thread(target=self._copy, args=(away,), daemon=True, name="torchft-snapshot")
+                self._copier.start()
+
     def _lend_copy(self, block: _Block) -> None:
         region = self._regions.get(block.cdata)
-        if self._lease is not None and region is not None and block.mine is not None and block.nbytes:
-            self._lease.copied(region, block.mine.data_ptr(), block.mine)
+        if self._lease is not None and region is not None and block.ready:
+            assert block.coming is not None
+            self._lease.copied(region, block.coming, block.ready)
 
     def read(self, stream: Pickled, cut_off: Callable[[], None]) -> Generator[memoryview, None, None]:
         """The bytes of a stream; each piece is valid until the next is asked for.
@@ -169,8 +207,9 @@ class Offer:
 
     def give_up_copy(self) -> None:
         """Ends a copy that nobody will need, after the tensor that it is at."""
-        self._give_up = True
-        self._hurry.set()
+        with self._cond:
+            self._unneeded = self._hurry = True
+            self._cond.notify_all()
 
     def close(self, keep_copy: bool, timeout: float) -> None:
         """From its return on, nobody reads the caller's memory.
@@ -182,12 +221,14 @@ class Offer:
         Raises:
             TimeoutError: the memory is still in use; it must not be changed
         """
-        if not keep_copy:
-            self._give_up = True
-        self._hurry.set()
-        if self._copier is not None:
-            self._copier.join(timeout)
-            if self._copier.is_alive():
+        with self._cond:
+            self._give_up = self._give_up or not keep_copy
+            self._hurry = True
+            self._cond.notify_all()
+            copier = self._copier
+        if copier is not None:
+            copier.join(timeout)
+            if copier.is_alive():
                 raise TimeoutError(f"the state to send was not copied within {timeout:g} s")
         with self._cond:
             self._closed = True
@@ -207,14 +248,18 @@ class Offer:
                 raise TimeoutError("a reader of the checkpoint did not end when its connection was cut")
 
     def take_copy(self) -> List[torch.Tensor]:
-        """Takes the copy out, to be freed; for a closed offer without readers."""
-        if self._lease is not None:
-            self._lease.end()
-            self._lease = None
-        taken = [block.mine for block in self._blocks.values() if block.mine is not None]
-        for block in self._blocks.values():
-            block.mine = None
-        return taken
+        """Takes the copy out, to be freed, if the offer is closed; it must have no readers."""
+        with self._cond:
+            if not self._closed:
+                return []  # the copy may be under way still
+            if self._lease is not None:
+                self._lease.end()
+                self._lease = None
+            taken = [block.coming for block in self._blocks.values() if block.coming is not None]
+            for block in self._blocks.values():
+                block.mine = block.coming = None
+                block.ready = 0
+            return taken
 
 
 class _After:
@@ -239,16 +284,34 @@ class _Block:
     def __init__(self, storage: torch.UntypedStorage, after: _After, copies: Optional[Copies]) -> None:
         self.nbytes = storage.nbytes()
         self.cdata = storage._cdata
-        self.mine: Optional[torch.Tensor] = None
+        self.mine: Optional[torch.Tensor] = None  # the copy, once it is complete
+        self.coming: Optional[torch.Tensor] = None  # the same, from its beginning on
+        self.ready = 0  # bytes of it that are there
         self._source = storage_bytes(storage)
         self._after = after
         self.staged = Staged(self._source, copies) if copies is not None and self.nbytes else None
+        self.on_host = self.staged is None and storage.device.type == "cpu"
+        self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
 
-    def copy(self) -> None:
-        mine = torch.empty(self.nbytes, dtype=torch.uint8)
-        with self._after.context():
-            mine.copy_(self._source)  # torch releases the GIL here
+    def copy(self) -> Iterator[None]:
+        """Copies it, and yields whenever more of the copy is there."""
+        self.coming = mine = torch.empty(self.nbytes, dtype=torch.uint8)
+        if self.staged is None:
+            with self._after.context():
+                mine.copy_(self._source)  # torch releases the GIL here
+            self.ready = self.nbytes
+        else:
+            with closing(self.staged.read(0)) as pieces:
+                for piece in pieces:
+                    end = self.ready + piece.numel()
+                    mine[self.ready : end].copy_(piece)
+                    self.ready = end
+                    if end < self.nbytes:
+                        yield
+            if self.ready < self.nbytes:
+                return  # the memory was taken back
         self.mine = mine
+        yield
 
     def piece(self, start: int) -> torch.Tensor:
         """The bytes from here on that are sent at once, on the CPU."""

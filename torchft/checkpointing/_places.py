@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Collection, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 import torch.utils._pytree as pytree
 
-from torchft.checkpointing._encoding import Path, Replace, dtype_of, is_dtensor, is_plain, show_path, tensor_at
+from torchft.checkpointing._encoding import (
+    Encoded,
+    Path,
+    Replace,
+    decode,
+    dtype_of,
+    is_dtensor,
+    is_plain,
+    show_path,
+    storage_bytes,
+    tensor_at,
+)
 from torchft.checkpointing.transport import CheckpointError
 
 
@@ -23,14 +35,18 @@ class Places:
         sizes: its regions, in bytes
         own: the state that is here; None: nothing is
         what: names the transfer in errors
+        devices: kinds of device that can be filled by the network
 
     Raises:
         CheckpointError: a tensor is announced with another shape or dtype than it has here, or one that is here is not
             announced; it names the first such
     """
 
-    def __init__(self, tree: Any, sizes: List[int], own: object, what: str) -> None:
+    def __init__(
+        self, tree: Any, sizes: List[int], own: object, what: str, devices: Collection[str] = ("cpu",)
+    ) -> None:
         self._what = what
+        self._devices = devices
         self._own: Dict[Path, torch.Tensor] = dict(_tensors(own)) if own is not None else {}
         self._regions: Dict[int, torch.Tensor] = {}
         if not self._own:
@@ -64,7 +80,12 @@ class Places:
             _, region, dtype, offset, _, strides, _ = node[1] if node[0] == "D" else node
             local = _local(tensor)
             alone = uses[region] == 1 and offset == 0 and sizes[region] == local.numel() * dtype_of(dtype).itemsize
-            if not alone or local.numel() == 0 or local.device.type != "cpu" or not _same_strides(local, strides):
+            if (
+                not alone
+                or local.numel() == 0
+                or local.device.type not in self._devices
+                or not _same_strides(local, strides)
+            ):
                 continue
             if _is_dense(local) and local.untyped_storage()._cdata not in taken:
                 taken.add(local.untyped_storage()._cdata)
@@ -74,10 +95,12 @@ class Places:
         """Whether a region goes to memory that is here already."""
         return region in self._regions
 
-    def region(self, region: int) -> Optional[Tuple[int, int]]:
-        """Address and length of that memory."""
-        tensor = self._regions.get(region)
-        return None if tensor is None else (tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    def region(self, region: int) -> torch.Tensor:
+        """That memory, as a flat tensor of bytes."""
+        tensor = self._regions[region]
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        nbytes, start = tensor.numel() * tensor.element_size(), tensor.storage_offset() * tensor.element_size()
+        return flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
     def fill(self, flats: List[torch.Tensor]) -> Replace:
         """What `decode` asks for each tensor: the one that is here, filled."""
@@ -93,6 +116,19 @@ class Places:
             return tensor
 
         return replace
+
+
+def moved_into(own: object, state: object, what: str) -> Any:
+    """A state that was received beside the one that is here, with the tensors of that one, which get its values.
+
+    Raises:
+        CheckpointError: as `Places`; no tensor has changed then
+    """
+    encoded = Encoded(state)
+    tree = json.loads(encoded.structure)
+    flats = [storage_bytes(storage) for storage in encoded.storages]
+    places = Places(tree, [flat.numel() for flat in flats], own, what, devices=())
+    return decode(tree, flats, what, places.fill(flats), trusted=True)
 
 
 def _tensors(own: object) -> Iterator[Tuple[Path, torch.Tensor]]:

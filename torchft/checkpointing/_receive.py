@@ -11,11 +11,13 @@ from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
 from torchft.addresses import host_port
 from torchft.checkpointing._checkpoint import FULL
 from torchft.checkpointing._encoding import decode, flat_storage
-from torchft.checkpointing._handshake import DONE, Garbled, Ticket, parse_structure, read_frame
+from torchft.checkpointing._handshake import DONE, Garbled, Structure, Ticket, parse_structure, read_frame
 from torchft.checkpointing._http_client import Answer, Refused, ask, describe
-from torchft.checkpointing._lending import Fetch, Status
+from torchft.checkpointing._landing import Landing, is_staged
+from torchft.checkpointing._lending import ON_DEVICE, Fetch, Status
 from torchft.checkpointing._places import Places
 from torchft.checkpointing._progress import Progress, summary
+from torchft.checkpointing._staging import KINDS
 from torchft.checkpointing.transport import CheckpointError, Helper
 from torchft.http import _DeadlineSocket
 
@@ -64,26 +66,30 @@ class Transfer:
 
     Args:
         go: the native library
-        ticket, sizes, tree: what the source said
+        ticket, said: what the source said
         own: the state that is here already, to be filled in place; None: everything is allocated
         checked: whether blocks carry checksums
         what: names the transfer in errors
     """
 
-    def __init__(
-        self, go: Any, ticket: Ticket, sizes: List[int], tree: Any, own: object, checked: bool, what: str
-    ) -> None:
+    def __init__(self, go: Any, ticket: Ticket, said: Structure, own: object, checked: bool, what: str) -> None:
         self.session = ticket.session
-        self._tree = tree
-        self._sizes = sizes
+        self._tree = said.tree
+        self._sizes = said.sizes
         self._what = what
-        self._places = Places(tree, sizes, own, what)
-        self._flats = [flat_storage(0 if self._places.has(i) else size, what) for i, size in enumerate(sizes)]
-        regions = [self._places.region(i) or (f.data_ptr(), f.numel()) for i, f in enumerate(self._flats)]
-        keep = [self._flats, self._places]
-        self._fetch = Fetch(go, regions, keep, ticket.block_size, checked, stall=10.0)
+        self._places = Places(said.tree, said.sizes, own, what, ("cpu", *KINDS))
+        self._flats = [
+            flat_storage(0, what) if self._places.has(i) else flat_storage(size, what, _device(said, i, what))
+            for i, size in enumerate(said.sizes)
+        ]
+        regions = [self._places.region(i) if self._places.has(i) else flat for i, flat in enumerate(self._flats)]
+        self._landing = Landing(regions, ticket.block_size, what)
+        lent = [(ON_DEVICE if is_staged(region) else region.data_ptr(), region.numel()) for region in regions]
+        keep = [self._flats, self._places, self._landing]
+        self._fetch = Fetch(go, lent, keep, ticket.block_size, checked, stall=10.0, window=self._landing.window)
+        self._landing.begin(self._fetch)
         self.received = 0
-        self.total = sum(sizes)
+        self.total = sum(said.sizes)
 
     def run(self, address: str, secret: str, deadline: float, progress: Progress, abandon: Abandon) -> Status:
         """Fetches from a source until everything is here.
@@ -100,6 +106,7 @@ class Transfer:
                 raise TimeoutError("timed out")
             abandon.check(self._what)
             status = self._fetch.wait(min(_SLICE, left))
+            self._landing.take(self._fetch, status.full)
             self.received = status.received
             progress.update(status.received, status.total)
             if status.failure:
@@ -118,11 +125,13 @@ class Transfer:
 
     def state(self) -> Any:
         """The state, once everything is here."""
-        self._fetch.end()
+        self.close()
         return decode(self._tree, self._flats, self._what, self._places.fill(self._flats))
 
     def close(self) -> None:
+        """From its return on, nobody writes to the state's memory."""
         self._fetch.end()
+        self._landing.close()
 
 
 class Helpers:
@@ -180,7 +189,7 @@ class Helpers:
                 if answer.control is None or answer.sock is None:
                     return
                 ticket = Ticket.parse(read_frame(answer.control, what), what)
-                sizes, _ = parse_structure(read_frame(answer.control, what), what)
+                sizes = parse_structure(read_frame(answer.control, what), what).sizes
                 if self._over.is_set():
                     return
                 if not self._transfer.help(host_port(answer.host, ticket.port), ticket.secret, sizes):
@@ -273,12 +282,20 @@ def _open(
     """Reads the two frames. A transfer goes on if the source offers the same bytes still."""
     assert answer.control is not None
     ticket = Ticket.parse(read_frame(answer.control, what), what)
-    sizes, tree = parse_structure(read_frame(answer.control, what), what)
+    said = parse_structure(read_frame(answer.control, what), what)
     if transfer is not None and transfer.session == ticket.session:
         return transfer, ticket
     if transfer is not None:
         transfer.close()
-    return Transfer(go, ticket, sizes, tree, own() if own is not None else None, checked, what), ticket
+    return Transfer(go, ticket, said, own() if own is not None else None, checked, what), ticket
+
+
+def _device(said: Structure, region: int, what: str) -> str:
+    """Where a region is to be, which is where the source has it."""
+    device = said.devices.get(region, "cpu")
+    if device != "cpu" and device.partition(":")[0] not in KINDS:
+        raise CheckpointError(f"{what}: the source has tensors on {device!r}, where nothing can be received")
+    return device
 
 
 def _say_done(answer: Answer) -> None:

@@ -47,7 +47,9 @@ class Source:
         self._drop_at = float("inf")
         self._retired: List[Offer] = []  # replaced; to be freed by a thread that has the time
 
-    def publish(self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool, lent: bool = False) -> None:
+    def publish(
+        self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool, stage: bool = False, lent: bool = False
+    ) -> None:
         """Offers a checkpoint instead of the last one.
 
         Args:
@@ -55,12 +57,13 @@ class Source:
             checkpoint: the checkpoint
             receivers: how many replica groups will fetch it
             copy: whether to copy it
+            stage: whether to copy what is on a device if a target asks for it, even if nothing else is copied
             lent: whether all of its readers have another source too: `disallow` cuts them off at once
         """
         if self._offer is not None:
             # a caller that forgot to disallow the last one may change its tensors now
             self._offer.close(keep_copy=False, timeout=self._keep)
-        offer = Offer(checkpoint, copy)
+        offer = Offer(checkpoint, copy, stage)
         with self._cond:
             self._receivers = receivers
             self._lent = lent
@@ -79,7 +82,7 @@ class Source:
             if self._allowed:
                 self._step = step
                 return
-        offer = Offer(last.checkpoint, last.copies)
+        offer = Offer(last.checkpoint, last.copies, last.stages)
         with self._cond:
             self._set_offer(step, offer)
 

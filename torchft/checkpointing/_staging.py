@@ -1,4 +1,4 @@
-"""Device memory on its way to the network: through two blocks of host memory, one written while the other is sent.
+"""Device memory on its way to or from the network: through two blocks of host memory, one filled while one is emptied.
 
 What that needs of a kind of device is `Copies`; `KINDS` has those that there are.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Type
+from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Protocol, Type
 
 import torch
 
-BLOCK = 8 << 20  # bytes
-_KEPT = 8  # blocks of a kind that are kept for the next reader: page-locked memory is slow to get, and scarce
+BLOCK = 32 << 20  # bytes: a few of the network's blocks for each of its streams
+_KEPT = 4  # blocks of a kind that are kept for the next reader: page-locked memory is slow to get, and scarce
 
 Wait = Callable[[], None]
 
@@ -24,11 +24,11 @@ class Copies(Protocol):
         """From now on copies come after what was queued on the device before."""
 
     def block(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device writes to without a detour."""
+        """Host memory that the device writes to and reads without a detour."""
         ...
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
-        """Queues a copy from the device into a block; the result returns when it has ended, each time it is called."""
+        """Queues a copy between device and block; the result returns when it has ended, each time it is called."""
         ...
 
 
@@ -60,17 +60,23 @@ _free: Dict[str, List[torch.Tensor]] = {}
 
 
 @contextmanager
-def two_blocks(kind: str, copies: Copies) -> Iterator[List[torch.Tensor]]:
-    """Two blocks for one reader. No copy into them is under way when it gives them back."""
+def two_blocks(kind: str, copies: Copies, nbytes: int = 0) -> Iterator[List[torch.Tensor]]:
+    """Two blocks for one user. No copy into or out of them is under way when it gives them back.
+
+    Args:
+        kind: of device
+        copies: to get blocks where none is free
+        nbytes: of each, at least; never less than `BLOCK`
+    """
     with _lock:
         kept = _free.setdefault(kind, [])
-        blocks = [kept.pop() for _ in range(min(2, len(kept)))]
-    blocks += [copies.block(BLOCK) for _ in range(2 - len(blocks))]
+        blocks = [kept.pop() for _ in range(min(2, len(kept)) if nbytes <= BLOCK else 0)]
+    blocks += [copies.block(max(BLOCK, nbytes)) for _ in range(2 - len(blocks))]
     try:
         yield blocks
     finally:
         with _lock:
-            kept += blocks[: max(0, _KEPT - len(kept))]
+            kept += [block for block in blocks if block.numel() == BLOCK][: max(0, _KEPT - len(kept))]
 
 
 class Staged:
@@ -96,7 +102,7 @@ class Staged:
         for wait in under_way:
             wait()
 
-    def read(self, start: int) -> Iterator[torch.Tensor]:
+    def read(self, start: int) -> Generator[torch.Tensor, None, None]:
         """What lies from a byte on, a block at a time, each valid until the next is asked for. Ends early if closed."""
         turn = 0
         with two_blocks(self._source.device.type, self._copies) as blocks:

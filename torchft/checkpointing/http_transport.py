@@ -15,10 +15,11 @@ from torchft.addresses import announced_host
 from torchft.checkpointing import _lending
 from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
 from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
-from torchft.checkpointing._http_client import Answer, ask
+from torchft.checkpointing._http_client import Answer, ask, describe
 from torchft.checkpointing._memory import available_memory
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._places import moved_into
 from torchft.checkpointing._receive import Abandon, receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
 from torchft.checkpointing._stock import receive_stock
@@ -42,8 +43,9 @@ class HTTPTransport(CheckpointTransport[T]):
     cuts them off.
 
     Between two of these the native core moves the tensors' memory, in blocks with checksums and on several connections
-    at once; a transfer that loses its connections goes on where it was. With a peer that runs the published torchft,
-    and for state on a GPU, PyTorch's streaming format over HTTP does.
+    at once; a transfer that loses its connections goes on where it was. State on a GPU goes through page-locked blocks
+    on either end. With a peer that runs the published torchft, and for state on a GPU where `snapshot` is False,
+    PyTorch's streaming format over HTTP does.
 
     What arrives is tensors, plain values and containers; other types are read by PyTorch's restricted unpickler, and
     need `torch.serialization.add_safe_globals`. Where TORCHFT_TOKEN_FILE names a file, its content is a token that
@@ -58,7 +60,7 @@ class HTTPTransport(CheckpointTransport[T]):
         state_dict: gives the target's own state. Its tensors are received in place; those that it has not are
             allocated. A state whose tensors differ in name, shape or dtype is refused. A transfer that fails leaves
             tensors half old and half new: they are good again after the next one. What comes in the published format
-            is allocated, and compared with nothing.
+            is allocated, and copied into them when it is all there.
         checksum: whether what this transport receives carries checksums
         bandwidth_limit: bytes a second that the targets get from here together; 0: no limit
         background: whether serving comes after everything else that this host does. By default that holds only for the
@@ -124,23 +126,25 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
         checkpoint = Checkpoint(state_dict, self._num_chunks)
-        self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=self._wants_copy(checkpoint))
-
-    def help_checkpoint(self, step: int, state_dict: T) -> None:
-        self._source.publish(step, Checkpoint(state_dict, self._num_chunks), receivers=0, copy=False, lent=True)
-
-    def _wants_copy(self, checkpoint: Checkpoint) -> bool:
-        if self._snapshot is not None:
-            return self._snapshot
-        free = available_memory()
-        fits = free is not None and checkpoint.nbytes <= free // 2
-        if not fits:
+        copy = self._may_copy(checkpoint)
+        if not copy and self._snapshot is None:
             logger.warning(
                 "the state of %d bytes is not copied (%s bytes of memory free): training waits for its readers",
                 checkpoint.nbytes,
-                free,
+                available_memory(),
             )
-        return fits
+        self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=copy)
+
+    def help_checkpoint(self, step: int, state_dict: T) -> None:
+        checkpoint = Checkpoint(state_dict, self._num_chunks)
+        stage = self._may_copy(checkpoint)
+        self._source.publish(step, checkpoint, receivers=0, copy=False, stage=stage, lent=True)
+
+    def _may_copy(self, checkpoint: Checkpoint) -> bool:
+        if self._snapshot is not None:
+            return self._snapshot
+        free = available_memory()
+        return free is not None and checkpoint.nbytes <= free // 2
 
     def allow_checkpoint(self, step: int) -> None:
         """Offers the state of the last `send_checkpoint` as that of `step`.
@@ -167,7 +171,10 @@ class HTTPTransport(CheckpointTransport[T]):
         key = FULL if self._num_chunks == 0 else METADATA
 
         def stock(answer: Answer) -> T:
-            return receive_stock(answer, metadata, step, key, self._num_chunks, deadline, token)
+            got = receive_stock(answer, metadata, step, key, self._num_chunks, deadline, token)
+            return (
+                got if self._state_dict is None else moved_into(self._state_dict(), got, describe(metadata, step, key))
+            )
 
         go = _lending.native()
         if go is None:
@@ -254,6 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
         lease = self._lease(offer, key)
         if lease is not None and self.headers.get("Upgrade") == PROTOCOL:
             self._extend_deadline()
+            offer.want()
             self._hand_over(offer, lease)
             return
         stream = checkpoint.stream(key)

@@ -123,7 +123,7 @@ class PGTransport(CheckpointTransport[T]):
         step = raw.read(_STEP.size)
         if len(step) < _STEP.size:
             raise CheckpointError(f"{what}: its header is cut short")
-        sizes, tree = parse_structure(read_frame(raw, what), what)
+        sizes, tree, _ = parse_structure(read_frame(raw, what), what)
         start = raw.tell()
         if start + sum(sizes) != length:
             raise CheckpointError(f"{what}: its header has {length} bytes and announces {start + sum(sizes)}")

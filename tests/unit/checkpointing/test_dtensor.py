@@ -152,7 +152,8 @@ def test_a_mesh_may_be_named_like_tags_of_the_encoding(four_ranks: None) -> None
     sizes = [storage.nbytes() for storage in encoded.storages]
     tree = json.loads(encoded.structure)
     places = Places(tree, sizes, {"w": mine}, "the state")
-    assert places.region(0) == (mine.to_local().data_ptr(), 24)  # straight into the tensor that is here
+    placed_at = places.region(0)  # straight into the tensor that is here
+    assert (placed_at.data_ptr(), placed_at.numel()) == (mine.to_local().data_ptr(), 24)
 
 
 def test_placements_of_other_types_are_pickled_and_refused(four_ranks: None) -> None:

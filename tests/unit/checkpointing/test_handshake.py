@@ -84,7 +84,22 @@ def test_changed_fields() -> None:
 def test_changed_sizes(sizes: Any) -> None:
     raw = json.dumps({"sizes": sizes, "tree": 1}).encode()
     if sizes == []:
-        assert parse_structure(raw, "the state") == ([], 1)
+        assert parse_structure(raw, "the state") == ([], 1, {})
         return
     with pytest.raises(CheckpointError, match="the state"):
         parse_structure(raw, "the state")
+
+
+@pytest.mark.parametrize("devices", STRANGE)
+def test_changed_devices(devices: Any) -> None:
+    def parse(devices: Any) -> Any:
+        return parse_structure(json.dumps({"sizes": [5], "tree": 1, "devices": devices}).encode(), "the state").devices
+
+    assert parse({"0": "cuda:1"}) == {0: "cuda:1"}
+    for strange in (devices, {"0": devices}, {str(devices): "cuda:0"}):
+        if strange == {} or (
+            isinstance(strange, dict) and all(k.isdigit() and type(v) is str for k, v in strange.items())
+        ):
+            continue
+        with pytest.raises(CheckpointError, match="the state: its devices are"):
+            parse(strange)

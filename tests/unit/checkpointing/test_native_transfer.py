@@ -124,6 +124,30 @@ def test_a_state_that_differs_is_refused(make: Any, own: Any, error: str) -> Non
         assert torch.equal(own[key], value)
 
 
+@pytest.mark.parametrize("num_chunks", [0, 2])
+def test_the_published_format_is_put_in_place_too(num_chunks: int) -> None:
+    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
+    own, other = model(0.0), model(0.0)
+    other["t"] = torch.zeros(3, 5)
+    targets: list[HTTPTransport[Any]] = [
+        HTTPTransport(TIMEOUT, num_chunks, state_dict=lambda state=state: state) for state in (own, other)
+    ]
+    try:
+        source._native.get = lambda: None  # as in the published package
+        source.send_checkpoint([1, 2], 1, model(1.0), TIMEOUT)
+        got = targets[0].recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        with pytest.raises(
+            CheckpointError, match=r"\['t'\] is float32 \[5, 3\] there and float32 \[3, 5\] in this group"
+        ):
+            targets[1].recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    finally:
+        for transport in (source, *targets):
+            transport.shutdown()
+    assert_same(got, model(1.0))
+    assert all(mine is theirs for mine, theirs in zip(tensors(own), tensors(got)))
+    assert_same(other, {**model(0.0), "t": torch.zeros(3, 5)})  # nothing has changed
+
+
 # Settings
 
 

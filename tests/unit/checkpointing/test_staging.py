@@ -1,96 +1,20 @@
-"""Staging on a simulated device: CPU memory that is copied late, in order, on a thread of its own."""
+"""Staging on a simulated device."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 import torch
 
-from torchft.checkpointing import HTTPTransport, _staging
+from tests.unit.checkpointing.simulated_device import BLOCK, Simulated, numbers, until
+from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing._checkpoint import FULL, Checkpoint
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._staging import Staged
 
 TIMEOUT = timedelta(seconds=20)
-BLOCK = 64 << 10
-
-
-class Simulated:
-    """Holds its copies back until they are let through, or lets them through after a while."""
-
-    made: list[Simulated]
-    late = 0.002  # seconds; None: until `let` is called
-
-    def __init__(self, device: torch.device) -> None:
-        Simulated.made.append(self)
-        self.blocks = 0
-        self.under_way = self.most_under_way = self.ended = 0
-        self.gate = threading.Semaphore(0)
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def block(self, nbytes: int) -> torch.Tensor:
-        self.blocks += 1
-        return torch.full((nbytes,), 255, dtype=torch.uint8)
-
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
-        target.fill_(255)  # what is read too early is wrong
-        done = threading.Event()
-        self._queue.put((target, source, done))
-        return lambda: _wait(done)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            target, source, done = item
-            if self.late is None:
-                self.gate.acquire()
-            else:
-                time.sleep(self.late)
-            target.copy_(source)
-            self.under_way -= 1
-            self.ended += 1
-            done.set()
-
-    def close(self) -> None:
-        self.gate.release(1000)
-        self._queue.put(None)
-        self._thread.join(10)
-
-
-def _wait(done: threading.Event) -> None:
-    assert done.wait(10)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Simulated]]:
-    Simulated.made = []
-    monkeypatch.setattr(Simulated, "late", 0.002)
-    monkeypatch.setitem(_staging.KINDS, "cpu", Simulated)
-    monkeypatch.setattr(_staging, "_free", {})
-    monkeypatch.setattr(_staging, "BLOCK", BLOCK)
-    yield Simulated
-    for each in Simulated.made:
-        each.close()
-
-
-def numbers(nbytes: int) -> torch.Tensor:
-    return torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("nbytes", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])

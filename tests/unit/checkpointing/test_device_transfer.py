@@ -1,0 +1,396 @@
+"""Transfers over the native core whose tensors are on a device on both ends: a simulated one."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
+from tests.unit.checkpointing.faulty_proxy import Fault, random_faults
+from tests.unit.checkpointing.simulated_device import Simulated, numbers, until
+from tests.unit.checkpointing.test_faults import Wire
+from torchft._torchft import _load
+from torchft.checkpointing import HTTPTransport, _checkpoint, _lending, _offer, _receive, _staging
+from torchft.checkpointing._landing import Landing
+from torchft.checkpointing._offer import Offer
+from torchft.checkpointing.transport import CheckpointError
+
+TIMEOUT = timedelta(seconds=60)
+BLOCK = 512 << 10  # bytes of a stage here: two of the network's blocks
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def native_only(device: type[Simulated], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated device, with blocks of a size for the network; the published format is taken for an error."""
+    monkeypatch.setattr(_staging, "BLOCK", BLOCK)
+    monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HTTPTransport[Any]]]:
+    made: list[HTTPTransport[Any]] = []
+
+    def make_one(**kwargs: Any) -> HTTPTransport[Any]:
+        made.append(HTTPTransport(TIMEOUT, 0, **kwargs))
+        return made[-1]
+
+    yield make_one
+    for transport in made:
+        transport.shutdown()
+
+
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What came in the published format."""
+    seen: list[str] = []
+    original = _checkpoint.Checkpoint.stream
+    monkeypatch.setattr(_checkpoint.Checkpoint, "stream", lambda self, key: seen.append(key) or original(self, key))
+    return seen
+
+
+def on_device(seed: int = 0) -> dict[str, Any]:
+    return {
+        "large": torch.roll(numbers(5 * BLOCK // 2 + 7), seed),
+        "exact": numbers(BLOCK).view(torch.float16),
+        "small": [torch.full((i,), i + seed) for i in range(40)],
+        "empty": torch.empty(0, 3),
+        "step": seed,
+    }
+
+
+def size_of(state: dict[str, Any]) -> int:
+    tensors = [state["large"], state["exact"], *state["small"]]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# Both ways through stages
+
+
+def test_a_heal_from_device_to_device(make: Any, device: type[Simulated], stock: list[str], caplog: Any) -> None:
+    caplog.set_level("INFO")
+    state, source, target = on_device(), make(), make()
+    for step in (1, 2):
+        source.send_checkpoint([1], step, state, TIMEOUT)
+        assert_same(target.recv_checkpoint(0, source.metadata(), step, TIMEOUT), state)
+        source.disallow_checkpoint()
+    assert not stock and len(re.findall(r"digest [0-9a-f]{32}", caplog.text)) == 2
+    assert sum(each.blocks for each in device.made) <= 4  # two for each end, which are used again
+    # every byte went through them, on either end and in both transfers, and nothing besides
+    assert sum(each.nbytes for each in device.made) == 4 * size_of(state)
+
+
+def test_all_kinds_of_leaves(make: Any) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, training_state(), TIMEOUT)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), training_state())
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_in_place(make: Any, device: type[Simulated], stock: list[str], checksum: bool) -> None:
+    own, state, source = on_device(1), on_device(2), make()
+    own["exact"] = own["exact"].reshape(2, -1).T.reshape(-1, 2)  # other strides: received beside it, and copied
+    state["exact"] = state["exact"].reshape(-1, 2)
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    got = make(state_dict=lambda: own, checksum=checksum).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert_same(got, state)
+    assert got["large"] is own["large"] and got["exact"] is own["exact"] and not stock
+    assert all(mine is theirs for mine, theirs in zip(got["small"], own["small"]))
+
+
+def test_the_network_fetches_while_the_source_copies(make: Any, device: type[Simulated]) -> None:
+    """What was staged is at the target's device before the source has staged the rest."""
+    device.late = None
+    state, source, target = {"w": numbers(8 * BLOCK)}, make(), make()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(target.recv_checkpoint, 0, source.metadata(), 1, TIMEOUT)
+        until(lambda: len(device.made) == 2)
+        at_source, at_target = device.made
+        at_target.gate.release(1000)
+        for staged in range(1, 9):
+            at_source.gate.release()
+            until(lambda staged=staged: at_target.ended >= staged)
+            assert at_source.ended == staged and got.done() <= (staged == 8)
+            assert at_source.most_under_way <= 2 and at_target.most_under_way <= 2
+        assert_same(got.result(60), state)
+
+
+def test_the_source_is_not_copied_before_somebody_asks(make: Any, device: type[Simulated], monkeypatch: Any) -> None:
+    monkeypatch.setattr(_offer, "_COPY_DELAY", 60)
+    source, helper, state = make(), make(), {"w": numbers(4 * BLOCK)}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    helper.help_checkpoint(1, state)
+    assert [each.nbytes for each in device.made] == [0, 0]
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[]), state)
+    assert [each.nbytes for each in device.made] == [4 * BLOCK, 0, 4 * BLOCK]
+
+
+def test_the_source_trains_on(make: Any, device: type[Simulated]) -> None:
+    """Every step changes everything; whoever reads gets the state of the step that it asked for."""
+    source, state = make(), {f"w{i}": torch.full((BLOCK,), 0, dtype=torch.uint8) for i in range(4)}
+    done, steps, reads = threading.Event(), [0], []
+    source.send_checkpoint([1], 0, state, TIMEOUT)
+
+    def heal_on() -> None:
+        target = make()
+        while not done.is_set():
+            step = steps[0]
+            try:
+                got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
+            except CheckpointError:
+                continue  # the source is further
+            assert all(bool((t == step % 256).all()) for t in got.values())
+            reads.append(step)
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(heal_on) for _ in range(2)]
+        deadline = time.monotonic() + 60
+        while len(set(reads)) < 5 and time.monotonic() < deadline and not any(reader.done() for reader in readers):
+            time.sleep(0.03)
+            source.disallow_checkpoint()
+            for tensor in state.values():
+                tensor.fill_((steps[0] + 1) % 256)
+            source.send_checkpoint([1], steps[0] + 1, state, TIMEOUT)
+            steps[0] += 1
+        done.set()
+        for reader in readers:
+            reader.result(60)
+    assert len(set(reads)) >= 5
+
+
+def test_who_comes_late_gets_the_copy(make: Any) -> None:
+    source, state = make(), {"w": numbers(4 * BLOCK)}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    source.disallow_checkpoint()
+    state["w"].fill_(99)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), {"w": numbers(4 * BLOCK)})
+
+
+# Faults
+
+
+@pytest.fixture
+def wire(make: Any) -> Iterator[Callable[..., Wire]]:
+    made: list[Wire] = []
+
+    def make_one(source: HTTPTransport[Any], http: Any = (), data: Any = ()) -> Wire:
+        made.append(Wire(source, list(http), list(data)))
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        one.close()
+
+
+def test_a_flipped_bit_never_reaches_the_device(
+    make: Any, wire: Any, device: type[Simulated], monkeypatch: Any
+) -> None:
+    own, state, source = {"w": torch.zeros(10 * BLOCK, dtype=torch.uint8)}, {"w": numbers(10 * BLOCK)}, make()
+    wrong: list[int] = []
+
+    def check(target: torch.Tensor, block: torch.Tensor) -> None:
+        at = target.data_ptr() - own["w"].data_ptr()
+        if 0 <= at < own["w"].numel() and not torch.equal(block, state["w"][at : at + block.numel()]):
+            wrong.append(at)
+
+    monkeypatch.setattr(device, "check", staticmethod(check))
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    through = wire(source, data=[Fault("flip", MB + 13, True, bit=3)])
+    got = make(state_dict=lambda: own).recv_checkpoint(0, through.metadata, 1, TIMEOUT)
+    assert got["w"] is own["w"] and torch.equal(own["w"], state["w"])
+    assert len(through.data.done) == 1 and not wrong
+
+
+@pytest.mark.parametrize("kind", ["drop", "reset", "truncate"])
+def test_a_lost_connection_goes_on_where_it_was(make: Any, wire: Any, kind: str, monkeypatch: Any) -> None:
+    made: list[Landing] = []
+    monkeypatch.setattr(_receive, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
+    source, state = make(), {"w": numbers(30 * BLOCK)}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    through = wire(source, data=[Fault(kind, 2 * MB, True), Fault(kind, MB, True)])
+    assert_same(make().recv_checkpoint(0, through.metadata, 1, TIMEOUT), state)
+    assert len(through.data.done) == 2 and len(made) == 1
+
+
+def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
+    """The transfer goes on under a new ticket, with what the stages hold."""
+    made: list[Landing] = []
+    monkeypatch.setattr(_receive, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
+    source, state, cut = make(), {"w": numbers(30 * BLOCK)}, threading.Event()
+    handler = source._server.RequestHandlerClass
+    heard_done = handler._heard_done
+
+    def cut_once(self: Any, grant: Any) -> bool:
+        if cut.is_set():
+            return heard_done(self, grant)
+        cut.set()
+        until(lambda: grant.served > BLOCK)
+        return False  # as if the connection had ended
+
+    monkeypatch.setattr(handler, "_heard_done", cut_once)
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
+    assert cut.is_set() and len(made) == 1
+
+
+def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
+    """The assigned one dies half-way; the other has the same bytes."""
+    grants: list[_lending.Grant] = []
+    grant = _lending.Lease.grant
+    monkeypatch.setattr(_lending.Lease, "grant", lambda self: grants.append(grant(self)) or grants[-1])
+    state = {"w": numbers(32 * BLOCK)}
+    assigned, helper = (make(bandwidth_limit=8 * MB) for _ in range(2))
+    assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
+    helper.help_checkpoint(1, {"w": state["w"].clone()})
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
+        until(lambda: len(grants) == 2 and all(one.served > 0 for one in grants))
+        assigned._native.close()
+        assert_same(got.result(60), state)
+
+
+def test_a_helper_takes_its_memory_back_while_it_is_copied(make: Any, device: type[Simulated]) -> None:
+    source, helper = make(bandwidth_limit=16 * MB), make()
+    state = {"w": numbers(16 * BLOCK)}
+    source.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
+    device.late = 0.05
+    lent = state["w"].clone()
+    helper.help_checkpoint(1, {"w": lent})
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(make().recv_checkpoint, 0, source.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
+        until(lambda: device.made[1].ended > 0)
+        helper.disallow_checkpoint()
+        ended = device.made[1].ended
+        lent.fill_(0)
+        assert_same(got.result(60), state)
+    assert device.made[1].ended == ended
+
+
+def test_when_the_state_cannot_be_staged(make: Any, stock: list[str], caplog: Any, monkeypatch: Any) -> None:
+    """The target hears it, asks again, and gets the published format, which needs no memory."""
+    caplog.set_level("INFO")
+    started = threading.Event()
+
+    def fail(self: Any) -> Iterator[None]:
+        assert started.wait(60)
+        raise RuntimeError("not enough memory")
+        yield
+
+    monkeypatch.setattr(_offer._Block, "copy", fail)
+    leased = Offer.want
+    monkeypatch.setattr(Offer, "want", lambda self: leased(self) or started.set())
+    state, source = {"w": numbers(3 * BLOCK)}, make()
+    own = {"w": torch.zeros(3 * BLOCK, dtype=torch.uint8)}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert_same(got, state)
+    assert stock == ["full"]
+    assert "could not copy its state from the device: not enough memory; trying again" in caplog.text
+
+
+def test_a_device_that_fails_at_the_target(make: Any, device: type[Simulated], monkeypatch: Any) -> None:
+    source, state = make(), {"w": numbers(9 * BLOCK)}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    start = Simulated.start
+
+    def fail(self: Simulated, target: torch.Tensor, block: torch.Tensor) -> Any:
+        if self is device.made[0]:
+            return start(self, target, block)
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulated, "start", fail)
+        with pytest.raises(CheckpointError, match=r"step 1 .*could not be copied to the device: CUDA error"):
+            make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert not _lending._lent
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)  # the source is unharmed
+
+
+def test_no_memory_for_the_stages(make: Any, device: type[Simulated], monkeypatch: Any) -> None:
+    source = make()
+    source.send_checkpoint([1], 1, {"w": numbers(4 * BLOCK)}, TIMEOUT)
+
+    def fail(self: Simulated, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("cudaHostAlloc: out of memory")
+
+    monkeypatch.setattr(Simulated, "block", fail)
+    with pytest.raises(CheckpointError, match=r"no memory for blocks of \d+ bytes: cudaHostAlloc"):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("where", "error"), [("cuda:0", "on cuda:0: "), ("mps", "has tensors on 'mps', where nothing")]
+)
+def test_a_device_that_is_not_here(make: Any, monkeypatch: Any, where: str, error: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pack = _checkpoint.pack_structure
+    monkeypatch.setattr(_checkpoint, "pack_structure", lambda sizes, tree, _: pack(sizes, tree, {0: where}))
+    source = make()
+    source.send_checkpoint([1], 1, {"w": numbers(5)}, TIMEOUT)
+    if where != "mps" and torch.cuda.device_count():
+        pytest.skip("there is a CUDA device here")
+    with pytest.raises(CheckpointError, match=error):
+        make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    own = {"w": torch.zeros(5, dtype=torch.uint8)}  # a tensor that is here already says itself where it is
+    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert got["w"] is own["w"] and torch.equal(own["w"], numbers(5))
+
+
+@pytest.mark.timeout(600)
+def test_random_transfers(make: Any, device: type[Simulated], stock: list[str]) -> None:
+    device.late = 0.0
+    seed = random.randrange(2**32)
+    source, helper = make(), make()
+    for number in range(20):
+        rng = random.Random(seed + number)
+        sizes = [rng.choice([0, 1, 100, 5000, 70_000, 600_000]) for _ in range(rng.randrange(1, 12))]
+        state = {f"t{i}": torch.randint(-128, 128, (size,), dtype=torch.int8) for i, size in enumerate(sizes)}
+        own = {name: torch.zeros_like(t) for name, t in state.items()}
+        helping = {name: t.clone() for name, t in state.items()}
+        next(iter(helping.values())).fill_(5)  # which the assigned source has otherwise
+        data = random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], max(1, sum(sizes) // 2), 6)
+        source.send_checkpoint([1], number, state, TIMEOUT)
+        helper.help_checkpoint(number, helping)
+        through = Wire(source, random_faults(rng, ["drop", "reset", "delay"], 2000, 2), data)
+        target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0, state_dict=partial(dict, own) if number % 2 else None)
+        helpers = [helper.metadata] if number % 3 else []
+        try:
+            got = target.recv_checkpoint(0, through.metadata, number, TIMEOUT, helpers=helpers)
+            assert_same(got, state)
+        except BaseException:
+            print(f"seed {seed}, transfer {number}")
+            raise
+        finally:
+            through.close()
+            target.shutdown()
+            source.disallow_checkpoint()
+            helper.disallow_checkpoint()
+    assert not stock
+
+
+def test_nothing_is_left(make: Any, device: type[Simulated]) -> None:
+    go = _load()
+    gc.collect()
+    before = go.pyapi_Handles()
+    source, target = make(), make()
+    for step in range(3):
+        source.send_checkpoint([1], step, {"w": numbers(3 * BLOCK)}, TIMEOUT)
+        target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
+        source.disallow_checkpoint()
+    for transport in (source, target):
+        transport.shutdown()
+    gc.collect()
+    until(lambda: go.pyapi_Handles() <= before)
+    assert not _lending._lent and 2 <= len(_staging._free["cpu"]) <= 4

@@ -1,0 +1,90 @@
+"""What arrives for a device: window by window through two blocks of host memory, see go/heal/windows.go."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import Dict, List, Sequence
+
+import torch
+
+from torchft.checkpointing import _staging
+from torchft.checkpointing._lending import Fetch
+from torchft.checkpointing._staging import KINDS, Copies, Wait, two_blocks
+from torchft.checkpointing.transport import CheckpointError
+
+
+class Landing:
+    """The regions of a transfer that are on a device. They are written only with what was checked.
+
+    Args:
+        regions: all regions of the transfer, as flat tensors of bytes
+        block_size: of the network's blocks
+        what: names the transfer in errors
+    """
+
+    def __init__(self, regions: Sequence[torch.Tensor], block_size: int, what: str) -> None:
+        starts = accumulate((region.numel() for region in regions), initial=0)
+        self._regions = [(start, region) for start, region in zip(starts, regions) if is_staged(region)]
+        self._what = what
+        self.window = max(1, _staging.BLOCK // block_size)  # blocks of the network
+        self._nbytes = self.window * block_size
+        self._at: Dict[int, torch.Tensor] = {}  # windows that are open
+        self._under_way: List[Wait] = []
+        self._until_closed = ExitStack()
+        self._free: List[torch.Tensor] = []
+        # Now that the memory is there: what it was used for before comes before the copies.
+        self._copies: Dict[torch.device, Copies] = {r.device: KINDS[r.device.type](r.device) for _, r in self._regions}
+        for device, copies in list(self._copies.items())[:1]:
+            try:
+                self._free = self._until_closed.enter_context(two_blocks(device.type, copies, self._nbytes))
+            except (RuntimeError, MemoryError) as error:
+                raise CheckpointError(f"{what}: no memory for blocks of {self._nbytes} bytes: {error}") from error
+
+    def begin(self, fetch: Fetch) -> None:
+        """Opens the first windows."""
+        self._open(fetch, list(self._free))
+
+    def take(self, fetch: Fetch, windows: List[int]) -> None:
+        """Copies full windows to the device, and opens the next ones in their place.
+
+        Raises:
+            CheckpointError: the device failed
+        """
+        blocks = [self._at.pop(window) for window in windows]
+        try:
+            for window, block in zip(windows, blocks):
+                self._start(window * self._nbytes, block)
+            self._wait()
+        except RuntimeError as error:
+            raise CheckpointError(f"{self._what}: it could not be copied to the device: {error}") from error
+        self._open(fetch, blocks)
+
+    def _open(self, fetch: Fetch, blocks: List[torch.Tensor]) -> None:
+        for block in blocks:
+            window = fetch.stage(block)
+            if window >= 0:
+                self._at[window] = block
+
+    def _start(self, begin: int, block: torch.Tensor) -> None:
+        """Queues the copies of what lies in a block, which holds the bytes of the transfer from `begin` on."""
+        for start, region in self._regions:
+            first, end = max(start, begin), min(start + region.numel(), begin + self._nbytes)
+            if first < end:
+                target, source = region[first - start : end - start], block[first - begin : end - begin]
+                self._under_way.append(self._copies[region.device].start(target, source))
+
+    def _wait(self) -> None:
+        while self._under_way:
+            self._under_way[0]()
+            del self._under_way[0]
+
+    def close(self) -> None:
+        """From its return on, nobody writes to the device memory, once the fetch has ended."""
+        self._wait()
+        self._until_closed.close()
+
+
+def is_staged(region: torch.Tensor) -> bool:
+    """Whether a region is written by way of host memory."""
+    return region.device.type in KINDS and region.numel() > 0

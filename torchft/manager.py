@@ -63,7 +63,7 @@ from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized, check_quantizable
 from torchft.futures import future_timeout
-from torchft.process_group.native import abort_group, group_error, reconfigure_group
+from torchft.process_group.native import abort_group, collectives_at_once, group_error, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.process_group.wrapper import abortable
 from torchft.utils import get_stream_context
@@ -226,7 +226,9 @@ class Manager(Stateful):
         self._abortable_pg = abortable(pg)
         self._manager: Optional[ManagerServer] = None
         self._incidents = Incidents(over=lambda incident: self._logger.failure_event(incident))
-        self._collectives = Collectives(abort=lambda: abort_group(self._pg), logger=lambda: self._logger)
+        self._collectives = Collectives(
+            abort=lambda: abort_group(self._pg), logger=lambda: self._logger, at_once=collectives_at_once(pg)
+        )
         self._failures = Failures(
             failure_bus_from_env() if enable_error_bus is None else enable_error_bus,
             self._collectives,
@@ -310,6 +312,7 @@ class Manager(Stateful):
             raise RuntimeError("the Manager is shut down")
         if self._round is not None:
             self._round.wait()  # its error went to whoever asked for that quorum
+        self._collectives.make_room(timeout)  # before: in a quorum the others would wait as well
         self._in_step = True
         self._request = allow_heal, shrink_only, timeout
         self._discard_unloaded_heal()

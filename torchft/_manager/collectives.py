@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # How long the aborted collectives of a step may take to end. Gloo's take some 10 ms; but in one of a hundred deaths it
 # forgets a send, which then waits for its own timeout.
 _DRAIN_SEC = 0.5
+# How often it is looked whether one that was forgotten is over.
+_LOOK_SEC = 0.01
 
 
 class Collectives:
@@ -23,6 +25,8 @@ class Collectives:
     Args:
         abort: aborts the process group.
         logger: gives the Manager's logger; it is made after this.
+        at_once: how many collectives hold all threads of the process group, also for its next peers; None: new peers
+            come with new threads.
 
     Attributes:
         error: the first one of the step; with it the step is not committed.
@@ -31,9 +35,13 @@ class Collectives:
         aborted: whether the process group was aborted in this step.
     """
 
-    def __init__(self, abort: Callable[[], None], logger: Callable[[], _ManagerLogger]) -> None:
+    def __init__(
+        self, abort: Callable[[], None], logger: Callable[[], _ManagerLogger], at_once: Optional[int] = None
+    ) -> None:
         self._abort = abort
         self._logger = logger
+        self._at_once = at_once
+        self._left: list[_ManagedWork] = []  # of earlier steps: aborted, and not over in the backend
         self.begin()
 
     def begin(self) -> None:
@@ -82,10 +90,34 @@ class Collectives:
             False if one of them has still not ended.
         """
         self.wait()
-        ended = True
-        if self.aborted:
-            deadline = time.monotonic() + _DRAIN_SEC
-            for work in self._works:
-                ended = work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic()))) and ended
-        self._works = []
-        return ended
+        works, self._works = self._works, []
+        if not self.aborted:
+            return True
+        deadline = time.monotonic() + _DRAIN_SEC
+        left = [work for work in works if not work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic())))]
+        if self._at_once is not None:
+            self._left += left
+        return not left
+
+    def make_room(self, timeout: timedelta) -> None:
+        """Waits until a thread of the backend is free for the next peers.
+
+        Raises:
+            TimeoutError: none is free in that time.
+        """
+        self._left = [work for work in self._left if not work.drain(timedelta(0))]
+        if self._at_once is None or len(self._left) < self._at_once:
+            return
+        self._logger().warn(
+            f"{len(self._left)} collectives of an earlier quorum, which the backend lost, hold its {self._at_once} "
+            "threads until their timeout: this group joins no quorum before"
+        )
+        deadline = time.monotonic() + timeout.total_seconds()
+        while len(self._left) >= self._at_once:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"collectives that the backend lost hold all of its {self._at_once} threads for more than {timeout}"
+                )
+            time.sleep(min(left, _LOOK_SEC))
+            self._left = [work for work in self._left if not work.drain(timedelta(0))]

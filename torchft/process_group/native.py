@@ -84,6 +84,13 @@ def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
     return _connections.get(pg)
 
 
+def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
+    """How many collectives hold all threads of a group; None where its next peers come with threads of their own."""
+    if not is_native(pg) or not _is_gloo(pg):
+        return None
+    return min(pg._get_backend(device).options._threads for device in pg._device_types)
+
+
 def _cut(pg: dist.ProcessGroup) -> None:
     connections = _connections.get(pg)  # they stay: what begins after an abort is of no use either
     if connections is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
@@ -12,6 +14,7 @@ from torch.distributed import TCPStore
 
 from tests.unit.process_group.ranks import TIMEOUT, in_threads, natives
 from torchft._torchft import MemberFailure, QuorumResult
+from torchft.manager import Manager
 from torchft.process_group import ReconfigureOptions
 from torchft.process_group._connections import Connections
 from torchft.process_group.native import abort_group, reconfigure_group
@@ -34,6 +37,33 @@ def asks_for_the_future(work: dist._Work) -> None:
     work.get_future().wait()
 
 
+def forget(self: Connections) -> None:
+    """What `Connections.shutdown` is for an operation that Gloo loses in the moment in which its connection breaks."""
+    self.cut = True
+
+
+def connected(fixture: Fixture, quorum: Callable[..., QuorumResult]) -> tuple[Manager, dist.ProcessGroup]:
+    """A Manager in a quorum of two, and the group of the other one, which does nothing."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    peer, own = natives(store, 2)
+    handles = [group.get_reconfigure_handle() for group in (peer, own)]
+    fixture.client._quorum.return_value = quorum(reconfigure_handles=handles)
+    manager = fixture.manager(pg=own, timeout=2 * TIMEOUT)
+
+    def begin() -> None:
+        manager.start_quorum()
+        manager.wait_quorum()
+
+    def join() -> None:
+        opts = ReconfigureOptions()
+        opts.uuid, opts.handles, opts.timeout = 1, handles, TIMEOUT
+        reconfigure_group(peer, opts)
+
+    assert in_threads([begin, join]) == [None, None]
+    assert manager.errored() is None
+    return manager, peer
+
+
 @pytest.mark.parametrize(
     ("end", "how"),
     [(waits, {}), (asks_for_the_future, {}), (waits, {"should_quantize": True})],
@@ -49,26 +79,10 @@ def test_a_death_ends_a_collective_that_gloo_forgets(
     """Gloo may lose an operation in the moment in which its connection breaks, above all in a process that was stopped
     meanwhile: that one sleeps until its timeout, here as if it had not heard of the abort at all.
     """
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    peer, own = natives(store, 2)
-    handles = [group.get_reconfigure_handle() for group in (peer, own)]
-    fixture.client._quorum.return_value = make_quorum(reconfigure_handles=handles)
-    manager = fixture.manager(pg=own, timeout=2 * TIMEOUT)
-
-    def begin() -> None:
-        manager.start_quorum()
-        manager.wait_quorum()
-
-    def join() -> None:
-        opts = ReconfigureOptions()
-        opts.uuid, opts.handles, opts.timeout = 1, handles, TIMEOUT
-        reconfigure_group(peer, opts)
-
-    assert in_threads([begin, join]) == [None, None]
-    assert manager.errored() is None
+    manager, peer = connected(fixture, make_quorum)
     work = manager.allreduce(torch.ones(64), **how)
     with monkeypatch.context() as forgetful:
-        forgetful.setattr(Connections, "shutdown", lambda self: setattr(self, "cut", True))
+        forgetful.setattr(Connections, "shutdown", forget)
         manager._failures.died(DIED)
         began = time.monotonic()
         end(work)
@@ -76,3 +90,29 @@ def test_a_death_ends_a_collective_that_gloo_forgets(
     assert not manager.should_commit()
     assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
     abort_group(peer)  # which is what Gloo waits for here
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_group_whose_threads_are_all_held_joins_no_quorum(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult], monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """Gloo's two threads outlive the peers of a native group. Operations among the next ones would wait for those that
+    were lost, and everybody with them.
+    """
+    manager, peer = connected(fixture, make_quorum)
+    for _ in range(lost):
+        manager.allreduce(torch.ones(64))
+    with monkeypatch.context() as forgetful:
+        forgetful.setattr(Connections, "shutdown", forget)
+        manager._failures.died(DIED)
+        assert not manager.should_commit()
+    fixture.client._quorum.side_effect = RuntimeError("asked")
+    if lost == 2:
+        with pytest.raises(TimeoutError, match="collectives that the backend lost hold all of its 2 threads"):
+            manager.start_quorum(timeout=timedelta(milliseconds=50))
+        assert fixture.client._quorum.call_count == 1
+        threading.Timer(0.1, abort_group, [peer]).start()  # which is what Gloo waits for
+    manager.start_quorum()
+    with pytest.raises(RuntimeError, match="asked"):
+        manager.wait_quorum()
+    abort_group(peer)

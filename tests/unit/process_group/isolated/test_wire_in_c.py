@@ -35,12 +35,15 @@ def pipe() -> Iterator[tuple[int, int, int]]:
             yield reading, writing, wake.fileno()
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, 1 << 20])
+@pytest.mark.parametrize("size", [0, 1, 1000, 1 << 20, 1 << 21, (1 << 21) + 63, (1 << 22) + 17])
 def test_copy(size: int) -> None:
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    to = torch.zeros(size + 1, dtype=torch.uint8)
-    _native.copy(to.data_ptr(), source.data_ptr(), size)
-    assert torch.equal(to[:size], source) and to[size] == 0
+    """Wherever it begins: large copies are made in lines of the cache."""
+    memory = torch.randint(0, 255, (size + 32,), dtype=torch.uint8)
+    for at, begin in [(0, 0), (1, 0), (0, 15), (17, 3)]:
+        to = torch.full((size + 32,), 255, dtype=torch.uint8)
+        _native.copy(to.data_ptr() + at, memory.data_ptr() + begin, size)
+        assert torch.equal(to[at : at + size], memory[begin : begin + size])
+        assert to[:at].eq(255).all() and to[at + size :].eq(255).all()
 
 
 def test_a_request_arrives_as_protocol_says(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -89,6 +89,7 @@ func (f *Fetch) Add(address, secret string, assigned bool) error {
 	f.running++
 	if assigned {
 		f.assigned = s
+		f.queue.orphan(false)
 	}
 	f.lives.Add(1)
 	go s.run()
@@ -218,10 +219,13 @@ func (f *Fetch) tell() {
 }
 
 // ended notes that a source has no stream left.
-func (f *Fetch) ended(err error) {
+func (f *Fetch) ended(s *source, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.running--
+	if s == f.assigned {
+		f.queue.orphan(true)
+	}
 	if err != nil {
 		f.lost = append(f.lost, err)
 	}
@@ -325,7 +329,7 @@ func (s *source) run() {
 	if err != nil {
 		err = fmt.Errorf("%s: %w", s.address, err)
 	}
-	f.ended(err)
+	f.ended(s, err)
 }
 
 // conclude looks at how the streams of a source ended, and asks it for its digest if they got all there is.

@@ -18,6 +18,8 @@ type queue struct {
 	todo     []int // any source may give them; blocks that are held back are in neither list
 	assigned []int // only the assigned source has them
 	left     int   // blocks that have not arrived
+	out      int   // blocks that are on their way
+	orphaned bool  // the assigned source is gone
 	closed   bool
 	garbled  map[int]int
 	waiting  map[bool]int // streams with nothing to do, of the assigned source and of others
@@ -45,6 +47,19 @@ func (q *queue) add(blocks []int) {
 	q.changed.Broadcast()
 }
 
+// stuck says that what is left can only come from the assigned source, which is gone.
+func (q *queue) stuck() bool {
+	return q.orphaned && q.out == 0 && len(q.todo) == 0 && len(q.assigned) > 0
+}
+
+// orphan says whether the assigned source is gone.
+func (q *queue) orphan(gone bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.orphaned = gone
+	q.changed.Broadcast()
+}
+
 // take gives a block to fetch. wait: while there is none and others are still on their way, which may come back.
 func (q *queue) take(isAssigned, wait bool) (block int, ok bool) {
 	q.mu.Lock()
@@ -53,10 +68,11 @@ func (q *queue) take(isAssigned, wait bool) (block int, ok bool) {
 		for _, from := range q.open(isAssigned) {
 			if n := len(*from); n > 0 {
 				block, *from = (*from)[n-1], (*from)[:n-1]
+				q.out++
 				return block, true
 			}
 		}
-		if q.left == 0 || q.closed || !wait {
+		if q.left == 0 || q.closed || !wait || q.stuck() {
 			return 0, false
 		}
 		q.waiting[isAssigned]++
@@ -83,6 +99,7 @@ func (q *queue) open(isAssigned bool) []*[]int {
 func (q *queue) back(block int, onlyAssigned bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	q.out--
 	if onlyAssigned {
 		q.assigned = append(q.assigned, block)
 	} else {
@@ -96,7 +113,8 @@ func (q *queue) arrived(block int, crc uint32) {
 	defer q.mu.Unlock()
 	q.crcs[block] = crc
 	q.left--
-	if q.left == 0 {
+	q.out--
+	if q.left == 0 || q.stuck() {
 		q.changed.Broadcast()
 	}
 }

@@ -103,6 +103,31 @@ func TestATransferGoesOnWithANewGrant(t *testing.T) {
 	requireSame(t, source, target)
 }
 
+// What only a lost source has is not waited for: whoever waits hears of it, and asks that source again.
+func TestWhatOnlyALostSourceHasEndsTheOthers(t *testing.T) {
+	source, target := filled(newRand(t), 4<<20), empty(4<<20)
+	other := clone(source)
+	for i := 3 << 20; i < 4<<20; i += small {
+		other.regions[0][i]++
+	}
+	a, b := listen(t, time.Minute, 2<<20), listen(t, time.Minute, 0)
+	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
+	o := offer(t, source, small)
+	grants := []*Grant{a.Grant(o), b.Grant(offer(t, other, small))}
+	for i, s := range []*Server{a, b} {
+		require.NoError(t, f.Add(address(s), grants[i].Secret(), i == 0))
+	}
+	require.Eventually(t, func() bool { return grants[1].Served() > 0 }, time.Minute, time.Millisecond)
+	grants[0].Close()
+	status := wait(t, f)
+	require.False(t, status.Done || status.Running, status)
+	require.Contains(t, status.Lost[0]+status.Lost[1], errEnded.Error())
+	require.GreaterOrEqual(t, status.Received, int64(3<<20)) // the other one gave all that it has alike
+	require.NoError(t, f.Add(address(a), a.Grant(o).Secret(), true))
+	require.True(t, wait(t, f).Done)
+	requireSame(t, source, target)
+}
+
 func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20, 1<<20), empty(1<<20, 1<<20)
 	s, o := listen(t, time.Minute, 0), offer(t, source, small)

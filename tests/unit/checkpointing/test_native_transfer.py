@@ -335,6 +335,33 @@ def test_a_helper_that_differs_gives_only_what_is_alike(make: Any, at_once: None
     assert_same(got, state)
 
 
+def test_what_only_the_assigned_source_has_is_asked_for_again(
+    make: Any, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections are cut while the helper has given all that both have alike."""
+    source, other = make(bandwidth_limit=8 * MB), make()
+    state = {"alike": torch.randn(2 * MB), "only here": torch.randn(MB)}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    other.send_checkpoint([1], 1, {"alike": state["alike"].clone(), "only here": torch.randn(MB)}, TIMEOUT)
+    grants: list[_lending.Grant] = []
+    grant = _lending.Lease.grant
+    monkeypatch.setattr(_lending.Lease, "grant", lambda self: grants.append(grant(self)) or grants[-1])
+    handler, cut = source._server.RequestHandlerClass, threading.Event()
+    heard_done = handler._heard_done
+
+    def cut_once(self: Any, grant: Any) -> bool:
+        if cut.is_set() or self.server is not source._server:
+            return heard_done(self, grant)
+        cut.set()
+        wait_until(lambda: len(grants) == 2 and grants[1].served > MB)
+        return False  # as if the connection had ended
+
+    monkeypatch.setattr(handler, "_heard_done", cut_once)
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[other.metadata])
+    assert cut.is_set()
+    assert_same(got, state)
+
+
 # Consistency
 
 

@@ -47,13 +47,25 @@ func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 	switch {
 	case r.GetHealed():
 		delete(j.heals, replicaID)
+		j.log.Info("torchft: a member healed", "member", replicaID, "step", e.Step, "bytes", e.Bytes, "seconds", seconds(e.Phases))
 	case r.GetQuorumId() == j.blamed:
 		return
 	default:
 		j.blamed = r.GetQuorumId()
 		e.Kind, e.QuorumID, e.StepsLost = dashboard.Recovered, r.GetQuorumId(), max(0, r.GetStepsLost())
+		j.log.Info("torchft: the others go on after a failure", "quorum_id", e.QuorumID, "step", e.Step, "steps_lost", e.StepsLost, "seconds", seconds(e.Phases))
 	}
 	j.board.Record(e)
+}
+
+// seconds is what all phases took, to the millisecond.
+func seconds(phases []dashboard.Phase) (all float64) {
+	for _, p := range phases {
+		if p.Name != "total" {
+			all += p.Seconds
+		}
+	}
+	return math.Round(1000*all) / 1000
 }
 
 // addHeals adds what groups said to what the machine knows. The caller holds mu.

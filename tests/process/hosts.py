@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Sequence
 from types import TracebackType
 
+from long_link import LongLinks, tap
+
 
 class NoHosts(Exception):
     """Namespaces cannot be made here; the message says why."""
@@ -19,15 +21,24 @@ class Hosts:
 
     The links are of 198.18.0.0/15, which is kept for measurements: no real host is in it.
 
+    Args:
+        count: how many.
+        delay_s: of each frame on a link, in each direction.
+        loss: the share of frames that a link drops.
+
     Raises:
-        NoHosts: on entering; not root, no `ip`, or a kernel without namespaces, bridges or veth.
+        NoHosts: on entering; not root, no `ip`, or a kernel without namespaces, bridges, veth or TAP.
 
     Attributes:
         address: of this machine, as the hosts see it.
+        links: that are slow, None if they are not.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, delay_s: float = 0.0, loss: float = 0.0) -> None:
         self.count = count
+        self.links: LongLinks | None = None
+        self._delay_s, self._loss = delay_s, loss
+        self._ends: dict[int, int] = {}  # of the slow links: TAP devices
         self._bridge = f"tft{os.getpid()}"
         self._network = f"198.18.{os.getpid() % 250 + 1}"
         self.address = f"{self._network}.1"
@@ -42,6 +53,9 @@ class Hosts:
         except subprocess.CalledProcessError as e:
             self._remove()
             raise NoHosts(f"{' '.join(e.cmd)}: {e.stderr.strip()}") from None
+        except OSError as e:
+            self._remove()
+            raise NoHosts(f"a TAP device: {e}") from None
         return self
 
     def __exit__(
@@ -72,13 +86,25 @@ class Hosts:
         for host in range(self.count):
             name = self._name(host)
             _ip("netns", "add", name)
-            _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            if self._delay_s or self._loss:
+                here, there = tap(name), tap(f"{name}e")
+                self._ends |= {here: there, there: here}
+                _ip("link", "set", f"{name}e", "netns", name)
+                _ip("-n", name, "link", "set", f"{name}e", "name", "eth0")
+            else:
+                _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
             _ip("link", "set", name, "master", self._bridge, "up")
             _ip("-n", name, "address", "add", f"{self._network}.{host + 2}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 _ip("-n", name, "link", "set", link, "up")
+        if self._ends:
+            self.links = LongLinks(self._ends, self._delay_s, self._loss)
 
     def _remove(self) -> None:
+        if self.links is not None:
+            self.links.close()
+        for descriptor in self._ends:
+            os.close(descriptor)
         for host in range(self.count):
             for what in (("link", "delete", self._name(host)), ("netns", "delete", self._name(host))):
                 with contextlib.suppress(subprocess.CalledProcessError):

@@ -86,9 +86,11 @@ def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
 
 def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
     """How many collectives hold all threads of a group; None where its next peers come with threads of their own."""
-    if not is_native(pg) or not _is_gloo(pg):
+    if not is_native(pg):
         return None
-    return min(pg._get_backend(device).options._threads for device in pg._device_types)
+    backends = [pg._get_backend(device) for device in pg._device_types]
+    # pyrefly: ignore [missing-attribute]  # Gloo's options have it
+    return min((b.options._threads for b in backends if b.name() == "gloo"), default=None)
 
 
 def _cut(pg: dist.ProcessGroup) -> None:

@@ -50,7 +50,8 @@ def table(status: dict[str, Any]) -> str:
     head = f"quorum {status['quorum_id']}: {groups(len(status['quorum']))}, step {status['max_step']}"
     if status["quorum_id"] == 0:
         head = "no quorum yet"
-    lines = [head, f"next: {status['reason']}"] if status["reason"] else [head]
+    waiting = status["quorum_id"] == 0 or any(member["waiting"] for member in members)
+    lines = [head, f"next: {status['reason']}"] if status["reason"] and waiting else [head]
     if not members:
         return "\n".join([*lines, "no replica group is known"])
     width = max(len("group"), *(len(printable(member["replica_id"])) for member in members))

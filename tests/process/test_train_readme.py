@@ -24,7 +24,7 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)  # the first run installs what an example needs
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path) -> None:
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]

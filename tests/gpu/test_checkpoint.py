@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from tests.gpu.device import DEVICE, busy
+from tests.unit.process_group.ranks import connect
 from torchft.checkpointing import HTTPTransport, _staging
+from torchft.checkpointing.pg_transport import PGTransport
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -128,3 +134,35 @@ def test_a_copy_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     source.fill_(7)
     got += [piece.clone() for piece in reader]
     assert torch.equal(torch.cat(got), expected[: 2 * _staging.BLOCK])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_state_on_the_device_over_gloo(store: TCPStore, in_place: bool) -> None:
+    """Gloo wants memory of the host: a tensor that is here on the device is filled from there, others stay there."""
+    groups: list[ProcessGroup] = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
+    connect(groups, store)
+    state = {
+        "large": torch.arange(1 << 20, device=DEVICE),
+        "half": torch.ones(3, 5, device=DEVICE).half().t(),
+        "step": 7,
+    }
+    own = {
+        "large": torch.zeros(1 << 20, dtype=torch.int64, device=DEVICE),
+        "half": torch.zeros(5, 3, device=DEVICE).half(),
+    }
+    torch.cuda.synchronize()
+    cpu = torch.device("cpu")
+    source: PGTransport[Any] = PGTransport(groups[0], TIMEOUT, cpu)
+    target: PGTransport[Any] = PGTransport(groups[1], TIMEOUT, cpu, (lambda: own) if in_place else None)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            sent = pool.submit(source.send_checkpoint, [1], 7, state)
+            got = pool.submit(target.recv_checkpoint, 0, "", 7).result(60)
+            sent.result(60)
+        torch.cuda.synchronize()
+    finally:
+        for group in groups:
+            group.shutdown()
+    assert got["step"] == 7
+    for name in ("large", "half"):
+        assert torch.equal(got[name].cpu(), state[name].cpu()) and (got[name] is own[name]) == in_place, name

@@ -233,6 +233,14 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			}
 		}
 		require.Len(t, served, healing)
+		load := map[int64]int{}
+		for _, s := range served {
+			load[s]++
+		}
+		for s, targets := range load {
+			sources := len(steps) - healing
+			require.LessOrEqual(t, targets, (healing+sources-1)/sources, "source %d serves more than its share", s)
+		}
 		for d, s := range served {
 			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "both ends agree")
 			require.ElementsMatch(t, helped[d], plans[d].Helpers, "and those who help")

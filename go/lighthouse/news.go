@@ -21,10 +21,17 @@ const (
 
 // news are the members that failed or stalled of whom all are still to be told. The job's lock guards them.
 type news struct {
-	failed  []quorum.Failed
-	stalled []quorum.Stalled
+	failed  []trouble
+	stalled []trouble
 	next    time.Time   // when to tell again at the soonest
 	timer   *time.Timer // runs tellLater
+}
+
+// trouble is what became of a member of a quorum.
+type trouble struct {
+	quorumID  int64
+	replicaID string
+	reason    string
 }
 
 func (n *news) pending() int { return len(n.failed) + len(n.stalled) }
@@ -36,9 +43,10 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Failed:
-			j.news.failed = append(j.news.failed, a)
+			j.board.Failed(a.Cause)
+			j.news.failed = append(j.news.failed, trouble{a.QuorumID, a.ReplicaID, a.Reason})
 		case quorum.Stalled:
-			j.news.stalled = append(j.news.stalled, a)
+			j.news.stalled = append(j.news.stalled, trouble{a.QuorumID, a.ReplicaID, a.Reason})
 		}
 	}
 	if j.news.pending() == before {
@@ -60,51 +68,45 @@ func (j *job) tellLater() {
 }
 
 func (j *job) tell(now time.Time) {
-	messages := append(j.tellFailed(now), j.tellStalled()...)
+	failed, stalled := j.news.failed, j.news.stalled
+	j.news.failed, j.news.stalled = nil, nil
+	messages := j.words("torchft: a member failed", failed, func(t trouble) *torchftpb.LighthouseMessage {
+		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
+			MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
+		}}
+	})
+	messages = append(messages, j.words("torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
+		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
+			MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
+		}}
+	})...)
+	if len(failed) > 0 {
+		j.board.Record(dashboard.Event{
+			Time: now, Kind: dashboard.MemberFailed, QuorumID: failed[0].quorumID, Left: whose(failed), Reason: failed[0].reason,
+		})
+	}
 	j.news.next = now.Add(time.Duration(len(j.streams.open)) * tellPause)
 	for one := range j.streams.open {
 		one.post(outgoing{news: messages})
 	}
 }
 
-// tellFailed logs and records the failures, and returns what members are told of them.
-func (j *job) tellFailed(now time.Time) (messages []rpc.Encoded) {
-	failed := j.news.failed
-	j.news.failed = nil
-	if len(failed) == 0 {
+// words logs troubles of one kind, and returns what members are told of them.
+func (j *job) words(what string, troubles []trouble, word func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
+	if len(troubles) == 0 {
 		return nil
 	}
-	names := make([]string, len(failed))
-	for i, f := range failed {
-		names[i] = f.ReplicaID
-		j.board.Failed(f.Cause)
-	}
-	j.log.Warn("torchft: a member failed", "quorum_id", failed[0].QuorumID, "member", some(names), "reason", failed[0].Reason)
-	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.MemberFailed, QuorumID: failed[0].QuorumID, Left: names, Reason: failed[0].Reason})
-	for _, f := range failed[:min(len(failed), tellMost)] {
-		messages = append(messages, wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
-			MemberFailed: &torchftpb.MemberFailed{QuorumId: f.QuorumID, ReplicaId: f.ReplicaID, Reason: f.Reason},
-		}})...)
+	j.log.Warn(what, "quorum_id", troubles[0].quorumID, "member", some(whose(troubles)), "reason", troubles[0].reason)
+	for _, t := range troubles[:min(len(troubles), tellMost)] {
+		messages = append(messages, wordOf(word(t))...)
 	}
 	return messages
 }
 
-// tellStalled does the same for members that make no progress.
-func (j *job) tellStalled() (messages []rpc.Encoded) {
-	stalled := j.news.stalled
-	j.news.stalled = nil
-	if len(stalled) == 0 {
-		return nil
+func whose(troubles []trouble) []string {
+	names := make([]string, len(troubles))
+	for i, t := range troubles {
+		names[i] = t.replicaID
 	}
-	names := make([]string, len(stalled))
-	for i, s := range stalled {
-		names[i] = s.ReplicaID
-	}
-	j.log.Warn("torchft: a member makes no progress", "quorum_id", stalled[0].QuorumID, "member", some(names), "reason", stalled[0].Reason)
-	for _, s := range stalled[:min(len(stalled), tellMost)] {
-		messages = append(messages, wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
-			MemberStalled: &torchftpb.MemberStalled{QuorumId: s.QuorumID, ReplicaId: s.ReplicaID, Reason: s.Reason},
-		}})...)
-	}
-	return messages
+	return names
 }

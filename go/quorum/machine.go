@@ -179,6 +179,9 @@ func (m *Machine) asked(e Asked, decide bool) (actions []Action, decided bool) {
 	m.roster.ask(e, m.now)
 	m.roster.reach(e.Member.ReplicaID, e.Reaches&m.before())
 	delete(m.ended, e.Member.ReplicaID)
+	if e.Member.Step >= m.step {
+		m.behind = time.Time{} // whom the others wait for is there, and will ask again if it gives up
+	}
 	if e.Tells {
 		actions = append(actions, m.lookFor(e.Member.ReplicaID, e.KnownQuorumID)...)
 	}

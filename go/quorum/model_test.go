@@ -41,6 +41,9 @@ func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
 		m.beats[e.Member.ReplicaID] = now
 		delete(m.lost, e.Member.ReplicaID)
 		delete(m.out, e.Member.ReplicaID)
+		if m.latest != nil && e.Member.Step >= m.latest.Past().Step {
+			m.behind = time.Time{}
+		}
 		if e.KnownQuorumID <= maxKnownID {
 			m.highest = max(m.highest, e.KnownQuorumID)
 		}

@@ -79,8 +79,11 @@ func (c *watch) beat(g *group) {
 	}
 }
 
-func (c *watch) asked(g *group) {
+func (c *watch) asked(g *group, step int64) {
 	c.beat(g)
+	if step >= c.reached {
+		c.behind = 0 // whom the others wait for is there
+	}
 	if v := c.of(g); true {
 		if v.waits++; v.waits == 1 {
 			v.joined = c.clock
@@ -289,7 +292,11 @@ func (c *watch) notBehind(q *quorum.Quorum, t tally) {
 			lives = g.id
 		}
 	}
-	if step < c.reached && lives != "" && t.waited < c.l.w.Policy.HeartbeatTimeout {
+	waited := t.waited
+	if c.behind > 0 { // by a tick, a tick late at most
+		waited = max(waited, c.clock-c.behind+c.l.w.QuorumTick)
+	}
+	if step < c.reached && lives != "" && waited < c.l.w.Policy.HeartbeatTimeout {
 		c.l.w.broken(ruleBehind, "quorum %d goes on at step %d, %s of the one before, which was at step %d, is alive", q.ID, step, lives, c.reached)
 	}
 }
@@ -340,8 +347,7 @@ func (c *watch) ticked() {
 	switch t := c.tally(); {
 	case !c.due(t):
 		c.behind, c.looking = 0, 0
-	case w.Lighthouses > 1: // others may serve the job: progress looks at what must be
-	case !c.mayWait(t):
+	case !c.mayWait(t) && w.Lighthouses == 1: // else others may serve the job: progress looks at what must be
 		w.broken(ruleForms, "%d of %d healthy wait, for %s, and there is no quorum", t.candidates, t.healthy, t.waited)
 	}
 	c.known = slices.DeleteFunc(c.known, func(g *group) bool {

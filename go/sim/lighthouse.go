@@ -202,7 +202,7 @@ func (l *lighthouse) ask(e *event) {
 	}
 	deadline := l.clock() + remaining
 	l.waiting = append(l.waiting, waiting{id, e.g, e.link, e.id, deadline, r.member.ShrinkOnly, r.member.Step, r.known})
-	l.check.asked(e.g)
+	l.check.asked(e.g, r.member.Step)
 	l.arm(deadline)
 	l.step(asked)
 }

@@ -34,7 +34,9 @@ class Landing:
         self._until_closed = ExitStack()
         self._free: List[torch.Tensor] = []
         # Now that the memory is there: what it was used for before comes before the copies.
-        self._copies: Dict[torch.device, Copies] = {r.device: KINDS[r.device.type](r.device) for _, r in self._regions}
+        self._copies: Dict[torch.device, Copies] = {
+            device: KINDS[device.type](device) for device in {region.device for _, region in self._regions}
+        }
         for device, copies in list(self._copies.items())[:1]:
             try:
                 self._free = self._until_closed.enter_context(two_blocks(device.type, copies, self._nbytes))

@@ -21,7 +21,7 @@ from tests.unit.checkpointing.faulty_proxy import Fault, random_faults
 from tests.unit.checkpointing.simulated_device import Simulated, numbers, until
 from tests.unit.checkpointing.test_faults import Wire
 from torchft._torchft import _load
-from torchft.checkpointing import HTTPTransport, _checkpoint, _lending, _offer, _receive, _staging
+from torchft.checkpointing import HTTPTransport, _checkpoint, _landing, _lending, _offer, _receive, _staging
 from torchft.checkpointing._landing import Landing
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing.transport import CheckpointError
@@ -95,6 +95,25 @@ def test_all_kinds_of_leaves(make: Any) -> None:
     source = make()
     source.send_checkpoint([1], 1, training_state(), TIMEOUT)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), training_state())
+
+
+def test_a_state_of_which_some_is_on_the_device(make: Any, device: type[Simulated], monkeypatch: Any) -> None:
+    """Here what is large: what lies between goes straight to its place, of which the device sees nothing."""
+    large = 100_000
+    init = _offer._Block.__init__
+    monkeypatch.setattr(
+        _offer._Block,
+        "__init__",
+        lambda self, storage, after, copies: init(self, storage, after, copies if storage.nbytes() > large else None),
+    )
+    for module in (_landing, _receive):
+        monkeypatch.setattr(module, "is_staged", lambda region: region.numel() > large)
+    sizes = [10, 3 * BLOCK // 2, 0, 700, BLOCK, 99_999, large + 1, 5]
+    state = {f"t{i}": torch.roll(numbers(size), i) for i, size in enumerate(sizes)}
+    source = make()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
+    assert [each.nbytes for each in device.made] == 2 * [sum(size for size in sizes if size > large)]
 
 
 @pytest.mark.parametrize("checksum", [True, False])

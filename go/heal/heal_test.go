@@ -70,7 +70,7 @@ func newFetch(t *testing.T, m *Memory, settings Settings) *Fetch {
 
 func wait(t *testing.T, f *Fetch) Status {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	return f.Wait(ctx)
 }

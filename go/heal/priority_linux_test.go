@@ -70,7 +70,7 @@ func TestServingYieldsToTheTraining(t *testing.T) {
 		require.Eventually(t, func() bool {
 			i, l := yielding(t)
 			return i == idleBefore+idle && l == least
-		}, 10*time.Second, time.Millisecond, "%d in the background and %d with the least share", idle, least)
+		}, time.Minute, time.Millisecond, "%d in the background and %d with the least share", idle, least)
 	}
 	s, err := Listen(time.Minute, 0, true)
 	require.NoError(t, err)
@@ -108,7 +108,7 @@ func TestHelpingYieldsToTheTraining(t *testing.T) {
 	idle, least := yielding(t)
 	require.Equal(t, []int{before, 0}, []int{idle, least})
 	c.ask(opEqual)
-	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before+1 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before+1 }, time.Minute, time.Millisecond)
 	s.Close()
-	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { idle, _ := yielding(t); return idle == before }, time.Minute, time.Millisecond)
 }

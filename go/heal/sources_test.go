@@ -60,7 +60,7 @@ func TestASourceThatDiesIsReplaced(t *testing.T) {
 	for name, assignedDies := range map[string]bool{"assigned": true, "other": false} {
 		t.Run(name, func(t *testing.T) {
 			source, target := filled(newRand(t), 4<<20), empty(4<<20)
-			servers := map[bool]*Server{true: listen(t, time.Minute, 4<<20), false: listen(t, time.Minute, 4<<20)}
+			servers := map[bool]*Server{true: listen(t, time.Minute, 2<<20), false: listen(t, time.Minute, 2<<20)}
 			f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 			var grants []*Grant
 			for assigned, s := range servers {
@@ -68,7 +68,7 @@ func TestASourceThatDiesIsReplaced(t *testing.T) {
 				grants = append(grants, g)
 				require.NoError(t, f.Add(address(s), g.Secret(), assigned))
 			}
-			require.Eventually(t, func() bool { return grants[0].Served() > 0 && grants[1].Served() > 0 }, 10*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool { return grants[0].Served() > 0 && grants[1].Served() > 0 }, time.Minute, time.Millisecond)
 			servers[assignedDies].Close()
 			status := wait(t, f)
 			for !status.Done && status.Running {
@@ -88,7 +88,7 @@ func TestATransferGoesOnWithANewGrant(t *testing.T) {
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 	grant := s.Grant(o)
 	require.NoError(t, f.Add(address(s), grant.Secret(), true))
-	require.Eventually(t, func() bool { return grant.Served() > 1<<20 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return grant.Served() > 1<<20 }, time.Minute, time.Millisecond)
 	grant.Close()
 	status := wait(t, f)
 	require.False(t, status.Done)
@@ -165,10 +165,10 @@ func TestASlowReaderIsCutOff(t *testing.T) {
 		stuck := g.Served() == last && last > 0
 		last = g.Served()
 		return stuck
-	}, 10*time.Second, 50*time.Millisecond)
+	}, time.Minute, 50*time.Millisecond)
 	start := time.Now()
-	require.True(t, o.Revoke(10*time.Millisecond, 5*time.Second))
-	require.Less(t, time.Since(start), 2*time.Second)
+	require.True(t, o.Revoke(10*time.Millisecond, time.Minute))
+	require.Less(t, time.Since(start), 20*time.Second)
 }
 
 func TestStrangersAreTurnedAway(t *testing.T) {

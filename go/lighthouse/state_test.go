@@ -115,7 +115,7 @@ func TestALighthouseGoesOnAfterWhatIsOnDisk(t *testing.T) {
 		got, err := decodeState(text, "default")
 		require.NoError(t, err)
 		return got.Past.ID == id && got.Past.Step == 100
-	}, 20*time.Second, 50*time.Millisecond)
+	}, time.Minute, 50*time.Millisecond)
 }
 
 func TestWhatIsDamagedOnDiskIsSaidAndIgnored(t *testing.T) {

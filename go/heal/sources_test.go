@@ -103,6 +103,25 @@ func TestATransferGoesOnWithANewGrant(t *testing.T) {
 	requireSame(t, source, target)
 }
 
+// What of a block arrived before its connection broke is fetched again, and not counted twice.
+func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
+	source, target := filled(newRand(t), 4<<20), empty(4<<20)
+	s := listen(t, time.Minute, 1<<20)
+	o := offer(t, source, 1<<20)
+	f := newFetch(t, target, Settings{BlockSize: 1 << 20, Streams: 1})
+	grant := s.Grant(o)
+	require.NoError(t, f.Add(address(s), grant.Secret(), true))
+	require.Eventually(t, func() bool { return f.Status().Received%(1<<20) != 0 }, time.Minute, time.Microsecond)
+	grant.Close()
+	require.False(t, wait(t, f).Done)
+	require.Zero(t, f.Status().Received%(1<<20))
+	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+	status := wait(t, f)
+	require.True(t, status.Done, status)
+	require.Equal(t, status.Total, status.Received)
+	requireSame(t, source, target)
+}
+
 // What only a lost source has is not waited for: whoever waits hears of it, and asks that source again.
 func TestWhatOnlyALostSourceHasEndsTheOthers(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)

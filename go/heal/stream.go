@@ -167,13 +167,14 @@ func (st *stream) receive(block int) error {
 	st.pending = append(st.pending[:0], st.pending[1:]...)
 	if !f.settings.Unchecked {
 		theirs, err := st.sum()
-		if err != nil {
+		if err != nil || theirs != crc {
+			f.received.Add(-f.layout.Length(block))
 			f.queue.back(block, false)
+		}
+		if err != nil {
 			return err
 		}
 		if theirs != crc {
-			f.received.Add(-f.layout.Length(block))
-			f.queue.back(block, false)
 			if err := f.queue.wrong(block); err != nil {
 				f.fail(fmt.Errorf("%s: %w", st.source.address, err))
 				return err
@@ -210,9 +211,14 @@ func (st *stream) header(block int) (response, error) {
 	return r, nil
 }
 
-// body reads a block to its place.
+// body reads a block to its place. What of it came before an error does not count as received.
 func (st *stream) body(block int) (crc uint32, err error) {
-	f := st.source.fetch
+	f, received := st.source.fetch, int64(0)
+	defer func() {
+		if err != nil {
+			f.received.Add(-received)
+		}
+	}()
 	checked, began := !f.settings.Unchecked, time.Now()
 	st.spans = f.layout.Spans(block, st.spans[:0])
 	for _, span := range st.spans {
@@ -237,6 +243,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 				target = target[span.Length:]
 			}
 		}
+		received += length
 		f.received.Add(length)
 		return nil
 	})

@@ -206,11 +206,11 @@ def test_votes_on_different_steps_never_mix(groups: Callable[..., Groups]) -> No
 def test_a_rank_that_gives_up_ends_the_wait_of_its_sibling(groups: Callable[..., Groups]) -> None:
     job = groups(1, 3)
     patient = job.threads.submit(ask, job.client(0), rank=0)
-    impatient = job.threads.submit(ask, job.client(0), rank=1, timeout=timedelta(milliseconds=300))
+    impatient = job.threads.submit(ask, job.client(0), rank=1, timeout=timedelta(seconds=1))
     with pytest.raises(TimeoutError):
         impatient.result(timeout=60)
     with pytest.raises((RuntimeError, TimeoutError)) as caught:
-        patient.result(timeout=10)
+        patient.result(timeout=60)
     assert "rank 1" in str(caught.value)
 
 
@@ -309,7 +309,7 @@ def test_the_job_is_what_the_environment_says_now(
         with urllib.request.urlopen(f"{job.lighthouse.address()}/jobs", timeout=10) as response:
             return {one["job"]: one["healthy"] for one in json.load(response)}
 
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while healthy() != {"blue": 2, "default": 3, "red": 2}:
         assert time.monotonic() < deadline, healthy()
         time.sleep(0.01)

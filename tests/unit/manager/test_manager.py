@@ -944,12 +944,14 @@ def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum) -> None
 
 
 def test_shutdown_leaves_no_thread(fixture: Fixture) -> None:
+    before = set(threading.enumerate())
     manager: Manager = fixture.manager()
     manager.start_quorum()
     manager.should_commit()
-    assert any(t.name.startswith("torchft_quorum") for t in threading.enumerate())
+    started = [t for t in threading.enumerate() if t.name.startswith("torchft_quorum") and t not in before]
+    assert started
     manager.shutdown()
-    assert not any(t.name.startswith("torchft_quorum") for t in threading.enumerate())
+    assert not any(t.is_alive() for t in started)
     fixture.transport.shutdown.assert_called_with(wait=True)
 
 

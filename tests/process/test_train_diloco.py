@@ -27,7 +27,7 @@ def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: 
     command = [
         *(sys.executable, str(EXAMPLES / "demo.py"), "--script", str(ROOT / "train_diloco.py"), *plot),
         # Steps take milliseconds, and the demo looks ten times a second: the kills must not come too late.
-        *("--steps", "600", "--kill-at", "20", "--kill-every", "300"),
+        *("--steps", "300", "--kill-at", "20", "--kill-every", "100"),
         *("--time-limit", "200", "--logs", str(tmp_path / "logs")),
         *("--", "--smoke"),
     ]
@@ -45,7 +45,7 @@ def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: 
 
     survivor, victim = (read_events(tmp_path / "logs", group) for group in (0, 1))
     commits = [event["step"] for event in survivor if event["event"] == "commit"]
-    assert commits == list(range(commits[0], commits[0] + len(commits))) and commits[-1] >= 600
+    assert commits == list(range(commits[0], commits[0] + len(commits))) and commits[-1] >= 300
     kills = sum(event["event"] == "start" for event in victim) - 1
     assert sum(event["event"] == "lost" for event in survivor) <= kills
     assert {event["participants"] for event in survivor if event["event"] == "commit"} == {1, 2}

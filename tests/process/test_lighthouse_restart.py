@@ -34,13 +34,13 @@ def test_a_lighthouse_is_killed_and_started_again_under_a_job(tmp_path: Path) ->
 def test_a_second_lighthouse_takes_over_and_the_first_comes_back(tmp_path: Path) -> None:
     with cluster(tmp_path, lighthouses=2) as c:
         c.steps(20, members=2)
-        assert c.healthy(0) == 2 and c.healthy(1) == 0
+        c.wait(lambda: c.healthy(0) == 2 and c.healthy(1) == 0, "both are at the first")
         last = max(c.quorum_ids())
         c.lighthouses[0].kill()
         print(f"the second one has taken over after {c.steps(3):.2f} s")
         c.steps(20, members=2)
         assert max(c.quorum_ids()) > last
-        assert c.healthy(1) == 2
+        c.wait(lambda: c.healthy(1) == 2, "both are at the second")
 
         c.lighthouses[0] = c.start_lighthouse(0)
         took = c.wait(lambda: c.healthy(0) == 2, "both are back at the first")

@@ -37,7 +37,7 @@ class Groups:
         return [sys.executable, "-m", "torchft.cli", words[0], "--lighthouse", self.lighthouse, *words[1:]]
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(self.torchft(*words), capture_output=True, text=True, timeout=60, env=environment())
+        done = subprocess.run(self.torchft(*words), capture_output=True, text=True, timeout=120, env=environment())
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -59,7 +59,7 @@ def test_watch_drain_and_kill(groups: Groups) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watching:
         assert watching.stdout is not None
         # Whatever comes first ends the reading: what is waited for, or the deadline.
-        deadline = threading.Timer(60, watching.kill)
+        deadline = threading.Timer(200, watching.kill)
         deadline.start()
         try:
             shown = watching.stdout

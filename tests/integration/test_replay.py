@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, cast
 
@@ -103,6 +104,7 @@ class Job:
         self.contributed: dict[tuple[int, int], set[int]] = {}
         self.committed: dict[int, dict[int, int]] = {}  # by step and quorum: how many took part, by their own word
         self.started = threading.Barrier(self.groups * self.world_size)
+        self.newcomers: list[list[Future[Any]]] = []  # what `cluster.start` gave for groups that began later
 
     def loop(self, rank: Rank) -> Optional[Outcome]:
         model, inner = new_model()
@@ -203,6 +205,7 @@ class Job:
     def run(self, cluster: Cluster) -> list[Outcome]:
         started = [cluster.start(self.loop, group, self.world_size) for group in range(self.groups)]
         outcomes = [outcome for outcome in results(*started) if outcome is not None]
+        results(*self.newcomers)  # the others may end before they have noted that they took part in the last step
         for outcome in outcomes:
             outcome.participants = self.history()[outcome.steps[0] :]
         return outcomes
@@ -279,16 +282,15 @@ def test_deaths_in_step_after_step(cluster: Cluster) -> None:
 
 def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
     """The newcomer heals in that step, and counts from the next one on."""
-    newcomer = []
 
     def join(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
-        if rank.group == 1 and step == 3 and not newcomer:
-            newcomer.append(cluster.start(job.loop, 5))
+        if rank.group == 1 and step == 3 and not job.newcomers:
+            job.newcomers.append(cluster.start(job.loop, 5))
             cluster.wait_for_waiters(1)  # it waits there before the others ask again
 
     job = Job(3, deaths={0: (3, "bucket0")}, then=join)
     outcomes = job.run(cluster)
-    (joined,) = results(newcomer[0])
+    (joined,) = results(*job.newcomers)
     assert joined is not None
     for outcome in outcomes:
         assert outcome.commits == [True] * STEPS

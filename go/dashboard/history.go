@@ -17,6 +17,8 @@ const (
 	QuorumChanged Kind = "quorum"
 	// MemberFailed : one or several members are dead.
 	MemberFailed Kind = "failed"
+	// MemberEnded : one or several members have shut down.
+	MemberEnded Kind = "ended"
 	// NoQuorum : members have waited for some time, and there is no quorum.
 	NoQuorum Kind = "waiting"
 	// Healed : a group has taken over the state of another.

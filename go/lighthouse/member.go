@@ -299,6 +299,8 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		return nil
 	case *torchftpb.MemberMessage_Leaving:
 		return s.job.feed(quorum.Leaving{ReplicaID: s.replicaID})
+	case *torchftpb.MemberMessage_ShuttingDown:
+		return s.feed(quorum.ShuttingDown{ReplicaID: s.replicaID})
 	case *torchftpb.MemberMessage_Progress:
 		s.alive()
 		p := m.Progress

@@ -1,6 +1,8 @@
 package lighthouse
 
 import (
+	"context"
+	"log/slog"
 	"time"
 
 	"github.com/torchft/torchft/go/dashboard"
@@ -19,9 +21,10 @@ const (
 	tellMost = 32
 )
 
-// news are the members that failed or stalled of whom all are still to be told. The job's lock guards them.
+// news are the members that failed, ended or stalled of whom all are still to be told. The job's lock guards them.
 type news struct {
 	failed  []trouble
+	ended   []trouble
 	stalled []trouble
 	next    time.Time   // when to tell again at the soonest
 	timer   *time.Timer // runs tellLater
@@ -34,7 +37,7 @@ type trouble struct {
 	reason    string
 }
 
-func (n *news) pending() int { return len(n.failed) + len(n.stalled) }
+func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.stalled) }
 
 // announce tells every member of the failures and stalls among actions, at once or in a moment together with those that
 // follow. The caller holds mu.
@@ -43,8 +46,13 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Failed:
+			gone := trouble{a.QuorumID, a.ReplicaID, a.Reason}
+			if a.Cause == quorum.ShutDown {
+				j.news.ended = append(j.news.ended, gone)
+				continue
+			}
 			j.board.Failed(a.Cause)
-			j.news.failed = append(j.news.failed, trouble{a.QuorumID, a.ReplicaID, a.Reason})
+			j.news.failed = append(j.news.failed, gone)
 		case quorum.Stalled:
 			j.news.stalled = append(j.news.stalled, trouble{a.QuorumID, a.ReplicaID, a.Reason})
 		}
@@ -68,35 +76,41 @@ func (j *job) tellLater() {
 }
 
 func (j *job) tell(now time.Time) {
-	failed, stalled := j.news.failed, j.news.stalled
-	j.news.failed, j.news.stalled = nil, nil
-	messages := j.words("torchft: a member failed", failed, func(t trouble) *torchftpb.LighthouseMessage {
+	failed, ended, stalled := j.news.failed, j.news.ended, j.news.stalled
+	j.news.failed, j.news.ended, j.news.stalled = nil, nil, nil
+	gone := func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
 			MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
 		}}
-	})
-	messages = append(messages, j.words("torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
+	}
+	messages := j.words(slog.LevelWarn, "torchft: a member failed", failed, gone)
+	messages = append(messages, j.words(slog.LevelInfo, "torchft: a member ended", ended, gone)...) // whoever waits for it need not
+	messages = append(messages, j.words(slog.LevelWarn, "torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
 			MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
 		}}
 	})...)
-	if len(failed) > 0 {
-		j.board.Record(dashboard.Event{
-			Time: now, Kind: dashboard.MemberFailed, QuorumID: failed[0].quorumID, Left: whose(failed), Reason: failed[0].reason,
-		})
-	}
+	j.record(now, dashboard.MemberFailed, failed)
+	j.record(now, dashboard.MemberEnded, ended)
 	j.news.next = now.Add(time.Duration(len(j.streams.open)) * tellPause)
 	for one := range j.streams.open {
 		one.post(outgoing{news: messages})
 	}
 }
 
+// record puts who is gone into the history.
+func (j *job) record(now time.Time, kind dashboard.Kind, gone []trouble) {
+	if len(gone) > 0 {
+		j.board.Record(dashboard.Event{Time: now, Kind: kind, QuorumID: gone[0].quorumID, Left: whose(gone), Reason: gone[0].reason})
+	}
+}
+
 // words logs troubles of one kind, and returns what members are told of them.
-func (j *job) words(what string, troubles []trouble, word func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
+func (j *job) words(level slog.Level, what string, troubles []trouble, word func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
 	if len(troubles) == 0 {
 		return nil
 	}
-	j.log.Warn(what, "quorum_id", troubles[0].quorumID, "member", some(whose(troubles)), "reason", troubles[0].reason)
+	j.log.Log(context.Background(), level, what, "quorum_id", troubles[0].quorumID, "member", some(whose(troubles)), "reason", troubles[0].reason)
 	for _, t := range troubles[:min(len(troubles), tellMost)] {
 		messages = append(messages, wordOf(word(t))...)
 	}

@@ -41,7 +41,7 @@ func TestADeathIsToldToAllAndNobodyWaitsForTheDead(t *testing.T) {
 		synctest.Wait()
 
 		died := time.Now()
-		groups[2].Server.Shutdown() // a killed process's connections break, too
+		groups[2].Host(-1).Kill()
 		failure := heard(t, groups[0], 1)
 		assert.InDelta(t, grace, time.Since(died), float64(atOnce))
 		assert.Equal(t, before[0].QuorumID, failure.QuorumID)

@@ -113,6 +113,43 @@ func TestADrainedGroupLeavesAndNobodyLosesAStep(t *testing.T) {
 	})
 }
 
+func TestTheEndOfARunIsNoFailure(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 0, a, b)
+
+		began := time.Now()
+		a.Server.Shutdown()
+		assert.Less(t, time.Since(began), 10*time.Millisecond)
+		// It may have gone too early: b would wait for it in vain.
+		notice := heard(t, b, 0)
+		assert.Equal(t, manager.Notice{Kind: manager.Died, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
+		assert.InDelta(t, grace, time.Since(began), float64(10*time.Millisecond))
+
+		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
+		assert.Equal(t, 1, c.Log.Count("a member ended"), c.Log.String())
+		var kinds []any
+		for _, event := range history(t, c) {
+			kinds = append(kinds, event["kind"])
+		}
+		assert.Contains(t, kinds, "ended")
+		assert.NotContains(t, kinds, "failed")
+	})
+}
+
+func TestAGroupEndsWhileItsLighthouseHangs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 1)
+		round(t, 0, a)
+		c.Net.Host("lighthouse").Freeze()
+		began := time.Now()
+		a.Server.Shutdown()
+		assert.Less(t, time.Since(began), time.Second)
+	})
+}
+
 func TestTheLastGroupOfAJobIsDrained(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

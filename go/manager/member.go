@@ -212,6 +212,7 @@ func (m *member) Lapsed() bool {
 }
 
 func (m *member) Close() error {
+	m.sayEnd()
 	m.cancel()
 	err := m.lighthouses.close()
 	m.locked(func() {
@@ -221,6 +222,30 @@ func (m *member) Close() error {
 	})
 	m.tasks.Wait()
 	return err
+}
+
+// farewellTime is how long the end of a group may wait until the lighthouse knows that it is none of a failure.
+const farewellTime = 200 * time.Millisecond
+
+// sayEnd says that the stream will end because the group does.
+func (m *member) sayEnd() {
+	stream := m.present.Load()
+	if stream == nil || stream.broken() || !stream.greeted() {
+		return
+	}
+	said := make(chan struct{})
+	m.tasks.Go(func() {
+		defer close(said)
+		stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true}})
+		select {
+		case <-stream.free:
+		case <-stream.ended:
+		}
+	})
+	select {
+	case <-said:
+	case <-time.After(farewellTime):
+	}
 }
 
 // locked runs something that changes which lighthouse is asked.

@@ -101,7 +101,7 @@ func (s *Server) hearNotices(source NoticeSource) {
 func (s *Server) hear(notice Notice) {
 	switch notice.Kind {
 	case Died:
-		s.log.Info("torchft: a member failed", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
+		s.log.Info("torchft: a peer is gone", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
 		if notice.ReplicaID == s.cfg.ReplicaID {
 			s.feed(round.PutOut{QuorumID: notice.QuorumID, Reason: notice.Reason})
 		}

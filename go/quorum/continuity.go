@@ -60,7 +60,8 @@ func (m *Machine) greeted(e Greeted) []Action {
 	if m.seat.Of == 0 {
 		m.seat = e.Seat
 	}
-	m.roster.beat(e.ReplicaID, m.now).returned = true
+	r := m.roster.beat(e.ReplicaID, m.now)
+	r.returned, r.ending = true, false
 	delete(m.ended, e.ReplicaID)
 	if !m.listed() || e.Term > maxTerm {
 		return nil

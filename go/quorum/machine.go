@@ -27,7 +27,7 @@ type Machine struct {
 	// start: the next lighthouse of this job begins above all that this one can give out.
 	highest int64
 
-	// broken is who of the latest quorum was told to have failed. The others have ended what they shared with it: if it is
+	// broken is who of the latest quorum was told to be gone. The others have ended what they shared with it: if it is
 	// back, they must connect anew all the same.
 	broken string
 
@@ -111,6 +111,13 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	case Leaving:
 		refused = m.leaves(e.ReplicaID)
 		decide = true
+	case ShuttingDown:
+		// It may still be needed in the step that it has ended, so it is no death before its connection has ended and the
+		// grace is over.
+		if r := m.roster.replicas[e.ReplicaID]; r != nil {
+			r.ending = true
+		}
+		refused = append(refused, Release(e))
 	case Lost:
 		m.lostLeaver(e.ReplicaID)
 		m.roster.lost(e.ReplicaID, now)
@@ -268,6 +275,9 @@ func (m *Machine) failures(dead []death) (actions []Action) {
 	for _, d := range dead {
 		if d.replica.previous {
 			m.broken = d.replica.id
+			if d.replica.ending {
+				d.cause, d.reason = ShutDown, "its manager server was shut down"
+			}
 			actions = append(actions, Failed{QuorumID: m.latest.ID, ReplicaID: d.replica.id, Cause: d.cause, Reason: d.reason})
 		}
 	}
@@ -325,7 +335,7 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 		case failing != "":
 			reason += fmt.Sprintf("; %s reports commit failures", failing)
 		case m.broken != "":
-			reason += fmt.Sprintf("; %s was told to have failed", m.broken)
+			reason += fmt.Sprintf("; %s is gone", m.broken)
 		case m.rejoined != "":
 			reason += fmt.Sprintf("; %s had left, and is back", m.rejoined)
 		case m.moved != "":

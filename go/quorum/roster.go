@@ -33,6 +33,7 @@ type replica struct {
 	reaches Places // lighthouses before this one that it reaches
 
 	draining string // who wants it to leave; empty if nobody does
+	ending   bool   // it said that its manager server ends
 
 	out string // why it counts as dead until it asks again, whatever signs of life there are; empty if it does not
 }
@@ -238,7 +239,7 @@ func (s *roster) presume(id string, now time.Time) *replica {
 // ask lets a waiter wait for its member. Waiters of one replica_id share one membership.
 func (s *roster) ask(e Asked, now time.Time) {
 	r := s.beat(e.Member.ReplicaID, now)
-	r.number, r.address = max(r.number, e.Number), e.Member.Address
+	r.number, r.address, r.ending = max(r.number, e.Number), e.Member.Address, false
 	s.waiters[e.Waiter] = r
 	s.update(r, now, func() {
 		r.out = ""

@@ -29,6 +29,7 @@ import (
 //	reached a        a check found it
 //	unreached a      a check did not
 //	says a computes|waits [for=3s] [rank=1]
+//	shutdown a       its manager server ends
 //	drain a          somebody wants it to leave
 //	leaving a        it does
 //	slept 3s         the lighthouse stood still
@@ -138,6 +139,8 @@ func (r *scribe) run(words []string) []string {
 		return r.step(Drained{ReplicaID: args[0], Reason: "an operator"})
 	case "leaving":
 		return r.step(Leaving{ReplicaID: args[0]})
+	case "shutdown":
+		return r.step(ShuttingDown{ReplicaID: args[0]})
 	case "slept":
 		r.now = r.now.Add(transcript.Duration(r.t, args[0]))
 		return r.step(Slept{For: transcript.Duration(r.t, args[0])})
@@ -203,6 +206,10 @@ func (r *scribe) step(e Event) []string {
 		case Regressed:
 			answers = append(answers, fmt.Sprintf("WARNING, quorum %d goes back: %s", a.Quorum.ID, a.Reason))
 		case Failed:
+			if a.Cause == ShutDown {
+				answers = append(answers, fmt.Sprintf("%s of quorum %d ended: %s", a.ReplicaID, a.QuorumID, a.Reason))
+				break
+			}
 			answers = append(answers, fmt.Sprintf("%s of quorum %d failed: %s", a.ReplicaID, a.QuorumID, a.Reason))
 		case Stalled:
 			answers = append(answers, fmt.Sprintf("%s of quorum %d is stalled: %s", a.ReplicaID, a.QuorumID, a.Reason))

@@ -107,6 +107,8 @@ type (
 	Drained struct{ ReplicaID, Reason string }
 	// Leaving: a member has ended its last step, and takes part in nothing more.
 	Leaving struct{ ReplicaID string }
+	// ShuttingDown: the manager server of a member ends, as the member wants it. The end of its stream is no failure then.
+	ShuttingDown struct{ ReplicaID string }
 	// Slept: the lighthouse itself stood still for a time, in which it heard nobody.
 	Slept struct{ For time.Duration }
 	// Woken: the time of the latest Wake has come.
@@ -115,23 +117,24 @@ type (
 	Tick struct{}
 )
 
-func (Asked) isEvent()      {}
-func (Greeted) isEvent()    {}
-func (Reaches) isEvent()    {}
-func (Recalled) isEvent()   {}
-func (Ended) isEvent()      {}
-func (GaveUp) isEvent()     {}
-func (Beat) isEvent()       {}
-func (Lost) isEvent()       {}
-func (Incomplete) isEvent() {}
-func (Suspected) isEvent()  {}
-func (Checked) isEvent()    {}
-func (Progressed) isEvent() {}
-func (Drained) isEvent()    {}
-func (Leaving) isEvent()    {}
-func (Slept) isEvent()      {}
-func (Woken) isEvent()      {}
-func (Tick) isEvent()       {}
+func (Asked) isEvent()        {}
+func (Greeted) isEvent()      {}
+func (Reaches) isEvent()      {}
+func (Recalled) isEvent()     {}
+func (Ended) isEvent()        {}
+func (GaveUp) isEvent()       {}
+func (Beat) isEvent()         {}
+func (Lost) isEvent()         {}
+func (Incomplete) isEvent()   {}
+func (Suspected) isEvent()    {}
+func (Checked) isEvent()      {}
+func (Progressed) isEvent()   {}
+func (Drained) isEvent()      {}
+func (Leaving) isEvent()      {}
+func (ShuttingDown) isEvent() {}
+func (Slept) isEvent()        {}
+func (Woken) isEvent()        {}
+func (Tick) isEvent()         {}
 
 // Action is something the shell must do.
 type Action interface{ isAction() }
@@ -251,9 +254,12 @@ const (
 	Unreachable Cause = "unreachable" // its peers lost it, and it gives no sign of life
 	NoProgress  Cause = "stalled"     // it made no progress, and was put out
 	Gone        Cause = "process"     // its host says that its process is gone
+
+	// ShutDown is no failure: the member ended itself.
+	ShutDown Cause = "shutdown"
 )
 
-// Causes are all there are.
+// Causes are all that are failures.
 var Causes = []Cause{Silent, Connection, RankGone, Unreachable, NoProgress, Gone}
 
 // Refusal is why a waiter gets no quorum.

@@ -2002,6 +2002,7 @@ type MemberMessage struct {
 	//	*MemberMessage_Leaving
 	//	*MemberMessage_Healing
 	//	*MemberMessage_Recovered
+	//	*MemberMessage_ShuttingDown
 	//	*MemberMessage_Past
 	//	*MemberMessage_Reaches
 	Message       isMemberMessage_Message `protobuf_oneof:"message"`
@@ -2136,6 +2137,15 @@ func (x *MemberMessage) GetRecovered() *Recovered {
 	return nil
 }
 
+func (x *MemberMessage) GetShuttingDown() bool {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_ShuttingDown); ok {
+			return x.ShuttingDown
+		}
+	}
+	return false
+}
+
 func (x *MemberMessage) GetPast() *PastQuorum {
 	if x != nil {
 		if x, ok := x.Message.(*MemberMessage_Past); ok {
@@ -2198,6 +2208,10 @@ type MemberMessage_Recovered struct {
 	Recovered *Recovered `protobuf:"bytes,82,opt,name=recovered,proto3,oneof"`
 }
 
+type MemberMessage_ShuttingDown struct {
+	ShuttingDown bool `protobuf:"varint,83,opt,name=shutting_down,json=shuttingDown,proto3,oneof"` // the manager server ends, as its group wants it; answered with released
+}
+
 type MemberMessage_Past struct {
 	Past *PastQuorum `protobuf:"bytes,40,opt,name=past,proto3,oneof"` // the answer to a recall
 }
@@ -2227,6 +2241,8 @@ func (*MemberMessage_Leaving) isMemberMessage_Message() {}
 func (*MemberMessage_Healing) isMemberMessage_Message() {}
 
 func (*MemberMessage_Recovered) isMemberMessage_Message() {}
+
+func (*MemberMessage_ShuttingDown) isMemberMessage_Message() {}
 
 func (*MemberMessage_Past) isMemberMessage_Message() {}
 
@@ -3274,7 +3290,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xfa\x03\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xa1\x04\n" +
 	"\rMemberMessage\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
 	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x19\n" +
@@ -3287,7 +3303,8 @@ const file_torchft_proto_rawDesc = "" +
 	"incomplete\x12\x1a\n" +
 	"\aleaving\x18P \x01(\bH\x00R\aleaving\x121\n" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
-	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12)\n" +
+	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12%\n" +
+	"\rshutting_down\x18S \x01(\bH\x00R\fshuttingDown\x12)\n" +
 	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04past\x12\x1a\n" +
 	"\areaches\x18) \x01(\x04H\x00R\areachesB\t\n" +
 	"\amessage\"\xb9\x01\n" +
@@ -3523,6 +3540,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Leaving)(nil),
 		(*MemberMessage_Healing)(nil),
 		(*MemberMessage_Recovered)(nil),
+		(*MemberMessage_ShuttingDown)(nil),
 		(*MemberMessage_Past)(nil),
 		(*MemberMessage_Reaches)(nil),
 	}

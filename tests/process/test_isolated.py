@@ -36,7 +36,7 @@ def committed(child: Child, participants: int, after: int = 0) -> list[Event]:
     return [e for e in steps if e["committed"] and e["participants"] == participants and e["step"] > after]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_ten_kills_in_a_row_leave_both_groups_with_the_same_weights() -> None:
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000)

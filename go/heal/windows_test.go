@@ -114,14 +114,15 @@ func TestWindowsAreFetchedInTheirOrder(t *testing.T) {
 // A source that breaks off, and one that helps: what arrived stays, in the stages too.
 func TestStagesOutliveASource(t *testing.T) {
 	source, target := filled(newRand(t), 2<<20, 1<<20), onDevices(empty(2<<20, 1<<20), 0)
-	a, b := listen(t, time.Minute, 8<<20), listen(t, time.Minute, 8<<20)
+	a, b := listen(t, time.Minute, 2<<20), listen(t, time.Minute, 2<<20)
 	f := newFetch(t, target.lent, Settings{BlockSize: small, Streams: 2, Window: 8})
 	first := a.Grant(offer(t, source, small))
 	require.NoError(t, f.Add(address(a), first.Secret(), true))
 	helper := b.Grant(offer(t, clone(source), small))
 	require.NoError(t, f.Add(address(b), helper.Secret(), false))
 	go func() {
-		for first.Served() < 1<<19 {
+		// The other one serves when the checksums of the first are known: before that nobody could go on for it.
+		for (first.Served() < 1<<19 || helper.Served() == 0) && t.Context().Err() == nil {
 			time.Sleep(time.Millisecond)
 		}
 		first.Close()

@@ -166,11 +166,15 @@ class _HostExchange(Exchange):
 
     def _swap(self, tag: int, sent: Callable[[int], torch.Tensor], received: Callable[[int], torch.Tensor]) -> None:
         """Sends to and receives from every peer, and waits for it."""
-        if _peers(self._pg) is not self.peers():
-            raise RuntimeError("the process group got other peers in the middle of a quantized collective")
+        other_peers = "the process group got other peers in the middle of a quantized collective"
         others = [peer for peer in range(self._ranks) if peer != self.rank]
-        works = [self._pg.recv([received(peer)], peer, tag) for peer in others]
-        works += [self._pg.send([sent(peer)], peer, tag) for peer in others]
+        try:
+            if _peers(self._pg) is not self.peers():
+                raise RuntimeError(other_peers)
+            works = [self._pg.recv([received(peer)], peer, tag) for peer in others]
+            works += [self._pg.send([sent(peer)], peer, tag) for peer in others]
+        except AssertionError as e:  # it has none while another thread gives it others
+            raise RuntimeError(other_peers) from e
         for work in works:
             work.wait()
 

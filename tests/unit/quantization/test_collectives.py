@@ -268,6 +268,25 @@ def test_new_peers_are_not_held_up_by_the_old_ones(pair: list[Any], store: TCPSt
         stuck.wait(TIMEOUT / 2)
 
 
+def test_a_group_that_has_no_peers_for_a_moment_has_got_others(
+    pair: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is just being given them, on another thread."""
+    began = threading.Event()
+    recv = type(pair[0]).recv
+
+    def none(self: Any, *args: Any) -> Any:
+        if threading.current_thread().name == "torchft_quantized":
+            began.set()
+            raise AssertionError("process group not initialized")
+        return recv(self, *args)
+
+    monkeypatch.setattr(type(pair[0]), "recv", none)
+    with pytest.raises(RuntimeError, match="other peers in the middle of a quantized collective"):
+        allreduce_quantized([torch.ones(10)], ReduceOp.SUM, pair[0]).wait(TIMEOUT / 2)
+    assert began.is_set()
+
+
 # Alone, and bad input
 
 

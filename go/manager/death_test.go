@@ -190,6 +190,37 @@ func TestALiarPutsOutNobody(t *testing.T) {
 	})
 }
 
+// a has the quorum of a step, and waits for b in a collective of it; b's answer was lost with the lighthouse.
+func TestALighthouseThatDiesBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 0, a, b)
+		before := round(t, 1, a, b)[0]
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		c.StartLighthouse(1)
+
+		began := time.Now()
+		again := b.Quorum(0, 1, time.Minute)
+		for told := false; !told; {
+			switch notice := <-a.Ranks[0].Notices(); notice.Kind {
+			case manager.ProgressAsked:
+				a.Ranks[0].SayProgress(0, true, "waits in allreduce")
+			case manager.Died:
+				assert.Equal(t, before.QuorumID, notice.QuorumID)
+				assert.Equal(t, "b", notice.ReplicaID)
+				assert.Contains(t, notice.Reason, "it asks for the quorum of step 1, in which its peers wait for it")
+				told = true
+			}
+		}
+		after := answers{a.Quorum(0, 1, time.Minute), again}.results(t)
+		assert.Less(t, time.Since(began), 7*time.Second)
+		assert.Equal(t, []string{"a", "b"}, after[1].ReplicaIDs)
+		assert.Greater(t, after[1].QuorumID, before.QuorumID)
+	})
+}
+
 func TestWhoMakesNoProgressIsNamedAndPutOut(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })

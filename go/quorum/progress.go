@@ -90,6 +90,7 @@ func (m *Machine) overdue(now time.Time) (actions []Action, out []death) {
 	}
 	if age >= patience && !w.askedAt.IsZero() && (now.Sub(w.askedAt) >= answers || m.allSaid()) {
 		actions, out = m.name(now, age, patience)
+		out = append(out, m.parted()...)
 	}
 	if w.askedAt.IsZero() || age >= patience && now.Sub(w.askedAt) >= answers {
 		var ask []string
@@ -104,6 +105,26 @@ func (m *Machine) overdue(now time.Time) (actions []Action, out []death) {
 		}
 	}
 	return actions, out
+}
+
+// parted finds a member that asks for the quorum of a step in which its peers wait for it: the answer to it was lost, with
+// the lighthouse that gave it. Nobody is stalled, and none of them would go on before the timeout of a collective. The
+// peers are told that they wait in vain, and all meet in the next quorum.
+func (m *Machine) parted() []death {
+	if m.broken != "" {
+		return nil // they were told
+	}
+	for _, r := range m.members {
+		if !r.waiting() {
+			continue
+		}
+		for _, peer := range m.members {
+			if p, said := m.watch.said[peer.id]; said && p.Waits && p.Step >= r.member().Step && peer.alive() && !peer.waiting() {
+				return []death{{r, Parted, fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it", r.member().Step)}}
+			}
+		}
+	}
+	return nil
 }
 
 func (m *Machine) allSaid() bool {

@@ -254,13 +254,14 @@ const (
 	Unreachable Cause = "unreachable" // its peers lost it, and it gives no sign of life
 	NoProgress  Cause = "stalled"     // it made no progress, and was put out
 	Gone        Cause = "process"     // its host says that its process is gone
+	Parted      Cause = "parted"      // its peers wait for it in a step whose quorum it did not get
 
 	// ShutDown is no failure: the member ended itself.
 	ShutDown Cause = "shutdown"
 )
 
 // Causes are all that are failures.
-var Causes = []Cause{Silent, Connection, RankGone, Unreachable, NoProgress, Gone}
+var Causes = []Cause{Silent, Connection, RankGone, Unreachable, NoProgress, Gone, Parted}
 
 // Refusal is why a waiter gets no quorum.
 type Refusal int

@@ -83,7 +83,10 @@ func (l *Layout) Spans(block int, spans []Span) []Span {
 }
 
 const (
-	// A piece is checked and sent, or received and checked, at once: small enough to be in a core's cache the second time.
+	// A piece that is checked is sent, or received, just before: small enough to be in a core's cache then, large enough that
+	// the calls into the kernel do not count (0.48 s of processor time a GB, in place of 0.55 with 256 KB).
+	checkedSize = 1 << 20
+	// Small spans are packed into pieces of this size.
 	pieceSize = 256 << 10
 	// Spans smaller than this are packed: a call into the kernel for each would cost more than the copy.
 	packBelow = 16 << 10
@@ -119,7 +122,7 @@ func pieces(spans []Span, largest int64, yield func(piece []Span, length int64) 
 
 func largestPiece(checked bool) int64 {
 	if checked {
-		return pieceSize
+		return checkedSize
 	}
 	return maxBlock
 }

@@ -105,16 +105,17 @@ func TestATransferGoesOnWithANewGrant(t *testing.T) {
 
 // What of a block arrived before its connection broke is fetched again, and not counted twice.
 func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
-	source, target := filled(newRand(t), 4<<20), empty(4<<20)
-	s := listen(t, time.Minute, 1<<20)
-	o := offer(t, source, 1<<20)
-	f := newFetch(t, target, Settings{BlockSize: 1 << 20, Streams: 1})
+	const block = 4 * checkedSize
+	source, target := filled(newRand(t), 2*block), empty(2*block)
+	s := listen(t, time.Minute, block)
+	o := offer(t, source, block)
+	f := newFetch(t, target, Settings{BlockSize: block, Streams: 1})
 	grant := s.Grant(o)
 	require.NoError(t, f.Add(address(s), grant.Secret(), true))
-	require.Eventually(t, func() bool { return f.Status().Received%(1<<20) != 0 }, time.Minute, time.Microsecond)
+	require.Eventually(t, func() bool { return f.Status().Received%block != 0 }, time.Minute, time.Microsecond)
 	grant.Close()
 	require.False(t, wait(t, f).Done)
-	require.Zero(t, f.Status().Received%(1<<20))
+	require.Zero(t, f.Status().Received%block)
 	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
 	status := wait(t, f)
 	require.True(t, status.Done, status)

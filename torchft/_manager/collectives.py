@@ -105,19 +105,22 @@ class Collectives:
         Raises:
             TimeoutError: none is free in that time.
         """
-        self._left = [work for work in self._left if not work.drain(timedelta(0))]
-        if self._at_once is None or len(self._left) < self._at_once:
+        if self._at_once is None or self._lost() < self._at_once:
             return
         self._logger().warn(
             f"{len(self._left)} collectives of an earlier quorum, which the backend lost, hold its {self._at_once} "
             "threads until their timeout: this group joins no quorum before"
         )
         deadline = time.monotonic() + timeout.total_seconds()
-        while len(self._left) >= self._at_once:
+        while self._lost() >= self._at_once:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
                     f"collectives that the backend lost hold all of its {self._at_once} threads for more than {timeout}"
                 )
             time.sleep(min(left, _LOOK_SEC))
-            self._left = [work for work in self._left if not work.drain(timedelta(0))]
+
+    def _lost(self) -> int:
+        """How many of earlier steps the backend is still not through with."""
+        self._left = [work for work in self._left if not work.drain(timedelta(0))]
+        return len(self._left)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 
+from tests.unit.process_group.ranks import run_python
 from torchft.process_group import _reaper
 
 # In a process of its own: if destroying the group kept the GIL, no timeout of ours would ever run.
@@ -38,13 +36,7 @@ print("done")
 
 
 def test_destroying_a_group_leaves_the_gil_to_its_threads() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = run_python(_SCRIPT)
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
 
 

@@ -10,7 +10,7 @@ import time
 import warnings
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from torchft._manager.failures import PeerFailed
 from torchft._manager.phases import Phases, tensor_bytes
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchft._torchft import ManagerClient, MemberFailure
     from torchft.checkpointing.transport import CheckpointTransport
 
+T = TypeVar("T")
 
 # A helper that is not reached in this time helps nobody.
 _HELPER_TIMEOUT = timedelta(seconds=3)
@@ -168,27 +169,23 @@ class Recovery:
         return Position(served["step"], served["batches_committed"], plan.committed_quorum_id)
 
     def _reach(self, manager_address: str) -> ManagerClient:
-        """Connects with the source's manager server. The others wait: not for a dead one until the timeout."""
-        end = time.monotonic() + self._connect_timeout.total_seconds()
-        patience = _FIRST_TRY
-        while True:
-            left = timedelta(seconds=end - time.monotonic())
-            try:
-                return self._connect(manager_address, min(patience, left))
-            except RuntimeError:
-                if left <= patience:
-                    raise
-                self._check_peers()
-                patience *= 2
+        """Connects with the source's manager server."""
+        return self._patiently(
+            lambda timeout: self._connect(manager_address, timeout), self._connect_timeout, again_after=RuntimeError
+        )
 
     def _ask_source(self, client: ManagerClient) -> str:
-        end = time.monotonic() + self._timeout.total_seconds()
+        return self._patiently(lambda timeout: self._ask(client, timeout), self._timeout, again_after=TimeoutError)
+
+    def _patiently(self, call: Callable[[timedelta], T], timeout: timedelta, again_after: type[Exception]) -> T:
+        """Tries with more and more time each: the others wait, but not for a dead source until the timeout."""
+        end = time.monotonic() + timeout.total_seconds()
         patience = _FIRST_TRY
         while True:
             left = timedelta(seconds=end - time.monotonic())
             try:
-                return self._ask(client, min(patience, left))
-            except TimeoutError:
+                return call(min(patience, left))
+            except again_after:
                 if left <= patience:
                     raise
                 self._check_peers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Progress, Side, Spread, markdown_table, rotated, verdict
-from processes import Job
+from processes import Job, clean_environment
 
 GOAL_S = 0.3
 TIMEOUT_S = 60
@@ -50,10 +49,8 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
 
 
 def _run(side: Side, argv: list[str]) -> float:
-    python_path = os.pathsep.join([str(side.path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": python_path}
     began = time.perf_counter()
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(argv, env=clean_environment(side.path), capture_output=True, text=True, timeout=TIMEOUT_S)
     took = time.perf_counter() - began
     # The doctor ends with 1 where this machine is not as it should be; that takes as long.
     if done.returncode != 0 and "doctor" not in argv:

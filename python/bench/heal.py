@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import resource
 import socket
 import sys
@@ -184,9 +183,11 @@ class Process:
     def __init__(self, path: Path, script: Path = SCRIPT) -> None:
         import subprocess
 
+        from processes import clean_environment
+
         self._process = subprocess.Popen(
             [sys.executable, str(script), "worker"],
-            env={**os.environ, "PYTHONPATH": str(path), "TORCHFT_HOST": "127.0.0.1"},
+            env={**clean_environment(path), "TORCHFT_HOST": "127.0.0.1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a line for each request
@@ -326,5 +327,5 @@ if __name__ == "__main__":
         sys.path.remove(str(Path(__file__).resolve().parent))
         serve_commands(Worker())
     else:
-        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parents[2] / "tests" / "process")]
         sys.exit(main())

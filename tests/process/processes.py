@@ -42,6 +42,17 @@ def ours_path() -> Path:
     return Path(spec.origin).resolve().parent.parent
 
 
+# What changes how torchft of either package, its runtime or PyTorch behaves.
+_SETTINGS = ("TORCHFT_", "TORCHELASTIC_", "RUST_", "GODEBUG", "GOGC", "GOMAXPROCS", "GOMEMLIMIT")
+_SETTINGS += ("GRPC_", "OTEL_", "MALLOC_", "OMP_", "MKL_")
+
+
+def clean_environment(path: Path) -> dict[str, str]:
+    """Return this process's environment without settings, and with the torchft below `path` before any other."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 _given_ports: set[int] = set()
 
 
@@ -62,6 +73,16 @@ def free_port() -> int:
         _given_ports.add(port)
         return port
     raise JobFailed("no free port between 20000 and 29000")
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Return the processes with XDG_RUNTIME_DIR=`folder` in their environment: a command and its descendants."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if f"XDG_RUNTIME_DIR={folder}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 class Child:
@@ -190,10 +211,7 @@ class Job:
 
     def start(self, name: str, argv: Sequence[str | Path], *, path: Path, env: dict[str, str] | None = None) -> Child:
         """Start any command with the torchft below `path`."""
-        full = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHFT_", "TORCHELASTIC_"))}
-        # First, so that it wins over whatever is installed.
-        python_path = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        full.update(PYTHONPATH=python_path, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", **(env or {}))
+        full = {**clean_environment(path), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **(env or {})}
         log = open(Path(self._logs.name) / f"{len(self.children)}-{name}.log", "wb")  # noqa: SIM115 (closed by Child)
         child = Child(name, argv, full, log, self._logs.name, self._changed)
         self.children.append(child)

@@ -52,10 +52,15 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
 
 
 def announced_store_host(host: str, port: int, lighthouse_addr: str | None = None) -> str:
-    """``host:port`` of a store as other hosts reach it: MASTER_ADDR is often a loopback address."""
-    if host == "localhost" or _is_loopback(host.removeprefix("[").removesuffix("]")):
+    """``host:port`` of a store as other hosts reach it.
+
+    MASTER_ADDR is often a loopback address, and torchrun sets it to the name of this host, which other hosts may not
+    know: both are replaced by the address that is announced for everything else.
+    """
+    host = host.removeprefix("[").removesuffix("]")
+    if host == "localhost" or _is_loopback(host) or _is_own_name(host):
         host = announced_host(lighthouse_addr)
-    return host_port(host.removeprefix("[").removesuffix("]"), port)
+    return host_port(host, port)
 
 
 def host_port(host: str, port: int) -> str:
@@ -101,6 +106,11 @@ def _route_towards(lighthouse_addr: str) -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1")
+
+
+def _is_own_name(host: str) -> bool:
+    # Without the domain, and so without the name server: torchrun takes the full name, where the host has one.
+    return host.partition(".")[0] == socket.gethostname().partition(".")[0]
 
 
 @lru_cache

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from torchft import addresses
-from torchft.addresses import HOST_ENV, LIGHTHOUSE_ENV, announced_host, host_port
+from torchft.addresses import HOST_ENV, LIGHTHOUSE_ENV, announced_host, announced_store_host, host_port
 from torchft.checkpointing import HTTPTransport
 
 
@@ -63,6 +63,21 @@ def test_a_lighthouse_that_a_manager_was_told_of_counts_for_all(monkeypatch: pyt
 @pytest.mark.parametrize("addr", ["", "nonsense", "http://localhost:29510", "http://[::1]:1", "http://:99999999"])
 def test_loopback_or_unknown_lighthouse_tells_no_route(addr: str) -> None:
     assert addresses._route_towards(addr) is None
+
+
+@pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "[::1]", "node7", "node7.cluster.example"])
+def test_a_store_on_this_host_is_announced_as_all_else_is(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun names its store after the host, and other hosts may not know that name."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    monkeypatch.setenv(HOST_ENV, "10.1.2.3")
+    assert announced_store_host(master, 5) == "10.1.2.3:5"
+
+
+@pytest.mark.parametrize("master", ["node8", "node8.cluster.example", "10.0.0.8"])
+def test_a_store_on_another_host_keeps_its_name(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    monkeypatch.setenv(HOST_ENV, "10.1.2.3")
+    assert announced_store_host(master, 5) == f"{master}:5"
 
 
 def test_hostname_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:

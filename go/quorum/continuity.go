@@ -22,6 +22,10 @@ import (
 // which of two quorums is the later one, so the second lighthouse has to give out ids above all that the first one may
 // give out: each has terms of its own, by its place in the list, ids begin with the term, and members carry the highest
 // term that they were told.
+//
+// This does not keep a whole job in one place. That a member is gone does not say that it was in no later quorum elsewhere: of
+// {a, b}, a is in {a, c} at another lighthouse, and ends; b may then go on here, and c there (docs/correctness.md, "Several
+// lighthouses"). Policy.MinReplicas above half of all groups keeps both of them waiting.
 
 // Seat is a lighthouse's place in the list that the members of a job have.
 type Seat struct {

@@ -1,0 +1,22 @@
+"""How long what the package promises may take in a test: the promised time, times a factor that is written once."""
+
+from __future__ import annotations
+
+# Two lanes of tests keep both processors of a machine busy, and a thread can be held up for seconds.
+SLACK = 20.0
+# A thread that is not scheduled once or twice delays the shortest of the promises, too.
+HELD_UP_S = 1.0
+
+# From a kill -9 until the survivors commit again: docs/failures.md. suspect_grace_ms is the most of it.
+KILL_S = 0.25
+# From an abort until all waits have ended; also when a peer or an isolated worker is killed: docs/benchmarks.md.
+ABORT_S = 0.1
+# From configure with new peers until the first allreduce among them: docs/benchmarks.md.
+NEW_PEERS_S = 0.3
+# From Ctrl-C until the wait of the core has ended.
+CTRL_C_S = 0.05
+
+
+def within(promised_s: float) -> float:
+    """The bound of a test, in seconds, for what takes so long on an idle machine."""
+    return SLACK * promised_s + HELD_UP_S

@@ -19,9 +19,11 @@ from urllib.parse import urlsplit
 
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import groups, printable
+from torchft.launch.lighthouse import DEFAULT_PORT
 from torchft.launch.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
 
 _CONNECT_SEC = 3.0
+_LOCAL_SEC = 1.0  # a lighthouse on this machine answers within milliseconds
 _MOST_SKEW_SEC = 1.0
 _FEW_FILES = 4096
 _SMALL_SHM = 1 << 30  # bytes
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if where:
         checks.append(lambda: _lighthouse(args.lighthouse, args.job))
     else:
-        checks.append(_port)
+        checks.append(lambda: _port(args.job))
     worst = "ok"
     for check in checks:
         for finding in check():
@@ -182,15 +184,30 @@ def _torch() -> Iterator[Finding]:
         yield Finding("warn", f"{devices} GPUs, and this PyTorch has no NCCL", "install a CUDA build of PyTorch")
 
 
-def _port() -> Iterator[Finding]:
+def _port(job: str | None) -> Iterator[Finding]:
     try:
-        socket.create_server(("", 29510)).close()
+        socket.create_server(("", DEFAULT_PORT)).close()
     except OSError as e:
-        yield Finding(
-            "warn", f"port 29510, the lighthouse's default, is not free: {e}", "give it another: --bind [::]:PORT"
-        )
+        local = f"http://localhost:{DEFAULT_PORT}"
+        if _is_lighthouse(local):
+            yield Finding("ok", f"a lighthouse of torchft listens on port {DEFAULT_PORT}, its default")
+            yield from _lighthouse(local, job)
+        else:
+            yield Finding(
+                "warn",
+                f"port {DEFAULT_PORT}, the lighthouse's default, is not free: {e}",
+                "give it another: --bind [::]:PORT",
+            )
         return
-    yield Finding("ok", f"port 29510 is free for a lighthouse ({LIGHTHOUSE_ENV} is not set)")
+    yield Finding("ok", f"port {DEFAULT_PORT} is free for a lighthouse ({LIGHTHOUSE_ENV} is not set)")
+
+
+def _is_lighthouse(address: str) -> bool:
+    try:
+        jobs = Lighthouse(address, timeout=_LOCAL_SEC).get("/jobs")
+    except Unanswered:
+        return False
+    return isinstance(jobs, list) and all(isinstance(job, dict) and "job" in job for job in jobs)
 
 
 def _lighthouse(addresses: str | None, job: str | None) -> Iterator[Finding]:

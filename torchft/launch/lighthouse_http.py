@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import ssl
@@ -41,9 +42,16 @@ class Lighthouse:
         self.addresses = [_checked(address.strip()) for address in text.split(",")]
 
     def get(self, path: str) -> Any:
-        """The JSON at a path."""
+        """The JSON at a path.
+
+        Raises:
+            Unanswered: no lighthouse answers, or the server at the address is none.
+        """
         with self._open(path, "GET", {}) as response:
-            return json.loads(response.read())
+            try:
+                return json.loads(response.read())
+            except ValueError:
+                raise Unanswered(f"{response.url} answered without JSON: is it a lighthouse?") from None
 
     def stream(self, path: str) -> Iterator[tuple[str, Any]]:
         """The server-sent events at a path, (name, data) each, until the lighthouse ends the stream.
@@ -85,7 +93,7 @@ class Lighthouse:
                 return urllib.request.urlopen(request, timeout=self._timeout, context=_tls(address))
             except urllib.error.HTTPError as e:
                 raise Unanswered(f"{address} answered {e.code}: {_reason(e.read())}") from None
-            except OSError as e:
+            except (OSError, http.client.HTTPException) as e:  # the latter: a server that does not speak HTTP
                 tried.append(f"{address}: {getattr(e, 'reason', e)}")
         raise Unanswered(
             f"no lighthouse answered within {self._timeout:g} s ({'; '.join(tried)}); is it running, and is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -50,12 +51,49 @@ def test_names_that_lead_other_machines_to_themselves(
     assert "Gloo announces" not in doctor(capsys, "--lighthouse", "http://localhost:9")[1], "it is all on one machine"
 
 
-def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.ExitStack() as taken:
-        with contextlib.suppress(OSError):  # somebody else has it: as good
-            taken.enter_context(socket.create_server(("", 29510)))
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(b"", id="none"),
+        pytest.param(b"SSH-2.0-OpenSSH_9.6\r\n", id="not HTTP"),
+        pytest.param(b"HTTP/1.0 200 OK\r\n\r\n<html>hello</html>", id="a page"),
+        pytest.param(b'HTTP/1.0 200 OK\r\n\r\n{"job": 1}', id="other JSON"),
+        pytest.param(b"HTTP/1.0 404 Not Found\r\n\r\n", id="an error"),
+    ],
+)
+def test_a_port_that_another_program_has(
+    answer: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr("torchft.cli.doctor.DEFAULT_PORT", port)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the asking side may have left
+                connection, _ = other.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
         _, said = doctor(capsys)
-    assert "port 29510, the lighthouse's default, is not free" in said and "--bind" in said
+        server.join(10)
+        assert not server.is_alive()
+    assert f"port {port}, the lighthouse's default, is not free" in said and "--bind" in said
+
+
+def test_a_port_that_a_lighthouse_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    try:
+        port = int(server.address().rpartition(":")[2])
+        monkeypatch.setattr("torchft.cli.doctor.DEFAULT_PORT", port)
+        status, said = doctor(capsys)
+    finally:
+        server.shutdown()
+    assert f"a lighthouse of torchft listens on port {port}" in said and "the lighthouse answers" in said
+    assert status == 0 and "not free" not in said and "--bind" not in said
 
 
 def test_a_host_setting_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import ours_path
+from processes import ours_path, processes_of
 
 from torchft.launch import process_tree
 
@@ -59,15 +58,20 @@ def test_it_kills_and_restarts(tmp_path: Path) -> None:
 
 def end(run: Command, at_least: int) -> None:
     """Ctrl-C: nothing is left behind of so many processes."""
-    pids = process_tree.tree(run.process.pid)
-    assert len(pids) >= at_least
+    assert len(process_tree.tree(run.process.pid)) >= at_least
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 130, run.report()
+    says_where_the_logs_are(run)
     deadline = time.monotonic() + 60
-    while process_tree.alive(pids):
-        assert time.monotonic() < deadline, f"{process_tree.alive(pids)} are left"
+    while left := processes_of(run.folder):
+        assert time.monotonic() < deadline, f"{left} are left"
         time.sleep(0.05)
     assert os.listdir(run.folder / "torchft") == [], "its socket is gone"
+
+
+def says_where_the_logs_are(run: Command) -> None:
+    """Once more at the end, when the first line has left the screen."""
+    assert run.log.read_text().splitlines()[-1] == f"logs: {run.folder / 'logs'}"
 
 
 @pytest.mark.timeout(240)
@@ -111,18 +115,9 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
     try:
         assert run.process.wait(120) == 0, run.report()
         assert run.shows(r"^group 0 .* done") and run.shows(r"^group 1 .* done") and run.shows(r"^done: 2 groups")
+        says_where_the_logs_are(run)
     finally:
         process_tree.kill_tree(run.process)
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Those that a command in this folder started, and itself, by what they have in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if f"XDG_RUNTIME_DIR={folder}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -165,5 +160,6 @@ def test_a_script_that_fails_at_once_is_given_up_and_its_log_is_shown(tmp_path: 
         assert run.process.wait(200) == 1
         assert "group 0 ended 3 times before it took part in a step" in run.log.read_text()
         assert "the end of" in run.log.read_text() and "out of cheese" in run.log.read_text()
+        assert f"\nlogs: {tmp_path / 'logs'}\n" in run.log.read_text()
     finally:
         process_tree.kill_tree(run.process)

@@ -28,3 +28,10 @@ def test_the_source_distribution_has_every_file(tmp_path: Path) -> None:
     (sources,) = tmp_path.glob("*.egg-info/SOURCES.txt")
     missing = known - set(sources.read_text().splitlines()) - NOT_IN_IT
     assert {name for name in missing if not name.startswith(".ci/")} == set()
+
+
+def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("asks git, and this is no clone")
+    asked = subprocess.run(["git", "check-ignore", "torchft-logs/20260101-000000/group-0.log"], cwd=ROOT, timeout=60)
+    assert asked.returncode == 0

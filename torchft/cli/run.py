@@ -41,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         for log in e.logs:
             print(f"\nthe end of {log}:\n{tail(log)}", file=sys.stderr)
         return 1
+    finally:
+        print(f"logs: {args.log_dir}")  # the first line has scrolled away by now
 
 
 def _run(args: Any) -> int:

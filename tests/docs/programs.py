@@ -18,7 +18,7 @@ from documents import ROOT
 
 # Programs of others: what they are given is not looked at, but for files of this repository.
 FOREIGN = {"cat", "cd", "curl", "export", "kill", "kubectl", "mkdir", "openssl", "sbatch", "scancel", "show", "torchx"}
-FOREIGN |= {"git", "umask", "wait"}
+FOREIGN |= {"git", "source", "umask", "wait"}
 
 # Modules that an example needs and that may be absent: its parser does not need them.
 OPTIONAL = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
@@ -135,7 +135,12 @@ def _flags(program: str, help_text: str, words: list[str]) -> None:
 
 @lru_cache
 def _help_of_script(path: Path) -> str:
-    """In this process, where torch is imported already. What an example needs besides may be absent."""
+    """In this process, where torch is imported already. What an example needs besides may be absent.
+
+    Empty for a script that takes no arguments, which would train.
+    """
+    if "parse_args" not in path.read_text():
+        return ""
     absent = {name: mock.MagicMock() for name in OPTIONAL if find_spec("ray") is None}
     said, before = io.StringIO(), (sys.argv, list(sys.path))
     sys.argv, sys.path[:0] = [str(path), "--help"], [str(path.parent), str(ROOT)]

@@ -6,6 +6,7 @@ is in `CANNOT`, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,11 +15,13 @@ import signal
 import subprocess
 import sys
 import time
+import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from documents import ROOT, SHELLS, Block, Command, block_commands, blocks, commands, documents, indented_commands
-from processes import free_port
+from processes import free_port, processes_of
 from programs import check
 
 from torchft.launch import process_tree
@@ -27,8 +30,9 @@ COMMANDS = [command for document, text in documents().items() for command in com
 
 # (document, heading) of sections, and how many of their shell blocks, from the first on, a test below runs.
 RUN = {
-    ("README.md", "Run a job"): 2,
+    ("README.md", "Run a job"): 3,
     ("README.md", "By hand"): 2,
+    ("README.md", "What a step looks like"): 1,
     ("docs/operating.md", "Security"): 5,
     ("docs/correctness.md", "The simulation"): 1,
 }
@@ -95,10 +99,11 @@ def needs(*programs: str) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """That of a shell where torchft and PyTorch are installed, in an empty folder with the training script."""
-    (tmp_path / "train_ddp.py").symlink_to(ROOT / "train_ddp.py")
-    folder = tmp_path / "bin"
-    folder.mkdir()
+    """That of a shell where torchft and PyTorch are installed, in an empty folder with the training scripts."""
+    for name in ("train_ddp.py", "python"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    venv.create(tmp_path / ".venv", symlinks=True)
+    folder = tmp_path / ".venv" / "bin"
     for name, code in (
         ("torchft", "from torchft.cli import entry; entry()"),
         ("torchft_lighthouse", "from torchft._torchft import lighthouse_main; lighthouse_main()"),
@@ -114,6 +119,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
     }
+
+
+@pytest.fixture
+def terminal(environment: dict[str, str]) -> dict[str, str]:
+    """That of a newly opened terminal, where the environment in .venv is not active."""
+    return {**environment, "PATH": os.environ["PATH"]}
 
 
 def with_ports_of_our_own(script: str, *ports: str) -> str:
@@ -142,8 +153,9 @@ def ends(folder: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.timeout(280)
-def test_a_job_by_hand(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
     """A terminal for each command."""
+    activate, *_ = section("README.md", "Run a job")
     lighthouse, groups = section("README.md", "By hand")
     first_group, second_group = groups.strip().splitlines()
     script = with_ports_of_our_own(
@@ -152,18 +164,18 @@ def test_a_job_by_hand(environment: dict[str, str], tmp_path: Path) -> None:
     )
     assert script.count("--steps 20000") == 2
     script = script.replace("--steps 20000", "--steps 20 --events events")
-    bash(f"{script}for group in $groups; do wait $group; done", tmp_path, environment, 250)
+    bash(f"{activate}{script}for group in $groups; do wait $group; done", tmp_path, terminal, 250)
     first, second = ends(tmp_path)
     assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
 
 
 @pytest.mark.timeout(280)
-def test_a_job_of_torchft_run_and_a_look_at_it(environment: dict[str, str], tmp_path: Path) -> None:
-    run, look = section("README.md", "Run a job")
+def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_path: Path) -> None:
+    activate, run, look = section("README.md", "Run a job")
     assert "--steps 5000" in run
-    environment["XDG_RUNTIME_DIR"] = str(tmp_path)
+    terminal["XDG_RUNTIME_DIR"] = str(tmp_path)
     log = tmp_path / "run"
-    job = process_tree.start(["bash", "-c", f"exec {run}"], log, environment, cwd=tmp_path)
+    job = process_tree.start(["bash", "-c", f"{activate}exec {run}"], log, terminal, cwd=tmp_path)
     try:
         deadline = time.monotonic() + 200
         while not re.search(r"^group 0 .* training", log.read_text(), re.M):
@@ -173,22 +185,87 @@ def test_a_job_of_torchft_run_and_a_look_at_it(environment: dict[str, str], tmp_
         address = re.search(r"^lighthouse: (\S+)", log.read_text(), re.M)
         assert address
         if not address[1].endswith(":29510"):
-            environment["TORCHFT_LIGHTHOUSE"] = address[1]
+            terminal["TORCHFT_LIGHTHOUSE"] = address[1]
         said = {}
         for command in block_commands(look):
             done = subprocess.run(
-                ["bash", "-c", command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
+                ["bash", "-c", activate + command],
+                env=terminal,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=100,
             )
             said[command] = done.stdout + done.stderr
             # The doctor may find this machine wanting, and says so by its status.
             assert done.returncode == 0 or (command == "torchft doctor" and done.returncode == 1), said
         assert re.search("group.*training|training", said["torchft status"]), said
         assert "joined" in said["torchft events"] or "quorum" in said["torchft events"], said
-        assert "lighthouse" in said["torchft doctor"], said
+        assert "the lighthouse answers" in said["torchft doctor"] and "not free" not in said["torchft doctor"], said
         job.send_signal(signal.SIGINT)
         assert job.wait(60) == 130, log.read_text()
     finally:
         process_tree.kill_tree(job)
+
+
+@pytest.mark.timeout(280)
+def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Path) -> None:
+    """The other group goes on alone, and with the first one again; nothing is left of what a terminal had started."""
+    activate, *_ = section("README.md", "Run a job")
+    lighthouse, groups = section("README.md", "By hand")
+    first_group, second_group = groups.replace("--steps 20000", "--steps 1000000").splitlines()
+    port = str(free_port())
+    logs: list[Path] = []
+    with contextlib.ExitStack() as running:
+
+        def start(command: str) -> tuple[subprocess.Popen[bytes], Path]:
+            folder = tmp_path / f"terminal-{len(logs)}"
+            folder.mkdir()
+            logs.append(folder / "output")
+            script = activate + command.replace("29510", port)
+            env = {**terminal, "XDG_RUNTIME_DIR": str(folder)}
+            process = process_tree.start(["bash", "-c", script], logs[-1], env, cwd=tmp_path)
+            running.callback(process_tree.kill_tree, process)
+            return process, folder
+
+        def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+            deadline = time.monotonic() + seconds
+            while not condition():
+                said = "\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in logs)
+                assert time.monotonic() < deadline, said
+                time.sleep(0.05)
+
+        def ctrl_c(process: subprocess.Popen[bytes], folder: Path) -> None:
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes in the foreground
+            process.wait(60)
+            until(lambda: not processes_of(folder), 60)
+
+        def trains_with(groups: int, folder: Path) -> None:
+            """From now on."""
+            seen = len((folder / "output").read_text())
+            until(lambda: f" groups {groups}\n" in (folder / "output").read_text()[seen:])
+
+        of_lighthouse = start(f"{lighthouse.strip()} --bind 127.0.0.1:29510")
+        first, second = start(first_group), start(second_group)
+        trains_with(2, second[1])
+        ctrl_c(*first)
+        trains_with(1, second[1])
+        first = start(first_group)
+        trains_with(2, second[1])
+        for each in (first, second, of_lighthouse):
+            ctrl_c(*each)
+
+
+@pytest.mark.timeout(280)
+def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None:
+    activate, *_ = section("README.md", "Run a job")
+    (run,) = section("README.md", "What a step looks like")
+    said = bash(activate + run, tmp_path, terminal, 250)
+    assert "\ndone: 2 groups\n" in said
+    folder = tmp_path / re.findall(r"^logs: (\S+)$", said, re.M)[-1]
+    results = [re.findall(r"loss (\S+), weights (.*)", (folder / f"group-{i}.log").read_text()) for i in range(2)]
+    ((first_loss, first_weights),), ((_, second_weights),) = results
+    assert first_weights == second_weights and float(first_loss) < 0.01
 
 
 @pytest.mark.timeout(280)

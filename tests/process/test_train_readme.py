@@ -1,4 +1,4 @@
-"""The examples in the README and in the docs run as they stand."""
+"""The examples in the docs run as they stand; the README's is python/examples/minimal.py, which has tests elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,38 @@ from torchft.coordination import LighthouseServer
 ROOT = Path(__file__).resolve().parents[2]
 
 
-EXAMPLES = [
-    pytest.param(text, id=f"{document}-{i}")
-    for document in ("README.md", "docs/training_loops.md")
-    for i, text in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL))
-]
+LOOPS = (ROOT / "docs" / "training_loops.md").read_text()
+# Without its docstring.
+MINIMAL = (ROOT / "python" / "examples" / "minimal.py").read_text().partition('"""\n\n')[2]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_shows_minimal_py() -> None:
+    assert blocks((ROOT / "README.md").read_text(), "python") == [MINIMAL]
+
+
+@pytest.mark.timeout(240)
+def test_both_sides_of_the_diff(tmp_path: Path) -> None:
+    """One is minimal.py without its comments, the other one trains with PyTorch alone."""
+    (diff,) = blocks(LOOPS, "diff")
+    lines = [(line[:1] or " ", line[1:]) for line in diff.splitlines()]
+    assert {mark for mark, _ in lines} == {" ", "-", "+"}
+    plain, ours = ("".join(f"{text}\n" for mark, text in lines if mark != other) for other in "+-")
+    assert ours == re.sub(r"  # .*", "", MINIMAL)
+
+    (tmp_path / "plain.py").write_text(plain)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*torchrun, "plain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    first, second = re.findall(r"loss (\S+), weights (\[\[.*?\]\])", done.stdout)
+    assert first[1] == second[1] and float(first[0]) < 0.01
 
 
 @pytest.mark.timeout(900)  # the first run installs what an example needs
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", [pytest.param(text, id=str(i)) for i, text in enumerate(blocks(LOOPS, "python"))])
 def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path) -> None:
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     path += [

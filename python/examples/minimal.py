@@ -1,0 +1,33 @@
+"""A training loop of two replica groups, of which any may fail and come back: the README's example.
+
+    torchft run --replicas 2 --min-replicas 2 python/examples/minimal.py
+
+starts a lighthouse and two groups of it on this machine. docs/training_loops.md shows it as a diff from a loop with
+PyTorch's own DistributedDataParallel.
+"""
+
+import torch
+
+from torchft import DistributedDataParallel, Manager, Optimizer
+from torchft.process_group import ProcessGroupGloo
+
+net = torch.nn.Linear(2, 1)
+adam = torch.optim.Adam(net.parameters(), lr=0.01)
+
+manager = Manager(
+    pg=ProcessGroupGloo(),
+    load_state_dict=lambda state: (net.load_state_dict(state["net"]), adam.load_state_dict(state["adam"])),
+    state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
+    min_replica_size=1,
+)
+model = DistributedDataParallel(manager, net)
+optimizer = Optimizer(manager, adam)
+
+while manager.current_step() < 1000:
+    optimizer.zero_grad()  # asks in the background which groups take part in this step
+    inputs = torch.rand(8, 2)
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    loss.backward()  # averages the gradients over these groups
+    optimizer.step()  # if no error occurred; otherwise the step does not count
+
+print(f"loss {loss.item():.4f}, weights {net.weight.tolist()}")

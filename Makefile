@@ -7,6 +7,8 @@ export GO
 
 # How long `make soak` runs.
 SOAK ?= 1h
+# Where `make wheel` puts the wheel.
+DIST ?= dist
 # What `make chaos` does: see its --help.
 CHAOS ?=
 
@@ -22,12 +24,12 @@ SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) 
 ifeq ($(UV),)
 MAKE_VENV = $(PYTHON) -m venv $(VENV)
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
-BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
 else
 MAKE_VENV = $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
 # Compiled ahead, as pip does: importing PyTorch from source takes five times as long.
 INSTALL = VIRTUAL_ENV= $(UV) pip install --quiet --compile-bytecode --python $(PY)
-BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir dist .
+BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir $(DIST) .
 endif
 
 # cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
@@ -70,7 +72,7 @@ soak-speed: ## a million simulated quorums of 16 groups, a fault in every fiftie
 chaos: $(VENV)/with-test $(LIBRARY) ## kill and stop real processes at random, CHAOS="--minutes=60 --kind=gloo --seed=1"
 	$(PY) tests/process/chaos_faults.py $(CHAOS)
 
-test-slow: $(VENV)/with-test $(VENV)/with-ray $(LIBRARY) ## the tests that take minutes
+test-slow: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(LIBRARY) ## the tests that take minutes
 	$(PY) -m pytest -m slow
 
 pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs chromium and chromedriver)
@@ -119,12 +121,12 @@ bench-quorum: $(VENV)/with-test $(LIBRARY) ## how a quorum round grows with the 
 	$(PY) python/bench/quorum.py
 
 # The tag says from which glibc on it runs; auditwheel finds that in the library.
-wheel: $(VENV)/with-wheel ## build an abi3 wheel for manylinux into dist/
-	rm -rf dist
+wheel: $(VENV)/with-wheel ## build an abi3 wheel for manylinux into DIST=dist
+	rm -f $(DIST)/torchft-*.whl
 	$(BUILD_WHEEL)
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
-	@rm -f dist/*-linux_*.whl
-	@ls -l dist/*.whl
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir $(DIST) $(DIST)/torchft-*-linux_*.whl
+	@rm -f $(DIST)/torchft-*-linux_*.whl
+	@ls -l $(DIST)/torchft-*.whl
 
 sdist: $(VENV)/with-wheel ## the source distribution, into dist/
 	$(INSTALL) 'setuptools>=77'

@@ -96,7 +96,7 @@ proto: $(VENV)/with-generate ## regenerate go/torchftpb from proto/torchft.proto
 bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pyapi
 	$(PY) python/binding/generate.py
 
-lint: lint-go lint-style lint-imports lint-types ## gofmt, go vet, ruff, import-linter, pyrefly (-k: all of them)
+lint: lint-go lint-style lint-imports lint-types lint-docker ## gofmt, go vet, ruff, import-linter, pyrefly, hadolint (-k: all of them)
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)"; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
@@ -112,6 +112,9 @@ lint-imports: $(VENV)/with-lint
 # The checker looks into torch and pytest.
 lint-types: $(VENV)/with-lint $(VENV)/with-test
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY)
+
+lint-docker: $(VENV)/with-lint
+	$(VENV)/bin/hadolint Dockerfile
 
 bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package
 	$(PY) python/bench/run.py

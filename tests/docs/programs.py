@@ -18,7 +18,7 @@ from documents import ROOT
 
 # Programs of others: what they are given is not looked at, but for files of this repository.
 FOREIGN = {"cat", "cd", "curl", "export", "kill", "kubectl", "mkdir", "openssl", "sbatch", "scancel", "show", "torchx"}
-FOREIGN |= {"git", "source", "umask", "wait"}
+FOREIGN |= {"docker", "git", "source", "umask", "wait"}
 
 # Modules that an example needs and that may be absent: its parser does not need them.
 OPTIONAL = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")

@@ -44,6 +44,7 @@ CANNOT = {
     r"python python/bench/.*": "takes minutes on an idle machine, and most parts install the published package",
     r"python tests/process/chaos_faults\.py .*": "goes on for an hour; test_chaos.py runs the same faults",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",
+    r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these commands",
     r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",
     r"sbatch .*": "needs Slurm; test_slurm_example.py runs the scripts with stand-ins",
 }

@@ -1,0 +1,70 @@
+"""The Dockerfile, where there is no Docker. hadolint reads it, too (`make lint`); this is what it does not know."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from documents import ROOT, commands, documents
+from programs import check
+
+LINES = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text()).splitlines()
+# What it copies from here; all of it keeps its place.
+COPIED = [source for line in LINES if line.startswith("COPY ") for source in line.split()[1:-1]]
+DOCKER = [
+    command.text
+    for document, text in documents().items()
+    for command in commands(document, text)
+    if command.text.startswith("docker ")
+]
+
+
+def test_what_it_copies_is_there_and_nothing_else_is_sent() -> None:
+    assert [source for source in COPIED if not (ROOT / source).exists()] == []
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    assert sorted(line[1:] for line in ignored if line.startswith("!")) == sorted(COPIED)
+
+
+def test_go_is_new_enough() -> None:
+    (least,) = re.findall(r"^GO = \((.+)\)", (ROOT / "python/build/toolchain.py").read_text(), re.MULTILINE)
+    (release,) = re.findall(r"^ARG GO_VERSION=(.+)", "\n".join(LINES), re.MULTILINE)
+    assert tuple(map(int, release.split("."))) >= tuple(map(int, least.split(",")))
+
+
+def test_its_arguments_are_those_of_the_page() -> None:
+    declared = {line.split()[1].partition("=")[0] for line in LINES if line.startswith("ARG ")}
+    page = documents()["docs/integrations.md"]
+    assert set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE)) == declared
+    builds = [command for command in DOCKER if command.startswith("docker build ")]
+    assert builds and set(re.findall(r"--build-arg (\w+)=", " ".join(builds))) <= declared
+
+
+def test_commands_that_are_run_in_it_are_known() -> None:
+    runs = [re.split(r" torchft(?:-cuda)? (?=\w)", command, maxsplit=1) for command in DOCKER if " run " in command]
+    assert runs and all(len(parts) == 2 for parts in runs)
+    for _, command in runs:
+        check(command)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_it_copies_is_enough_for_the_wheel(tmp_path: Path) -> None:
+    for source in COPIED:
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy2(ROOT / source, tmp_path / source)
+    recipe = next(line for line in LINES if " pip wheel " in line).removeprefix("RUN python3 ")
+    command = [sys.executable, *recipe.replace(" /dist ", f" {tmp_path / 'dist'} ").split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").glob("torchft-*-cp310-abi3-*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {str(path.relative_to(ROOT)) for kind in ("*.py", "*.pyi") for path in (ROOT / "torchft").rglob(kind)}
+    assert wanted | {"torchft/_torchft_go.abi3.so", "torchft/process_group/isolated/_native.abi3.so"} <= packed

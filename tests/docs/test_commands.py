@@ -23,6 +23,7 @@ import pytest
 from documents import ROOT, SHELLS, Block, Command, block_commands, blocks, commands, documents, indented_commands
 from processes import free_port, processes_of
 from programs import check
+from test_hosts import namespaces
 
 from torchft.launch import process_tree
 
@@ -35,6 +36,10 @@ RUN = {
     ("README.md", "What a step looks like"): 1,
     ("docs/operating.md", "Security"): 5,
     ("docs/correctness.md", "The simulation"): 1,
+    ("docs/two_hosts.md", "Start the lighthouse"): 1,
+    ("docs/two_hosts.md", "Set the addresses and interfaces"): 2,
+    ("docs/two_hosts.md", "Start the groups"): 2,
+    ("docs/two_hosts.md", "When it hangs"): 1,
 }
 # A pattern for commands of shell blocks that no test of the suite can run as they stand, and why.
 CANNOT = {
@@ -287,6 +292,44 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
     # One of them fetched its first weights from the other, which showed and saw the token.
     events = "".join(path.read_text() for path in (tmp_path / "events").iterdir())
     assert any(json.loads(line).get("healing") for line in events.splitlines()), events
+
+
+@pytest.mark.timeout(280)
+def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
+    """Two groups, and then one group over both hosts: as the page has it but for the address, and without a GPU."""
+    (lighthouse,) = section("docs/two_hosts.md", "Start the lighthouse")
+    settings, look = section("docs/two_hosts.md", "Set the addresses and interfaces")
+    groups = section("docs/two_hosts.md", "Start the groups")
+    (over_both,) = section("docs/two_hosts.md", "When it hangs")
+    with namespaces(2) as hosts, contextlib.ExitStack() as running:
+
+        def start(host: int, script: str) -> subprocess.Popen[bytes]:
+            script = (settings + script).replace("10.0.0.1", hosts.addresses[0])
+            script = re.sub(r"--steps \d+", "--steps 20 --overtime 100000 --events events", script)
+            log = tmp_path / f"output-{len(started)}"
+            process = process_tree.start([*hosts.command(host), "bash", "-ec", script], log, environment, cwd=tmp_path)
+            running.callback(process_tree.kill_tree, process)
+            started.append(log)
+            return process
+
+        def end(*processes: subprocess.Popen[bytes]) -> None:
+            for process in processes:
+                assert process.wait(200) == 0, "\n".join(log.read_text() for log in started)
+
+        started: list[Path] = []
+        start(0, lighthouse)
+        end(*(start(host, f"until {look.strip()}; do sleep 0.1; done\n{groups[host]}") for host in range(2)))
+        first, second = ends(tmp_path)
+        assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
+        assert all("the lighthouse answers" in log.read_text() for log in started[1:])
+        events = (tmp_path / "events" / "group-0-rank-0.jsonl").read_text().splitlines()
+        assert any(json.loads(event).get("participants") == 2 for event in events)
+
+        shutil.rmtree(tmp_path / "events")
+        end(*(start(host, command) for host, command in enumerate(block_commands(over_both))))
+        ranks = [(tmp_path / "events" / f"group-0-rank-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(2)]
+        first, second = map(json.loads, ranks)
+        assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
 
 
 @pytest.mark.timeout(280)

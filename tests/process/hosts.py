@@ -31,6 +31,7 @@ class Hosts:
 
     Attributes:
         address: of this machine, as the hosts see it.
+        addresses: of the hosts.
         links: that are slow, None if they are not.
     """
 
@@ -42,6 +43,7 @@ class Hosts:
         self._bridge = f"tft{os.getpid()}"
         self._network = f"198.18.{os.getpid() % 250 + 1}"
         self.address = f"{self._network}.1"
+        self.addresses = [f"{self._network}.{host + 2}" for host in range(count)]
 
     def __enter__(self) -> Hosts:
         if os.geteuid() != 0:
@@ -94,7 +96,7 @@ class Hosts:
             else:
                 _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
             _ip("link", "set", name, "master", self._bridge, "up")
-            _ip("-n", name, "address", "add", f"{self._network}.{host + 2}/24", "dev", "eth0")
+            _ip("-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 _ip("-n", name, "link", "set", link, "up")
         if self._ends:

@@ -1,0 +1,63 @@
+"""Prints what costs what in `make test`, as a table for CONTRIBUTING.md: `python python/build/durations.py`.
+
+Reads build/test, which `make test` writes: pytest's junit files, and Go's own lines of the log. Seconds are those of a
+part with another one at its side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def of_pytest(junit: Path) -> tuple[Counter[str], Counter[str]]:
+    """Seconds and tests of each file, by the folder and name of the file."""
+    seconds, tests = Counter[str](), Counter[str]()
+    for case in ElementTree.parse(junit).iter("testcase"):
+        words = case.get("classname", "").split(".")
+        # tests.unit.test_x.TestClass: the file is the last word in lower case
+        name = "/".join(word for word in words if word == word.lower()) + ".py"
+        seconds[name] += float(case.get("time", 0))
+        tests[name] += 1
+    return seconds, tests
+
+
+def of_go(log: str) -> dict[str, str]:
+    """Seconds of each package, or "(cached)"."""
+    return dict(re.findall(r"^ok\s+\S+?/(go/\S+)\s+([\d.]+|\(cached\))", log, re.MULTILINE))
+
+
+def table(folder: Path, most: int) -> str:
+    seconds, tests = Counter[str](), Counter[str]()
+    for junit in sorted(folder.glob("*.xml")):
+        for total, found in zip((seconds, tests), of_pytest(junit)):
+            total.update(found)
+    packages = of_go((folder / "go.log").read_text()) if (folder / "go.log").exists() else {}
+    for name, took in packages.items():
+        seconds[name] = 0.0 if took == "(cached)" else float(took)
+    lines = ["| seconds | tests | file or package |", "|---|---|---|"]
+    shown = seconds.most_common(most)
+    for name, took in shown:
+        lines.append(f"| {took:.1f} | {tests[name] or ''} | `{name}` |")
+    rest = [name for name in seconds if name not in dict(shown)]
+    if rest:
+        lines.append(f"| {sum(seconds[n] for n in rest):.1f} | {sum(tests[n] for n in rest)} | {len(rest)} others |")
+    lines.append(f"| {sum(seconds.values()):.1f} | {sum(tests.values())} | all |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build/test", help="default: %(default)s")
+    parser.add_argument("--most", type=int, default=20, help="lines (default: %(default)s)")
+    args = parser.parse_args()
+    print(table(args.folder, args.most))
+
+
+if __name__ == "__main__":
+    main()

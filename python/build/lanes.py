@@ -1,0 +1,261 @@
+"""Runs commands side by side, each with a log of its own: `make test`, and the machinery of night.py.
+
+`make test` has parts that take turns on two lanes: the longest first, and the next one when a lane is free. Tests with
+real processes are one part, so that never two of them run at once: they measure seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path("build/test")
+PROGRESS_S = 15.0
+# A pytest that is asked to end stops the processes of its tests first.
+END_S = 20.0
+# Lines of a log that are shown: of a part that failed, and of one that passed.
+SHOWN_FAILED, SHOWN_PASSED = 400, 40
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    command: Sequence[str]
+    cwd: Path = ROOT
+    env: dict[str, str] = field(default_factory=dict)
+    # How long it wants; {seconds} or {minutes} in the command become what it gets. None: all that is left.
+    wants_s: float | None = None
+    # It is left out where less time is left: with less it says nothing, or could not end.
+    needs_s: float = 0.0
+    # What it takes on top of what it gets, to build and to end.
+    extra_s: float = 0.0
+
+    def seconds(self, left_s: float) -> float | None:
+        """What it gets of the time that is left; None: it is left out."""
+        if left_s < self.needs_s + self.extra_s:
+            return None
+        wants_s = left_s if self.wants_s is None else self.wants_s
+        return min(wants_s, left_s - self.extra_s)
+
+
+@dataclass(frozen=True)
+class Result:
+    part: Part
+    command: tuple[str, ...]
+    seconds: float
+    status: int | None  # None: it was left out, for want of time
+    ended: bool = False  # it took too long
+
+    @property
+    def failed(self) -> bool:
+        return self.status not in (0, None)
+
+
+class Running:
+    """A part that runs, in a session of its own: what it starts ends with it."""
+
+    def __init__(self, part: Part, log: Path, seconds: float, until: float) -> None:
+        self.part, self.log, self.began, self.until = part, log, time.monotonic(), until
+        self.command = told(part.command, seconds)
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=part.cwd,
+                env={**os.environ, **part.env},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.ended = False
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def poll(self) -> Result | None:
+        if self.process.poll() is None and time.monotonic() > self.until:
+            self.ended = True
+            end([self])
+        if self.process.poll() is None:
+            return None
+        self._signal(signal.SIGKILL)  # whatever it has left behind
+        status = self.process.returncode
+        return Result(self.part, self.command, self.seconds, 1 if self.ended else status, self.ended)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def told(command: Sequence[str], seconds: float) -> tuple[str, ...]:
+    """The command, with what it gets in the places of {seconds} and {minutes}."""
+    given = {"{seconds}": f"{seconds:.0f}", "{minutes}": f"{seconds / 60:.1f}"}
+    return tuple(re.sub(r"\{(seconds|minutes)\}", lambda m: given[m[0]], word) for word in command)
+
+
+def end(running: Sequence[Running]) -> None:
+    """Asks them to end as Ctrl-C does, and ends those that do not."""
+    for r in running:
+        r._signal(signal.SIGINT)
+    until = time.monotonic() + END_S
+    for r in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            r.process.wait(max(until - time.monotonic(), 0.1))
+        r._signal(signal.SIGKILL)
+        r.process.wait()
+
+
+def run(
+    parts: Sequence[Part],
+    lanes: int,
+    folder: Path,
+    say: Callable[[str], object],
+    time_s: float = float("inf"),
+    over_s: float = float("inf"),
+) -> list[Result]:
+    """Runs the parts in their order, so many at once. Parts that begin get their share of `time_s`; what still runs
+    `over_s` after it is ended. On Ctrl-C everything ends, and what has run is returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + time_s
+    waiting, running, done = list(parts), list[Running](), list[Result]()
+    told = time.monotonic()
+    try:
+        while waiting or running:
+            while waiting and len(running) < lanes:
+                part = waiting.pop(0)
+                seconds = part.seconds(until - time.monotonic())
+                if seconds is None:
+                    say(f"{part.name}: left out, no time")
+                    done.append(Result(part, tuple(part.command), 0.0, None))
+                else:
+                    running.append(Running(part, folder / f"{part.name}.log", seconds, until + over_s))
+            time.sleep(0.1)
+            for r in list(running):
+                if result := r.poll():
+                    running.remove(r)
+                    done.append(result)
+                    how = "ended, it took too long" if r.ended else f"status {result.status}" if result.failed else "ok"
+                    say(f"{r.part.name}: {how}, {clock(result.seconds)}")
+            if running and time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                say("   ".join(f"{r.part.name} {clock(r.seconds)}{progress(r.log)}" for r in running))
+    except KeyboardInterrupt:
+        say("interrupted: everything ends")
+        end(running)
+        done += [Result(r.part, r.command, r.seconds, 130) for r in running]
+    return done
+
+
+def ends_on_signals() -> None:
+    """SIGTERM, as a CI sends it, is like Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def clock(seconds: float) -> str:
+    return f"{seconds // 60:.0f}m{seconds % 60:02.0f}s" if seconds >= 60 else f"{seconds:.0f}s"
+
+
+def progress(log: Path) -> str:
+    """How far pytest is, from the last of its lines that says so; else the last line of the log."""
+    text = log.read_text(errors="replace")
+    if found := re.findall(r"\[ *(\d+)%\]$", text, re.MULTILINE):
+        return f" {found[-1]}%"
+    lines = text.split("\n")[:-1]  # the last is not whole yet
+    return f" ({lines[-1][:60].strip()})" if lines else ""
+
+
+def tail(text: str, failed: bool) -> str:
+    """What is shown of a log: of one that failed the failures, of one that passed what comes after the tests."""
+    lines = text.splitlines()
+    if failed:
+        begin = next((i for i, line in enumerate(lines) if re.match(r"=+ (FAILURES|ERRORS) =+$", line)), 0)
+        most = SHOWN_FAILED
+    else:
+        dots = [i for i, line in enumerate(lines) if re.search(r"\[ *\d+%\]$", line)]
+        begin, most = dots[-1] + 1 if dots else 0, SHOWN_PASSED
+    said = [line for line in lines[:begin] if line.startswith("deselected:")]
+    shown = lines[begin:]
+    left_out = [f"... {len(shown) - most} lines left out ..."] if len(shown) > most else []
+    return "\n".join(said + left_out + shown[-most:])
+
+
+def pytest(name: str, *arguments: str, folder: Path = FOLDER) -> list[str]:
+    """Several at once do not share a cache; the figures of durations.py come from the junit file."""
+    return [
+        sys.executable,
+        "-u",
+        "-m",
+        "pytest",
+        f"--junitxml={folder}/{name}.xml",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
+
+
+def parts_of_test() -> list[Part]:
+    """The longest first."""
+    return [
+        Part("process", pytest("process", "tests/process")),
+        Part("unit", pytest("unit", "tests/unit")),
+        Part("go", [os.environ.get("MAKE", "make"), "--no-print-directory", "test-go"]),
+        Part("other", pytest("other", "--ignore=tests/process", "--ignore=tests/unit")),
+    ]
+
+
+def second_runs(path: Path) -> list[str]:
+    """The tests that passed only when they were run again (tests/policy.py writes them down)."""
+    if not path.exists():
+        return []
+    return sorted({json.loads(line)["test"] for line in path.read_text().splitlines()})
+
+
+def report(results: Sequence[Result], again: Sequence[str], folder: Path, out: TextIO) -> int:
+    """Prints the end of each log, the failed ones last, and returns the exit status."""
+    for result in sorted(results, key=lambda r: r.failed):
+        log = folder / f"{result.part.name}.log"
+        print(f"\n----- {result.part.name}, {clock(result.seconds)}: {log}", file=out)
+        print(tail(log.read_text(errors="replace"), result.failed), file=out)
+    failed = [result.part.name for result in results if result.failed]
+    print(file=out)
+    for nodeid in again:
+        print(f"needed a second run: {nodeid}", file=out)
+    if len(again) > 1:
+        print(f"{len(again)} tests needed a second run: more than one is a failure", file=out)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=out)
+    return 1 if failed or len(again) > 1 else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lanes", type=int, default=2, help="parts that run at once (default: %(default)s)")
+    lanes = parser.parse_args().lanes
+    if lanes < 1:
+        parser.error(f"--lanes {lanes}: allowed is 1 or more")
+    ends_on_signals()
+    os.chdir(ROOT)
+    flaky = FOLDER / "flaky.jsonl"
+    flaky.unlink(missing_ok=True)
+    began = time.monotonic()
+    results = run(parts_of_test(), lanes, FOLDER, lambda line: print(line, flush=True))
+    status = report(results, second_runs(flaky), FOLDER, sys.stdout)
+    print(f"make test: {'FAILED' if status else 'passed'} in {clock(time.monotonic() - began)}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

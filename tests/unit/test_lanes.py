@@ -1,0 +1,163 @@
+"""`make test` runs its parts side by side; whatever happens, it ends all that it started and says what failed."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "python" / "build"
+sys.path.insert(0, str(BUILD))
+from durations import table  # noqa: E402
+from lanes import Part, Result, clock, parts_of_test, report, run, second_runs, tail  # noqa: E402
+
+PYTEST = """\
+collected 3 items
+
+tests/a.py ..                                                            [ 66%]
+tests/b.py F                                                             [100%]
+
+=================================== FAILURES ===================================
+assert 1 == 2
+=========================== short test summary info ============================
+FAILED tests/b.py::test_x - assert 1 == 2
+========================= 1 failed, 2 passed in 0.12s ==========================
+"""
+
+
+def python(name: str, code: str, **options: float) -> Part:
+    return Part(name, [sys.executable, "-c", code, "{seconds}", "{minutes}"], **options)
+
+
+def ids(line: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", line)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().split(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_parts_of_make_test_are_all_tests() -> None:
+    """Each folder of tests belongs to one part: one has a folder for itself, and the last leaves these out."""
+    *alone, last = [p for p in parts_of_test() if "pytest" in p.command]
+    folders = {part.command[-1] for part in alone}
+    assert all((ROOT / folder).is_dir() for folder in folders)
+    assert {f"--ignore={folder}" for folder in folders} == {word for word in last.command if "--ignore" in word}
+
+
+def test_each_part_has_a_log_and_a_result(tmp_path: Path) -> None:
+    parts = [
+        python(name, f"import sys; print('this is {name}'); sys.exit({status})")
+        for name, status in (("a", 0), ("b", 3))
+    ]
+    said: list[str] = []
+    results = {r.part.name: r for r in run([*parts, python("c", "")], 2, tmp_path, said.append)}
+    assert {name: r.status for name, r in results.items()} == {"a": 0, "b": 3, "c": 0}
+    assert (tmp_path / "b.log").read_text() == "this is b\n"
+    assert any(line.startswith("b: status 3") for line in said)
+    out = io.StringIO()
+    assert report(list(results.values()), [], tmp_path, out) == 1
+    assert out.getvalue().endswith("failed: b\n")
+
+
+def test_a_part_is_told_what_time_it_gets(tmp_path: Path) -> None:
+    part = python("a", "import sys; print(*sys.argv[1:])", wants_s=30, needs_s=10, extra_s=5)
+    assert part.seconds(left_s=100) == 30
+    assert part.seconds(left_s=20) == 15
+    assert part.seconds(left_s=14) is None
+    (result,) = run([part], 1, tmp_path, lambda line: None, time_s=1000)
+    assert (tmp_path / "a.log").read_text() == "30 0.5\n"
+    assert result.command[-2:] == ("30", "0.5")
+    (result,) = run([part], 1, tmp_path, lambda line: None, time_s=10)
+    assert result.status is None
+    assert not result.failed
+
+
+def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    (result,) = run([python("a", child)], 1, tmp_path, lambda line: None, time_s=0.5, over_s=0.5)
+    assert result.ended
+    assert result.failed
+    (pid,) = ids((tmp_path / "a.log").read_text().splitlines()[0])
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
+    script = f"""if True:
+        import sys; sys.path.insert(0, {str(BUILD)!r})
+        import lanes; from pathlib import Path
+        lanes.ends_on_signals()
+        code = "import os, time; print(os.getpid()); time.sleep(600)"
+        parts = [lanes.Part(name, [sys.executable, "-uc", code]) for name in "abc"]
+        results = lanes.run(parts, 2, Path("."), print)
+        print([(r.part.name, r.status) for r in results])
+    """
+    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as lanes:
+        logs = [tmp_path / "a.log", tmp_path / "b.log"]
+        until = time.monotonic() + 60
+        while not all(log.exists() and log.read_text().endswith("\n") for log in logs):
+            assert time.monotonic() < until, "the parts did not begin"
+            time.sleep(0.05)
+        pids = [ids(log.read_text())[0] for log in logs]
+        os.kill(lanes.pid, number)
+        said, _ = lanes.communicate(timeout=60)
+    assert "[('a', 130), ('b', 130)]" in said
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_of_a_log_the_end_is_shown() -> None:
+    assert tail(PYTEST, failed=True).startswith("=================================== FAILURES")
+    passed = PYTEST.replace("F  ", ".  ").split("====")[0] + "==== 3 passed in 0.12s ===="
+    assert tail(passed, failed=False).strip() == "==== 3 passed in 0.12s ===="
+    go = "ok  \texample.org/go/sim\t12.1s\nok  \texample.org/go/round\t(cached)\n"
+    assert tail(go, failed=False) == go.strip()
+    long = tail("\n".join(str(n) for n in range(1000)), failed=True).splitlines()
+    assert long[0] == "... 600 lines left out ..."
+    assert long[-1] == "999"
+
+
+def test_one_test_may_need_a_second_run_in_all_parts_together(tmp_path: Path) -> None:
+    result = Result(python("a", ""), (), 1.0, 0)
+    (tmp_path / "a.log").write_text("1 passed\n")
+    assert report([result], [], tmp_path, io.StringIO()) == 0
+    flaky = tmp_path / "flaky.jsonl"
+    assert second_runs(flaky) == []
+    flaky.write_text('{"test": "x"}\n{"test": "x"}\n')
+    assert report([result], second_runs(flaky), tmp_path, io.StringIO()) == 0
+    flaky.write_text('{"test": "x"}\n{"test": "y"}\n')
+    out = io.StringIO()
+    assert report([result], second_runs(flaky), tmp_path, out) == 1
+    assert "2 tests needed a second run: more than one is a failure" in out.getvalue()
+
+
+def test_durations_are_in_words() -> None:
+    assert [clock(s) for s in (0.4, 59, 60, 725)] == ["0s", "59s", "1m00s", "12m05s"]
+
+
+def test_the_table_of_what_costs_what(tmp_path: Path) -> None:
+    (tmp_path / "unit.xml").write_text(
+        '<testsuites><testsuite><testcase classname="tests.unit.test_a" name="x" time="1.5"/>'
+        '<testcase classname="tests.unit.test_a.TestB" name="y" time="2"/>'
+        '<testcase classname="tests.unit.test_c" name="z" time="0.5"/></testsuite></testsuites>'
+    )
+    (tmp_path / "go.log").write_text(
+        "ok  \texample.org/torchft/go/sim\t12.1s\nok  \texample.org/torchft/go/round\t(cached)\n"
+    )
+    assert table(tmp_path, most=2).splitlines()[2:] == [
+        "| 12.1 |  | `go/sim` |",
+        "| 3.5 | 2 | `tests/unit/test_a.py` |",
+        "| 0.5 | 1 | 2 others |",
+        "| 16.1 | 3 | all |",
+    ]

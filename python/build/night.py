@@ -1,0 +1,239 @@
+"""`make test-all`: all that has ever found a mistake, for a given time, with seeds of today.
+
+One lane runs the whole of pytest: slow tests first, no second runs, every process started for itself. The other lane
+runs Go's tests with the race detector and the simulation, kills real processes (chaos), runs the fuzz targets, and
+simulates for the rest of the time. The page at the end names what ran, what was left out, and how to repeat a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import toolchain
+from lanes import ROOT, Part, Result, clock, ends_on_signals, pytest, run
+
+FOLDER = Path("build/night")
+GO = os.environ.get("GO") or "go"
+# What still runs so long after the time is ended, so that TIME=10m is over in twelve.
+OVER_S = 90.0
+FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.25
+CHAOS_SHARE, CHAOS_LEAST_S = 0.3, 90.0
+CHAOS = (
+    ("gloo", "--kind=gloo", "--groups=4"),
+    ("isolated", "--kind=isolated", "--groups=3"),
+    ("native", "--kind=native", "--groups=3"),
+    ("torchrun", "--groups=2", "--torchrun"),
+)
+UNITS = {"s": 1, "m": 60, "h": 3600}
+# The lines of a log that say what was done, and those that say what failed; the last of them counts.
+WHAT = "|".join(
+    (
+        r"^=+ (.*\b(?:passed|failed|error).*) =+$",  # pytest
+        r"^(\S+: seeds .*)",  # TestSoak
+        r"^(fuzz: elapsed.*)",
+        r"^(\[ *[\d.]+ s\] .*)",  # chaos
+    )
+)
+WRONG = "|".join(
+    (
+        r"^(panic: .*)",
+        r"^(fatal error: .*)",
+        r"^(\s*--- FAIL: \S+)",
+        r"^(WARNING: DATA RACE)",
+        r"^(\w*(?:Error|Exception)\b.*)",  # chaos
+    )
+)
+
+
+def seconds_of(text: str) -> float:
+    """Reads 90s, 30m, 1.5h or 1h30m."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
+    total = sum(float(number) * UNITS[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text or total <= 0:
+        raise ValueError(f"time {text!r}: allowed is a number with s, m or h, such as 90s, 30m or 1h30m")
+    return total
+
+
+def fuzz_targets(go: Path = ROOT / "go") -> list[tuple[str, str]]:
+    """(package, name) of every fuzz target."""
+    found = []
+    for path in sorted(go.rglob("*_test.go")):
+        package = "./" + path.parent.relative_to(go).as_posix()
+        found += [
+            (package, name) for name in re.findall(r"^func (Fuzz\w+)\(f \*testing\.F\)", path.read_text(), re.MULTILINE)
+        ]
+    return found
+
+
+def rotated(things: Sequence[Part], seed: int) -> list[Part]:
+    """Another one is the first each day, so that a short night does not always leave out the same."""
+    n = seed % max(len(things), 1)
+    return [*things[n:], *things[:n]]
+
+
+def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, str]]) -> list[Part]:
+    """The parts, in the order in which two lanes take them: pytest has the first for itself.
+
+    `until` is the end in seconds of time.monotonic(), after which pytest begins no test."""
+    go = ROOT / "go"
+    settings = {"SEED": str(seed), "RERUNS": "0", "FORK_SERVER": "0", "NIGHT_UNTIL": f"{until:.0f}"}
+    tests = Part("pytest", pytest("pytest", "-m", "", folder=FOLDER), env=settings)
+    cgo = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-O2 -I{toolchain.python_include()}"}
+    test = [GO, "test", "-trimpath"]
+    # Histories are the same each time, so that Go may take the result of an earlier run; schedules are not.
+    sim = Part("sim", [*test, "-timeout=10m", "./sim"], go, needs_s=60)
+    race = Part("race", [*test, "-race", "-vet=off", "-count=1", "-timeout=20m", "./..."], go, cgo, needs_s=240)
+    fuzz = [
+        Part(
+            f"fuzz-{Path(package).name}-{name}",
+            [*test, package, "-run=^$", f"-fuzz=^{name}$", "-fuzztime={seconds}s", "-parallel=1"],
+            go,
+            wants_s=min(FUZZ_S, max(FUZZ_LEAST_S, FUZZ_SHARE * time_s / len(targets))),
+            needs_s=FUZZ_LEAST_S,
+            extra_s=15.0,
+        )
+        for package, name in targets
+    ]
+    calls = min(len(CHAOS), max(1, int(CHAOS_SHARE * time_s / (2 * CHAOS_LEAST_S))))
+    chaos = [
+        Part(
+            f"chaos-{name}",
+            [sys.executable, "-u", "tests/process/chaos_faults.py", f"--seed={seed}", "--minutes={minutes}", *options],
+            wants_s=CHAOS_SHARE * time_s / calls,
+            needs_s=CHAOS_LEAST_S,
+            extra_s=60.0,
+        )
+        for name, *options in CHAOS
+    ]
+    soak = Part(
+        "soak",
+        [*test, "./sim", "-count=1", "-timeout=0", "-run=^TestSoak$", "-v", "-soak={seconds}s", f"-seed={seed}"],
+        go,
+        needs_s=10,
+        extra_s=10,
+    )
+    return [tests, race, sim, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), soak]
+
+
+def last(pattern: str, text: str) -> str:
+    found = [next(filter(None, m.groups()), m[0]) for m in re.finditer(pattern, text, re.MULTILINE)]
+    return found[-1].strip() if found else ""
+
+
+def command_line(command: Sequence[str], env: dict[str, str], cwd: Path) -> str:
+    """What to type in the root of the repository."""
+    words = [Path(sys.executable).name if word == sys.executable else word for word in command]
+    words = [".venv/bin/python" if word.startswith("python") and i == 0 else word for i, word in enumerate(words)]
+    kept = [f"{name}={shlex.quote(value)}" for name, value in env.items() if name != "NIGHT_UNTIL"]
+    folder = "" if cwd == ROOT else f"cd {cwd.relative_to(ROOT)} && "
+    return folder + " ".join([*kept, shlex.join(words)])
+
+
+def failures(result: Result, text: str) -> list[tuple[str, str]]:
+    """(what failed, how to repeat it); of pytest each test."""
+    part = result.part
+    found = []
+    if part.name == "pytest":
+        base = command_line([sys.executable, "-m", "pytest", "-m", ""], part.env, part.cwd)
+        for kind, nodeid, why in re.findall(r"^(FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - (.*))?$", text, re.MULTILINE):
+            found.append((f"{kind} {nodeid}: {why}", f"{base} {shlex.quote(nodeid)}"))
+    if result.ended:
+        found.append((f"{part.name} took too long and was ended", command_line(result.command, part.env, part.cwd)))
+    elif not found:
+        again = last(r"^\s*(go test -run=Fuzz\S+)", text)
+        repeat = f"cd go && {again} {result.command[3]}" if again else command_line(result.command, part.env, part.cwd)
+        found.append((f"{part.name}: {last(WRONG, text) or f'status {result.status}'}", repeat))
+    return found
+
+
+def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: float) -> str:
+    """What ran, what failed, and how to repeat it."""
+    lines = [f"# {title}", "", "| part | ran for | what | result |", "|---|---|---|---|"]
+    for r in results:
+        how = "left out: no time" if r.status is None else "FAILED" if r.failed else "passed"
+        what = last(WHAT, logs.get(r.part.name, "")).replace("|", "\\|")
+        lines.append(f"| {r.part.name} | {clock(r.seconds)} | {what} | {how} |")
+    tests = logs.get("pytest", "")
+    said = re.findall(r"^(?:deselected|left for want of time|skipped under CI).*$", tests, re.MULTILINE)
+    if said:
+        lines += ["", *said]
+    wrong = [f for r in results if r.failed for f in failures(r, logs.get(r.part.name, ""))]
+    if wrong:
+        lines += ["", "## Failed, and how to repeat it", ""]
+        for what, repeat in wrong:
+            lines += [what, "", f"    {repeat}", ""]
+    if any(r.part.name.startswith("fuzz") and r.failed for r in results):
+        lines += [
+            "The fuzzer draws without a seed; the input is in go/*/testdata/fuzz, and is committed with the fix.",
+            "",
+        ]
+    # Every part is a test of this one, as every test of pytest's.
+    passed = sum(r.status == 0 for r in results if r.part.name != "pytest") + _count("passed", tests)
+    failed = sum(r.failed for r in results if r.part.name != "pytest") + _count("failed|errors?", tests)
+    if not failed and any(r.failed for r in results):
+        failed = 1
+    verdict = f"{failed} failed, {passed} passed" if failed else f"{passed} passed"
+    return "\n".join([*lines, "", f"{verdict} in {seconds:.0f}s ({clock(seconds)})"])
+
+
+def _count(words: str, text: str) -> int:
+    """So many of them, in the closing line of pytest."""
+    return sum(int(number) for number in re.findall(rf"(\d+) (?:{words})\b", last(r"^=+ (.* in [\d.]+s.*) =+$", text)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run everything that there is, with seeds of today.")
+    parser.add_argument("--time", default="2h", help="for how long, such as 30m (default: %(default)s)")
+    today = datetime.date.today()
+    seed = int(os.environ.get("SEED") or f"{today:%Y%m%d}")
+    parser.add_argument("--seed", type=int, default=seed, help="of all choices (default: SEED, else the date)")
+    args = parser.parse_args()
+    try:
+        time_s = seconds_of(args.time)
+    except ValueError as e:
+        parser.error(f"--time: {e}")
+    ends_on_signals()
+    os.chdir(ROOT)
+    title = (
+        f"Night of {today}, seed {args.seed}, {args.time} on {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
+    title += "".join(
+        f", {said}" for command in (["git", "log", "-1", "--format=commit %h"],) if (said := _output(command))
+    )
+    print(f"{title}\nagain: make test-all TIME={args.time} SEED={args.seed}\n", flush=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    parts = plan(time_s, args.seed, began + time_s, fuzz_targets())
+    results = run(
+        parts, 2, FOLDER, lambda line: print(f"[{clock(time.monotonic() - began)}] {line}", flush=True), time_s, OVER_S
+    )
+    logs = {
+        r.part.name: (FOLDER / f"{r.part.name}.log").read_text(errors="replace")
+        for r in results
+        if r.status is not None
+    }
+    text = page(results, logs, title, time.monotonic() - began)
+    (FOLDER / "page.md").write_text(text + "\n")
+    print(f"\n{text}")
+    return 1 if any(r.failed for r in results) else 0
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10).stdout.strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""`make test-all` within its time: what each part gets, and the page at the end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "python" / "build"))
+from lanes import Part, Result  # noqa: E402
+from night import FUZZ_S, OVER_S, fuzz_targets, page, plan, seconds_of  # noqa: E402
+
+TARGETS = [("./heal", "FuzzAnswers"), ("./heal", "FuzzRequests"), ("./manager", "FuzzSession")]
+
+PYTEST = """\
+tests/a.py ..F                                                           [100%]
+=========================== short test summary info ============================
+FAILED tests/process/test_chaos.py::test_x[kill -9] - AssertionError: group 1
+ERROR tests/unit/test_b.py::test_y - OSError: no
+left for want of time: 3 tests
+deselected: 54 tests need a CUDA device
+============= 1 failed, 20 passed, 2 skipped, 1 error in 12.50s ==============
+"""
+
+
+def test_a_time_is_a_number_with_a_unit() -> None:
+    assert [seconds_of(text) for text in ("90s", "30m", "1.5h", "1h30m")] == [90, 1800, 5400, 5400]
+
+
+@pytest.mark.parametrize("text", ["", "30", "m", "30 m", "-5m", "0s", "1d", "30mx"])
+def test_anything_else_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="allowed is a number with s, m or h"):
+        seconds_of(text)
+
+
+def test_all_fuzz_targets_are_known() -> None:
+    """So many there are; one that is not found is not run."""
+    found = fuzz_targets()
+    assert len(found) == 13
+    assert ("./internal/rpc", "FuzzListChange") in found
+    assert len(set(found)) == len(found)
+
+
+def test_pytest_gets_the_whole_time_and_no_second_runs() -> None:
+    tests = plan(1800, 20261122, 1e5, TARGETS)[0]
+    assert tests.name == "pytest"
+    assert tests.env == {"SEED": "20261122", "RERUNS": "0", "FORK_SERVER": "0", "NIGHT_UNTIL": "100000"}
+    assert tests.command[tests.command.index("-m", 3) + 1] == ""
+
+
+@pytest.mark.parametrize("minutes", [10, 30, 120])
+def test_the_parts_of_go_fit_in_the_time(minutes: float) -> None:
+    """Run one after the other, each with the least it says something with, they leave time for the soak."""
+    _, *parts = plan(60 * minutes, 20261122, 0, fuzz_targets())
+    names = [p.name.split("-")[0] for p in parts]
+    assert list(dict.fromkeys(names)) == ["race", "sim", "chaos", "fuzz", "soak"]
+    assert names.count("fuzz") == 13
+    told = sum(p.wants_s + p.extra_s for p in parts if p.wants_s is not None)
+    assert told < 60 * minutes
+
+
+def test_a_fuzz_target_has_thirty_seconds_where_there_is_time() -> None:
+    fuzz = [p for p in plan(1800, 1, 0, fuzz_targets()) if p.name.startswith("fuzz")]
+    assert {p.wants_s for p in fuzz} == {FUZZ_S}
+
+
+def test_another_day_begins_with_another_part() -> None:
+    orders = [
+        [p.name for p in plan(7200, seed, 0, TARGETS) if p.name.startswith(("fuzz", "chaos"))] for seed in range(12)
+    ]
+    assert len({tuple(order) for order in orders}) == 12
+    assert len({tuple(sorted(order)) for order in orders}) == 1
+    assert plan(600, 5, 0, TARGETS) == plan(600, 5, 0, TARGETS)
+
+
+def test_ten_minutes_are_over_in_twelve() -> None:
+    assert OVER_S + 20 < 120  # what is asked to end has 20 s for it
+
+
+def result(name: str, status: int | None, *command: str, ended: bool = False, cwd: Path = ROOT) -> Result:
+    part = Part(name, command, cwd=cwd, env={"SEED": "7", "NIGHT_UNTIL": "9"} if name == "pytest" else {})
+    return Result(part, command, 61.0, status, ended)
+
+
+def test_the_page_says_what_failed_and_how_to_repeat_it() -> None:
+    go = ROOT / "go"
+    results = [
+        result("pytest", 1, sys.executable, "-u", "-m", "pytest"),
+        result("soak", 0, "go", "test", "./sim", cwd=go),
+        result("fuzz-heal-FuzzAnswers", 1, "go", "test", "-trimpath", "./heal", cwd=go),
+        result("chaos-gloo", 1, sys.executable, "-u", "tests/process/chaos_faults.py", "--seed=7", ended=True),
+        result("race", None),
+    ]
+    logs = {
+        "pytest": PYTEST,
+        "soak": "10s: seeds 7 to 9, 3000 quorums\n12s: seeds 7 to 11, 4000 quorums, no rule broken\nPASS\n",
+        "fuzz-heal-FuzzAnswers": "fuzz: elapsed: 3s, execs: 12 (4/sec)\n--- FAIL: FuzzAnswers (3.00s)\n"
+        "    Failing input written to testdata/fuzz/FuzzAnswers/abc\n"
+        "    To re-run:\n    go test -run=FuzzAnswers/abc\n",
+        "chaos-gloo": "[    7.0 s] 3: kill -9: 0.1 s\n",
+    }
+    lines = page(results, logs, "Night of 2026-11-22, seed 7", 125.0).splitlines()
+    assert lines[0] == "# Night of 2026-11-22, seed 7"
+    assert "| pytest | 1m01s | 1 failed, 20 passed, 2 skipped, 1 error in 12.50s | FAILED |" in lines
+    assert "| soak | 1m01s | 12s: seeds 7 to 11, 4000 quorums, no rule broken | passed |" in lines
+    assert "| race | 1m01s |  | left out: no time |" in lines
+    assert "left for want of time: 3 tests" in lines
+    assert "deselected: 54 tests need a CUDA device" in lines
+    assert "FAILED tests/process/test_chaos.py::test_x[kill -9]: AssertionError: group 1" in lines
+    assert "    SEED=7 .venv/bin/python -m pytest -m '' 'tests/process/test_chaos.py::test_x[kill -9]'" in lines
+    assert "fuzz-heal-FuzzAnswers: --- FAIL: FuzzAnswers" in lines
+    assert "    cd go && go test -run=FuzzAnswers/abc ./heal" in lines
+    assert "chaos-gloo took too long and was ended" in lines
+    assert "    .venv/bin/python -u tests/process/chaos_faults.py --seed=7" in lines
+    assert lines[-1] == "4 failed, 21 passed in 125s (2m05s)"
+
+
+def test_a_night_without_failures() -> None:
+    text = page([result("soak", 0)], {"soak": "5s: seeds 1 to 2\n"}, "Night", 5.0)
+    assert "Failed" not in text
+    assert text.endswith("1 passed in 5s (5s)")
+
+
+def test_a_part_that_failed_is_never_a_pass() -> None:
+    text = page([result("pytest", 3)], {"pytest": "INTERNALERROR> KeyError\n"}, "Night", 5.0)
+    assert text.endswith("1 failed, 0 passed in 5s (5s)")
+    assert "pytest: status 3" in text

@@ -5,10 +5,17 @@ PYTHON ?= python3
 GO ?= go
 export GO
 
+# The index of packages that PyTorch is installed from, where it is not installed yet; empty: the usual one.
+TORCH_INDEX ?=
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+# Said before the download. The figures are those of torch 2.15 for Linux on x86-64, with all that it needs.
+TORCH_FROM := $(TORCH_INDEX)
+ifeq ($(TORCH_INDEX),)
+TORCH_FROM := the usual index, with CUDA: 3 GB to download, 5.5 GB on disk (without CUDA: TORCH_INDEX=$(CPU_INDEX))
+endif
+
 # How long `make soak` runs.
 SOAK ?= 1h
-# Where `make wheel` puts the wheel.
-DIST ?= dist
 # What `make chaos` does: see its --help.
 CHAOS ?=
 
@@ -23,13 +30,13 @@ SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) 
 
 ifeq ($(UV),)
 MAKE_VENV = $(PYTHON) -m venv $(VENV)
-INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
-BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
+INSTALL = $(PY) -m pip install --disable-pip-version-check
+BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 else
 MAKE_VENV = $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
 # Compiled ahead, as pip does: importing PyTorch from source takes five times as long.
-INSTALL = VIRTUAL_ENV= $(UV) pip install --quiet --compile-bytecode --python $(PY)
-BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir $(DIST) .
+INSTALL = VIRTUAL_ENV= $(UV) pip install --compile-bytecode --python $(PY)
+BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir dist .
 endif
 
 # cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
@@ -43,9 +50,13 @@ GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/too
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-16s %s\n", $$1, $$2 }'
 	@echo "Settings: PYTHON=$(PYTHON) (3.10 or newer), GO=$(GO) (1.26 or newer), CC (gcc 9 or newer)"
+	@echo "          TORCH_INDEX (where PyTorch comes from; builds without CUDA: $(CPU_INDEX))"
 
 train: $(VENV)/with-train $(LIBRARY) ## train on two replica groups, kill one, see it heal
 	$(PY) python/examples/demo.py
+
+minimal: $(VENV)/with-train $(LIBRARY) ## the README's example, in two replica groups
+	$(VENV)/bin/torchft run --replicas 2 --min-replicas 2 python/examples/minimal.py
 
 train-fsdp: $(VENV)/with-train $(LIBRARY) ## the same with FSDP2: groups of two ranks, one of which is killed
 	PYTHONPATH=. $(PY) python/examples/demo.py --script train_fsdp.py --nproc 2 --kill rank --steps 600
@@ -72,7 +83,7 @@ soak-speed: ## a million simulated quorums of 16 groups, a fault in every fiftie
 chaos: $(VENV)/with-test $(LIBRARY) ## kill and stop real processes at random, CHAOS="--minutes=60 --kind=gloo --seed=1"
 	$(PY) tests/process/chaos_faults.py $(CHAOS)
 
-test-slow: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(LIBRARY) ## the tests that take minutes
+test-slow: $(VENV)/with-test $(VENV)/with-ray $(LIBRARY) ## the tests that take minutes
 	$(PY) -m pytest -m slow
 
 pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs chromium and chromedriver)
@@ -96,7 +107,7 @@ proto: $(VENV)/with-generate ## regenerate go/torchftpb from proto/torchft.proto
 bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pyapi
 	$(PY) python/binding/generate.py
 
-lint: lint-go lint-style lint-imports lint-types lint-docker ## gofmt, go vet, ruff, import-linter, pyrefly, hadolint (-k: all of them)
+lint: lint-go lint-style lint-imports lint-types ## gofmt, go vet, ruff, import-linter, pyrefly (-k: all of them)
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)"; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
@@ -112,9 +123,6 @@ lint-imports: $(VENV)/with-lint
 # The checker looks into torch and pytest.
 lint-types: $(VENV)/with-lint $(VENV)/with-test
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY)
-
-lint-docker: $(VENV)/with-lint
-	$(VENV)/bin/hadolint Dockerfile
 
 bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package
 	$(PY) python/bench/run.py
@@ -136,7 +144,7 @@ sdist: $(VENV)/with-wheel ## the source distribution, into dist/
 	$(PY) setup.py --quiet sdist
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) build dist site torchft.egg-info $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site torchft-logs torchft.egg-info $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache
 
 # The checks come first, so that the first line of an error says what to install.
 check:
@@ -144,16 +152,20 @@ check:
 	@$(PYTHON) python/build/toolchain.py
 
 $(PY): | check
+	@echo "Making the environment $(VENV). PyTorch comes from $(TORCH_FROM)."
 	$(MAKE_VENV)
 
-# The package, in place, with one of its extras ("nothing": none). An install builds the library too.
-$(VENV)/with-%: pyproject.toml setup.py | check $(PY)
-	@echo "Installing torchft into $(VENV); PyTorch is a large download, so the first time takes minutes."
+# The package, in place, with one of its extras ("nothing": none). An install builds the library too, but silently:
+# so the library is built before it, and Go's cache then has the most of it.
+$(VENV)/with-%: pyproject.toml setup.py | check $(PY) $(LIBRARY)
+	$(if $(TORCH_INDEX),$(INSTALL) --index-url $(TORCH_INDEX) torch)
+	@echo "Installing torchft into $(VENV)"
 	$(INSTALL) --editable '.$(if $(filter-out nothing,$*),[$*])'
 	@touch $(LIBRARY) $@
 
 # Go's cache makes this take seconds.
 $(LIBRARY): $(SOURCES) | check $(PY)
-	$(INSTALL) 'setuptools>=77'
+	$(INSTALL) --quiet 'setuptools>=77'
+	@echo "Building $(LIBRARY) with go build: seconds, or a minute or two where Go's cache is empty"
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@

@@ -1,0 +1,108 @@
+"""The Makefile: what the set-up says and installs, without installing anything, and that Ctrl-C ends what it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import ours_path, processes_of
+
+from torchft.launch import process_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = "torchft/_torchft_go.abi3.so"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def recipes(venv: Path, *arguments: str) -> list[str]:
+    """The commands that make would run for an environment that is not there yet; with pip, as on most machines."""
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "TORCH_INDEX")}
+    command = ["make", "-n", f"VENV={venv}", "UV=", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def where(pattern: str, lines: list[str]) -> int:
+    (found,) = [i for i, line in enumerate(lines) if re.search(pattern, line)]
+    return found
+
+
+def test_the_size_of_the_download_is_said_before_it_starts(tmp_path: Path) -> None:
+    lines = recipes(tmp_path / "venv", "train")
+    said = where(r"echo .* \d GB to download, .* GB on disk", lines)
+    (figures,) = re.findall(r"\S+ GB to download, \S+ GB on disk", lines[said])
+    assert figures in " ".join((ROOT / "README.md").read_text().split())
+    assert CPU_INDEX in lines[said], "and how to get by with less"
+    assert said < min(i for i, line in enumerate(lines) if "pip install" in line)
+
+
+def test_pytorch_comes_from_the_index_that_is_asked_for(tmp_path: Path) -> None:
+    lines = recipes(tmp_path / "venv", "train", f"TORCH_INDEX={CPU_INDEX}")
+    from_index = where(rf"pip install .*--index-url {CPU_INDEX} torch$", lines)
+    assert from_index < where(r"pip install .*--editable '\.\[train\]'", lines), "which then finds PyTorch installed"
+    assert where(rf"echo .*PyTorch comes from {CPU_INDEX}", lines) < from_index
+    assert not any("GB to download" in line for line in lines)
+    assert not any("--index-url" in line for line in recipes(tmp_path / "venv", "train"))
+
+
+def test_the_set_up_shows_what_it_does(tmp_path: Path) -> None:
+    """pip hides what it builds: Go's first build takes minutes, so it has a step of its own before."""
+    lines = recipes(tmp_path / "venv", "train", f"LIBRARY={tmp_path / 'library.so'}")
+    package = where(r"pip install .*--editable", lines)
+    assert "--quiet" not in lines[package], "pip shows what it downloads"
+    build = where(r"setup\.py .*build_ext", lines)
+    assert where(r"echo .*go build", lines) < build < package
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment that make takes for complete, with the Python and the torchft of this process."""
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    for name, arguments in (("python", '"$@"'), ("torchft", '-m torchft.cli "$@"')):
+        command = folder / "bin" / name
+        command.write_text(f"#!/bin/sh\nexec {sys.executable} {arguments}\n")
+        command.chmod(0o755)
+    (folder / "with-train").touch()
+    return folder
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("target", "running"),
+    [("train", r"^group 0 .* training"), ("minimal", r"^group 0 .* starting")],
+    ids=["train", "minimal"],
+)
+def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path: Path) -> None:
+    log = tmp_path / "output"
+    # -o: what tests run with is built already.
+    command = ["make", f"VENV={venv}", "-o", str(venv / "with-train"), "-o", LIBRARY, target]
+    env = {"PYTHONPATH": str(ours_path()), "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path), "MAKEFLAGS": ""}
+    make = process_tree.start(command, log, env, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 120
+        # make, the command, the lighthouse and two agents at least
+        while not re.search(running, log.read_text(), re.M) or len(process_tree.tree(make.pid)) < 5:
+            assert make.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        os.killpg(make.pid, signal.SIGINT)  # as the terminal does: make gets it too
+        assert make.wait(60) != 0
+        deadline = time.monotonic() + 60
+        while left := processes_of(tmp_path):
+            assert time.monotonic() < deadline, f"{left} are left\n{log.read_text()}"
+            time.sleep(0.05)
+        assert "nterrupted" in log.read_text() and "Traceback" not in log.read_text()
+    finally:
+        process_tree.kill_tree(make)
+        for folder in set(re.findall(r"^logs: (torchft-logs/\S+)$", log.read_text(), re.M)):
+            shutil.rmtree(ROOT / folder)

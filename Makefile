@@ -16,6 +16,8 @@ endif
 
 # How long `make soak` runs.
 SOAK ?= 1h
+# Where `make wheel` puts the wheel.
+DIST ?= dist
 # What `make chaos` does: see its --help.
 CHAOS ?=
 
@@ -31,12 +33,12 @@ SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) 
 ifeq ($(UV),)
 MAKE_VENV = $(PYTHON) -m venv $(VENV)
 INSTALL = $(PY) -m pip install --disable-pip-version-check
-BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
 else
 MAKE_VENV = $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
 # Compiled ahead, as pip does: importing PyTorch from source takes five times as long.
 INSTALL = VIRTUAL_ENV= $(UV) pip install --compile-bytecode --python $(PY)
-BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir dist .
+BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir $(DIST) .
 endif
 
 # cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
@@ -83,7 +85,7 @@ soak-speed: ## a million simulated quorums of 16 groups, a fault in every fiftie
 chaos: $(VENV)/with-test $(LIBRARY) ## kill and stop real processes at random, CHAOS="--minutes=60 --kind=gloo --seed=1"
 	$(PY) tests/process/chaos_faults.py $(CHAOS)
 
-test-slow: $(VENV)/with-test $(VENV)/with-ray $(LIBRARY) ## the tests that take minutes
+test-slow: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(LIBRARY) ## the tests that take minutes
 	$(PY) -m pytest -m slow
 
 pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs chromium and chromedriver)
@@ -107,7 +109,7 @@ proto: $(VENV)/with-generate ## regenerate go/torchftpb from proto/torchft.proto
 bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pyapi
 	$(PY) python/binding/generate.py
 
-lint: lint-go lint-style lint-imports lint-types ## gofmt, go vet, ruff, import-linter, pyrefly (-k: all of them)
+lint: lint-go lint-style lint-imports lint-types lint-docker ## gofmt, go vet, ruff, import-linter, pyrefly, hadolint (-k: all of them)
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)"; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
@@ -123,6 +125,9 @@ lint-imports: $(VENV)/with-lint
 # The checker looks into torch and pytest.
 lint-types: $(VENV)/with-lint $(VENV)/with-test
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY)
+
+lint-docker: $(VENV)/with-lint
+	$(VENV)/bin/hadolint Dockerfile
 
 bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package
 	$(PY) python/bench/run.py

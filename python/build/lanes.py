@@ -68,7 +68,7 @@ class Running:
 
     def __init__(self, part: Part, log: Path, seconds: float, until: float) -> None:
         self.part, self.log, self.began, self.until = part, log, time.monotonic(), until
-        self.command = told(part.command, seconds)
+        self.command = filled_in(part.command, seconds)
         with open(log, "w") as out:
             self.process = subprocess.Popen(
                 self.command,
@@ -89,6 +89,7 @@ class Running:
         if self.process.poll() is None and time.monotonic() > self.until:
             self.ended = True
             end([self])
+            self.process.wait()
         if self.process.poll() is None:
             return None
         self._signal(signal.SIGKILL)  # whatever it has left behind
@@ -100,7 +101,7 @@ class Running:
             os.killpg(self.process.pid, number)
 
 
-def told(command: Sequence[str], seconds: float) -> tuple[str, ...]:
+def filled_in(command: Sequence[str], seconds: float) -> tuple[str, ...]:
     """The command, with what it gets in the places of {seconds} and {minutes}."""
     given = {"{seconds}": f"{seconds:.0f}", "{minutes}": f"{seconds / 60:.1f}"}
     return tuple(re.sub(r"\{(seconds|minutes)\}", lambda m: given[m[0]], word) for word in command)
@@ -111,11 +112,13 @@ def end(running: Sequence[Running]) -> None:
     for r in running:
         r._signal(signal.SIGINT)
     until = time.monotonic() + END_S
-    for r in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            r.process.wait(max(until - time.monotonic(), 0.1))
-        r._signal(signal.SIGKILL)
-        r.process.wait()
+    try:
+        for r in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                r.process.wait(max(until - time.monotonic(), 0.1))
+    finally:  # also after a second Ctrl-C
+        for r in running:
+            r._signal(signal.SIGKILL)
 
 
 def run(
@@ -141,7 +144,12 @@ def run(
                     say(f"{part.name}: left out, no time")
                     done.append(Result(part, tuple(part.command), 0.0, None))
                 else:
-                    running.append(Running(part, folder / f"{part.name}.log", seconds, until + over_s))
+                    try:
+                        running.append(Running(part, folder / f"{part.name}.log", seconds, until + over_s))
+                    except OSError as e:
+                        say(f"{part.name}: {e}")
+                        (folder / f"{part.name}.log").write_text(f"{e}\n")
+                        done.append(Result(part, tuple(part.command), 0.0, 127))
             time.sleep(0.1)
             for r in list(running):
                 if result := r.poll():
@@ -154,8 +162,9 @@ def run(
                 say("   ".join(f"{r.part.name} {clock(r.seconds)}{progress(r.log)}" for r in running))
     except KeyboardInterrupt:
         say("interrupted: everything ends")
-        end(running)
         done += [Result(r.part, r.command, r.seconds, 130) for r in running]
+    finally:
+        end(running)
     return done
 
 
@@ -223,12 +232,17 @@ def second_runs(path: Path) -> list[str]:
     return sorted({json.loads(line)["test"] for line in path.read_text().splitlines()})
 
 
-def report(results: Sequence[Result], again: Sequence[str], folder: Path, out: TextIO) -> int:
-    """Prints the end of each log, the failed ones last, and returns the exit status."""
+def show(results: Sequence[Result], folder: Path, out: TextIO) -> None:
+    """Prints the end of each log, the failed ones last."""
     for result in sorted(results, key=lambda r: r.failed):
         log = folder / f"{result.part.name}.log"
         print(f"\n----- {result.part.name}, {clock(result.seconds)}: {log}", file=out)
         print(tail(log.read_text(errors="replace"), result.failed), file=out)
+
+
+def report(results: Sequence[Result], again: Sequence[str], folder: Path, out: TextIO) -> int:
+    """Prints how it ended, and returns the exit status."""
+    show(results, folder, out)
     failed = [result.part.name for result in results if result.failed]
     print(file=out)
     for nodeid in again:

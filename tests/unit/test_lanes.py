@@ -93,6 +93,11 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -
     assert not alive(pid)
 
 
+def test_a_part_that_does_not_start_has_failed(tmp_path: Path) -> None:
+    results = run([Part("a", ["/no/such/program"]), python("b", "")], 1, tmp_path, lambda line: None)
+    assert [(r.part.name, r.status) for r in results] == [("a", 127), ("b", 0)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     script = f"""if True:

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: one is enough. `make test-gpu` runs them; without a device they are skipped."""
+"""Tests that need a CUDA device: one is enough. `make test-gpu` runs them; without a device they are deselected."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE not in item.path.parents:
             continue
-        if not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False"))
+        item.add_marker(pytest.mark.device)
         # PyTorch and NCCL warn about the host: no peer access, an old driver. That is no test's fault.
         item.add_marker(pytest.mark.filterwarnings("default"))
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Iterator
 
 import pytest
-import torch
 from torch.futures import Future
 
 from torchft import futures
@@ -114,7 +113,7 @@ def test_context_timeout_of_a_block_in_time_never_calls_back(timers: _TimeoutMan
     assert not called.is_set()
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this is about hosts without an accelerator")
+@pytest.mark.no_device
 def test_stream_timeout_watches_nothing_without_an_accelerator() -> None:
     stream_timeout(lambda: pytest.fail("called back"), timedelta(0))
 

@@ -9,9 +9,6 @@ import torch
 
 from torchft.utils import get_stream_context, record_event, synchronize
 
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="about hosts without an accelerator")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def test_no_stream_changes_nothing() -> None:
     with get_stream_context(None):
@@ -19,14 +16,14 @@ def test_no_stream_changes_nothing() -> None:
     assert isinstance(get_stream_context(None), nullcontext)
 
 
-@no_accelerator
+@pytest.mark.no_device
 def test_without_an_accelerator() -> None:
     synchronize()
     with pytest.raises(RuntimeError, match="needs a CUDA or XPU device"):
         record_event()
 
 
-@needs_cuda
+@pytest.mark.device
 def test_with_cuda() -> None:
     stream = torch.cuda.Stream()
     with get_stream_context(stream):

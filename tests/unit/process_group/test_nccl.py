@@ -39,8 +39,6 @@ from torchft.process_group import (
 from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.isolated import groups
 
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="about hosts without an accelerator")
-
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +133,7 @@ def test_settings_of_the_user_are_respected(monkeypatch: pytest.MonkeyPatch) -> 
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
-@no_accelerator
+@pytest.mark.no_device
 def test_errored_without_a_device() -> None:
     group = ProcessGroupNCCL()
     assert group.errored() is None

@@ -1,0 +1,73 @@
+"""A run of the tests that ends in time, in another order for each seed: `make test-all`. A pytest plugin.
+
+SEED=N seeds `random` for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(), leaves out what would
+not end until then: slow tests are first, so that they get the time, and begin with another one for each seed, as do
+the others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+# What a test takes at most, where its mark `slow(minutes=...)` does not say.
+SLOW_MINUTES, OTHER_MINUTES = 3.0, 0.5
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if until := os.environ.get("NIGHT_UNTIL"):
+        config.pluginmanager.register(Bounded(float(until), os.environ.get("SEED", "")))
+
+
+def pytest_report_header() -> str | None:
+    seed = os.environ.get("SEED")
+    return f"seed {seed} (SEED={seed} repeats it)" if seed else None
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Each test by its own name: run alone, it draws the same."""
+    if seed := os.environ.get("SEED"):
+        random.seed(f"{seed}:{request.node.nodeid}")
+
+
+def rotated(items: Iterable[T], seed: str) -> list[T]:
+    items = list(items)
+    start = random.Random(seed).randrange(len(items)) if items else 0
+    return items[start:] + items[:start]
+
+
+def longest_s(item: pytest.Item) -> float:
+    slow = item.get_closest_marker("slow")
+    return 60 * (OTHER_MINUTES if slow is None else slow.kwargs.get("minutes", SLOW_MINUTES))
+
+
+class Bounded:
+    def __init__(self, until: float, seed: str) -> None:
+        self.until, self.seed = until, seed
+        self.left = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        others = [item for item in items if not item.get_closest_marker("slow")]
+        items[:] = rotated(slow, self.seed) + rotated(others, self.seed)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        if time.monotonic() + longest_s(item) <= self.until:
+            return None
+        self.left += 1
+        # The test before this one has kept the fixtures that the two share.
+        item.session._setupstate.teardown_exact(nextitem)
+        return True
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"left for want of time: {self.left} tests")

@@ -1,0 +1,143 @@
+"""What a second run, a skip and a test that cannot run here mean. A pytest plugin.
+
+- A test with real processes that fails is run once more, so that a busy machine does not cost a whole run: never after
+  a timeout, which is a wait that nothing ended, and never with RERUNS=0. Each is recorded with its first failure in
+  build/test/flaky.jsonl, a JSON object a line. More than one fails the run.
+- A test that needs a CUDA device or network namespaces is left out where there are none, and one line says so. Any
+  other skip fails the run under CI=true: there everything that can be installed is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+import pytest
+
+# The first line of a failure is that of pytest-timeout, of an exception, or of this project's own waits.
+TIMEOUTS = [r"\A[^\n]*(from pytest-timeout|\d s passed before|timed out)", r"\A\w*Timeout\w*:"]
+
+
+def _no_device() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "torch.cuda.is_available() is False"
+
+
+def _device() -> str | None:
+    import torch
+
+    return "there is one here" if torch.accelerator.is_available() else None
+
+
+def _no_hosts() -> str | None:
+    from hosts import Hosts, NoHosts
+
+    try:
+        with Hosts(1, delay_s=0.001):
+            return None
+    except NoHosts as e:
+        return str(e)
+
+
+# A mark, what tests with it need, and what says why that is not here; None if it is.
+NEEDS: dict[str, tuple[str, Callable[[], str | None]]] = {
+    "device": ("a CUDA device", functools.cache(_no_device)),
+    "no_device": ("a host without an accelerator", functools.cache(_device)),
+    "hosts": ("network namespaces", functools.cache(_no_hosts)),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "processes: starts and kills real processes; one more run if it fails")
+    for mark, (what, _) in NEEDS.items():
+        config.addinivalue_line("markers", f"{mark}: needs {what}")
+    config.pluginmanager.register(Policy(config))
+
+
+class Policy:
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.reruns = int(os.environ.get("RERUNS", "1"))
+        self.strict = os.environ.get("CI", "").lower() in ("1", "true")
+        self.deselected: Counter[str] = Counter()
+        self.run_again: list[pytest.TestReport] = []
+        self.skipped: list[str] = []
+
+    @pytest.hookimpl(trylast=True)  # what -m and -k leave out needs nothing
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        kept, deselected = [], []
+        for item in items:
+            if why := self._missing(item):
+                self.deselected[why] += 1
+                deselected.append(item)
+                continue
+            kept.append(item)
+            if self.reruns and self._has_processes(item):
+                item.add_marker(pytest.mark.flaky(reruns=self.reruns, rerun_except=TIMEOUTS))
+        if deselected:
+            self.config.hook.pytest_deselected(items=deselected)
+            items[:] = kept
+
+    def _has_processes(self, item: pytest.Item) -> bool:
+        folder = self.config.rootpath / "tests" / "process"
+        return folder in item.path.parents or item.get_closest_marker("processes") is not None
+
+    def _missing(self, item: pytest.Item) -> str | None:
+        for mark, (what, missing) in NEEDS.items():
+            if item.get_closest_marker(mark) is not None and (why := missing()) is not None:
+                return f"need {what} ({why})"
+        return None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note_skip(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome == "rerun":
+            self.run_again.append(report)
+            self._record(report)
+        self._note_skip(report)
+
+    def _note_skip(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            _, _, why = report.longrepr  # type: ignore[misc]
+            self.skipped.append(f"{report.nodeid}: {why}")
+
+    def _record(self, report: pytest.TestReport) -> None:
+        """At once: what ends the run must not take it along."""
+        path = self.config.rootpath / "build" / "test" / "flaky.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        with path.open("a") as file:
+            file.write(json.dumps({"date": now, "test": report.nodeid, "failure": report.longreprtext}) + "\n")
+
+    def _broken(self) -> list[str]:
+        """The rules that this run has broken."""
+        broken = []
+        if len(self.run_again) > 1:
+            broken.append(f"{len(self.run_again)} tests needed a second run, and more than one is a failure")
+        if self.strict and self.skipped:
+            broken.append("skipped under CI=true:\n" + "\n".join(f"  {line}" for line in self.skipped))
+        return broken
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._broken() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """A failure that a second run did not repeat is a mistake to find: it is shown as any other is."""
+        for report in self.run_again:
+            terminalreporter.section(f"{report.nodeid} was run again after this", yellow=True)
+            terminalreporter.write_line(report.longreprtext)
+            for name, text in report.sections:
+                terminalreporter.section(name, "-")
+                terminalreporter.write_line(text)
+        for line in self._broken():
+            terminalreporter.write_line(line, red=True)
+        if self.deselected:
+            parts = [f"{count} tests {why}" for why, count in self.deselected.items()]
+            terminalreporter.write_line("deselected: " + "; ".join(parts))

@@ -1,0 +1,104 @@
+"""Runs of the tests that have a seed and an end: each in a run of pytest inside this one."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.bounded import rotated
+
+pytest_plugins = ["pytester"]
+
+SUITE = """
+import random, time
+import pytest
+
+@pytest.fixture(scope="module")
+def shared():
+    yield
+    print("given back")
+
+def test_draws(shared): print("drew", random.random())
+def test_other(shared): pass
+@pytest.mark.slow
+def test_slow(shared): pass
+@pytest.mark.slow(minutes=10)
+def test_slower(shared): pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NIGHT_UNTIL", "SEED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
+    pytester.makepyfile(SUITE)
+    pytester.makeini("[pytest]\nmarkers = slow")
+    return pytester.runpytest_inprocess("-p", "tests.bounded", "-p", "no:timeout", "-v", "-s", *args)
+
+
+def order(done: pytest.RunResult) -> list[str]:
+    return re.findall(r"::test_(\w+)", done.stdout.str())
+
+
+def test_without_settings_nothing_changes(pytester: pytest.Pytester) -> None:
+    done = run(pytester)
+    done.assert_outcomes(passed=4)
+    assert order(done) == ["draws", "other", "slow", "slower"]
+    assert "seed" not in done.stdout.str()
+
+
+def test_slow_tests_are_first_and_a_seed_says_with_which_each_kind_begins(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIGHT_UNTIL", str(time.monotonic() + 3600))
+    orders = []
+    for seed in range(8):
+        monkeypatch.setenv("SEED", str(seed))
+        done = run(pytester)
+        done.assert_outcomes(passed=4)
+        found = order(done)
+        assert {*found[:2]} == {"slow", "slower"}
+        orders.append(found)
+    assert {found[0] for found in orders} == {"slow", "slower"}
+    assert {found[2] for found in orders} == {"draws", "other"}
+
+
+@pytest.mark.parametrize(
+    ("minutes", "expected"), [(60, 4), (5, 3), (1, 2), (0.1, 0)], ids=["all", "not the slower", "no slow ones", "none"]
+)
+def test_what_would_not_end_in_time_is_left(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, minutes: float, expected: int
+) -> None:
+    monkeypatch.setenv("NIGHT_UNTIL", str(time.monotonic() + 60 * minutes))
+    done = run(pytester)
+    done.assert_outcomes(passed=expected)
+    assert done.ret == 0
+    done.stdout.fnmatch_lines([f"left for want of time: {4 - expected} tests"])
+    assert done.stdout.str().count("given back") == (1 if expected else 0)
+
+
+def test_a_seed_is_printed_and_repeats_what_a_test_draws(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(*args: str) -> str:
+        done = run(pytester, *args)
+        (found,) = re.findall(r"drew (\S+)", done.stdout.str())
+        return found
+
+    monkeypatch.setenv("SEED", "7")
+    run(pytester).stdout.fnmatch_lines(["seed 7 (SEED=7 repeats it)"])
+    assert drawn() == drawn("-k", "draws")
+    first = drawn()
+    monkeypatch.setenv("SEED", "8")
+    assert drawn() != first
+
+
+def test_rotated() -> None:
+    assert rotated([], "1") == []
+    found = {tuple(rotated("abc", str(seed))) for seed in range(50)}
+    assert found == {("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")}

@@ -1,0 +1,145 @@
+"""Second runs, tests that cannot run here, and skips: each in a run of pytest inside this one."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests import policy
+
+pytest_plugins = ["pytester"]
+
+# Fails in its first run.
+FLAKY = """
+import pytest
+@pytest.mark.processes
+@pytest.mark.parametrize("i", range({count}))
+def test_it(i, tmp_path_factory):
+    been = tmp_path_factory.getbasetemp() / str(i)
+    if not been.exists():
+        been.touch()
+        {failure}
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CI", "RERUNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(pytester: pytest.Pytester, text: str) -> pytest.RunResult:
+    pytester.makepyfile(text)
+    # This run's own limit on time stays in force.
+    return pytester.runpytest_inprocess("-p", "tests.policy", "-p", "no:timeout", "--strict-markers")
+
+
+def outcomes(done: pytest.RunResult) -> dict[str, int]:
+    return done.parseoutcomes()
+
+
+def flaky(count: int = 1, failure: str = "assert False, 'too early'") -> str:
+    return FLAKY.format(count=count, failure=failure)
+
+
+def test_a_test_with_processes_has_a_second_run_that_is_recorded(pytester: pytest.Pytester) -> None:
+    done = run(pytester, flaky())
+    assert done.ret == 0
+    assert outcomes(done) == {"passed": 1, "rerun": 1}
+    done.stdout.fnmatch_lines(["*test_it?0? was run again after this*", "*AssertionError: too early*"])
+    (line,) = (pytester.path / "build" / "test" / "flaky.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["test"].endswith("::test_it[0]") and "too early" in record["failure"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]+\+00:00", record["date"])
+
+
+def test_more_than_one_second_run_fails_the_run(pytester: pytest.Pytester) -> None:
+    done = run(pytester, flaky(count=2))
+    assert outcomes(done) == {"passed": 2, "rerun": 2}
+    assert done.ret == 1
+    done.stdout.fnmatch_lines(["2 tests needed a second run, and more than one is a failure"])
+
+
+def test_all_tests_of_the_folder_for_processes_have_it_and_no_others(pytester: pytest.Pytester) -> None:
+    for folder in ("process", "integration"):
+        path = pytester.path / "tests" / folder / f"test_{folder}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(flaky().replace("@pytest.mark.processes", "").replace("str(i)", f"{folder!r}"))
+    done = run(pytester, "")
+    assert outcomes(done) == {"passed": 1, "failed": 1, "rerun": 1}
+    done.stdout.fnmatch_lines(["FAILED tests/integration/*"])
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "pytest.fail('Timeout (>300.0s) from pytest-timeout.')",
+        "raise AssertionError('60 s passed before: the group trains')",
+        "raise TimeoutError('quorum: no answer')",
+        "import subprocess; raise subprocess.TimeoutExpired('make', 3)",
+        "raise RuntimeError('allreduce timed out after 5 s')",
+    ],
+)
+def test_a_timeout_has_no_second_run(pytester: pytest.Pytester, failure: str) -> None:
+    done = run(pytester, flaky(failure=failure))
+    assert outcomes(done) == {"failed": 1}
+
+
+def test_a_log_that_speaks_of_timeouts_is_none(pytester: pytest.Pytester) -> None:
+    done = run(pytester, flaky(failure=r"raise RuntimeError('group 1 ended with 1\nlog:\nTimeoutError: timed out')"))
+    assert outcomes(done) == {"passed": 1, "rerun": 1}
+
+
+def test_reruns_can_be_switched_off(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RERUNS", "0")
+    assert outcomes(run(pytester, flaky())) == {"failed": 1}
+
+
+def test_what_cannot_run_here_is_left_out_in_one_line(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setitem(policy.NEEDS, "device", ("a CUDA device", lambda: "none answers"))
+    monkeypatch.setitem(policy.NEEDS, "hosts", ("network namespaces", lambda: None))
+    done = run(
+        pytester,
+        """
+        import pytest
+        @pytest.mark.device
+        @pytest.mark.parametrize("i", range(3))
+        def test_device(i): assert False
+        @pytest.mark.hosts
+        def test_hosts(): pass
+        """,
+    )
+    assert done.ret == 0
+    assert outcomes(done) == {"passed": 1, "deselected": 3}
+    done.stdout.fnmatch_lines(["deselected: 3 tests need a CUDA device (none answers)"])
+
+
+SKIPS = """
+import pytest
+def test_skips(): pytest.skip("no such tool")
+@pytest.mark.skipif(True, reason="another system")
+def test_marked(): pass
+@pytest.mark.xfail
+def test_fails(): assert False
+"""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_any_other_skip_fails_the_run_of_ci(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    if strict:
+        monkeypatch.setenv("CI", "true")
+    pytester.makepyfile(test_module="import pytest; pytest.skip('not on this host', allow_module_level=True)")
+    done = run(pytester, SKIPS)
+    assert outcomes(done) == {"skipped": 3, "xfailed": 1}
+    assert done.ret == (1 if strict else 0)
+    if strict:
+        done.stdout.fnmatch_lines_random(
+            ["skipped under CI=true:", "*no such tool*", "*another system*", "*not on this host*"]
+        )

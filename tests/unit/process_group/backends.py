@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, TCPStore
@@ -66,6 +67,7 @@ class Backend:
     Attributes:
         make: given a store and a rank.
         swallows: whether a failed allreduce does not raise.
+        wraps: whether another group, which runs the suite itself, does the work.
         checked: whether it has TORCHFT_CHECK_COLLECTIVES.
         missing: why it cannot run here.
     """
@@ -76,6 +78,7 @@ class Backend:
     device: str = "cpu"
     reduces_and_scatters: bool = NATIVE  # since PyTorch 2.14
     swallows: bool = False
+    wraps: bool = False
     native: bool = False
     checked: bool = True
     missing: Optional[str] = None
@@ -86,25 +89,49 @@ class Backend:
 
 _NO_NATIVE = None if NATIVE else "needs PyTorch >= 2.14, whose groups can be reconfigured"
 # NCCL refuses two ranks on one GPU.
-_NCCL: dict[str, Any] = dict(
-    world_size=1,
-    device="cuda",
-    reduces_and_scatters=True,
-    missing=None if torch.cuda.is_available() else "needs a GPU",
-)
+_NCCL: dict[str, Any] = dict(world_size=1, device="cuda", reduces_and_scatters=True)
 
 BACKENDS = [
     Backend("gloo", lambda store, rank: gloo()),
     Backend("baby_gloo", lambda store, rank: ProcessGroupBabyGloo(timeout=TIMEOUT)),
     Backend("native", lambda store, rank: ProcessGroupWrapper(pg=native(store, rank)), native=True, missing=_NO_NATIVE),
-    Backend("wrapper", lambda store, rank: ProcessGroupWrapper(pg=gloo())),
-    Backend("managed", lambda store, rank: managed(gloo())),
-    Backend("managed_native", lambda store, rank: managed(native(store, rank)), native=True, missing=_NO_NATIVE),
-    Backend("error_swallowing", lambda store, rank: ErrorSwallowingProcessGroupWrapper(gloo()), swallows=True),
-    Backend("fake", lambda store, rank: FakeProcessGroupWrapper(gloo())),
+    Backend("wrapper", lambda store, rank: ProcessGroupWrapper(pg=gloo()), wraps=True),
+    Backend("managed", lambda store, rank: managed(gloo()), wraps=True),
+    Backend(
+        "managed_native",
+        lambda store, rank: managed(native(store, rank)),
+        native=True,
+        wraps=True,
+        missing=_NO_NATIVE,
+    ),
+    Backend(
+        "error_swallowing", lambda store, rank: ErrorSwallowingProcessGroupWrapper(gloo()), swallows=True, wraps=True
+    ),
+    Backend("fake", lambda store, rank: FakeProcessGroupWrapper(gloo()), wraps=True),
     Backend(
         "dummy", lambda store, rank: ProcessGroupDummy(0, 1), world_size=1, reduces_and_scatters=True, checked=False
     ),
     Backend("nccl", lambda store, rank: ProcessGroupNCCL(timeout=TIMEOUT), **_NCCL),
     Backend("baby_nccl", lambda store, rank: ProcessGroupBabyNCCL(timeout=TIMEOUT), checked=False, **_NCCL),
 ]
+
+
+def backends(*, alone: bool = True, native: bool = True, wrappers: Sequence[str] | None = None) -> list[Any]:
+    """The groups that a test is for, as parameters of it.
+
+    Args:
+        alone: whether it is for those of one rank, too.
+        native: whether it is for native ones, too.
+        wrappers: those that can break what the test looks at; with the others it is slow. None: all.
+    """
+    found = []
+    for backend in BACKENDS:
+        if (backend.world_size == 1 and not alone) or (backend.native and not native):
+            continue
+        marks = []
+        if backend.device == "cuda":
+            marks.append(pytest.mark.device)
+        if backend.wraps and wrappers is not None and backend.name not in wrappers:
+            marks.append(pytest.mark.slow)  # the group in it has the same test
+        found.append(pytest.param(backend, id=backend.name, marks=marks))
+    return found

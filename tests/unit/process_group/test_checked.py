@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -19,16 +19,20 @@ from torch.distributed.distributed_c10d import (
     GatherOptions,
 )
 
-from tests.unit.process_group.backends import BACKENDS, Backend
+from tests.unit.process_group.backends import Backend, backends
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, on_ranks
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 from torchft.process_group.checked import CHECK_COLLECTIVES, Checker, describe, enabled, first_difference
 
-CHECKED = [
-    backend
-    for backend in BACKENDS
-    if backend.checked and not backend.swallows and backend.missing is None and backend.world_size > 1
-]
+
+def checked(wrappers: Sequence[str] | None = None) -> list[Any]:
+    """The groups that a test is for, as parameters of it."""
+    found = []
+    for param in backends(alone=False, wrappers=wrappers):
+        (backend,) = param.values
+        if backend.checked and not backend.swallows and backend.missing is None:
+            found.append(param)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +40,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_COLLECTIVES, "1")
 
 
-@pytest.fixture(params=CHECKED, ids=str)
+@pytest.fixture(params=checked())
 def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[ProcessGroup]]:
     backend: Backend = request.param
     groups = [backend.make(store, rank) for rank in range(backend.world_size)]
@@ -84,8 +88,17 @@ DIFFERENCES: dict[str, tuple[Call, Call, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_the_first_collective_that_differs_is_named_on_all_ranks(groups: list[ProcessGroup], what: str) -> None:
+def test_a_collective_that_differs_is_named_on_all_ranks(groups: list[ProcessGroup]) -> None:
+    check_difference(groups, "operation")
+
+
+@pytest.mark.parametrize("groups", checked(wrappers=()), indirect=True)
+@pytest.mark.parametrize("what", [what for what in DIFFERENCES if what != "operation"])
+def test_all_of_a_collective_is_compared(groups: list[ProcessGroup], what: str) -> None:
+    check_difference(groups, what)
+
+
+def check_difference(groups: list[ProcessGroup], what: str) -> None:
     right, wrong, named = DIFFERENCES[what]
     on_ranks(len(groups), lambda rank: groups[rank].barrier(BarrierOptions()).wait())
 

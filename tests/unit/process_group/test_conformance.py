@@ -1,6 +1,7 @@
 """What every group must do; `backends` says which groups there are.
 
-The peers are made once per backend and used by all tests that leave them whole.
+The peers are made once per backend and used by all tests that leave them whole. A wrapper has all tests of what it does
+itself; those of how the group in it moves and reduces tensors are slow for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from tests.unit.process_group.backends import BACKENDS, Backend
+from tests.unit.process_group.backends import Backend, backends
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroup, create_store_client
 
@@ -56,7 +57,7 @@ class Peers:
             group.shutdown()
 
 
-@pytest.fixture(scope="module", params=BACKENDS, ids=str)
+@pytest.fixture(scope="module", params=backends())
 def peers(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
     peers = Peers(request.param, store)
     peers.connect()
@@ -64,12 +65,17 @@ def peers(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
     peers.shutdown()
 
 
-@pytest.fixture(params=BACKENDS, ids=str)
+@pytest.fixture(params=backends())
 def fresh(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
     """Peers that a test may break; not connected."""
     peers = Peers(request.param, store)
     yield peers
     peers.shutdown()
+
+
+def runs_with(fixture: str, **which: Any) -> pytest.MarkDecorator:
+    """What a test is for, where that is not every group: see `backends`."""
+    return pytest.mark.parametrize(fixture, backends(**which), indirect=True)
 
 
 def values(rank: int, shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -137,6 +143,7 @@ def test_allreduce(peers: Peers, how: str, bare: bool) -> None:
     peers.run(call)
 
 
+@runs_with("peers", wrappers=())
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8])
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4), (10_000,)], ids=str)
 def test_allreduce_of_all_kinds(peers: Peers, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -203,6 +210,7 @@ def test_alltoall_base(peers: Peers) -> None:
     peers.run(call)
 
 
+@runs_with("peers", wrappers=())
 def test_alltoall_base_of_unequal_slices(peers: Peers) -> None:
     """Rank r gets r + 1 elements from everybody."""
     sizes = [r + 1 for r in range(peers.n)]
@@ -234,11 +242,10 @@ def test_broadcast(peers: Peers) -> None:
 SHAPES = [(1,), (3, 5), (2, 3, 4), (10_000,), (0,)]
 
 
+@runs_with("peers", alone=False, wrappers=())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 def test_what_moves_tensors_moves_all_kinds(peers: Peers, dtype: torch.dtype) -> None:
     """Against plain copies."""
-    if peers.n == 1:
-        pytest.skip("one rank has nothing to move")
 
     def call(group: Any, rank: int) -> None:
         for shape in SHAPES:
@@ -268,10 +275,9 @@ def test_barrier(peers: Peers) -> None:
     peers.run(lambda group, rank: group.barrier(BarrierOptions()).wait())
 
 
+@runs_with("peers", alone=False)
 def test_send_and_recv(peers: Peers) -> None:
     """A ring, in both directions at once, told apart by the tag."""
-    if peers.n == 1:
-        pytest.skip("one rank has nobody to send to")
 
     def call(group: ProcessGroup, rank: int) -> None:
         after, before = (rank + 1) % peers.n, (rank - 1) % peers.n
@@ -311,10 +317,8 @@ def test_reduce_scatter(peers: Peers) -> None:
     peers.run(call)
 
 
+@runs_with("peers", alone=False)  # a dummy has only torchft's operations
 def test_what_pytorch_calls_besides(peers: Peers) -> None:
-    if peers.n == 1:
-        pytest.skip("a dummy has only torchft's operations")
-
     def call(group: Any, rank: int) -> None:
         everything = [values(r) for r in range(peers.n)]
 
@@ -343,10 +347,9 @@ def test_what_pytorch_calls_besides(peers: Peers) -> None:
 # Order
 
 
+@runs_with("peers", alone=False, wrappers=())
 def test_two_threads_use_a_group(peers: Peers) -> None:
     """Each for itself: collectives need one order on all ranks, so they are started under a lock."""
-    if peers.n == 1:
-        pytest.skip("one rank has nobody to send to")
 
     def call(group: ProcessGroup, rank: int) -> None:
         def ring(tag: int) -> None:
@@ -369,6 +372,7 @@ def test_two_threads_use_a_group(peers: Peers) -> None:
     peers.run(call)
 
 
+@runs_with("peers", wrappers=())
 def test_several_operations_in_flight(peers: Peers) -> None:
     def call(group: ProcessGroup, rank: int) -> None:
         tensors = [values(rank) * i for i in range(20)]
@@ -400,6 +404,7 @@ def check(group: ProcessGroup, rank: int, n: int) -> None:
     assert tensor.item() == 2.0**n - 1
 
 
+@runs_with("fresh", wrappers=())
 def test_fewer_and_more_and_other_ranks(fresh: Peers) -> None:
     for members in ([0, 1, 2], [2, 0], [1, 2, 0], [1], [0, 1]):
         groups = [fresh.groups[m] for m in members if m < fresh.n]
@@ -409,9 +414,8 @@ def test_fewer_and_more_and_other_ranks(fresh: Peers) -> None:
         on_ranks(len(groups), lambda rank, groups=groups: check(groups[rank], rank, len(groups)))
 
 
+@runs_with("fresh", native=False)  # a native group has none
 def test_configure(fresh: Peers) -> None:
-    if fresh.backend.native:
-        pytest.skip("a native group has no configure")
     for _ in range(2):
         where = meeting(fresh.store)
         fresh.run(
@@ -420,9 +424,8 @@ def test_configure(fresh: Peers) -> None:
         fresh.run(lambda group, rank: check(group, rank, fresh.n))
 
 
+@runs_with("fresh", native=False)  # a native group has a new handle for every set of peers
 def test_the_handle_stays(fresh: Peers) -> None:
-    if fresh.backend.native:
-        pytest.skip("a native group has a new handle for every set of peers")
     group = fresh.groups[0]
     group.set_rank_info("replica", 0, 1, 3)
     handle = group.get_reconfigure_handle()
@@ -447,10 +450,9 @@ def test_shutdown_and_abort_at_any_time(fresh: Peers) -> None:
     fresh.run(lambda group, rank: check(group, rank, fresh.n))
 
 
+@runs_with("peers", alone=False)  # one that does nothing refuses nothing
 def test_what_is_not_supported_is_named_at_once_on_every_rank(peers: Peers) -> None:
     """And what is in flight, before it and after it, is not touched."""
-    if peers.n == 1:
-        pytest.skip("nothing is refused by one that does nothing")
 
     def call(group: ProcessGroup, rank: int) -> str:
         before, after = values(rank), values(rank)
@@ -497,10 +499,23 @@ MISTAKES: dict[str, Callable[[Any, int], Work]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+# Of these a wrapper could make something else.
+FORWARDED = ["too few outputs", "bits of floats"]
+
+
+@runs_with("peers", alone=False)
+@pytest.mark.parametrize("mistake", FORWARDED)
+def test_what_pytorch_says_of_a_mistake_in_a_call(peers: Peers, mistake: str) -> None:
+    _says_what_pytorch_says(peers, mistake)
+
+
+@runs_with("peers", alone=False, wrappers=())
+@pytest.mark.parametrize("mistake", [mistake for mistake in MISTAKES if mistake not in FORWARDED])
 def test_what_pytorch_says_of_a_mistake(peers: Peers, mistake: str) -> None:
-    if peers.n == 1:
-        pytest.skip("nothing is refused by one that does nothing")
+    _says_what_pytorch_says(peers, mistake)
+
+
+def _says_what_pytorch_says(peers: Peers, mistake: str) -> None:
     plain = _plain_group(peers.store)
 
     def said(group: Any) -> str:
@@ -541,9 +556,8 @@ def _plain_group(store: TCPStore) -> dist.ProcessGroup:
     return _plain[0]
 
 
+@runs_with("fresh", alone=False, native=False)  # a native group belongs to its maker, a dummy does nothing
 def test_calls_after_shutdown(fresh: Peers) -> None:
-    if fresh.backend.native or fresh.n == 1:
-        pytest.skip("belongs to whoever made it, or does nothing")
     fresh.connect()
     for group in fresh.groups:
         group.shutdown()
@@ -555,9 +569,8 @@ def test_calls_after_shutdown(fresh: Peers) -> None:
     fresh.run(lambda group, rank: check(group, rank, fresh.n))
 
 
+@runs_with("fresh", alone=False, wrappers=("managed", "error_swallowing"))
 def test_a_peer_that_leaves_is_an_error_for_the_rest(fresh: Peers) -> None:
-    if fresh.n == 1:
-        pytest.skip("one rank has no peer")
     fresh.connect()
     gone = fresh.groups[2]
     works = [fresh.groups[rank].broadcast_one(values(rank), 2) for rank in (0, 1)]
@@ -569,10 +582,9 @@ def test_a_peer_that_leaves_is_an_error_for_the_rest(fresh: Peers) -> None:
     on_ranks(2, lambda rank: check(fresh.groups[rank], rank, 2))
 
 
+@runs_with("fresh", alone=False)
 def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
     """Here and at the peers; new peers make the group whole."""
-    if fresh.n == 1:
-        pytest.skip("one rank has nobody to wait for")
     fresh.connect()
     # Rank 1 waits for rank 0, whose connection breaks; for rank 2 it would wait on.
     pending = [fresh.groups[rank].recv([values(rank)], source, 0) for rank, source in ((0, 2), (1, 0))]
@@ -587,10 +599,9 @@ def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
     assert fresh.groups[0].errored() is None
 
 
+@runs_with("fresh", alone=False, wrappers=("managed",))
 def test_timeouts(fresh: Peers) -> None:
     """Of the group, of one operation's options, and of one wait; the peers stay away each time."""
-    if fresh.n == 1:
-        pytest.skip("one rank has nobody to wait for")
     short = timedelta(milliseconds=100)
 
     def of_the_group(group: ProcessGroup) -> None:
@@ -610,18 +621,18 @@ def test_timeouts(fresh: Peers) -> None:
         with pytest.raises(RuntimeError, match=r"(?i)time"):
             wait(fresh.groups[0])
 
-    # It holds for the next peers too. (A native group's receive keeps the deadline it was made with.)
-    if fresh.backend.native:
-        return
+
+# A native group's receive keeps the deadline it was made with.
+@runs_with("fresh", alone=False, native=False, wrappers=())
+def test_a_timeout_holds_for_the_next_peers_too(fresh: Peers) -> None:
     fresh.groups[0].set_timeout(timedelta(seconds=2))  # it connects within that, too: with a lost question to DNS, 1 s
     fresh.connect()
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         fresh.groups[0].recv([torch.zeros(1)], 1, 0).wait()
 
 
+@runs_with("fresh", alone=False)
 @pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), 5], ids=str)
 def test_a_bad_timeout_is_named(fresh: Peers, timeout: Any) -> None:
-    if fresh.n == 1:
-        pytest.skip("a dummy waits for nobody")
     with pytest.raises(ValueError, match="a timedelta above zero is needed"):
         fresh.groups[0].set_timeout(timeout)

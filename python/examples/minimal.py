@@ -14,9 +14,15 @@ from torchft.process_group import ProcessGroupGloo
 net = torch.nn.Linear(2, 1)
 adam = torch.optim.Adam(net.parameters(), lr=0.01)
 
+
+def load_state_dict(state):
+    net.load_state_dict(state["net"])
+    adam.load_state_dict(state["adam"])
+
+
 manager = Manager(
     pg=ProcessGroupGloo(),
-    load_state_dict=lambda state: (net.load_state_dict(state["net"]), adam.load_state_dict(state["adam"])),
+    load_state_dict=load_state_dict,
     state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
     min_replica_size=1,
 )

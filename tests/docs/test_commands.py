@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT, SHELLS, Block, Command, block_commands, blocks, commands, documents, indented_commands
+from hosts import Hosts
 from processes import free_port, processes_of
 from programs import check
-from test_hosts import namespaces
 
 from torchft.launch import process_tree
 
@@ -97,8 +97,6 @@ def section(document: str, heading: str) -> list[str]:
 
 def needs(*programs: str) -> None:
     missing = [program for program in programs if shutil.which(program) is None]
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"{missing} not found")
     if missing:
         pytest.skip(f"the page's commands need {missing}")
 
@@ -158,6 +156,7 @@ def ends(folder: Path) -> list[dict[str, object]]:
     return [json.loads(lines[-1]) for lines in logs]
 
 
+@pytest.mark.slow  # the commands are those of test_train_ddp.py
 @pytest.mark.timeout(280)
 def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
     """A terminal for each command."""
@@ -175,6 +174,7 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
     assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
 
 
+@pytest.mark.slow  # test_torchft_run.py and tests/unit/cli have each of them
 @pytest.mark.timeout(280)
 def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_path: Path) -> None:
     activate, run, look = section("README.md", "Run a job")
@@ -214,6 +214,7 @@ def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_pat
         process_tree.kill_tree(job)
 
 
+@pytest.mark.slow  # test_train_demo.py has Ctrl-C
 @pytest.mark.timeout(280)
 def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Path) -> None:
     """The other group goes on alone, and with the first one again; nothing is left of what a terminal had started."""
@@ -262,6 +263,7 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
             ctrl_c(*each)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(280)
 def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None:
     activate, *_ = section("README.md", "Run a job")
@@ -274,6 +276,7 @@ def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None
     assert first_weights == second_weights and float(first_loss) < 0.01
 
 
+@pytest.mark.slow  # tests/unit/test_security.py has all settings on
 @pytest.mark.timeout(280)
 def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Path) -> None:
     needs("openssl", "curl", "bash")
@@ -294,6 +297,8 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
     assert any(json.loads(line).get("healing") for line in events.splitlines()), events
 
 
+@pytest.mark.hosts
+@pytest.mark.slow  # test_hosts.py has groups on two hosts
 @pytest.mark.timeout(280)
 def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
     """Two groups, and then one group over both hosts: as the page has it but for the address, and without a GPU."""
@@ -301,7 +306,7 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
     settings, look = section("docs/two_hosts.md", "Set the addresses and interfaces")
     groups = section("docs/two_hosts.md", "Start the groups")
     (over_both,) = section("docs/two_hosts.md", "When it hangs")
-    with namespaces(2) as hosts, contextlib.ExitStack() as running:
+    with Hosts(2) as hosts, contextlib.ExitStack() as running:
 
         def start(host: int, script: str) -> subprocess.Popen[bytes]:
             script = (settings + script).replace("10.0.0.1", hosts.addresses[0])
@@ -332,6 +337,7 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
         assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
 
 
+@pytest.mark.slow  # go test ./sim replays histories
 @pytest.mark.timeout(280)
 def test_a_history_is_replayed() -> None:
     needs("go")

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from tests.integration.cluster import Cluster, Gate, Rank, results
+from tests.promises import KILL_S, within
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 
@@ -70,7 +71,7 @@ def die_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, l
 def test_survivors_of_a_silent_death_go_on_at_once(cluster: Cluster, survivors: int) -> None:
     for took, committed, after in die_in_a_step(cluster, survivors):
         assert not committed
-        assert took < DEADLINE.total_seconds() / 3, "0.2 s on an idle machine"
+        assert took < within(KILL_S)
         assert after == [(True, survivors)] * 3
 
 

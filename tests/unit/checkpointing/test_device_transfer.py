@@ -281,7 +281,7 @@ def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
 
 
 def test_a_helper_takes_its_memory_back_while_it_is_copied(make: Any, device: type[Simulated]) -> None:
-    source, helper = make(bandwidth_limit=MB), make()
+    source, helper = make(bandwidth_limit=3 * MB), make()  # time enough for the helper to come
     state = {"w": numbers(16 * BLOCK)}
     source.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
     device.late = 0.05

@@ -52,6 +52,7 @@ def ticket(**changes: Any) -> bytes:
         (ticket() + pack_structure([1 << 90], b"1"), "no memory for a state of"),
     ],
 )
+@pytest.mark.usefixtures("at_once_again")
 def test_a_forged_handshake_is_an_error_that_names_the_source(frames: bytes, error: str) -> None:
     target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
     try:

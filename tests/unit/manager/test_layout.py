@@ -8,11 +8,13 @@ from typing import Any, Callable, Optional
 import pytest
 
 from tests.unit.manager.conftest import Fixture, quorum
+from torchft._manager import layout
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.plan import Plan, Source
 from torchft.process_group import ProcessGroupGloo
 from torchft.process_group.reconfigure import Handle
 
+SHORT = timedelta(milliseconds=100)
 OURS = ["model: weight float32[2]", "model: bias float32[2]"]
 THEIRS = ["model: weight float32[3]", "model: bias float32[2]"]
 
@@ -84,7 +86,7 @@ def test_what_differs_is_named(theirs: Optional[list[str]], said: str) -> None:
         check_layouts(plan([OURS, THEIRS], 0), OURS, new_here=False, read=read)
 
 
-def test_the_lines_are_in_the_store_of_the_group() -> None:
+def test_the_lines_are_in_the_store_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     pg = ProcessGroupGloo(timeout=timedelta(seconds=10))
     before = pg.get_reconfigure_handle()
     assert "layout" not in before
@@ -93,6 +95,7 @@ def test_the_lines_are_in_the_store_of_the_group() -> None:
     assert peer.id == Handle.decode(before).id
     assert read_layout(peer) == OURS
     pg.shutdown()
+    monkeypatch.setattr(layout, "_FETCH_TIMEOUT", SHORT)
     assert read_layout(Handle(id="gone", store="localhost:1", layout="x")) is None
 
 
@@ -108,6 +111,13 @@ def differing(me: int) -> Any:
     )
 
 
+@pytest.fixture
+def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading what a peer announces, whose store is not there."""
+    monkeypatch.setattr(layout, "_FETCH_TIMEOUT", SHORT)
+
+
+@pytest.mark.usefixtures("soon_given_up")
 def test_a_group_that_fits_loses_the_step_and_is_not_connected(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     manager.register_layout("model", [line.removeprefix("model: ") for line in OURS])
@@ -119,6 +129,7 @@ def test_a_group_that_fits_loses_the_step_and_is_not_connected(fixture: Fixture)
     assert not manager.should_commit() and fixture.votes() == [False]
 
 
+@pytest.mark.usefixtures("soon_given_up")
 def test_a_group_that_does_not_fit_is_told_by_start_quorum(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     manager.register_layout("model", [line.removeprefix("model: ") for line in THEIRS])

@@ -24,6 +24,7 @@ from torch.distributed import ReduceOp, Store, TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
+from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import (
     ProcessGroup,
@@ -35,8 +36,10 @@ from torchft.process_group import (
 )
 from torchft.process_group._connections import Connections, _listening, _raw
 
-# What "at once" means on a loaded machine; the operations would otherwise wait for TIMEOUT.
-SOON = 10.0
+# What an abort promises; the operations would otherwise wait for TIMEOUT.
+SOON = within(ABORT_S)
+# For what nothing is promised.
+DEADLINE_S = 10.0
 
 
 def gloo() -> ProcessGroupGloo:
@@ -136,6 +139,7 @@ def peer(store: TCPStore) -> Iterator[Peer]:
     peer.close()
 
 
+@pytest.mark.processes
 def test_a_dead_peer_is_an_error_at_once(peer: Peer) -> None:
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     fut = work.get_future()
@@ -150,6 +154,7 @@ def test_a_dead_peer_is_an_error_at_once(peer: Peer) -> None:
     assert time.monotonic() - started < SOON
 
 
+@pytest.mark.processes
 def test_a_silent_peer_holds_up_nobody_after_an_abort(peer: Peer, store: TCPStore) -> None:
     peer.signal(signal.SIGSTOP)
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
@@ -185,6 +190,7 @@ def test_a_silent_peer_holds_up_nobody_after_an_abort(peer: Peer, store: TCPStor
     assert time.monotonic() - started < SOON + 5  # a lost question to the name server
 
 
+@pytest.mark.processes
 def test_new_peers_end_what_is_in_flight(peer: Peer, store: TCPStore) -> None:
     """Without an abort: the caller of configure does not wait, and the old operation ends."""
     peer.signal(signal.SIGSTOP)
@@ -211,6 +217,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.processes
 def test_the_end_of_the_process_waits_for_no_operation(store: TCPStore) -> None:
     leavers = []
     for how in ("shutdown", "just leaves"):
@@ -444,9 +451,9 @@ def test_whoever_drains_waits_for_the_real_end(store: TCPStore) -> None:
     assert isinstance(guarded, _operations._GuardedWork)
     assert not guarded.drain(timedelta(milliseconds=5))
     with ThreadPoolExecutor(1) as threads:
-        drained = threads.submit(guarded.drain, timedelta(seconds=SOON))
+        drained = threads.submit(guarded.drain, timedelta(seconds=DEADLINE_S))
         work.over = True
-        assert drained.result(SOON)
+        assert drained.result(DEADLINE_S)
     groups[1].shutdown()
 
 
@@ -467,7 +474,7 @@ def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch
         if "all peers" not in str(result):  # this process holds both ends: the abort may have cut others, too
             assert not receiving.done()
             groups[1].send([torch.ones(1)], 0, 0).wait()
-            assert receiving.result(SOON)
+            assert receiving.result(DEADLINE_S)
     for group in groups:
         group.shutdown()
 
@@ -515,7 +522,7 @@ def test_the_thread_that_watches_futures_ends(store: TCPStore, monkeypatch: pyte
     group.allreduce([torch.ones(1)], ReduceOp.SUM).get_future().wait()
     watcher = _operations._watcher
     assert watcher is not None
-    watcher.join(SOON)
+    watcher.join(DEADLINE_S)
     assert not watcher.is_alive()
     group.shutdown()
 
@@ -558,10 +565,10 @@ def descriptors() -> int:
 
 def settle() -> None:
     """Waits for the threads that old peers leave behind for a moment."""
-    assert _reaper.drain(SOON)
+    assert _reaper.drain(DEADLINE_S)
     for thread in threading.enumerate():
         if thread.name == "torchft_quiet":
-            thread.join(SOON)
+            thread.join(DEADLINE_S)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
@@ -586,10 +593,10 @@ def test_a_group_that_takes_long_to_die_holds_up_nobody() -> None:
             end.wait(30)
 
     _reaper.reap([Slow()])
-    assert dying.wait(SOON)
+    assert dying.wait(DEADLINE_S)
     assert not _reaper.drain(0.01)
     end.set()
-    assert _reaper.drain(SOON)
+    assert _reaper.drain(DEADLINE_S)
 
 
 # The rest of the wrapper

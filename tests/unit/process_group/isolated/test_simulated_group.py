@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch.distributed import ReduceOp, TCPStore
 
+from tests.promises import ABORT_S, within
 from tests.unit.process_group.isolated import scenarios, simulated
 from tests.unit.process_group.isolated.simulated import TRAINER, WORKER, Device
 from tests.unit.process_group.isolated.simulated_group import ProcessGroupBabyLate
 from tests.unit.process_group.ranks import TIMEOUT, meeting
 from torchft.futures import future_wait
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def test_whoever_waits_on_the_host_notices_the_workers_end(
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="the worker process died"):
         work.wait()
-    assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
+    assert time.monotonic() - began < within(ABORT_S)
     assert isinstance(group.errored(), RuntimeError)
 
 
@@ -121,7 +124,7 @@ def test_a_wait_on_the_host_has_a_deadline(group: ProcessGroupBabyLate, device: 
     try:
         with pytest.raises(RuntimeError, match="timed out"):
             work.wait(timedelta(milliseconds=50))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < within(0.05)
     finally:
         in_the_end.cancel()
         device.hold(WORKER, False)
@@ -163,7 +166,7 @@ def test_the_memory_of_a_killed_worker_is_given_back(
     assert len(device._blocks) == 1
     began = time.monotonic()
     group.abort()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < within(ABORT_S)
     assert isinstance(group.errored(), RuntimeError)
     del work
     device.wait_for(lambda: not device._blocks)

@@ -21,7 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from forkserver import Forked, ForkServer
 
 HERE = Path(__file__).resolve().parent
 Event = dict[str, Any]
@@ -45,6 +48,8 @@ def ours_path() -> Path:
 # What changes how torchft of either package, its runtime or PyTorch behaves.
 _SETTINGS = ("TORCHFT_", "TORCHELASTIC_", "RUST_", "GODEBUG", "GOGC", "GOMAXPROCS", "GOMEMLIMIT")
 _SETTINGS += ("GRPC_", "OTEL_", "MALLOC_", "OMP_", "MKL_")
+# Of each child: what it prints comes at once, and it leaves processors to the others.
+_CHILD = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
 def clean_environment(path: Path) -> dict[str, str]:
@@ -52,6 +57,14 @@ def clean_environment(path: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
+
+def child_environment(path: Path, env: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a child with the torchft below `path`, and with `env` besides."""
+    return {**clean_environment(path), **_CHILD, **(env or {})}
+
+
+# Tests set it (conftest.py). Benchmarks do not: their children start as those of users do.
+fork_server: ForkServer | None = None
 
 _given_ports: set[int] = set()
 
@@ -89,29 +102,14 @@ class Child:
     """One Python process. Its JSON events are collected in `events`, whatever else it prints goes to its log."""
 
     def __init__(
-        self,
-        name: str,
-        argv: Sequence[str | Path],
-        env: dict[str, str],
-        log: IO[bytes],
-        cwd: str,
-        changed: threading.Condition,
+        self, name: str, process: subprocess.Popen[bytes] | Forked, log: IO[bytes], changed: threading.Condition
     ) -> None:
         self.name = name
         self.events: list[Event] = []
         self.expected_to_live = True
         self._log = log
         self._changed = changed
-        # A session of its own, so that `kill` takes its children too, and Ctrl-C reaches the parent alone.
-        self._process = subprocess.Popen(
-            [str(a) for a in argv],
-            env=env,
-            cwd=cwd,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-        )
+        self._process = process
         self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
         self._reader.start()
 
@@ -184,7 +182,8 @@ class Job:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self._changed = threading.Condition()
-        self._logs = tempfile.TemporaryDirectory(prefix="torchft-job-")
+        # Of the children: where they run, and their logs.
+        self._folder = tempfile.TemporaryDirectory(prefix="torchft-job-")
 
     def __enter__(self) -> Job:
         return self
@@ -194,7 +193,7 @@ class Job:
     ) -> None:
         for child in self.children:
             child.close()
-        self._logs.cleanup()
+        self._folder.cleanup()
 
     def python(
         self,
@@ -205,17 +204,28 @@ class Job:
         env: dict[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> Child:
-        """Start `python SCRIPT ARGS` with the torchft below `path`."""
-        argv = [sys.executable, *options, script, *map(str, args)]
-        return self.start(name, argv, path=path, env=env)
+        """Start `python SCRIPT ARGS` with the torchft below `path`; where there is a fork server, from that."""
+        argv = [str(script), *map(str, args)]
+        full = child_environment(path, env)
+        if fork_server is None or options or not fork_server.can_start(full):
+            return self.start(name, [sys.executable, *options, *argv], path=path, env=env)
+        log = self._log(name)
+        return self._add(name, fork_server.start(argv, full, self._folder.name, log), log)
 
     def start(self, name: str, argv: Sequence[str | Path], *, path: Path, env: dict[str, str] | None = None) -> Child:
-        """Start any command with the torchft below `path`."""
-        full = {**clean_environment(path), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **(env or {})}
-        log = open(Path(self._logs.name) / f"{len(self.children)}-{name}.log", "wb")  # noqa: SIM115 (closed by Child)
-        child = Child(name, argv, full, log, self._logs.name, self._changed)
-        self.children.append(child)
-        return child
+        """Start any command with the torchft below `path`, always as a program of its own."""
+        log = self._log(name)
+        # A session of its own, so that `kill` takes its children too, and Ctrl-C reaches the parent alone.
+        process = subprocess.Popen(
+            [str(a) for a in argv],
+            env=child_environment(path, env),
+            cwd=self._folder.name,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+        return self._add(name, process, log)
 
     def lighthouse(self, path: Path, **options: int) -> tuple[Child, str]:
         """Start a lighthouse of the torchft below `path`; return it and its address."""
@@ -259,6 +269,14 @@ class Job:
             last = "\n".join(json.dumps(e)[:300] for e in child.events[-3:])
             parts.append(f"--- {child.name} ({state})\n{last}\n{child.log_tail(40)}")
         return "\n".join(parts)
+
+    def _log(self, name: str) -> IO[bytes]:
+        return open(Path(self._folder.name) / f"{len(self.children)}-{name}.log", "wb")
+
+    def _add(self, name: str, process: subprocess.Popen[bytes] | Forked, log: IO[bytes]) -> Child:
+        child = Child(name, process, log, self._changed)
+        self.children.append(child)
+        return child
 
     def _check_alive(self, what: str) -> None:
         for child in self.children:

@@ -1,0 +1,219 @@
+"""Children of tests, forked from one process that has PyTorch imported: by itself each would import it for seconds.
+
+    ForkServer                        in the tests: starts that process, and asks it for children
+    python forkserver.py DESCRIPTOR   the process, at the other end of a socket
+
+It imports nothing of torchft: a child gets the one that its PYTHONPATH names, and the Go runtime starts after the fork.
+It has one thread and has not touched a device, which is what makes a fork safe. A child runs its script as Python would
+and ends as Python does. What differs: /proc/PID/cmdline and /proc/PID/environ are those of the server, and all children
+have the same hash seed. `make test-all` therefore starts each child by itself (FORK_SERVER=0), and so do benchmarks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+# What the scripts import of PyTorch, and what takes long below it.
+IMPORTS = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.data",
+)
+# Read while Python starts or PyTorch is imported. A child that differs from the server in one of them starts by itself.
+READ_AT_START = ("CUDA_", "GLIBC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_")
+READ_AT_START += ("PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRITON_")
+# One datagram holds a request: the script, its arguments, folder and environment.
+REQUEST_BYTES = 1 << 18
+START_TIMEOUT_S = 120.0
+# What the server says of a child: its number, and later its exit status.
+STATUS = struct.Struct("ci")
+PID, EXIT = b"p", b"e"
+
+
+class Forked:
+    """A child of the server, as much of it as `subprocess.Popen` has for one."""
+
+    def __init__(self, status: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self.stdin, self.stdout = stdin, stdout
+        self.returncode: int | None = None
+        self._status = status
+        kind, self.pid = self._next()
+        if kind != PID:
+            raise RuntimeError(f"the fork server started no child: {kind!r} {self.pid}")
+
+    def poll(self) -> int | None:
+        if self.returncode is None and _readable(self._status, 0):
+            _, self.returncode = self._next()
+            os.close(self._status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not _readable(self._status, timeout):
+            raise subprocess.TimeoutExpired(["a child of the fork server"], timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def _next(self) -> tuple[bytes, int]:
+        said = os.read(self._status, STATUS.size)
+        # A server that has ended has ended its children.
+        return STATUS.unpack(said) if said else (EXIT, -signal.SIGKILL)
+
+
+class ForkServer:
+    """Starts scripts from a process that has PyTorch imported. Close it to end that process, and the children with it.
+
+    Args:
+        env: the environment of most children. The server starts with it, on first use.
+    """
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._env = {name: value for name, value in env.items() if name != "PYTHONPATH"}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._threads = 0
+
+    def can_start(self, env: dict[str, str]) -> bool:
+        """Whether a child with this environment is the same as one that starts by itself."""
+        read = {name for name in {**env, **self._env} if name.startswith(READ_AT_START)} - {"PYTHONPATH"}
+        return all(env.get(name) == self._env.get(name) for name in read) and self._has_one_thread()
+
+    def start(self, argv: Sequence[str], env: dict[str, str], cwd: str, stderr: IO[bytes]) -> Forked:
+        """Run `python ARGV`, a script and its arguments, in a session of its own, with pipes for stdin and stdout."""
+        request = json.dumps({"argv": list(argv), "env": env, "cwd": cwd}).encode()
+        its_stdin, stdin = os.pipe()
+        stdout, its_stdout = os.pipe()
+        status, its_status = os.pipe()
+        try:
+            socket.send_fds(self._control, [request], [its_stdin, its_stdout, stderr.fileno(), its_status])
+        finally:
+            for descriptor in (its_stdin, its_stdout, its_status):
+                os.close(descriptor)
+        return Forked(status, open(stdin, "wb"), open(stdout, "rb"))
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._control.close()
+            self._process.wait(START_TIMEOUT_S)
+
+    def _has_one_thread(self) -> bool:
+        if self._process is None:
+            self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._control.settimeout(START_TIMEOUT_S)
+            with its:
+                command = [sys.executable, __file__, str(its.fileno())]
+                # A session of its own: Ctrl-C is for the tests.
+                self._process = subprocess.Popen(
+                    command,
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[its.fileno()],
+                    start_new_session=True,
+                )
+            self._threads = int(self._control.recv(16) or 0)
+            if self._threads != 1:
+                print(f"the fork server has {self._threads} threads: children start by themselves", file=sys.stderr)
+        return self._threads == 1
+
+
+def _readable(descriptor: int, timeout: float | None) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else 1000 * timeout))
+
+
+def serve(control: socket.socket) -> dict[str, Any]:
+    """Fork a child for each request until the tests are gone. Returns in the children only, with the request."""
+    for name in IMPORTS:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child does not touch, and so copy, what all share
+    control.send(str(len(os.listdir("/proc/self/task"))).encode())
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    children: dict[int, tuple[int, int]] = {}  # by the descriptor of the process: its number, and where to tell its end
+    while True:
+        for ready, _ in poll.poll():
+            if ready in children:
+                pid, status = children.pop(ready)
+                poll.unregister(ready)
+                _, ended = os.waitpid(pid, 0)
+                _say(status, EXIT, os.waitstatus_to_exitcode(ended))
+                os.close(status)
+                os.close(ready)
+                continue
+            request, given, _, _ = socket.recv_fds(control, REQUEST_BYTES, 4)
+            if not request:
+                for pid, _ in children.values():
+                    os.killpg(pid, signal.SIGKILL)
+                os._exit(0)
+            *standard, status = given
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                for descriptor, (_, other) in children.items():
+                    os.close(descriptor)
+                    os.close(other)
+                become(asked := json.loads(request), standard, status)
+                return asked
+            for descriptor in standard:
+                os.close(descriptor)
+            descriptor = os.pidfd_open(pid)
+            children[descriptor] = pid, status
+            poll.register(descriptor, select.POLLIN)
+
+
+def become(request: dict[str, Any], standard: Sequence[int], status: int) -> None:
+    """Make of a fork what exec would have made: session, descriptors, folder, environment, arguments and path."""
+    os.setsid()
+    # Only now: whoever knows the number may send a signal to the session.
+    _say(status, PID, os.getpid())
+    os.close(status)
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # Made anew: it remembers what kind of file it is.
+    sys.stdin = os.fdopen(0, closefd=False)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])  # also for getenv in C
+    script = request["argv"][0]
+    sys.argv[:] = request["argv"]
+    # The first entry is the folder of this file, where the server was started.
+    sys.path[:1] = [os.path.dirname(script), *filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))]
+    importlib.invalidate_caches()
+    # The last one to run: Python's end collects all that it can, and libraries complain of the rest.
+    atexit.register(gc.unfreeze)
+
+
+def _say(status: int, kind: bytes, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for this child any more
+        os.write(status, STATUS.pack(kind, number))
+
+
+if __name__ == "__main__":
+    script = serve(socket.socket(fileno=int(sys.argv[1])))["argv"][0]
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    # Not runpy, which takes the module away at the end: pickled classes and daemon threads still need it. Nor a
+    # function: this ends as a script ends, with Python's own status, traceback, atexit and threads.
+    exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)

@@ -1,0 +1,157 @@
+"""A child of the fork server is what the same script is as a program of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import processes
+import pytest
+from forkserver import ForkServer
+from processes import Child, Job, JobFailed, child_environment, ours_path
+from published import published_path
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
+
+TELL = """
+import ctypes, json, os, sys
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(json.dumps({
+    "event": "told",
+    "argv": sys.argv,
+    "name": __name__,
+    "file": __file__,
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "path": sys.path,
+    "cwd": os.getcwd(),
+    "environment": dict(os.environ),
+    "in C": getenv(b"SPECIAL").decode(),
+    "session": os.getsid(0) == os.getpid(),
+    "descriptors": sorted(map(int, os.listdir("/proc/self/fd"))),
+    "stdin": sys.stdin.read(),
+}))
+"""
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """Of these tests alone: they run also where FORK_SERVER=0."""
+    server = ForkServer(child_environment(ours_path()))
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["forked", "by itself"])
+def job(server: ForkServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(processes, "fork_server", server if request.param == "forked" else None)
+    with Job() as job:
+        yield job
+
+
+def run(job: Job, folder: Path, text: str, *args: object, path: Path | None = None, **env: str) -> Child:
+    script = folder / "script.py"
+    script.write_text(text)
+    child = job.python("child", script, *args, path=path or ours_path(), env=env)
+    child.expected_to_live = False
+    return child
+
+
+def ended(job: Job, child: Child) -> int:
+    job.wait(lambda: child.returncode is not None, WAIT_S, "it ends")
+    assert child.returncode is not None
+    return child.returncode
+
+
+def test_it_is_given_what_a_program_is_given(job: Job, tmp_path: Path) -> None:
+    child = run(job, tmp_path, TELL, "one", 2, SPECIAL="yes")
+    child._process.stdin.close()  # type: ignore[union-attr]
+    assert ended(job, child) == 0, job.report()
+    (told,) = child.of("told")
+    script = str(tmp_path / "script.py")
+    assert told["argv"] == [script, "one", "2"] and told["file"] == script
+    assert told["name"] == "__main__" and told["main"]
+    assert told["path"][:2] == [str(tmp_path), str(ours_path())] and str(processes.HERE) not in told["path"]
+    assert told["cwd"] == job._folder.name and told["session"] and told["stdin"] == ""
+    assert told["environment"] == child_environment(ours_path(), {"SPECIAL": "yes"}) and told["in C"] == "yes"
+    assert told["descriptors"][:3] == [0, 1, 2] and len(told["descriptors"]) == 4, "and that of the listing"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit('why it ends')", 1, "why it ends"),
+        ("def f():\n    raise ValueError('a mistake')\nf()\n", 1, 'script.py", line 2, in f\n'),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ("import atexit, sys; atexit.register(print, 'at its end', file=sys.stderr)", 0, "at its end"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=[1000], daemon=True).start()", 0, ""),
+        ("import threading\nthreading.Timer(0.1, lambda: open('late', 'w')).start()", 0, ""),
+    ],
+)
+def test_it_ends_as_a_program_ends(job: Job, tmp_path: Path, text: str, status: int, said: str) -> None:
+    child = run(job, tmp_path, text)
+    assert ended(job, child) == status, job.report()
+    assert said in child.log_tail(20)
+    assert Path(job._folder.name, "late").exists() == ("late" in text), "other threads are waited for"
+
+
+def test_it_ends_with_its_parent_and_a_sibling_does_not_hold_its_pipes(job: Job, tmp_path: Path) -> None:
+    reads = "import sys; sys.stdin.read(); print('[]')"
+    first, second = run(job, tmp_path, reads), run(job, tmp_path, reads)
+    first._process.stdin.close()  # type: ignore[union-attr]
+    assert ended(job, first) == 0 and second.returncode is None
+    second.kill()
+    assert second.returncode == -signal.SIGKILL
+
+
+def test_a_kill_takes_its_children_too(job: Job, tmp_path: Path) -> None:
+    text = "import json, subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
+    parent = run(job, tmp_path, text + "print(json.dumps({'event': 'pid', 'pid': child.pid}))\nchild.wait()\n")
+    job.wait(lambda: parent.of("pid"), WAIT_S, "it has a child")
+    pid = parent.of("pid")[0]["pid"]
+    assert os.getsid(pid) == os.getsid(parent.pid) == parent.pid
+    parent.kill()
+    job.wait(lambda: not Path(f"/proc/{pid}").exists() or "Z (zombie)" in state(pid), WAIT_S, "its child ends")
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z (zombie)"
+
+
+def test_published_and_ours_in_two_children(job: Job, tmp_path: Path) -> None:
+    text = "import json, torchft; print(json.dumps({'event': 'torchft', 'file': torchft.__file__}))"
+    paths = [ours_path(), published_path("nightly")]
+    for path in paths:
+        child = run(job, tmp_path, text, path=path)
+        assert ended(job, child) == 0, job.report()
+        assert Path(child.of("torchft")[0]["file"]) == path / "torchft" / "__init__.py"
+
+
+def test_what_is_read_at_the_start_of_a_process_makes_it_start_by_itself(server: ForkServer) -> None:
+    usual = child_environment(ours_path())
+    assert server.can_start(usual)
+    assert server.can_start({**usual, "PYTHONPATH": "/elsewhere", "RANK": "0", "TORCHFT_LOG_LEVEL": "debug"})
+    assert not server.can_start({**usual, "OMP_NUM_THREADS": "2"})
+    assert not server.can_start({**usual, "TORCH_LOGS": "+all"})
+    assert not server.can_start({**usual, "PYTHONHASHSEED": "1"})
+    assert not server.can_start({name: value for name, value in usual.items() if name != "OMP_NUM_THREADS"})
+
+
+def test_a_server_that_is_gone_takes_its_children_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ForkServer(child_environment(ours_path()))
+    monkeypatch.setattr(processes, "fork_server", server)
+    with Job() as job:
+        child = run(job, tmp_path, "import time; time.sleep(1000)")
+        child.expected_to_live = True
+        server.close()
+        with pytest.raises(JobFailed, match="child ended with -9 before: it prints"):
+            job.wait(lambda: child.events, WAIT_S, "it prints")

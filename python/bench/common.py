@@ -17,6 +17,8 @@ from processes import Child, Event, Job, free_port  # noqa: E402 (found through 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 START_TIMEOUT_S = 180
 Progress = Callable[[str], None]
+# Percentiles of fewer samples say nothing.
+FEWEST_SAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,17 @@ class Spread:
         ordered = sorted(samples)
         return Spread(statistics.median(ordered), _quantile(ordered, 0.1), _quantile(ordered, 0.9), len(ordered))
 
-    def text(self, digits: int = 2) -> str:
-        return f"{self.median:.{digits}f} [{self.p10:.{digits}f}, {self.p90:.{digits}f}]"
+    def text(self, digits: int = 2, unit: str = "") -> str:
+        """Return median, 10th and 90th percentile; with too few samples for percentiles, say how many there are."""
+        median = f"{self.median:.{digits}f}"
+        if self.samples == 1:
+            return f"{median}{unit} (one run)"
+        if self.samples < FEWEST_SAMPLES:
+            return f"{median}{unit} ({self.samples} runs)"
+        return f"{median} [{self.p10:.{digits}f}, {self.p90:.{digits}f}]{unit}"
+
+    def scaled(self, factor: float) -> Spread:
+        return Spread(factor * self.median, factor * self.p10, factor * self.p90, self.samples)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

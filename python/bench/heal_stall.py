@@ -1,8 +1,9 @@
-"""What a survivor feels of a joining group: its longest step while another group heals 50 MB, less its median step.
+"""What a survivor feels of a joining group: its longest step while another group heals, less its median step.
 
 One group trains alone; a second one joins, heals the state from it and trains along. Measured from the moment the
 newcomer makes its Manager until both have trained some steps together. Every step is looked at, with none left out.
-Twice: with steps that compute nothing, and with steps that compute for 100 ms as a GPU does (the processor is free).
+For states of 50 MB, 1 GB and 4 GB with steps that compute nothing; for 50 MB, whose transfer a step can hide, also with
+steps that compute for 100 ms as a GPU does (the processor is free).
 """
 
 from __future__ import annotations
@@ -10,49 +11,83 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from common import (
+    FEWEST_SAMPLES,
+    START_TIMEOUT_S,
+    Progress,
+    Side,
+    Spread,
+    Workers,
+    markdown_table,
+    rotated,
+    start_groups,
+    verdict,
+)
 from processes import Job
 
 GOAL_MS = 100.0
-STATE_MB = 50
+STATES_MB = (50, 1000, 4000)
+# Of the larger states only one job at a time fits into the memory of a small machine. Its processes are new each time,
+# as a group that joins is: memory that a process used before is faster.
+LARGE_MB = 1000
 COMPUTE_MS = (0, 100)
 ALONE_S = 3.0
-COMMAND_TIMEOUT_S = 60
+COMMAND_TIMEOUT_S = 120
+
+Row = dict[str, float]
 
 
 def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return, per length of a step, the survivor's stall and the newcomer's time to heal, in milliseconds."""
-    with Job() as job:
-        progress("heal stall: starting 4 processes")
-        jobs: dict[str, tuple[str, Workers, Workers]] = {}
-        for side in (ours, published):
-            # Short, so that the group that left is forgotten before the next round.
-            _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
-            both = start_groups(job, side, 2, 1).children
-            survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
-            survivor.do(START_TIMEOUT_S, do="state", mb=STATE_MB)
-            survivor.do(START_TIMEOUT_S, do="manager", lighthouse=address)
-            jobs[side.name] = address, survivor, newcomer
+    """Return, per size of the state, length of a step and side, the stall and the time to heal, in milliseconds."""
+    result: dict[str, Any] = {}
+    for mb in STATES_MB:
+        number_of_rounds = rounds if mb < LARGE_MB else max(FEWEST_SAMPLES, rounds // 2)
+        lengths = COMPUTE_MS if mb < LARGE_MB else COMPUTE_MS[:1]
+        rows: dict[int, dict[str, list[Row]]] = {ms: {ours.name: [], published.name: []} for ms in lengths}
 
-        result: dict[str, Any] = {}
-        for compute_ms in COMPUTE_MS:
-            rows: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
-            for number in range(rounds):
-                for name in rotated(list(jobs), number):
-                    rows[name].append(_round(job, *jobs[name], compute_ms))
-                progress(
-                    f"heal stall, steps of {compute_ms} ms, round {number + 1}/{rounds}: "
-                    + ", ".join(f"{name} {rows[name][-1]['stall']:.0f} ms" for name in jobs)
-                )
-            result[str(compute_ms)] = {
-                name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]} for name, mine in rows.items()
+        def show(number: int, of: dict[int, dict[str, list[Row]]] = rows, mb: int = mb) -> None:
+            said = [f"{name} {r[-1]['stall']:.0f} ms" for sides in of.values() for name, r in sides.items() if r]
+            progress(f"heal stall, {mb} MB, round {number + 1}: {', '.join(said)}")
+
+        if mb < LARGE_MB:
+            with Job() as job:
+                pairs = {side.name: _start(job, side, mb) for side in (ours, published)}
+                for number in range(number_of_rounds):
+                    for compute_ms in lengths:
+                        for name in rotated(list(pairs), number):
+                            rows[compute_ms][name].append(_round(job, *pairs[name], mb, compute_ms))
+                    show(number)
+        else:
+            for number in range(number_of_rounds):
+                for compute_ms in lengths:
+                    for side in rotated((ours, published), number):
+                        with Job() as job:
+                            rows[compute_ms][side.name].append(_round(job, *_start(job, side, mb), mb, compute_ms))
+                show(number)
+        result[f"{mb} MB"] = {
+            str(compute_ms): {
+                name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]}
+                for name, mine in sides.items()
             }
+            for compute_ms, sides in rows.items()
+        }
     return result
 
 
-def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, compute_ms: float) -> dict[str, float]:
+def _start(job: Job, side: Side, mb: int) -> tuple[str, Workers, Workers]:
+    """Start a job whose first group trains already; return the lighthouse's address, that group, and the other."""
+    # Short, so that the group that left is forgotten before the next round.
+    _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
+    both = start_groups(job, side, 2, 1).children
+    survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
+    survivor.do(START_TIMEOUT_S, do="state", mb=mb)
+    survivor.do(START_TIMEOUT_S, do="manager", lighthouse=address)
+    return address, survivor, newcomer
+
+
+def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, mb: int, compute_ms: float) -> Row:
     child = survivor.children[0]
-    newcomer.do(COMMAND_TIMEOUT_S, do="state", mb=STATE_MB)
+    newcomer.do(COMMAND_TIMEOUT_S, do="state", mb=mb)
     heard = len(child.of("surviving")), len(child.of("survive"))
     child.send(do="survive", compute_ms=compute_ms)
     job.wait(lambda: len(child.of("surviving")) > heard[0], COMMAND_TIMEOUT_S, "the survivor trains")
@@ -84,23 +119,26 @@ def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, compute
 def tables(result: dict[str, Any], ours: str, published: str) -> str:
     """Return the result as Markdown."""
     rows = []
-    for compute_ms, sides in result.items():
-        for name in (ours, published):
-            figures = {key: Spread(**spread) for key, spread in sides[name].items()}
-            stall = figures["stall"]
-            goal = f" (goal <= {GOAL_MS:g}: {verdict(stall.median <= GOAL_MS)})" if name == ours else ""
-            rows.append(
-                [
-                    compute_ms,
-                    name,
-                    figures["median"].text(1),
-                    figures["longest_alone"].text(1),
-                    stall.text(0) + goal,
-                    figures["heal"].text(0),
-                    f"{figures['lost'].median:g}",
-                ]
-            )
+    for state, lengths in result.items():
+        for compute_ms, sides in lengths.items():
+            for name in (ours, published):
+                figures = {key: Spread(**spread) for key, spread in sides[name].items()}
+                stall = figures["stall"]
+                goal = f" (goal <= {GOAL_MS:g}: {verdict(stall.median <= GOAL_MS)})" if name == ours else ""
+                rows.append(
+                    [
+                        state,
+                        compute_ms,
+                        name,
+                        figures["median"].text(1),
+                        figures["longest_alone"].text(1),
+                        stall.text(0) + goal,
+                        figures["heal"].text(0),
+                        f"{figures['lost'].median:g}",
+                    ]
+                )
     head = [
+        "state",
         "compute a step, ms",
         "package",
         "median step, ms",

@@ -29,7 +29,10 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
     """Return, for each case and side: bytes sent, memory beyond the state (both in models), ms in inner steps."""
     samples: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in CASES}
     with Job() as job:
-        _, lighthouse = job.lighthouse(ours.path, min_replicas=2, heartbeat_timeout_ms=1000)
+        lighthouses = {
+            side.name: job.lighthouse(side.path, min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)[1]
+            for side in (ours, published)
+        }
         script = HERE.parents[1] / "python" / "bench" / "local_sgd_worker.py"
 
         def start(side: Side, env: dict[str, str]) -> Workers:
@@ -37,28 +40,29 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
             return Workers(job, [job.python(f"{name}-{g}", script, f"--group={g}", path=path, env=env) for g in (0, 1)])
 
         sides = {side.name: start(side, {}) for side in (ours, published)}
-        # Memory is the same in each round. For these it goes back to the system when it is freed, which costs time.
+        # For these, memory goes back to the system when it is freed, which costs time: they tell the memory alone.
         exact = {side.name: start(side, {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}) for side in (ours, published)}
         everybody = [child for of in (sides, exact) for workers in of.values() for child in workers.children]
         job.wait(lambda: all(c.of("imported") for c in everybody), START_TIMEOUT_S, "all have imported torchft")
-        for number in range(-1, rounds):
+        for number in range(rounds):
             for name, (fragments, settings, stock_can) in CASES.items():
                 for side in rotated((ours, published), number):
                     if side is published and not stock_can:
                         continue
-                    ends = _run(
-                        job,
-                        (exact if number < 0 else sides)[side.name],
-                        lighthouse=lighthouse,
-                        name=f"{side.name}_{name}_{number}".replace(" ", "_"),
-                        fragments=fragments,
-                        layer=LAYER,
-                        syncs=3,
-                        settings=settings,
-                    )
-                    kept = samples[name].setdefault(side.name, {"sent": [], "peak": [], "ms": []})
-                    for figure in ("peak",) if number < 0 else ("sent", "ms"):
-                        kept[figure] += [end[figure] for end in ends]
+                    for workers, figures in ((sides, ("sent", "ms")), (exact, ("peak",))):
+                        ends = _run(
+                            job,
+                            workers[side.name],
+                            lighthouse=lighthouses[side.name],
+                            name=f"{side.name}_{name}_{number}_{figures[0]}".replace(" ", "_"),
+                            fragments=fragments,
+                            layer=LAYER,
+                            syncs=3,
+                            settings=settings,
+                        )
+                        kept = samples[name].setdefault(side.name, {})
+                        for figure in figures:
+                            kept.setdefault(figure, []).extend(end[figure] for end in ends)
             progress(f"local_sgd, round {number + 1}/{rounds}")
     return {
         "rounds": rounds,

@@ -21,7 +21,7 @@ MB_25 = 25 * 2**20 // 4
 SMALL, SMALL_COUNT = 16, 200
 BIG_COUNT = 5
 # The last ones: where nobody notices an abort, it and new peers take half a minute, and may leave something behind.
-SLOW_ROUNDS = 2
+SLOW_ROUNDS = 5
 DISPATCH_GOAL, BIG_GOAL, RECONFIGURE_GOAL_MS, ABORT_GOAL_MS = 1.5, 1.05, 300.0, 100.0
 
 PLAIN = "plain PyTorch"
@@ -133,7 +133,7 @@ def _cell(
     if what not in figures:  # it gave up before
         return ""
     spread = Spread(**figures[what][unit])
-    text = Spread(factor * spread.median, factor * spread.p10, factor * spread.p90, spread.samples).text(digits)
+    text = spread.scaled(factor).text(digits)
     return text if goal is None or not ours else f"{text} (goal <= {goal:g}: {verdict(spread.median <= goal)})"
 
 

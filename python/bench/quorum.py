@@ -162,7 +162,7 @@ def _write(docs: Path, table: str, rows: Sequence[Row], published: str) -> None:
     if begin not in text or end not in text:
         raise SystemExit(f"{page} lacks the markers {begin!r} and {end!r}")
     before, after = text[: text.index(begin)], text[text.index(end) :]
-    where = f"{machine()}; against {published}, {date.today()}. Medians; in brackets the fastest and the slowest round."
+    where = f"{machine()}; against {published}, {date.today()}. Rounds: median [fastest, slowest]; all else: one run."
     page.write_text(f"{before}{begin}\n{where}\n\n{table}\n\n{after}")
     _plot(docs / "scaling.png", rows)
 

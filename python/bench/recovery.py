@@ -33,7 +33,7 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
     for fault in SIGNALS:
         for groups, kind in CASES[fault]:
             rows: dict[str, list[dict[str, float]]] = {ours.name: [], published.name: []}
-            for number in range(rounds if fault == "kill" else 1):  # published holds everybody for 30 s after a stop
+            for number in range(rounds):
                 for side in rotated((ours, published), number):
                     rows[side.name].append(_round(side, fault, groups, kind))
                 progress(

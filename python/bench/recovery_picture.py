@@ -2,7 +2,7 @@
 
     python python/bench/recovery_picture.py docs/recovery-of-one.png
 
-Steps of 100 ms on plain Gloo, the lighthouse's defaults but for its join timeout. The victim gets SIGKILL and is
+Steps of 100 ms on plain Gloo, a join timeout of 10 s, a heartbeat timeout of 1 s. The victim gets SIGKILL and is
 started again at once. Drawn is every committed step of the first group: how many batches all groups trained on in it,
 divided by its time.
 """

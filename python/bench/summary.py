@@ -5,39 +5,55 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from common import markdown_table
+from common import Spread, markdown_table
+
+
+def _spread(digits: int, unit: str, *path: str) -> Callable[[dict[str, Any], str], str]:
+    """Return what reads the figure at this path, in which "SIDE" stands for the side's name."""
+
+    def read(figures: dict[str, Any], side: str) -> str:
+        value: Any = figures
+        for key in path:
+            value = value[side if key == "SIDE" else key]
+        return Spread(**value).text(digits, unit)
+
+    return read
+
+
+def _recovery(case: str) -> Callable[[dict[str, Any], str], str]:
+    return _spread(2, " s", case, "sides", "SIDE", "seconds")
+
 
 # What a line is about, the part that it is of, and how to read one side's figure. What was not measured has no line.
 LINES: list[tuple[str, str, Callable[[dict[str, Any], str], str]]] = [
-    ("a step of one rank that computes nothing", "step", lambda f, s: f"{f['1']['ms'][s]['step']['median']:.2f} ms"),
-    ("the same, four ranks a group", "step", lambda f, s: f"{f['4']['ms'][s]['step']['median']:.2f} ms"),
-    (
-        "throughput of DistributedDataParallel, as a share of plain PyTorch's",
-        "throughput",
-        lambda f, s: f"{f['share_of_plain'][s]['median']:.2f}",
+    ("a step of one rank that computes nothing", "step", _spread(2, " ms", "1", "ms", "SIDE", "step")),
+    ("the same, four ranks a group", "step", _spread(2, " ms", "4", "ms", "SIDE", "step")),
+    *(
+        (
+            "throughput of DistributedDataParallel as a share of plain PyTorch's with the same settings, "
+            f"`gradient_as_bucket_view={views}`",
+            "throughput",
+            _spread(2, "", "gradient_as_bucket_view", views, "SIDE", "share_of_plain"),
+        )
+        for views in ("True", "False")
     ),
+    ("from `kill -9` to the survivor's next commit, two groups", "recovery", _recovery("kill, 2 groups, plain")),
+    ("the same after SIGSTOP", "recovery", _recovery("stop, 2 groups, plain")),
     (
-        "from `kill -9` to the survivor's next commit, two groups",
-        "recovery",
-        lambda f, s: f"{f['kill, 2 groups, plain']['sides'][s]['seconds']['median']:.2f} s",
-    ),
-    (
-        "the same after SIGSTOP",
-        "recovery",
-        lambda f, s: f"{f['stop, 2 groups, plain']['sides'][s]['seconds']['median']:.2f} s",
-    ),
-    (
-        "throughput kept while one of four groups dies every 10 s (join timeout 10 s)",
+        "throughput kept while one of four groups is killed every 10 s (join timeout 10 s)",
         "churn",
-        lambda f, s: f"{f['10'][s]['share']:.2f}",
+        _spread(2, "", "10", "SIDE", "share"),
     ),
-    (
-        "longest step of a survivor while a group of 50 MB joins, beyond the usual",
-        "heal_stall",
-        lambda f, s: f"{f['0'][s]['stall']['median']:.0f} ms",
+    *(
+        (
+            f"longest step of a survivor while a group with {state} of state joins, beyond the median",
+            "heal_stall",
+            _spread(0, " ms", state, "0", "SIDE", "stall"),
+        )
+        for state in ("50 MB", "1000 MB", "4000 MB")
     ),
-    ("start of the lighthouse", "startup", lambda f, s: f"{f['seconds'][s]['median']:.2f} s"),
-    ("its memory then", "startup", lambda f, s: f"{f['mb'][s]['median']:.0f} MB"),
+    ("start of the lighthouse", "startup", _spread(2, " s", "seconds", "SIDE")),
+    ("its memory then", "startup", _spread(0, " MB", "mb", "SIDE")),
 ]
 
 

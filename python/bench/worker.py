@@ -48,9 +48,11 @@ class Worker:
     # Setting up
 
     def do_state(self, mb: int) -> None:
-        """Make the state that heals, in pieces of 1 MB as the parameters of a model are."""
+        """Make the state that heals, in pieces of 1 MB as the parameters of a model are; another one in each group."""
         torch.manual_seed(GROUP)
-        self.state = [torch.randn(250_000) for _ in range(mb)]
+        self.state = []  # two of the larger ones do not fit
+        first = torch.randn(250_000)
+        self.state = [first + i for i in range(mb)]
 
     def do_manager(self, lighthouse: str, kind: str = "plain") -> None:
         from torchft import Manager, ProcessGroupGloo
@@ -119,18 +121,20 @@ class Worker:
 
     # throughput.py
 
-    def do_model(self, plain: bool) -> dict[str, Any]:
+    def do_model(self, plain: bool, settings: dict[str, Any]) -> dict[str, Any]:
         """Wrap a model of 4.7 million parameters in plain or in torchft's DistributedDataParallel."""
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
         torch.manual_seed(0)
         model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(768, 768), nn.ReLU())])
         sgd = optim.SGD(model.parameters(), lr=1e-3)
         if plain:
-            self.model, self.optimizer = nn.parallel.DistributedDataParallel(model), sgd
+            self.model = nn.parallel.DistributedDataParallel(model, **settings)
+            self.optimizer = sgd
         else:
             from torchft import DistributedDataParallel, Optimizer
 
-            self.model, self.optimizer = DistributedDataParallel(self.manager, model), Optimizer(self.manager, sgd)
+            self.model = DistributedDataParallel(self.manager, model, **settings)
+            self.optimizer = Optimizer(self.manager, sgd)
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
     def do_train(self, count: int, batch: int) -> dict[str, Any]:

@@ -1,19 +1,32 @@
-"""The table of docs/comparison.md has what was measured, and is that of benchmarks.json."""
+"""What the documents say of measurements is what was measured."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from documents import ROOT
 
 sys.path.append(str(ROOT / "python" / "bench"))
 
+import common
+import run
 import summary
 
-STEP = {"1": {"ms": {"ours": {"step": {"median": 1.0}}, "theirs": {"step": {"median": 2.5}}}}, "published": "theirs"}
+FIGURES: dict[str, Any] = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
+# A median of so many rounds, unless the row says that it is one run.
+FEWEST_ROUNDS = {"recovery": 10}
+
+
+def spread(median: float) -> dict[str, float]:
+    return vars(common.Spread.of([median] * 5))
+
+
+STEP = {"1": {"ms": {"ours": {"step": spread(1.0)}, "theirs": {"step": spread(2.5)}}}, "published": "theirs"}
 
 
 @pytest.mark.parametrize(
@@ -22,7 +35,10 @@ STEP = {"1": {"ms": {"ours": {"step": {"median": 1.0}}, "theirs": {"step": {"med
         ({}, []),
         (
             {"step": STEP},
-            ["| a step of one rank that computes nothing ([step](benchmarks.md)) | 1.00 ms | 2.50 ms   |"],
+            [
+                "| a step of one rank that computes nothing ([step](benchmarks.md)) "
+                "| 1.00 [1.00, 1.00] ms | 2.50 [2.50, 2.50] ms |"
+            ],
         ),
     ],
 )
@@ -30,15 +46,56 @@ def test_a_line_a_figure(figures: dict[str, object], lines: list[str]) -> None:
     assert summary.table(figures, "ours").splitlines()[2:] == lines
 
 
-def test_the_page_has_the_figures_of_the_last_run() -> None:
-    figures = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
-    assert summary.table(figures, "ours") in (ROOT / "docs" / "comparison.md").read_text()
+def spreads(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, float]]]:
+    if isinstance(value, dict) and "samples" in value:
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from spreads(item, f"{path}/{key}")
 
 
-def test_each_part_says_what_it_was_measured_against() -> None:
-    figures = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
+def written(part: str) -> str:
+    """The table of a part as it stands in the page, with the line above it."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    for part, measured in figures.items():
-        assert re.fullmatch(r"torchft(-nightly)? [0-9.]+", measured["published"]), part
-        table = page.partition(f"<!-- {part}: written by run.py -->")[2].partition("<!-- end of")[0]
-        assert f"{measured['machine']}; against {measured['published']}, 20" in table, part
+    return page.partition(f"<!-- {part}: written by run.py -->")[2].partition("<!-- end of")[0]
+
+
+@pytest.mark.parametrize("part", FIGURES)
+def test_each_row_has_the_rounds_that_it_promises(part: str) -> None:
+    fewest = FEWEST_ROUNDS.get(part, common.FEWEST_SAMPLES)
+    found = list(spreads(FIGURES[part]))
+    assert found
+    assert [(path, s["samples"]) for path, s in found if s["samples"] < fewest and s["samples"] != 1] == []
+    assert (written(part).count("(one run)") > 0) == any(s["samples"] == 1 for _, s in found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        ([2.0], "2.00 s (one run)"),
+        ([1.0, 2.0, 3.0], "2.00 s (3 runs)"),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], "3.00 [1.40, 4.60] s"),
+    ],
+)
+def test_a_figure_says_how_many_runs_it_has_where_they_are_few(samples: list[float], text: str) -> None:
+    assert common.Spread.of(samples).text(2, " s") == text
+
+
+def test_every_part_was_measured() -> None:
+    assert set(FIGURES) == set(run.PARTS)
+
+
+@pytest.mark.parametrize("part", FIGURES)
+def test_the_table_of_a_part_is_that_of_its_figures(part: str) -> None:
+    assert run.table(part, FIGURES[part]) in written(part)
+
+
+def test_the_page_has_the_figures_of_the_last_run() -> None:
+    assert summary.table(FIGURES, "ours") in (ROOT / "docs" / "comparison.md").read_text()
+
+
+@pytest.mark.parametrize("part", FIGURES)
+def test_each_part_says_what_it_was_measured_against(part: str) -> None:
+    measured = FIGURES[part]
+    assert re.fullmatch(r"torchft(-nightly)? [0-9.]+", measured["published"])
+    assert f"{measured['machine']}; against {measured['published']}, 20" in written(part)

@@ -1,0 +1,116 @@
+"""Each sentence of the README's first page names what shows it, in a comment behind it, and that exists.
+
+A comment reads ``<!-- shown by A, B -->``, with references of these kinds:
+
+    tests/process/test_x.py::test_name    a test of pytest
+    go/manager::TestName                  a test of a Go package
+    bench recovery                        a part of docs/benchmarks.json; the sentence's figures stand in its table
+    docs/gpu.md                           a file that says it at length, for what no test can show
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from documents import ROOT
+
+FIRST_PAGE = (ROOT / "README.md").read_text().partition("\n## Install\n")[0]
+SHOWN = re.compile(r"<!--\s+shown\s+by\s+(.+?)\s+-->", re.DOTALL)
+# A sentence ends here; a colon that introduces a list, or a picture, is no end.
+END = re.compile(r"[.!?](?:\s|$)")
+FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+(?![\w.])|\d+(?= (?:ms|s)\b))")
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+
+
+def sentences(page: str) -> list[tuple[str, list[str]]]:
+    """Each sentence in running text, lists and the bodies of tables, with the references behind it."""
+    page = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(r"^(#.*|\|.*\|\n\|[-| ]+\|)$", "", page, flags=re.MULTILINE)  # headings, the heads of tables
+    found: list[tuple[str, list[str]]] = []
+    for block in re.split(r"\n\s*\n|\n(?=[-*] )|\|", page):
+        pieces = SHOWN.split(block)  # text, references, text, …
+        for text, references in zip(pieces[::2], [*pieces[1::2], ""]):
+            said = LINK.sub(lambda link: "" if link[0].startswith("!") else link[1], text)
+            said = re.sub(r"<!--.*?-->", "", said, flags=re.DOTALL)
+            parts = [" ".join(part.split()) for part in END.split(said + " ")]
+            parts = [part for part in parts if re.search(r"\w", part)]
+            found += [(part, []) for part in parts[:-1]]
+            if parts:
+                found.append((parts[-1], [r.strip() for r in references.split(",") if r.strip()]))
+    return found
+
+
+def missing(reference: str) -> str:
+    """Why there is nothing of that name; empty if there is."""
+    if reference.startswith("bench "):
+        return "" if f"<!-- {reference[6:]}: written by run.py -->" in benchmarks() else "no such table"
+    place, _, name = reference.partition("::")
+    path = ROOT / place
+    if not path.exists():
+        return f"no {place}"
+    if not name:
+        return ""
+    files = sorted(path.glob("*_test.go")) if path.is_dir() else [path]
+    defined = rf"^(?:func|def) {re.escape(name)}\("
+    return "" if any(re.search(defined, f.read_text(), re.MULTILINE) for f in files) else f"no {name} in {place}"
+
+
+def benchmarks() -> str:
+    return (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def table(part: str) -> str:
+    return benchmarks().partition(f"<!-- {part}: written by run.py -->")[2].partition("<!-- end of")[0]
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("One. <!-- shown by a, b::c -->\nTwo.", [("One", ["a", "b::c"]), ("Two", [])]),
+        ("One. Two. <!-- shown by a -->", [("One", []), ("Two", ["a"])]),
+        (
+            "| head |\n| --- |\n| 1.5 s [here](x.md) <!-- shown by bench x --> |",
+            [("1.5 s here", ["bench x"])],
+        ),
+        ("# Title\n\n![picture](a.png)\n\n```sh\nmake. it\n```\n", []),
+    ],
+)
+def test_sentences_and_their_references(page: str, found: list[tuple[str, list[str]]]) -> None:
+    assert sentences(page) == found
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        ("bench recovery", ""),
+        ("bench walking", "no such table"),
+        ("docs/gpu.md", ""),
+        ("docs/gpus.md", "no docs/gpus.md"),
+        ("tests/docs/test_first_page.py::test_sentences_and_their_references", ""),
+        ("tests/docs/test_first_page.py::test_other", "no test_other in tests/docs/test_first_page.py"),
+        ("go/quorum::TestTranscripts", ""),
+        ("go/quorum::TestOther", "no TestOther in go/quorum"),
+    ],
+)
+def test_references(reference: str, why: str) -> None:
+    assert missing(reference) == why
+
+
+def test_each_sentence_of_the_first_page_names_what_shows_it() -> None:
+    found = sentences(FIRST_PAGE)
+    assert len(found) > 20
+    assert [said for said, references in found if not references] == []
+    assert {r: why for _, references in found for r in references if (why := missing(r))} == {}
+
+
+def test_its_figures_stand_in_the_tables_that_it_names() -> None:
+    checked, absent = 0, []
+    for said, references in sentences(FIRST_PAGE):
+        tables = "".join(table(reference[6:]) for reference in references if reference.startswith("bench "))
+        if tables:
+            figures = FIGURE.findall(said)
+            checked += len(figures)
+            absent += [f"{figure}: {said}" for figure in figures if not re.search(rf"(?<![\d.]){figure}(?!\d)", tables)]
+    assert checked > 3
+    assert absent == []

@@ -10,18 +10,22 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from causes import check_killed, check_silenced, failures
 from chaos_history import Life, check_ended, check_history, check_nothing_left
 from chaos_worker import BUCKETS
 from flapping import Flapping
 from hosts import Hosts
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 from torch.distributed import TCPStore
+
+from tests.promises import KILL_S, within
 
 PHASES = [
     "before the quorum",
@@ -31,9 +35,9 @@ PHASES = [
     "after the vote",
 ]
 HEARTBEAT_TIMEOUT_S = 3.0
-# Generous: a machine may be busy. What it takes on a quiet one is in docs/failures.md.
-KILL_BOUND_S = 15.0
-STOP_BOUND_S = HEARTBEAT_TIMEOUT_S + 15.0
+KILL_BOUND_S = within(KILL_S)
+STOP_BOUND_S = HEARTBEAT_TIMEOUT_S + KILL_BOUND_S
+# Of waits, with the start of processes in them: nothing is promised.
 HEAL_BOUND_S = 90.0
 
 
@@ -83,21 +87,25 @@ class Chaos:
         """SIGKILL for a rank of each victim at a phase; its siblings end as torchrun ends them. Then all come back."""
         for victim in victims:
             self._prepare(victim)  # so that its start is not part of what is measured
+        before = self._failures()
         at = self._strike([self.lives[v].ranks[rank] for v in victims], phase, signal.SIGKILL)
         for victim in victims:
             for child in self.lives[victim].ranks:
                 child.kill()
         outcome = self._after(self._others(*victims), victims, at, KILL_BOUND_S)
+        check_killed(before, self._failures(), len(victims))
         self._replace(victims)
         return outcome
 
     def kill_worker(self, victim: int, phase: str = "in bucket 1") -> Outcome:
         """SIGKILL for the rank of a group at a phase, and torchrun's agent starts it again."""
         agent = self.lives[victim].ranks[0]
-        before = len(agent.of("imported"))
+        lives = len(agent.of("imported"))
+        before = self._failures()
         at = self._strike([agent], phase, signal.SIGKILL)
         outcome = self._after(self._others(victim), [victim], at, KILL_BOUND_S)
-        self.job.wait(lambda: len(agent.of("imported")) > before, START_TIMEOUT_S, "the agent starts the worker again")
+        check_killed(before, self._failures(), 1)
+        self.job.wait(lambda: len(agent.of("imported")) > lives, START_TIMEOUT_S, "the agent starts the worker again")
         self._join(self.lives[victim])
         self.wait_together()
         return outcome
@@ -106,10 +114,12 @@ class Chaos:
         """SIGKILL for torchrun's agent alone: its worker ends with it. Then the group is started again."""
         self._prepare(victim)
         agent = self.lives[victim].ranks[0]
+        before = self._failures()
         at = time.monotonic()
         agent.expected_to_live = False
         os.kill(agent.pid, signal.SIGKILL)
         outcome = self._after(self._others(victim), [victim], at, KILL_BOUND_S)
+        check_killed(before, self._failures(), 1)
         check_ended(agent)
         self._replace([victim])
         return outcome
@@ -117,9 +127,11 @@ class Chaos:
     def stop(self, *victims: int, phase: str = "in bucket 1", rank: int = 0, bound_s: float = STOP_BOUND_S) -> Outcome:
         """SIGSTOP at a phase, and SIGCONT when the others have gone on: they find out, heal and are with them again."""
         children = [self.lives[victim].ranks[rank] for victim in victims]
+        before = self._failures()
         at = self._strike(children, phase, signal.SIGSTOP)
         try:
             outcome = self._after(self._others(*victims), victims, at, bound_s)
+            check_silenced(before, self._failures(), len(victims))
         finally:
             for child in children:
                 os.kill(child.pid, signal.SIGCONT)
@@ -129,10 +141,12 @@ class Chaos:
     def cut(self, victim: int) -> Outcome:
         """The host of a group loses its network, without a word to anybody, and has it again when the others go on."""
         assert self.hosts is not None
+        before = self._failures()
         at = time.monotonic()
         self.hosts.cut(victim)
         try:
             outcome = self._after(self._others(victim), [victim], at, STOP_BOUND_S)
+            check_silenced(before, self._failures(), 1)
         finally:
             self.hosts.heal(victim)
         self.wait_together()
@@ -146,6 +160,7 @@ class Chaos:
         self._prepare(victim)
         self._prepare(victim)
         others = self._others(victim)
+        failed = self._failures()
         for child in self.lives[victim].ranks:
             child.kill()
         back = self._take_spare(victim)
@@ -167,6 +182,8 @@ class Chaos:
         bound_s = KILL_BOUND_S if number == signal.SIGKILL else STOP_BOUND_S
         try:
             outcome = self._after([other for other in others if other is not life], [life.group], at, bound_s)
+            check = check_killed if number == signal.SIGKILL else check_silenced
+            check(failed, self._failures(), 1)
         finally:
             if number != signal.SIGKILL:
                 os.kill(child.pid, signal.SIGCONT)
@@ -241,6 +258,9 @@ class Chaos:
         """Of the lighthouse and the stores, as the groups see it."""
         return self.hosts.address if self.hosts else "127.0.0.1"
 
+    def _failures(self) -> Counter[str]:
+        return failures(f"{self._address()}:{self.port}")
+
     def _start_lighthouse(self) -> Child:
         argv: list[str | Path] = [
             sys.executable,
@@ -264,7 +284,6 @@ class Chaos:
             env = {"SHARED_STORE": str(self.shared.port)}
             return Life(group, [self.job.start(f"group{group}-life{number}", command, path=ours_path(), env=env)])
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        command = [*(self.hosts.command(group) if self.hosts else []), sys.executable, *worker]
         env = {
             "WORLD_SIZE": str(self.ranks),
             "MASTER_ADDR": self._address(),
@@ -274,11 +293,14 @@ class Chaos:
             **({"GLOO_SOCKET_IFNAME": "eth0"} if self.hosts else {}),
         }
         names = [f"group{group}.{rank}-life{number}" for rank in range(self.ranks)]
-        ranks = [
-            self.job.start(name, command, path=ours_path(), env={**env, "RANK": str(rank)})
-            for rank, name in enumerate(names)
-        ]
-        return Life(group, ranks, store)
+        return Life(group, [self._start(group, n, worker, {**env, "RANK": str(i)}) for i, n in enumerate(names)], store)
+
+    def _start(self, group: int, name: str, worker: Sequence[str | Path], env: dict[str, str]) -> Child:
+        if self.hosts is None:
+            script, *args = worker
+            return self.job.python(name, Path(script), *args, path=ours_path(), env=env)
+        command = [*self.hosts.command(group), sys.executable, *worker]
+        return self.job.start(name, command, path=ours_path(), env=env)
 
     def _prepare(self, group: int) -> None:
         life = self._spawn(group)

@@ -10,6 +10,7 @@ NUMBER} strikes at the next time that the phase is reached; {"do": "finish", "st
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import ctypes
 import faulthandler
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from chaos_leaks import Leaks, left_over
 from events import Commands, emit
 from torch.distributed import PrefixStore, TCPStore
 
@@ -59,7 +61,9 @@ class Worker:
         torch.set_num_threads(1)
         # Groups start with different weights: one that is not healed shows.
         self.weights = [torch.full((SIZE,), float(args.group)) for _ in range(BUCKETS)]
-        self.ballast = torch.zeros(args.state_mb * 250_000)  # so that a heal takes a moment
+        # So that a heal takes a moment. It differs from group to group as well, and never changes.
+        self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32) + args.group
+        self.leaks = Leaks()
         self.armed: dict[str, Any] | None = None
         self.last_step: int | None = None
         emit("imported", pid=os.getpid())
@@ -116,6 +120,7 @@ class Worker:
     def load(self, state: dict[str, Any]) -> None:
         for mine, theirs in zip(self.weights, state["weights"], strict=True):
             mine.copy_(theirs)
+        self.ballast.copy_(state["ballast"])
 
     def strike(self, phase: str) -> None:
         armed = self.armed
@@ -171,11 +176,14 @@ class Worker:
                 groups=groups,
                 participants=manager.num_participants(),
                 batches=manager.batches_committed(),
-                digest=self.digest(),
-                weights=[weight[0].item() for weight in self.weights],
+                weights=base64.b64encode(b"".join(weight.numpy().tobytes() for weight in self.weights)).decode(),
                 error=None if manager.errored() is None else str(manager.errored())[:200],
             )
-        emit("finished", step=manager.current_step(), digest=self.digest(), **self.left_over())
+            if committed:
+                self.leaks.step(plan.quorum_id, len(groups))
+        # PyTorch's own groups keep what waits in them until it has timed out.
+        grown = {} if self.kind == "native" else self.leaks.grown(len(groups), ENDS_S)
+        emit("finished", ballast=hashlib.sha256(self.ballast.numpy()).hexdigest(), grown=grown)
         manager.shutdown()
         if self.kind == "native":
             dist.destroy_process_group()
@@ -186,17 +194,7 @@ class Worker:
         deadline = time.monotonic() + ENDS_S
         while self.kind != "native" and listens() and time.monotonic() < deadline:
             time.sleep(0.01)
-        emit("ended", kind=self.kind, listens=listens(), **self.left_over())
-
-    def digest(self) -> str:
-        return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in self.weights)).hexdigest()[:16]
-
-    def left_over(self) -> dict[str, Any]:
-        """What a leak would make grow."""
-        return {
-            "threads": sorted(thread.name.split("-")[0] for thread in threading.enumerate()),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-        }
+        emit("ended", kind=self.kind, listens=listens(), left=dict(left_over()))
 
 
 def listens() -> list[int]:

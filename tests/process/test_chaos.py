@@ -13,12 +13,25 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from chaos import PHASES, STOP_BOUND_S, Chaos
-from chaos_faults import EJECT, FAULTS, next_missing, possible_in, table
+from chaos_faults import EJECT, FAULTS, Fault, next_missing, possible_in, table
 from flapping import Flapping
 from processes import Job
 
 needs_native = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14")
 OTHERS = ["isolated", pytest.param("native", marks=[needs_native, pytest.mark.slow])]
+# One for each way in which the others find out and go on: by the grace, by a broken collective, by silence, alone, in a
+# heal, or with another lighthouse. What is stopped first has time: Gloo keeps what it forgets until its timeout.
+EACH_KIND = [
+    "SIGSTOP in bucket 1",
+    "SIGSTOP of the source of a heal",
+    "kill -9 before the quorum",
+    "kill -9 in bucket 1",
+    "kill -9 after the vote",
+    "kill -9 of all but one at once",
+    "kill -9 of the source of a heal",
+    "kill -9 while it heals",
+    "kill -9 of the lighthouse",
+]
 
 
 def run(job: Job, **settings: Any) -> Chaos:
@@ -27,18 +40,29 @@ def run(job: Job, **settings: Any) -> Chaos:
     return chaos
 
 
-@pytest.mark.timeout(1200)
-def test_each_fault_once() -> None:
+def each_once(groups: int, faults: list[Fault]) -> None:
     """Of groups of one rank, over plain Gloo."""
     rng = random.Random(1)
     outcomes = {}
     with Job() as job:
-        chaos = run(job, groups=4)
-        for fault in possible_in(4, 1, torchrun=False):
+        chaos = run(job, groups=groups)
+        for fault in faults:
             outcomes[fault.name] = fault.do(chaos, rng)
             print(f"{fault.name}: {outcomes[fault.name]}", flush=True)
         chaos.finish()
     assert {name: outcome.lost for name, outcome in outcomes.items() if outcome.lost > 1} == {}
+
+
+@pytest.mark.timeout(600)
+def test_a_fault_of_each_kind() -> None:
+    by_name = {fault.name: fault for fault in FAULTS}
+    each_once(3, [by_name[name] for name in EACH_KIND])
+
+
+@pytest.mark.slow(minutes=5)  # the one above has a fault of each kind
+@pytest.mark.timeout(1200)
+def test_each_fault_once() -> None:
+    each_once(4, possible_in(4, 1, torchrun=False))
 
 
 @pytest.mark.timeout(300)
@@ -78,6 +102,7 @@ def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
         chaos.finish()
 
 
+@pytest.mark.slow  # test_train_ddp has a worker that torchrun's agent starts again
 @pytest.mark.timeout(300)
 def test_groups_of_torchrun() -> None:
     """A worker dies, and its agent starts it again; an agent dies, and nothing of it trains on."""

@@ -5,7 +5,9 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"os"
 	"os/exec"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -17,14 +19,20 @@ import (
 const module = "github.com/torchft/torchft/go"
 
 type pkg struct {
-	ImportPath string
-	Imports    []string // what its code imports, tests aside
-	Deps       []string // all that it needs
+	ImportPath   string
+	Imports      []string // what its code imports, tests aside
+	Deps         []string // all that it needs
+	TestGoFiles  []string
+	XTestGoFiles []string
 }
 
-func packages(t *testing.T) map[string]pkg {
+// packages are those of the module that match the patterns; without any, all.
+func packages(t *testing.T, patterns ...string) map[string]pkg {
 	t.Helper()
-	list := exec.Command("go", "list", "-e", "-json=ImportPath,Imports,Deps", module+"/...")
+	if len(patterns) == 0 {
+		patterns = []string{"./..."}
+	}
+	list := exec.Command("go", append([]string{"list", "-e", "-json=ImportPath,Imports,Deps,TestGoFiles,XTestGoFiles"}, patterns...)...)
 	list.Dir = ".."
 	out, err := list.Output()
 	require.NoError(t, err)
@@ -102,6 +110,27 @@ func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	for name, p := range packages(t) {
 		if !strings.HasPrefix(name, "cmd/") && name != "internal/fttest" {
 			assert.NotContains(t, p.Deps, "os/signal", "%s", name)
+		}
+	}
+}
+
+// The Makefile lists the packages that are tested with the race detector, and those that are not: each package with tests is in
+// one of the lists.
+func TestMakeTestsEachPackageOnce(t *testing.T) {
+	makefile, err := os.ReadFile("../../Makefile")
+	require.NoError(t, err)
+	times := map[string]int{}
+	for _, list := range []string{"GO_PURE", "GO_READERS", "GO_RACE"} {
+		line := regexp.MustCompile(`(?m)^` + list + ` := (.+)$`).FindSubmatch(makefile)
+		require.NotNil(t, line, "the Makefile has no line `%s := ...`", list)
+		for name := range packages(t, strings.Fields(string(line[1]))...) {
+			times[name]++
+			assert.False(t, list == "GO_RACE" && slices.Contains([]string{"quorum", "recovery", "round", "sim"}, name), "%s has nothing to race", name)
+		}
+	}
+	for name, p := range packages(t) {
+		if len(p.TestGoFiles)+len(p.XTestGoFiles) > 0 {
+			assert.Equal(t, 1, times[name], "times that `make test-go` tests %s", name)
 		}
 	}
 }

@@ -30,8 +30,9 @@ type Fetch struct {
 	queue    *queue
 	windows  *windows
 	received atomic.Int64
+	attempts int // in a row that bring nothing, before a source is given up
 
-	ctx    context.Context //nolint:containedctx // the life of the object
+	ctx    context.Context // the life of the object
 	cancel context.CancelFunc
 	worked func() // ends Working; it may be called more than once
 	lives  sync.WaitGroup
@@ -60,7 +61,7 @@ func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
 	if settings.StallAfter <= 0 {
 		settings.StallAfter = 10 * time.Second
 	}
-	f := &Fetch{settings: settings, layout: layout, memory: memory, changed: make(chan struct{})}
+	f := &Fetch{settings: settings, layout: layout, memory: memory, attempts: mostAttempts, changed: make(chan struct{})}
 	if f.windows, err = newWindows(&f.layout, memory.away, settings.Window); err != nil {
 		return nil, err
 	}
@@ -173,11 +174,12 @@ func (f *Fetch) finish(theirs string) {
 	mine := digest(&f.layout, f.queue.crcs)
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.settings.Unchecked {
+	switch {
+	case f.settings.Unchecked:
 		f.digest = "unchecked"
-	} else if mine != theirs {
+	case mine != theirs:
 		f.failure = fmt.Errorf("the state has the digest %s here and %s at the source", mine, theirs)
-	} else {
+	default:
 		f.digest = mine
 	}
 	f.tell()
@@ -384,9 +386,9 @@ func (s *source) setGone(err error) {
 }
 
 const (
-	attempts   = 6 // in a row that bring nothing
-	firstPause = 20 * time.Millisecond
-	sumsAtOnce = 1024
+	mostAttempts = 6
+	firstPause   = 20 * time.Millisecond
+	sumsAtOnce   = 1024
 )
 
 // again calls work, which reports whether it got anything, until it succeeds or has failed too often in a row.
@@ -400,7 +402,7 @@ func (s *source) again(work func() (progress bool, err error)) error {
 		if progress {
 			pause, failures = firstPause, 0
 		}
-		if failures++; failures >= attempts || s.isGone() != nil || s.fetch.ctx.Err() != nil {
+		if failures++; failures >= s.fetch.attempts || s.isGone() != nil || s.fetch.ctx.Err() != nil {
 			return err
 		}
 		select {

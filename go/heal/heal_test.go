@@ -11,10 +11,11 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
+
+	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testmain.NoGoroutineIsLeft(m) }
 
 // filled is memory of regions with random bytes.
 func filled(rng *rand.Rand, sizes ...int) *Memory {

@@ -62,7 +62,7 @@ func FuzzHTTP(f *testing.F) {
 			require.GreaterOrEqual(t, w.Code, 300, "%s %s", method, target)
 		}
 		require.NotEqual(t, http.StatusInternalServerError, w.Code)
-		require.Zero(t, log.Count("ended a replica group"))
+		require.NotContains(t, log.Drain(), "ended a replica group")
 	})
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
 	"strings"
 	"sync"
 	"testing"
@@ -148,7 +149,7 @@ func (g *Group) Quorum(rank int, step int64, timeout time.Duration) <-chan Answe
 
 // QuorumWith asks with any arguments, as the rank that they name.
 func (g *Group) QuorumWith(args manager.QuorumArgs, timeout time.Duration) <-chan Answer[recovery.Result] {
-	args.CheckpointMetadata = fmt.Sprintf("http://%s:1/%d", g.name, args.GroupRank)
+	args.CheckpointMetadata = fmt.Sprintf("http://%s/%d", net.JoinHostPort(g.name, "1"), args.GroupRank)
 	return Start(func() (recovery.Result, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), timeout)
 		defer cancel()
@@ -197,6 +198,14 @@ func (l *Log) Count(text string) int {
 		}
 	}
 	return n
+}
+
+// Drain returns what was logged since the last call, and forgets it: a fuzz target reads it after each input.
+func (l *Log) Drain() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	defer l.text.Reset()
+	return l.text.String()
 }
 
 func (l *Log) String() string {

@@ -45,7 +45,7 @@ func FuzzStream[M proto.Message](f *testing.F, conn *grpc.ClientConn, log *Log, 
 			var answer []byte
 			err = stream.RecvMsg(&answer)
 		}
-		require.Zero(t, log.Count("internal error"))
+		require.NotContains(t, log.Drain(), "internal error")
 	})
 }
 

@@ -1,22 +1,48 @@
-// Package testmain runs the tests of a package that has synctest bubbles. No goroutine may outlive them.
+// Package testmain runs the tests of a package. No goroutine may outlive them.
 package testmain
 
 import (
+	"flag"
+	"os"
 	"runtime"
 	"testing"
 
 	"go.uber.org/goleak"
 )
 
-// Run is a package's TestMain.
+// Run is the TestMain of a package with synctest bubbles.
 //
 // With the race detector the tests share one processor. In a synctest bubble all timers use one race context, and Go 1.26
 // runs the timer of whoever polls its channel on that goroutine's thread: two threads at once corrupt the context, and
 // the detector crashes (TestABubblesTimersCrashNoDetector). It finds races by what happens before what, so it needs no
 // second processor.
 func Run(m *testing.M, options ...goleak.Option) {
+	// Go reuses the result of a test while the files it read are the same, but only those of this module. Some tests read
+	// docs/: `make test` puts its checksum here, and Go also compares the variables that a test asked for.
+	_ = os.Getenv("DOCS_SUM")
 	if raceEnabled {
 		runtime.GOMAXPROCS(1)
 	}
+	NoGoroutineIsLeft(m, options...)
+}
+
+// NoGoroutineIsLeft is the TestMain of a package without synctest bubbles.
+//
+// A process of the fuzzer is not checked: it is ended while its server still serves.
+func NoGoroutineIsLeft(m *testing.M, options ...goleak.Option) {
+	flag.Parse()
+	if fuzzing() {
+		os.Exit(m.Run())
+	}
 	goleak.VerifyTestMain(m, options...)
+}
+
+// fuzzing reports whether this process fuzzes (-fuzz), or works for one that does.
+func fuzzing() bool {
+	for name, off := range map[string]string{"test.fuzz": "", "test.fuzzworker": "false"} {
+		if f := flag.Lookup(name); f != nil && f.Value.String() != off {
+			return true
+		}
+	}
+	return false
 }

@@ -299,8 +299,10 @@ func hunt(t *testing.T, seeds, rounds, tries int, change func(*Setup)) (Setup, *
 }
 
 func TestKnownMistakesAreFound(t *testing.T) {
+	t.Parallel()
 	for _, m := range mistakes {
 		t.Run(m.name, func(t *testing.T) {
+			t.Parallel()
 			s, first := hunt(t, 200, 400, budget(400, 6), func(s *Setup) { s.mistake = m.mistake })
 			require.NotNil(t, first, "nothing was found")
 			require.Contains(t, m.found, first.Rule, first.Error())

@@ -40,6 +40,7 @@ func hold(t *testing.T, s Setup) Result {
 }
 
 func TestTheRulesHold(t *testing.T) {
+	t.Parallel()
 	var rounds, faults, heals int
 	for seed := range uint64(budget(150, 15)) {
 		r := hold(t, Draw(seed, *slotsFlag, *roundsFlag))
@@ -50,6 +51,7 @@ func TestTheRulesHold(t *testing.T) {
 
 // A list of lighthouses, and many cuts of groups from some of them.
 func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
+	t.Parallel()
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(1000+seed, 0, 300)
 		several(&s)
@@ -75,6 +77,7 @@ func TestMembersGoBackTogether(t *testing.T) {
 
 // Histories that broke a rule for other reasons: docs/correctness.md, "Found mistakes".
 func TestHistoriesThatOnceBrokeARule(t *testing.T) {
+	t.Parallel()
 	hold(t, Draw(382, 16, 1000))  // what a member reached was forgotten when it was silent for long
 	hold(t, Draw(432, 16, 1000))  // the checker's own: a lighthouse forgot a group, and its clock went back
 	hold(t, Draw(11930, 0, 1000)) // the only one who knew of a quorum died
@@ -100,10 +103,12 @@ func TestSeed(t *testing.T) {
 }
 
 func TestASeedRepeatsItsHistoryToTheByte(t *testing.T) {
+	t.Parallel()
 	for seed := range uint64(budget(6, 2)) {
 		s := Draw(seed, 0, 300)
-		require.Equal(t, Run(s, nil), Run(s, nil))
-		require.Equal(t, History(s, 1<<20), History(s, 1<<20))
+		first, text := Run(s, nil), History(s, 1<<20)
+		require.Equal(t, first, Run(s, nil))
+		require.Equal(t, text, History(s, 1<<20))
 		other := Draw(seed+1000, s.Slots, 300)
 		require.NotEqual(t, Run(s, nil).Hash, Run(other, nil).Hash)
 	}
@@ -111,6 +116,7 @@ func TestASeedRepeatsItsHistoryToTheByte(t *testing.T) {
 
 // Each kind of fault alone, for a long time: whoever can go on does, and the rest returns.
 func TestEachFaultForLong(t *testing.T) {
+	t.Parallel()
 	for kind := range faultKinds {
 		t.Run(faultWords[kind], func(t *testing.T) {
 			for seed := range uint64(budget(3, 1)) {
@@ -131,6 +137,7 @@ func TestEachFaultForLong(t *testing.T) {
 // on together with different weights, and nobody notices. Not even a fault is needed: a group that is slow to ask, or
 // the first of a job to ask, trains in a quorum of its own while the others form the next one.
 func TestTheHoleOfThePublishedProtocolIsClosed(t *testing.T) {
+	t.Parallel()
 	apart := func(s *Setup) {
 		s.Policy.MinReplicas = 1
 		s.Compute = 300 * time.Millisecond
@@ -155,6 +162,7 @@ func TestTheHoleOfThePublishedProtocolIsClosed(t *testing.T) {
 // them that asks again must not go on with the newcomer alone: where a heal takes longer than join_timeout_ms too, they
 // would take turns, each of them healing while another one is left out, for as long as the job lasts.
 func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
+	t.Parallel()
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(seed, 3+int(seed%4), 300)
 		s.Faults, s.Loss, s.Duplicate, s.Straggle = nil, 0, 0, 0
@@ -170,6 +178,7 @@ func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
 // once were more than half of the healthy with the first of them that asked again. Each quorum then broke the one before,
 // and some groups never committed.
 func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
+	t.Parallel()
 	for seed := range uint64(budget(100, 10)) {
 		s := Draw(seed, 0, 200)
 		s.Lighthouses = 1
@@ -181,6 +190,7 @@ func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 
 // In a job with published groups all decide by steps, as those do: whatever they then miss, they agree on who takes part.
 func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
+	t.Parallel()
 	missed := 0
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(seed, 0, 300)

@@ -137,6 +137,7 @@ func (m *meters) event(e Event) {
 	case Recovered:
 		m.lost.Add(float64(e.StepsLost))
 		m.recovery[Recovered].Observe(e.took())
+	default: // failed members are counted by their causes, and the rest not at all
 	}
 }
 

@@ -1,6 +1,7 @@
 package dashboard
 
 import (
+	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
@@ -118,7 +119,7 @@ func TestTwoJobsAndProcess(t *testing.T) {
 	one, two := NewFeed("one", (&job{}).say), NewFeed("two", (&job{}).say)
 	two.Record(Event{Kind: Killed, Left: []string{"c"}})
 	recorder := httptest.NewRecorder()
-	Metrics(func() []*Feed { return []*Feed{one, two} }).ServeHTTP(recorder, httptest.NewRequest("GET", "/metrics", nil))
+	Metrics(func() []*Feed { return []*Feed{one, two} }).ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	assert.Equal(t, 200, recorder.Code)
 	assert.Contains(t, recorder.Body.String(), `torchft_kills_total{training_job="one"} 0`)
 	assert.Contains(t, recorder.Body.String(), `torchft_kills_total{training_job="two"} 1`)

@@ -68,7 +68,6 @@ type Board struct {
 type tracked struct {
 	Row
 	stepSince time.Time // when the step was first seen
-	seen      uint64
 }
 
 // smoothing is the weight of the newest step time.

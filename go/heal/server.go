@@ -376,7 +376,7 @@ func (c *connection) flush() error {
 
 func (c *connection) put(b []byte) error {
 	_ = c.SetWriteDeadline(time.Now().Add(c.server.patience))
-	_, err := c.Conn.Write(b)
+	_, err := c.Write(b)
 	return err
 }
 

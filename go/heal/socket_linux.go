@@ -1,6 +1,7 @@
 package heal
 
 import (
+	"errors"
 	"io"
 	"net"
 	"os"
@@ -36,12 +37,12 @@ func readBlocking(tcp *net.TCPConn, b []byte) (done int, err error) {
 		n, failed := 0, error(nil)
 		err := raw.Read(func(fd uintptr) bool {
 			n, _, failed = syscall.Recvfrom(int(fd), b[done:], syscall.MSG_WAITALL)
-			return failed != syscall.EAGAIN // else Go waits until there is something, or the deadline
+			return !errors.Is(failed, syscall.EAGAIN) // else Go waits until there is something, or the deadline
 		})
 		switch {
 		case err != nil:
 			return done, err
-		case failed == syscall.EINTR: // Go's own signals
+		case errors.Is(failed, syscall.EINTR): // Go's own signals
 		case failed != nil:
 			return done, os.NewSyscallError("recvfrom", failed)
 		case n == 0 && done == 0:

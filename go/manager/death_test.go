@@ -212,6 +212,7 @@ func TestALighthouseThatDiesBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *t
 				assert.Equal(t, "b", notice.ReplicaID)
 				assert.Contains(t, notice.Reason, "it asks for the quorum of step 1, in which its peers wait for it")
 				told = true
+			default:
 			}
 		}
 		after := answers{a.Quorum(0, 1, time.Minute), again}.results(t)
@@ -255,6 +256,7 @@ func TestWhoMakesNoProgressIsNamedAndPutOut(t *testing.T) {
 				assert.InDelta(t, 5500*time.Millisecond, time.Since(began), float64(800*time.Millisecond))
 			case manager.Died:
 				out = notice
+			default:
 			}
 		}
 		assert.Equal(t, "b", named.ReplicaID)

@@ -93,6 +93,7 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 	case codes.OK:
 		m.lapsed.Store(false)
 		m.servedWell(at)
+	default:
 	}
 	if client == nil {
 		return q, err

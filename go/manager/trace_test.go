@@ -51,7 +51,7 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 				case "torchft.step":
 					assert.EqualValues(t, 7, a.Value.AsInt64())
 				case "torchft.group_rank":
-					name += a.Value.Emit()
+					name += a.Value.String()
 				case "torchft.quorum_id":
 					assert.Equal(t, id, a.Value.AsInt64())
 				}
@@ -94,7 +94,7 @@ func byName(t *testing.T, spans *tracetest.InMemoryExporter, distinct attribute.
 	for _, span := range spans.GetSpans() {
 		name := span.Name
 		if value, ok := attributesOf(span)[distinct]; ok {
-			name += value.Emit()
+			name += value.String()
 		}
 		require.NotContains(t, found, name)
 		found[name] = span

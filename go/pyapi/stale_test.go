@@ -60,7 +60,8 @@ func TestBindingIsNotStale(t *testing.T) {
 	slices.Sort(listed)
 	var names []string
 	for _, f := range facade {
-		names = append(names, f[:strings.Index(f, "(")])
+		name, _, _ := strings.Cut(f, "(")
+		names = append(names, name)
 	}
 	require.Equal(t, names, listed, "torchft_go.c does not match torchft_go.go: run `make bindings`")
 }

@@ -123,8 +123,9 @@ func (d decision) String() string {
 	case joinTimedOut:
 		return fmt.Sprintf("%d of %s asked before join_timeout_ms passed, %d in the quorum%s",
 			t.candidates, healthy(t.healthy), d.eligible(), shrink)
+	default:
+		return fmt.Sprintf("unknown cause %d", int(d.cause))
 	}
-	return fmt.Sprintf("unknown cause %d", int(d.cause))
 }
 
 func replicas(n int) string {

@@ -146,7 +146,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		}
 	}
 
-	actions := append(refused, m.failures(dead)...)
+	actions := slices.Concat(refused, m.failures(dead))
 	if decide {
 		actions = append(actions, m.act(tick, lastTick)...)
 	}

@@ -99,7 +99,7 @@ func (m *model) healthy(id string, now time.Time) bool { return m.beating(id, no
 func (m *model) beating(id string, now time.Time) bool {
 	beat, ok := m.beats[id]
 	lost, suspect := m.lost[id]
-	return ok && now.Sub(beat) < m.policy.HeartbeatTimeout && !(suspect && now.Sub(lost) >= m.policy.SuspectGrace)
+	return ok && now.Sub(beat) < m.policy.HeartbeatTimeout && (!suspect || now.Sub(lost) < m.policy.SuspectGrace)
 }
 
 // look notes who became a candidate, and who is none any more.

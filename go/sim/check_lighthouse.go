@@ -54,7 +54,7 @@ func (c *watch) begins() {
 
 func (c *watch) healthy(g *group) bool {
 	v, p := c.of(g), c.l.w.Policy
-	return v.beaten && c.clock-v.lastBeat < p.HeartbeatTimeout && !(v.suspect && c.clock-v.lostAt >= p.SuspectGrace)
+	return v.beaten && c.clock-v.lastBeat < p.HeartbeatTimeout && (!v.suspect || c.clock-v.lostAt < p.SuspectGrace)
 }
 
 func (c *watch) candidate(g *group) bool { return c.of(g).waits > 0 && c.healthy(g) }

@@ -12,7 +12,7 @@ type phase uint8
 
 const (
 	idle     phase = iota
-	waiting_       // waits for the quorum, and computes
+	awaiting       // waits for the quorum, and computes
 	working        // has its quorum: heals, computes
 	reducing       // waits in the collective
 	voting         // waits for the decision
@@ -89,7 +89,7 @@ func (r *rank) handle(e *event) {
 	case rankStart:
 		r.startQuorum()
 	case rankQuorum:
-		if r.number == e.id && r.phase == waiting_ {
+		if r.number == e.id && r.phase == awaiting {
 			r.follow(e.x.(*news))
 		}
 	case rankArrive:
@@ -147,7 +147,7 @@ func (r *rank) due() {
 		return
 	}
 	switch r.phase {
-	case waiting_, voting, agreeing:
+	case awaiting, voting, agreeing:
 		number := r.number
 		r.g.giveUp(r, number, true)
 		if r.number == number {
@@ -176,7 +176,7 @@ func (r *rank) startQuorum() {
 	}
 	r.errored, r.heal, r.leaves = false, nil, false
 	r.computed = w.now + r.stepTime()
-	r.wait(waiting_, w.QuorumTimeout)
+	r.wait(awaiting, w.QuorumTimeout)
 	r.toManager(managerAsk)
 }
 
@@ -391,7 +391,7 @@ func (r *rank) failed() {
 	r.undoHeal()
 	r.number++
 	r.phase, r.deadline = idle, 0
-	if phase == agreeing || phase == waiting_ && r.again { // should_commit says no, and raises nothing
+	if phase == agreeing || phase == awaiting && r.again { // should_commit says no, and raises nothing
 		r.g.w.check.gaveUpStep(r)
 		r.again = false
 		r.startQuorum()

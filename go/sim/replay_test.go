@@ -28,7 +28,7 @@ func onlyDeaths(seed uint64) Setup {
 // when others join meanwhile.
 func TestADeathCostsNoStep(t *testing.T) {
 	for p, name := range map[phase]string{
-		idle: "in a step", agreeing: "while its ranks agree", waiting_: "before the quorum", working: "while it connects",
+		idle: "in a step", agreeing: "while its ranks agree", awaiting: "before the quorum", working: "while it connects",
 		reducing: "while it reduces", voting: "before the decision",
 	} {
 		t.Run(name, func(t *testing.T) {

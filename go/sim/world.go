@@ -294,7 +294,7 @@ func mix(a, b uint64) uint64 {
 }
 
 func mixString(h uint64, s string) uint64 {
-	for i := 0; i < len(s); i++ {
+	for i := range len(s) {
 		h = (h ^ uint64(s[i])) * 0x100000001b3
 	}
 	return mix(h, uint64(len(s)))

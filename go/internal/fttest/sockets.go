@@ -12,7 +12,7 @@ import (
 )
 
 // Quiet is a logger that keeps nothing.
-var Quiet = slog.New(slog.NewTextHandler(io.Discard, nil))
+var Quiet = slog.New(slog.DiscardHandler)
 
 // SendGarbage sends to http://host:port, over real sockets, what a port scanner, a wrong client or a broken
 // one would, and then hangs up.

@@ -25,6 +25,7 @@ func (e Ending) Refusal() string {
 		return ""
 	case TokenMissing, TokenWrong:
 		return e.Token.String()
+	case TokenNone:
 	}
 	if e.Loopback || e.AllowRemote {
 		return ""

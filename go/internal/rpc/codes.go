@@ -62,7 +62,7 @@ func IsUnavailable(err error) bool { return status.Code(err) == codes.Unavailabl
 // Message is the text of an error for people, without gRPC's "rpc error: code = …", and without the code that
 // CallError adds: whoever hands the message on adds its own.
 func Message(err error) string {
-	if call, ok := err.(*CallError); ok {
+	if call, ok := err.(*CallError); ok { //nolint:errorlint // an error around it has more to say, and its own text
 		return call.message()
 	}
 	if s, ok := status.FromError(err); ok {

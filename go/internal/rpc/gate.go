@@ -73,8 +73,7 @@ func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, er
 			err = status.Errorf(codes.Internal, "internal error: %v", r)
 		}
 	}()
-	switch check := g.CheckToken(call.Header.Get("authorization")); check {
-	case TokenMissing, TokenWrong:
+	if check := g.CheckToken(call.Header.Get("authorization")); check == TokenMissing || check == TokenWrong {
 		g.refused.log("torchft: a call was refused", "from", addressOf(ctx), "call", call.FullMethodName, "reason", check)
 		return ctx, status.Error(codes.Unauthenticated, check.String())
 	}

@@ -51,7 +51,7 @@ func (tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
 
 // PreferLoopback is a network whose connections to this host's own addresses use the loopback one.
 func PreferLoopback(network Network) Network {
-	if _, real := network.(tcp); real {
+	if _, isTCP := network.(tcp); isTCP {
 		return loopbackFirst{network}
 	}
 	return network

@@ -33,7 +33,7 @@ type secureConn struct {
 
 func (c *secureConn) Read(p []byte) (int, error) {
 	c.began.Do(func() {
-		if err := c.Handshake(); err != nil {
+		if err := c.Handshake(); err != nil { //nolint:noctx // a Read has no context; the deadline of the connection bounds it
 			c.complain(err)
 		}
 	})

@@ -1,7 +1,6 @@
 package rpc
 
 import (
-	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -45,7 +44,7 @@ func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, l
 			IdleTimeout:       time.Minute,
 			MaxHeaderBytes:    maxHeader,
 			// Whatever is neither gRPC nor HTTP ends here; that is no news for the log.
-			ErrorLog: slog.NewLogLogger(slog.NewTextHandler(io.Discard, nil), slog.LevelDebug),
+			ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug),
 		}
 		Go(&s.tasks, log, "http", func() { _ = s.http.Serve(s.split.http) })
 		Go(&s.tasks, log, "accept", func() { s.split.run(&s.tasks, log) })

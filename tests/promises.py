@@ -15,6 +15,10 @@ ABORT_S = 0.1
 NEW_PEERS_S = 0.3
 # From Ctrl-C until the wait of the core has ended.
 CTRL_C_S = 0.05
+# From the end of a script until its process has ended, which is what Python takes to leave after `import torch`.
+LEAVE_PYTHON_S = 0.6
+# From the failure of a source until the transfer from it has ended: docs/failures.md.
+HEAL_ENDS_S = 0.5
 
 
 def within(promised_s: float) -> float:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "unit" / "checkpointing"))
 
 from checkpoint_states import assert_same, training_state  # noqa: E402
+from events import emit  # noqa: E402
 
 import torchft  # noqa: E402
 from torchft.checkpointing import HTTPTransport  # noqa: E402
@@ -49,9 +50,9 @@ def answer(transports: dict[int, Any], command: dict[str, Any]) -> dict[str, Any
 
 def main() -> None:
     transports: dict[int, Any] = {}
-    print(json.dumps({"torchft": str(Path(torchft.__file__).parent)}), flush=True)
+    emit("imported", torchft=str(Path(torchft.__file__).parent))
     for line in sys.stdin:
-        print(json.dumps(answer(transports, json.loads(line))), flush=True)
+        emit("answer", answer=answer(transports, json.loads(line)))
     for transport in transports.values():
         transport.shutdown()
 

@@ -1,7 +1,6 @@
 """A peer that stops in the middle of a collective, and what an abort makes of it: real processes, all kinds of groups.
 
-The exact figures are in docs/benchmarks.md; here a bound that a busy machine keeps. Without the abort everything would
-wait for ten minutes.
+The exact figures are in docs/benchmarks.md. Without the abort everything would wait for ten minutes.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ import torch.distributed as dist
 from processes import START_TIMEOUT_S, Child, Job, ours_path
 from torch.distributed import TCPStore
 
-PEER = Path(__file__).resolve().parent / "abort_peer.py"
-# Promised are 0.1 s, where nobody else needs the processor.
-RETURN_S = 10.0
-ANSWER_S = 60
-# The operation would take 600 s. Leaving Python after nothing but `import torch` takes 0.6 s on a quiet machine, and
-# ten times that on a busy one.
-EXIT_S = 60
+from tests.promises import ABORT_S, LEAVE_PYTHON_S, NEW_PEERS_S, within
 
-KINDS = ["gloo", "isolated", "native", "managed", "error_swallowing", "fake", "wrapper"]
-# When one rank aborts, the operations of the others end too, though they wait for the stopped peer only.
-NOTICED_S = 15.0
+PEER = Path(__file__).resolve().parent / "abort_peer.py"
+ANSWER_S = 60
+# The operation would take 600 s.
+EXIT_S = within(LEAVE_PYTHON_S)
+
+# An abort of the last three is that of the plain group that each holds, which is the first one here.
+KINDS = [
+    *("gloo", "isolated", "native", "managed"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("error_swallowing", "fake", "wrapper")),
+]
 # A wait for an allreduce of these does not raise.
 SWALLOWING = {"error_swallowing"}
 
@@ -84,11 +84,6 @@ def ranks() -> Iterator[Ranks]:
 
 
 def needs(kind: str) -> None:
-    if kind == "isolated":
-        from torchft import process_group
-
-        if not hasattr(process_group, "ProcessGroupBabyGloo"):
-            pytest.skip("there is no ProcessGroupBabyGloo")
     if kind == "native" and not hasattr(dist.ProcessGroup, "reconfigure"):
         pytest.skip("needs PyTorch >= 2.14, whose groups can be reconfigured")
 
@@ -103,14 +98,14 @@ def test_a_stopped_peer_holds_up_nobody_after_an_abort(ranks: Ranks, kind: str) 
     try:
         ranks.do([survivor], "stuck")
         (aborted,) = ranks.do([survivor], "abort")
-        assert aborted["ms"] < 1000 * RETURN_S
+        assert aborted["ms"] < 1000 * within(ABORT_S)
         (mine,) = ranks.do([survivor], "ended")
         took = {name: end["at"] - aborted["began"] for name, end in mine["ends"].items()}
         print(f"{kind}: abort {aborted['ms']:.1f} ms; ms until those who waited returned:", end=" ")
         print({name: round(1000 * seconds, 1) for name, seconds in took.items()})
         assert mine["running"] == []
         assert set(took) == {"train", "allreduce", "large allreduce", "barrier", "recv", "future"}
-        assert max(took.values()) < RETURN_S
+        assert max(took.values()) < within(ABORT_S)
         for name, end in mine["ends"].items():
             if kind not in SWALLOWING or name not in ("allreduce", "large allreduce", "future"):
                 assert end["error"] is not None, name
@@ -119,14 +114,17 @@ def test_a_stopped_peer_holds_up_nobody_after_an_abort(ranks: Ranks, kind: str) 
         end = theirs["ends"]["train"]
         print(f"{kind}: the other peer noticed after {1000 * (end['at'] - aborted['began']):.0f} ms")
         assert end["error"] is not None
-        assert end["at"] - aborted["began"] < NOTICED_S
+        # It waits for the stopped peer only, but its connection to the one that aborts breaks.
+        assert end["at"] - aborted["began"] < within(ABORT_S)
 
         # Nobody waits for what was in flight.
         again = [{"where": where, "rank": i, "n": 2} for i in range(2)]
         answers = ranks.do([survivor, other], "connect", again)
         assert [answer["sum"] for answer in answers] == [2.0, 2.0]
         print(f"{kind}: connected again after {max(answer['ms'] for answer in answers):.1f} ms")
-        assert max(answer["ms"] for answer in answers) < 30_000  # isolated groups may start a process
+        # An isolated group may start a process.
+        bound_s = START_TIMEOUT_S if kind == "isolated" else within(NEW_PEERS_S)
+        assert max(answer["ms"] for answer in answers) < 1000 * bound_s
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
     (late,) = ranks.do([stopped], "ended")

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import ours_path
+from processes import START_TIMEOUT_S, Job, ours_path
 
+from tests.promises import HEAL_ENDS_S, within
 from torchft.checkpointing import HTTPTransport, _lending
 from torchft.checkpointing._progress import Progress
 from torchft.checkpointing.pg_transport import PGTransport
@@ -25,33 +26,27 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def test_a_source_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("heal_source.py"))],
-        env={**os.environ, "PYTHONPATH": str(ours_path()), "TORCHFT_HOST": "localhost"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    killed: list[float] = []
+    with Job() as job:
+        env = {"TORCHFT_HOST": "localhost"}
+        source = job.python("source", Path(__file__).with_name("heal_source.py"), path=ours_path(), env=env)
+        job.wait(lambda: source.of("serving"), START_TIMEOUT_S, "the source serves")
+        metadata = source.of("serving")[0]["metadata"]
+        killed: list[float] = []
 
-    def kill_when_it_runs(self: Progress, received: int, total: int) -> None:
-        if received > 0 and not killed:
-            killed.append(time.monotonic())
-            source.kill()
+        def kill_when_it_runs(self: Progress, received: int, total: int) -> None:
+            if received > 0 and not killed:
+                killed.append(time.monotonic())
+                source.kill()
 
-    monkeypatch.setattr(Progress, "update", kill_when_it_runs)
-    target: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0)
-    try:
-        assert source.stdin is not None and source.stdout is not None
-        metadata = source.stdout.readline().strip()
-        with pytest.raises(CheckpointError, match=f"step 1 .*{metadata}.*refused"):
-            target.recv_checkpoint(0, metadata, 1, TIMEOUT)
-        assert time.monotonic() - killed[0] < TIMEOUT.total_seconds() / 2
-        assert not _lending._lent
-    finally:
-        target.shutdown()
-        source.kill()
-        source.communicate(timeout=30)
+        monkeypatch.setattr(Progress, "update", kill_when_it_runs)
+        target: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0)
+        try:
+            with pytest.raises(CheckpointError, match=f"step 1 .*{metadata}.*refused"):
+                target.recv_checkpoint(0, metadata, 1, TIMEOUT)
+            assert time.monotonic() - killed[0] < within(HEAL_ENDS_S)
+            assert not _lending._lent
+        finally:
+            target.shutdown()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the size of a process is not known here")
@@ -75,7 +70,7 @@ def test_a_target_without_memory_for_the_state() -> None:
         assert received == "7"
         began = time.monotonic()
         source.disallow_checkpoint()
-        assert time.monotonic() - began < TIMEOUT.total_seconds() / 2  # nobody holds the source up
+        assert time.monotonic() - began < within(HEAL_ENDS_S)  # nobody holds the source up
     finally:
         source.shutdown()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import START_TIMEOUT_S, Job, ours_path
+
+from tests.promises import LEAVE_PYTHON_S, within
 
 SCRIPT = """
 import signal
@@ -28,7 +30,7 @@ manager = Manager(
     quorum_timeout=timedelta(seconds=600),
 )
 manager.start_quorum()
-print("waiting", flush=True)
+print('{"event": "waiting"}', flush=True)
 if sys.argv[1] == "raises":
     raise ValueError("the user's own")
 manager.wait_quorum()
@@ -36,21 +38,17 @@ manager.wait_quorum()
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "raises"])
-def test_process_ends_at_once(how: str) -> None:
-    root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "waiting\n"
-            started = time.monotonic()
-            if how == "ctrl-c":
-                time.sleep(0.2)  # into the wait
-                process.send_signal(signal.SIGINT)
-            _, stderr = process.communicate(timeout=100)
-        finally:
-            process.kill()
-    assert time.monotonic() - started < 60  # seconds; the quorum's timeout is 600, leaving Python takes 0.6
-    assert process.returncode != 0
-    assert ("KeyboardInterrupt" if how == "ctrl-c" else "the user's own") in stderr
+def test_process_ends_at_once(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with Job() as job:
+        child = job.python("waiter", script, how, path=ours_path())
+        job.wait(lambda: child.of("waiting"), START_TIMEOUT_S, "it waits for a quorum")
+        child.expected_to_live = False
+        if how == "ctrl-c":
+            time.sleep(0.2)  # into the wait
+            os.kill(child.pid, signal.SIGINT)
+        # The quorum's timeout is 600 s.
+        job.wait(lambda: child.returncode is not None, within(LEAVE_PYTHON_S), "it ends")
+        assert child.returncode != 0
+        assert ("KeyboardInterrupt" if how == "ctrl-c" else "the user's own") in child.log_tail(100)

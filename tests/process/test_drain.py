@@ -38,6 +38,7 @@ def lost(group: Group) -> int:
     return sum(event["event"] == "lost" for event in group.events)
 
 
+@pytest.mark.slow  # test_torchft_commands drains a group without PyTorch
 @pytest.mark.timeout(300)
 def test_a_drained_group_ends_and_the_other_one_loses_nothing(lighthouse: str, tmp_path: Path) -> None:
     groups = [Group(number, 2, nproc=2, folder=tmp_path) for number in range(2)]

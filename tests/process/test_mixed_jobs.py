@@ -7,10 +7,16 @@ from mixed import run_mixed_job
 from processes import Job, ours_path
 from published import REQUIREMENTS, published_path
 
+# Each generation and each lighthouse once; the other pairs are slow.
+FAST = {("nightly", "ours"), ("stable", "published")}
+PAIRS = [(generation, lighthouse) for generation in sorted(REQUIREMENTS) for lighthouse in ("ours", "published")]
+
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lighthouse", ["ours", "published"])
-@pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
+@pytest.mark.parametrize(
+    ("generation", "lighthouse"),
+    [pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow]) for pair in PAIRS],
+)
 def test_published_and_ours_share_a_job(generation: str, lighthouse: str) -> None:
     ours, published = ours_path(), published_path(generation)
     with Job() as job:

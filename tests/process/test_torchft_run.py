@@ -95,6 +95,7 @@ def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
+@pytest.mark.slow  # above a group that asks and votes joins in the same way
 @pytest.mark.timeout(360)
 def test_more_groups_of_the_training_script_join(tmp_path: Path) -> None:
     """Each has a shard of the data of its own, so that it must know how many there may be."""

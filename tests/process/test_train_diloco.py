@@ -20,6 +20,7 @@ from torchft import Manager
 __all__ = ["environment"]  # a fixture
 
 
+@pytest.mark.slow  # tests/integration/test_local_sgd.py has groups that die in each phase
 @pytest.mark.timeout(240)
 def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: dict[str, str], tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow  # test_hsdp has a rank of a sharded group that is killed
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("replicate", ["hook", pytest.param("mesh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicate", ["hook", "mesh"])
 def test_a_rank_is_killed_and_all_end_with_equal_weights(
     environment: dict[str, str], tmp_path: Path, replicate: str
 ) -> None:

@@ -47,8 +47,15 @@ def test_both_sides_of_the_diff(tmp_path: Path) -> None:
     assert first[1] == second[1] and float(first[0]) < 0.01
 
 
+# The first one has all that ours adds to a loop. The others, Lightning's and the Transformers' among them, are slow.
+EXAMPLES = [
+    pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])
+    for i, text in enumerate(blocks(LOOPS, "python"))
+]
+
+
 @pytest.mark.timeout(900)  # the first run installs what an example needs
-@pytest.mark.parametrize("example", [pytest.param(text, id=str(i)) for i, text in enumerate(blocks(LOOPS, "python"))])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path) -> None:
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     path += [

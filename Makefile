@@ -16,6 +16,10 @@ endif
 
 # How long `make soak` runs.
 SOAK ?= 1h
+# How long `make test-all` may take, as 30m or 2h.
+TIME ?= 2h
+# How many parts of `make test` run at once.
+LANES ?= 2
 # Where `make wheel` puts the wheel.
 DIST ?= dist
 # What `make chaos` does: see its --help.
@@ -44,6 +48,17 @@ endif
 # cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
 GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/toolchain.py include)"
 
+# The machines and the simulation: a test of each proves that it has no goroutine, lock or clock, so nothing can race.
+GO_PURE := ./quorum ./recovery ./round ./sim
+# These read files outside of the module, which Go's cache of results does not notice: they always run.
+GO_READERS := ./internal ./torchftpb
+# Servers and clients, with the race detector. A test in go/internal compares the three lists with the packages.
+GO_RACE := ./cmd/... ./dashboard ./heal ./internal/rpc ./internal/testmain ./internal/tracing ./lighthouse ./manager ./pyapi/...
+# -trimpath: the compiled packages are those that the library is built from, and those of a clone in another folder.
+GO_TEST = $(GO) test -trimpath -vet=off -timeout 10m
+# A tool of a module of its own, so that its requirements are not those of the library.
+GOLANGCI = $(GO) tool -modfile=lint/go.mod golangci-lint
+
 # An install must not run beside a build.
 .NOTPARALLEL:
 # Every target with a plain name is a command.
@@ -67,13 +82,18 @@ train-diloco: $(VENV)/with-plot $(LIBRARY) ## a language model with streaming Di
 	PYTHONPATH=. $(PY) python/examples/demo.py --script train_diloco.py --steps 600 --kill-every 200 \
 		--time-limit 240 --plot loss_curves.png
 
-test: $(VENV)/with-test $(LIBRARY) ## go vet, go test -race, the simulation, pytest
-	cd go && $(GO_ENV) $(GO) vet ./...
-	cd go && $(GO_ENV) $(GO) test -race -timeout 15m ./...
-	cd go && $(GO) test -timeout 15m ./sim # all of its histories: with -race each takes ten times as long, and there are fewer
-	$(PY) -m pytest
+test: $(VENV)/with-test $(LIBRARY) ## the tests of Go and Python, side by side: about six minutes on two cores
+	$(PY) python/build/lanes.py --lanes $(LANES)
 
-test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need a CUDA device; without one they are skipped
+test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(LIBRARY) ## all that ever found a mistake, with the seeds of today, for TIME=2h at most
+	GO_ENV='$(GO_ENV)' $(PY) python/build/night.py --time $(TIME)
+
+test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
+	cd go && $(GO_TEST) $(GO_PURE)
+	cd go && $(GO_TEST) -count=1 $(GO_READERS)
+	cd go && $(GO_ENV) DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(GO_TEST) -race -p 2 $(GO_RACE)
+
+test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need a CUDA device; without one they are deselected
 	$(PY) -m pytest -rs tests/gpu
 
 soak: ## simulate for SOAK=1h, print progress, and a seed to replay if a rule breaks
@@ -84,9 +104,6 @@ soak-speed: ## a million simulated quorums of 16 groups, a fault in every fiftie
 
 chaos: $(VENV)/with-test $(LIBRARY) ## kill and stop real processes at random, CHAOS="--minutes=60 --kind=gloo --seed=1"
 	$(PY) tests/process/chaos_faults.py $(CHAOS)
-
-test-slow: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(LIBRARY) ## the tests that take minutes
-	$(PY) -m pytest -m slow
 
 pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs chromium and chromedriver)
 	DASHBOARD_PICTURES=docs $(PY) -m pytest tests/process/test_dashboard.py -k live
@@ -109,11 +126,12 @@ proto: $(VENV)/with-generate ## regenerate go/torchftpb from proto/torchft.proto
 bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pyapi
 	$(PY) python/binding/generate.py
 
-lint: lint-go lint-style lint-imports lint-types lint-docker ## gofmt, go vet, ruff, import-linter, pyrefly, hadolint (-k: all of them)
+lint: lint-go lint-style lint-imports lint-types lint-docker ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint (-k: all of them)
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)"; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
-	cd go && $(GO_ENV) $(GO) vet ./...
+	cd go && $(GO_ENV) $(GO) vet -trimpath ./...
+	cd go && $(GO_ENV) $(GOLANGCI) run ./...
 
 lint-style: $(VENV)/with-lint
 	$(VENV)/bin/ruff check

@@ -95,7 +95,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     cgo = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-O2 -I{toolchain.python_include()}"}
     test = [GO, "test", "-trimpath"]
     # Histories are the same each time, so that Go may take the result of an earlier run; schedules are not.
-    sim = Part("sim", [*test, "-timeout=10m", "./sim"], go, needs_s=60)
+    sim = Part("sim", [*test, "-vet=off", "-timeout=10m", "./sim"], go, needs_s=60)
     race = Part("race", [*test, "-race", "-vet=off", "-count=1", "-timeout=20m", "./..."], go, cgo, needs_s=240)
     fuzz = [
         Part(

@@ -1,14 +1,14 @@
-"""Second runs, tests that cannot run here, and skips: each in a run of pytest inside this one."""
+"""Second runs, tests that cannot run here, and skips: each in a run of pytest of its own."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from tests import policy
-
+ROOT = Path(__file__).resolve().parents[2]
 pytest_plugins = ["pytester"]
 
 # Fails in its first run.
@@ -28,12 +28,12 @@ def test_it(i, tmp_path_factory):
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CI", "RERUNS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def run(pytester: pytest.Pytester, text: str) -> pytest.RunResult:
     pytester.makepyfile(text)
-    # This run's own limit on time stays in force.
-    return pytester.runpytest_inprocess("-p", "tests.policy", "-p", "no:timeout", "--strict-markers")
+    return pytester.runpytest_subprocess("-p", "tests.policy", "--strict-markers", timeout=60)
 
 
 def outcomes(done: pytest.RunResult) -> dict[str, int]:
@@ -72,19 +72,19 @@ def test_all_tests_of_the_folder_for_processes_have_it_and_no_others(pytester: p
     done.stdout.fnmatch_lines(["FAILED tests/integration/*"])
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        "pytest.fail('Timeout (>300.0s) from pytest-timeout.')",
-        "raise AssertionError('60 s passed before: the group trains')",
-        "raise TimeoutError('quorum: no answer')",
-        "import subprocess; raise subprocess.TimeoutExpired('make', 3)",
-        "raise RuntimeError('allreduce timed out after 5 s')",
-    ],
-)
-def test_a_timeout_has_no_second_run(pytester: pytest.Pytester, failure: str) -> None:
-    done = run(pytester, flaky(failure=failure))
-    assert outcomes(done) == {"failed": 1}
+TIMEOUTS = [
+    "pytest.fail('Timeout (>300.0s) from pytest-timeout.')",
+    "raise AssertionError('60 s passed before: the group trains')",
+    "raise TimeoutError('quorum: no answer')",
+    "raise subprocess.TimeoutExpired('make', 3)",
+    "raise RuntimeError('allreduce timed out after 5 s')",
+]
+
+
+def test_a_timeout_has_no_second_run(pytester: pytest.Pytester) -> None:
+    tests = [f"@pytest.mark.processes\ndef test_{i}(): {failure}\n" for i, failure in enumerate(TIMEOUTS)]
+    done = run(pytester, "\n".join(["import subprocess", "import pytest", *tests]))
+    assert outcomes(done) == {"failed": len(TIMEOUTS)}
 
 
 def test_a_log_that_speaks_of_timeouts_is_none(pytester: pytest.Pytester) -> None:
@@ -101,8 +101,13 @@ def test_what_cannot_run_here_is_left_out_in_one_line(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI", "true")
-    monkeypatch.setitem(policy.NEEDS, "device", ("a CUDA device", lambda: "none answers"))
-    monkeypatch.setitem(policy.NEEDS, "hosts", ("network namespaces", lambda: None))
+    pytester.makeconftest(
+        """
+        from tests import policy
+        policy.NEEDS["device"] = ("a CUDA device", lambda: "none answers")
+        policy.NEEDS["hosts"] = ("network namespaces", lambda: None)
+        """
+    )
     done = run(
         pytester,
         """

@@ -14,7 +14,6 @@ from processes import HERE, ours_path
 from torchft.launch import process_tree
 from torchft.launch.lighthouse import free_port
 
-MEMBER = HERE / "member.py"
 WAIT_S = 100.0  # PyTorch may take long to start where tests share a small machine
 
 
@@ -30,9 +29,9 @@ def missing() -> str | None:
 
 
 class Member:
-    """A group as a process: one that asks and votes, or the command that is given."""
+    """A group as a process that asks and votes."""
 
-    def __init__(self, number: int, lighthouse: str, folder: Path, *command: object, job: str = "default") -> None:
+    def __init__(self, number: int, lighthouse: str, folder: Path, job: str = "default") -> None:
         env = {
             "PYTHONPATH": ours_path(),
             "REPLICA_GROUP_ID": str(number),
@@ -41,8 +40,7 @@ class Member:
             "TORCHFT_MANAGER_PORT": str(free_port()),
         }
         log = folder / f"member-{number}.log"
-        argv = [str(word) for word in command or (MEMBER, 1_000_000_000)]
-        self.process = process_tree.start([sys.executable, *argv], log, {**env, "OMP_NUM_THREADS": "1"})
+        self.process = process_tree.start([sys.executable, str(HERE / "member.py"), "1000000000"], log, env)
 
     def kill(self) -> None:
         process_tree.kill_tree(self.process)

@@ -6,9 +6,11 @@ Both start together (init_sync), train in step, and each is killed once with SIG
 from __future__ import annotations
 
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
-from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port
+from causes import check_killed, failures
+from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 
 PHASE_TIMEOUT_S = 60
 STEPS_A_PHASE = 5
@@ -69,10 +71,14 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> 
     assert [e["step"] for e in first] == [1, 1], first
     assert_equal_weights(groups)
 
-    kill_and_heal(job, lighthouse, victim=groups[0], survivor=groups[1])
-    assert_equal_weights(groups)
-    kill_and_heal(job, lighthouse, victim=groups[1], survivor=groups[0])
-    assert_equal_weights(groups)
+    for victim, survivor in (groups, groups[::-1]):
+        # A published group keeps no connection to the lighthouse, and a published lighthouse knows nothing but silence.
+        by_connection = victim.path == lighthouse_path == ours_path()
+        before = failures(lighthouse) if by_connection else Counter()
+        kill_and_heal(job, lighthouse, victim, survivor)
+        if by_connection:
+            check_killed(before, failures(lighthouse), 1)
+        assert_equal_weights(groups)
 
     last = max(group.last_step() for group in groups) + 10
     for group in groups:

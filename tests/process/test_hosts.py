@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 from chaos import HEARTBEAT_TIMEOUT_S, Chaos
-from hosts import Hosts, NoHosts
+from hosts import Hosts
 from processes import Job
 
-
-@contextlib.contextmanager
-def namespaces(count: int, **links: float) -> Iterator[Hosts]:
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(Hosts(count, **links))
-        except NoHosts as e:
-            pytest.skip(str(e))
-        yield hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
 
-@pytest.mark.timeout(300)
 def test_a_host_that_is_cut_off_commits_nothing_and_heals_when_it_is_back() -> None:
     """What it would have committed alone, or went on with from its own weights, the history of the job shows."""
-    with namespaces(2) as hosts, Job() as job:
+    with Hosts(2) as hosts, Job() as job:
         chaos = Chaos(job, groups=2, hosts=hosts)
         chaos.start()
         outcome = chaos.cut(1)
@@ -35,10 +23,10 @@ def test_a_host_that_is_cut_off_commits_nothing_and_heals_when_it_is_back() -> N
         chaos.finish()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow  # the one above has hosts, and go/sim messages that are late or lost
 def test_hosts_that_are_far_away() -> None:
     """20 ms each way, and one frame in a hundred is lost: nobody is taken for dead for it, and a death is noticed."""
-    with namespaces(2, delay_s=0.02, loss=0.01) as hosts, Job() as job:
+    with Hosts(2, delay_s=0.02, loss=0.01) as hosts, Job() as job:
         # Frames go through this process, which a busy machine may hold up: no silence counts here.
         chaos = Chaos(job, groups=2, hosts=hosts, lighthouse_options=["--heartbeat_timeout_ms=60000"])
         chaos.start()

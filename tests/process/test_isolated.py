@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from causes import SILENCE_MS
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 from waiting import wait_for
 
@@ -23,6 +24,9 @@ from replica_group import Group  # noqa: E402
 
 KILLS = 10
 PHASE_TIMEOUT_S = 100
+
+# test_chaos has an isolated group that is killed, and tests/unit/process_group/isolated a worker that is.
+pytestmark = pytest.mark.slow(minutes=5)
 
 
 def start(job: Job, number: int, life: int) -> Child:
@@ -39,7 +43,9 @@ def committed(child: Child, participants: int, after: int = 0) -> list[Event]:
 @pytest.mark.timeout(900)
 def test_ten_kills_in_a_row_leave_both_groups_with_the_same_weights() -> None:
     with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000)
+        _, lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=SILENCE_MS
+        )
         survivor, victim = start(job, 0, 0), start(job, 1, 0)
 
         def join(child: Child) -> None:
@@ -81,7 +87,7 @@ def test_ten_kills_in_a_row_leave_both_groups_with_the_same_weights() -> None:
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000)
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=SILENCE_MS)
     yield server.address()
     server.shutdown()
 
@@ -99,7 +105,7 @@ def workers_of(group: Group) -> list[int]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, 10])
 def test_train_ddp_isolated_survives_kills_in_a_row(lighthouse: str, tmp_path: Path, kills: int) -> None:
     # A job of three: it does not end before all are there, and the third is started after the last kill.
     groups = [Group(number, 3, folder=tmp_path) for number in range(3)]

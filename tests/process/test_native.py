@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from causes import SILENCE_MS
 from hsdp_model import reference
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 from torch.distributed import TCPStore
@@ -24,11 +25,11 @@ pytestmark = [
 class Groups:
     """The groups of a job, and the store that native Gloo groups share."""
 
-    def __init__(self, job: Job, timeout_s: int = 20) -> None:
+    def __init__(self, job: Job, timeout_s: int = 20, heartbeat_timeout_ms: int = SILENCE_MS) -> None:
         self.job = job
         self.timeout_s = timeout_s
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        _, self.lighthouse = job.lighthouse(ours_path(), min_replicas=1, heartbeat_timeout_ms=1000)
+        _, self.lighthouse = job.lighthouse(ours_path(), min_replicas=1, heartbeat_timeout_ms=heartbeat_timeout_ms)
 
     def start(self, *groups: int) -> list[Child]:
         children = [self._spawn(group) for group in groups]
@@ -91,10 +92,11 @@ def test_three_two_three_groups() -> None:
             print(f"{child.name}: reconfigured in {[round(t, 1) for t in child.of('step')[-1]['reconfigured_ms']]} ms")
 
 
+@pytest.mark.slow  # test_abort has a native group with a stopped peer
 def test_a_peer_that_is_stopped_in_a_collective() -> None:
     """It keeps its connections: operations end with their timeout, and nothing later waits for those that did not."""
     with Job() as job:
-        groups = Groups(job, timeout_s=4)
+        groups = Groups(job, timeout_s=4, heartbeat_timeout_ms=1000)
         first, second, third = groups.start(0, 1, 2)
         groups.wait_step([first, second, third], 3)
         first._signal(signal.SIGSTOP)

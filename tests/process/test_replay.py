@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from causes import SILENCE_MS
 from processes import HERE, START_TIMEOUT_S, Job, ours_path
 from replay_model import reference
 from torch.distributed import TCPStore
@@ -22,7 +23,8 @@ DEATHS = (2, 4, 6)  # steps
     ("kind", "groups", "places"),
     [
         pytest.param("gloo", 4, ("bucket1", "forward", "bucket0"), id="gloo"),
-        pytest.param("isolated", 3, ("bucket1",), id="isolated"),
+        # Slow: these differ in the group alone, which test_abort and test_chaos have.
+        pytest.param("isolated", 3, ("bucket1",), id="isolated", marks=pytest.mark.slow),
         pytest.param("native", 4, ("bucket1", "forward", "bucket0"), id="native", marks=pytest.mark.slow),
         pytest.param("gloo", 4, ("commit", "bucket0", "bucket1"), id="gloo, other places", marks=pytest.mark.slow),
         pytest.param(
@@ -33,7 +35,9 @@ DEATHS = (2, 4, 6)  # steps
 def test_kill_9_costs_no_step(kind: str, groups: int, places: tuple[str, ...], tmp_path: Path) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=20_000)
+        _, lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=SILENCE_MS
+        )
         children = []
         for group in range(groups):
             # The first groups die first: the primary's store is one of theirs.

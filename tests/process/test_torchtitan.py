@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from causes import SILENCE_MS
 from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
 from published import client_path
 from test_hsdp import committed, weights
@@ -46,9 +47,12 @@ def ready(job: Job, children: list[Child]) -> None:
         child.send(do="train")
 
 
+@pytest.mark.slow  # test_hsdp has a rank of a sharded group that is killed
 def test_fsdp_survives_a_death_and_starts_again_from_checkpoints(tmp_path: Path) -> None:
     with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=1000)
+        _, lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=SILENCE_MS
+        )
         first, second = (start(job, lighthouse, group, tmp_path) for group in range(2))
         ready(job, first + second)
         both = lambda child: [e for e in committed(child) if e["participants"] == 2]  # noqa: E731
@@ -79,7 +83,8 @@ def test_fsdp_survives_a_death_and_starts_again_from_checkpoints(tmp_path: Path)
     assert all(torch.isfinite(value).all() for value in end.values())
 
 
-@pytest.mark.parametrize("method", ["local_sgd", "diloco"])
+# DiLoCo is slow: torchtitan reaches both by the same code.
+@pytest.mark.parametrize("method", ["local_sgd", pytest.param("diloco", marks=pytest.mark.slow)])
 def test_semi_synchronous_training(tmp_path: Path, method: str) -> None:
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=2)

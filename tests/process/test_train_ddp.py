@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from causes import SILENCE_MS
 from torch.utils.data import DistributedSampler
 from waiting import wait_for
 
@@ -29,7 +30,7 @@ ENOUGH_STEPS = ["--steps", "500", "--overtime", "1000000"]
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000)
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=SILENCE_MS)
     yield server.address()
     server.shutdown()
 
@@ -90,6 +91,7 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
     assert len(set.union(*shards)) == sum(len(shard) for shard in shards)
 
 
+@pytest.mark.slow  # above torchrun restarts a worker, and test_train_parts has the order of the data
 @pytest.mark.timeout(300)
 def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its_checkpoint_was(
     lighthouse: str, new_group: Callable[..., Group], tmp_path: Path

@@ -1,7 +1,7 @@
 """Children of tests, forked from one process that has PyTorch imported: by itself each would import it for seconds.
 
-    ForkServer                        in the tests: starts that process, and asks it for children
-    python forkserver.py DESCRIPTOR   the process, at the other end of a socket
+    ForkServer                                  in the tests: starts that process, and asks it for children
+    python forkserver.py DESCRIPTOR MODULE...   the process, at the other end of a socket, which imports these
 
 It imports nothing of torchft: a child gets the one that its PYTHONPATH names, and the Go runtime starts after the fork.
 It has one thread and has not touched a device, which is what makes a fork safe. A child runs its script as Python would
@@ -11,7 +11,6 @@ have the same hash seed. `make test-all` therefore starts each child by itself (
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -28,14 +27,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# What the scripts import of PyTorch, and what takes long below it.
+# What the scripts import of PyTorch, and what takes long below it. Optimizers import the last one when they are used.
 IMPORTS = (
     "torch",
-    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils.data",
+    "torch._dynamo",
 )
 # Read while Python starts or PyTorch is imported. A child that differs from the server in one of them starts by itself.
 READ_AT_START = ("CUDA_", "GLIBC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_")
@@ -83,9 +82,11 @@ class ForkServer:
 
     Args:
         env: the environment of most children. The server starts with it, on first use.
+        imports: the modules that it imports.
     """
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str], imports: Sequence[str] = IMPORTS) -> None:
+        self._imports = imports
         self._env = {name: value for name, value in env.items() if name != "PYTHONPATH"}
         self._process: subprocess.Popen[bytes] | None = None
         self._threads = 0
@@ -118,7 +119,7 @@ class ForkServer:
             self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._control.settimeout(START_TIMEOUT_S)
             with its:
-                command = [sys.executable, __file__, str(its.fileno())]
+                command = [sys.executable, __file__, str(its.fileno()), *self._imports]
                 # A session of its own: Ctrl-C is for the tests.
                 self._process = subprocess.Popen(
                     command,
@@ -140,12 +141,15 @@ def _readable(descriptor: int, timeout: float | None) -> bool:
     return bool(poll.poll(None if timeout is None else 1000 * timeout))
 
 
-def serve(control: socket.socket) -> dict[str, Any]:
+def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
     """Fork a child for each request until the tests are gone. Returns in the children only, with the request."""
-    for name in IMPORTS:
+    for name in imports:
+        if name == imports[-1]:
+            # The end of a child does not collect what is frozen, which takes a second. But Triton, which the last one
+            # imports, complains of what is not collected.
+            gc.collect()
+            gc.freeze()
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # a collection in a child does not touch, and so copy, what all share
     control.send(str(len(os.listdir("/proc/self/task"))).encode())
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -200,8 +204,6 @@ def become(request: dict[str, Any], standard: Sequence[int], status: int) -> Non
     # The first entry is the folder of this file, where the server was started.
     sys.path[:1] = [os.path.dirname(script), *filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))]
     importlib.invalidate_caches()
-    # The last one to run: Python's end collects all that it can, and libraries complain of the rest.
-    atexit.register(gc.unfreeze)
 
 
 def _say(status: int, kind: bytes, number: int) -> None:
@@ -210,7 +212,7 @@ def _say(status: int, kind: bytes, number: int) -> None:
 
 
 if __name__ == "__main__":
-    script = serve(socket.socket(fileno=int(sys.argv[1])))["argv"][0]
+    script = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])["argv"][0]
     main = types.ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main

@@ -40,8 +40,8 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """Of these tests alone: they run also where FORK_SERVER=0."""
-    server = ForkServer(child_environment(ours_path()))
+    """Of these tests alone: they run also where FORK_SERVER=0. Without PyTorch a child ends sooner."""
+    server = ForkServer(child_environment(ours_path()), ["logging"])
     yield server
     server.close()
 
@@ -146,8 +146,14 @@ def test_what_is_read_at_the_start_of_a_process_makes_it_start_by_itself(server:
     assert not server.can_start({name: value for name, value in usual.items() if name != "OMP_NUM_THREADS"})
 
 
+def test_pytorch_starts_no_thread_when_it_is_imported() -> None:
+    """Else children would start by themselves, and tests would take long without a word."""
+    server = processes.fork_server
+    assert server is None or server.can_start(child_environment(ours_path()))
+
+
 def test_a_server_that_is_gone_takes_its_children_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ForkServer(child_environment(ours_path()))
+    server = ForkServer(child_environment(ours_path()), [])
     monkeypatch.setattr(processes, "fork_server", server)
     with Job() as job:
         child = run(job, tmp_path, "import time; time.sleep(1000)")

@@ -1,6 +1,6 @@
 """Runs commands side by side, each with a log of its own: `make test`, and the machinery of night.py.
 
-`make test` has parts that take turns on two lanes: the longest first, and the next one when a lane is free. Tests with
+`make test` has parts that take turns on some lanes: the longest first, and the next one when a lane is free. Tests with
 real processes are one part, so that never two of them run at once: they measure seconds.
 """
 

@@ -43,8 +43,8 @@ RUN = {
 }
 # A pattern for commands of shell blocks that no test of the suite can run as they stand, and why.
 CANNOT = {
-    r"make \S+": "installs into .venv and takes minutes; what the recipes start has tests of its own (test_train_*.py, "
-    "test_torchft_toolchain.py, the suite itself)",
+    r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has tests of its own "
+    "(test_train_*.py, test_torchft_toolchain.py, the suite itself)",
     r"pip install .*": "downloads, and builds for minutes; `make wheel` and test_torchft_toolchain.py do",
     r"python python/bench/.*": "takes minutes on an idle machine, and most parts install the published package",
     r"python tests/process/chaos_faults\.py .*": "goes on for an hour; test_chaos.py runs the same faults",
@@ -263,6 +263,7 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
             ctrl_c(*each)
 
 
+@pytest.mark.slow  # test_train_readme.py runs the example
 @pytest.mark.processes
 @pytest.mark.timeout(280)
 def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_every_page_is_in_the_site() -> None:
     assert [page for page in (ROOT / "docs").glob("*.md") if f": {page.name}" not in menu] == []
 
 
+@pytest.mark.slow  # the other tests here check links and names
 @pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs what makes the site: pip install 'torchft[docs]'")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

@@ -21,6 +21,7 @@ def start(job: Job, paths: tuple[Path, Path]) -> list[Child]:
     ]
 
 
+@pytest.mark.slow  # tests/integration/test_local_sgd.py has the papers' numbers
 @pytest.mark.timeout(400)
 def test_every_number_is_that_of_the_published_package() -> None:
     ours, theirs = ours_path(), published_path("nightly")

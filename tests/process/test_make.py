@@ -80,8 +80,11 @@ def venv(tmp_path: Path) -> Path:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("target", "running"),
-    [("train", r"^group 0 .* training"), ("minimal", r"^group 0 .* starting")],
-    ids=["train", "minimal"],
+    [
+        # slow: test_train_demo has the Ctrl-C of what it starts
+        pytest.param("train", r"^group 0 .* training", marks=pytest.mark.slow, id="train"),
+        pytest.param("minimal", r"^group 0 .* starting", id="minimal"),
+    ],
 )
 def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path: Path) -> None:
     log = tmp_path / "output"

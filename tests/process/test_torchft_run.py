@@ -110,6 +110,7 @@ def test_more_groups_of_the_training_script_join(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
+@pytest.mark.slow  # test_it_grows_shrinks_and_ends has an end
 @pytest.mark.timeout(240)
 def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
     run = Command(tmp_path, "--replicas", "2", str(MEMBER), "50")

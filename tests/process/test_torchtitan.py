@@ -83,8 +83,8 @@ def test_fsdp_survives_a_death_and_starts_again_from_checkpoints(tmp_path: Path)
     assert all(torch.isfinite(value).all() for value in end.values())
 
 
-# DiLoCo is slow: torchtitan reaches both by the same code.
-@pytest.mark.parametrize("method", ["local_sgd", pytest.param("diloco", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/integration/test_local_sgd.py has what torchtitan calls
+@pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_semi_synchronous_training(tmp_path: Path, method: str) -> None:
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=2)

@@ -30,6 +30,7 @@ def test_the_readme_shows_minimal_py() -> None:
     assert blocks((ROOT / "README.md").read_text(), "python") == [MINIMAL]
 
 
+@pytest.mark.slow  # test_the_example_trains_in_two_groups_and_ends runs its new side
 @pytest.mark.timeout(240)
 def test_both_sides_of_the_diff(tmp_path: Path) -> None:
     """One is minimal.py without its comments, the other one trains with PyTorch alone."""

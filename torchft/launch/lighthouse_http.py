@@ -92,7 +92,8 @@ class Lighthouse:
             try:
                 return urllib.request.urlopen(request, timeout=self._timeout, context=_tls(address))
             except urllib.error.HTTPError as e:
-                raise Unanswered(f"{address} answered {e.code}: {_reason(e.read())}") from None
+                with e:
+                    raise Unanswered(f"{address} answered {e.code}: {_reason(e.read())}") from None
             except (OSError, http.client.HTTPException) as e:  # the latter: a server that does not speak HTTP
                 tried.append(f"{address}: {getattr(e, 'reason', e)}")
         raise Unanswered(

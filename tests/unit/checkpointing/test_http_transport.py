@@ -55,9 +55,8 @@ def connect(transport: HTTPTransport[Any]) -> socket.socket:
 
 
 def get(transport: HTTPTransport[Any], path: str, method: str = "GET") -> tuple[int, bytes]:
-    with connect(transport) as sock:
+    with connect(transport) as sock, http.client.HTTPResponse(sock) as response:
         sock.sendall(f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n".encode())
-        response = http.client.HTTPResponse(sock)
         response.begin()
         return response.status, response.read()
 

@@ -119,7 +119,7 @@ def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, mb: int
 def tables(result: dict[str, Any], ours: str, published: str) -> str:
     """Return the result as Markdown."""
     rows = []
-    for state, lengths in result.items():
+    for state, lengths in sorted(result.items(), key=lambda item: int(item[0].split()[0])):
         for compute_ms, sides in lengths.items():
             for name in (ours, published):
                 figures = {key: Spread(**spread) for key, spread in sides[name].items()}

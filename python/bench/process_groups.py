@@ -22,6 +22,7 @@ SMALL, SMALL_COUNT = 16, 200
 BIG_COUNT = 5
 # The last ones: where nobody notices an abort, it and new peers take half a minute, and may leave something behind.
 SLOW_ROUNDS = 5
+ATTEMPTS = 3
 DISPATCH_GOAL, BIG_GOAL, RECONFIGURE_GOAL_MS, ABORT_GOAL_MS = 1.5, 1.05, 300.0, 100.0
 
 PLAIN = "plain PyTorch"
@@ -48,29 +49,31 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
 
     with Job() as job:
         progress("process groups: starting 4 processes")
-        sides = {side.name: _start(job, side) for side in (ours, published)}
-        for key, side in kinds.items():
-            sides[side.name].do(START_TIMEOUT_S, do="make", kind=key[1])
-            _connect(sides[side.name], key[1])
-            sides[side.name].do(COMMAND_TIMEOUT_S, do="repeat", kind=key[1], count=20, floats=SMALL)
+
+        def start(side: Side) -> Workers:
+            return _start(job, side, [kind for (_, kind), of in kinds.items() if of is side])
+
+        sides = {side.name: start(side) for side in (ours, published)}
 
         for number in range(rounds):
             for key in rotated(list(kinds), number):
                 side = kinds[key]
-                if side.name not in sides:
-                    continue
-                try:
-                    keep(key, _fast(sides[side.name], key[1]))
-                    if number >= rounds - SLOW_ROUNDS:
-                        progress(f"process groups: {side.name} {key[1]}: new peers and an abort")
-                        keep(key, _slow(sides[side.name], key[1]))
-                except JobFailed as e:
-                    if side is ours:
-                        raise
-                    # It may not get over an abort on a busy machine. What it has shown until then counts.
-                    progress(f"process groups: {side.name} gave up at {key[1]}: {str(e).splitlines()[0]}")
-                    for child in sides.pop(side.name).children:
-                        child.kill()
+                for _ in range(ATTEMPTS):
+                    try:
+                        figures = _fast(sides[side.name], key[1])
+                        if number >= rounds - SLOW_ROUNDS:
+                            progress(f"process groups: {side.name} {key[1]}: new peers and an abort")
+                            figures.update(_slow(sides[side.name], key[1]))
+                        keep(key, figures)
+                        break
+                    except JobFailed as e:
+                        if side is ours:
+                            raise
+                        # It does not always get over an abort: then its processes are new, and it tries again.
+                        progress(f"process groups: {side.name} gave up at {key[1]}: {str(e).splitlines()[0]}")
+                        for child in sides[side.name].children:
+                            child.kill()
+                        sides[side.name] = start(side)
             progress(
                 f"process groups, round {number + 1}/{rounds}: "
                 + ", ".join(f"{name} {kind} {1000 * s['dispatch'][-1]:.0f} µs" for (name, kind), s in samples.items())
@@ -88,13 +91,18 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
     }
 
 
-def _start(job: Job, side: Side) -> Workers:
+def _start(job: Job, side: Side, kinds: list[str]) -> Workers:
+    """Start two ranks, and connect and warm up their groups of these kinds."""
     env = {"PEERS_PORT": str(free_port())}
     workers = Workers(
         job,
         [job.python(f"{side.name}-{r}", WORKER, path=side.path, env={**env, "RANK": str(r)}) for r in range(2)],
     )
     job.wait(lambda: all(c.of("imported") for c in workers.children), START_TIMEOUT_S, f"{side.name} is imported")
+    for kind in kinds:
+        workers.do(START_TIMEOUT_S, do="make", kind=kind)
+        _connect(workers, kind)
+        workers.do(COMMAND_TIMEOUT_S, do="repeat", kind=kind, count=20, floats=SMALL)
     return workers
 
 

@@ -108,7 +108,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(len(result), 1, figsize=(9, 2 * len(result)), sharex=True)
-    for ax, (seconds, sides) in zip(axes, result.items(), strict=True):
+    for ax, (seconds, sides) in zip(axes, sorted(result.items(), key=lambda item: float(item[0])), strict=True):
         for name, run in sides.items():
             ax.plot(
                 range(len(run["per_second"])), run["per_second"], label=f"{name}: {Spread(**run['share']).text()} kept"
@@ -127,7 +127,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
 def tables(result: dict[str, Any], ours: str, published: str) -> str:
     """Return the result as Markdown."""
     rows = []
-    for seconds, sides in result.items():
+    for seconds, sides in sorted(result.items(), key=lambda item: float(item[0])):
         for name, run in sides.items():
             share = Spread(**run["share"])
             goal = f" (goal >= {GOAL:g}: {verdict(share.median >= GOAL)})" if name == ours else ""

@@ -37,12 +37,19 @@ LINES: list[tuple[str, str, Callable[[dict[str, Any], str], str]]] = [
         )
         for views in ("True", "False")
     ),
-    ("from `kill -9` to the survivor's next commit, two groups", "recovery", _recovery("kill, 2 groups, plain")),
-    ("the same after SIGSTOP", "recovery", _recovery("stop, 2 groups, plain")),
     (
-        "throughput kept while one of four groups is killed every 10 s (join timeout 10 s)",
-        "churn",
-        _spread(2, "", "10", "SIDE", "share"),
+        "from `kill -9` to the survivor's next commit, two groups (heartbeat timeout 5 s)",
+        "recovery",
+        _recovery("kill, 2 groups, plain"),
+    ),
+    ("the same after SIGSTOP (timeout of a collective 30 s)", "recovery", _recovery("stop, 2 groups, plain")),
+    *(
+        (
+            f"throughput kept while one of four groups is killed every 10 s (join timeout {seconds} s)",
+            "churn",
+            _spread(2, "", seconds, "SIDE", "share"),
+        )
+        for seconds in ("2", "10")
     ),
     *(
         (

@@ -66,6 +66,7 @@ def test_each_row_has_the_rounds_that_it_promises(part: str) -> None:
     found = list(spreads(FIGURES[part]))
     assert found
     assert [(path, s["samples"]) for path, s in found if s["samples"] < fewest and s["samples"] != 1] == []
+    assert FIGURES[part].get("rounds", fewest) >= fewest
     assert (written(part).count("(one run)") > 0) == any(s["samples"] == 1 for _, s in found)
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import argparse
 import re
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def of_pytest(junit: Path) -> tuple[Counter[str], Counter[str]]:
+def of_pytest(junit: Path) -> tuple[dict[str, float], Counter[str]]:
     """Seconds and tests of each file, by the folder and name of the file."""
-    seconds, tests = Counter[str](), Counter[str]()
+    seconds: dict[str, float] = defaultdict(float)
+    tests = Counter[str]()
     for case in ElementTree.parse(junit).iter("testcase"):
         words = case.get("classname", "").split(".")
         # tests.unit.test_x.TestClass: the file is the last word in lower case
@@ -33,15 +34,18 @@ def of_go(log: str) -> dict[str, str]:
 
 
 def table(folder: Path, most: int) -> str:
-    seconds, tests = Counter[str](), Counter[str]()
+    seconds: dict[str, float] = defaultdict(float)
+    tests = Counter[str]()
     for junit in sorted(folder.glob("*.xml")):
-        for total, found in zip((seconds, tests), of_pytest(junit)):
-            total.update(found)
+        of_file, found = of_pytest(junit)
+        tests.update(found)
+        for name, took in of_file.items():
+            seconds[name] += took
     packages = of_go((folder / "go.log").read_text()) if (folder / "go.log").exists() else {}
-    for name, took in packages.items():
-        seconds[name] = 0.0 if took == "(cached)" else float(took)
+    for name, said in packages.items():
+        seconds[name] = 0.0 if said == "(cached)" else float(said)
     lines = ["| seconds | tests | file or package |", "|---|---|---|"]
-    shown = seconds.most_common(most)
+    shown = sorted(seconds.items(), key=lambda item: item[1], reverse=True)[:most]
     for name, took in shown:
         lines.append(f"| {took:.1f} | {tests[name] or ''} | `{name}` |")
     rest = [name for name in seconds if name not in dict(shown)]

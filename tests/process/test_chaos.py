@@ -102,7 +102,7 @@ def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
         chaos.finish()
 
 
-@pytest.mark.slow  # test_train_ddp has a worker that torchrun's agent starts again
+@pytest.mark.slow  # test_train_demo kills a group of torchrun
 @pytest.mark.timeout(300)
 def test_groups_of_torchrun() -> None:
     """A worker dies, and its agent starts it again; an agent dies, and nothing of it trains on."""

@@ -15,7 +15,7 @@ KINDS = ["ProcessGroupBabyGloo", "ProcessGroupGloo", "ProcessGroupBabyGloo"]
 ANSWER_S = 60
 
 
-@pytest.mark.slow  # test_mixed_members has groups of all generations
+@pytest.mark.slow  # test_mixed_jobs has both packages in a job, test_isolated.py isolated groups
 @pytest.mark.timeout(300)
 def test_an_isolated_group_beside_the_published_plain_and_isolated_ones() -> None:
     ours, published = ours_path(), published_path("nightly")

@@ -108,7 +108,7 @@ def test_a_peer_that_is_stopped_in_a_collective() -> None:
         assert len({e["digest"] for e in ends}) == 1
 
 
-@pytest.mark.slow  # test_hsdp has FSDP over native groups
+@pytest.mark.slow  # test_hsdp has FSDP, and native groups between the replicas
 def test_fsdp_shards_over_the_default_group() -> None:
     """As one process that sees all data, also through an abort and a reconfiguration."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

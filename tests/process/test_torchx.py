@@ -24,7 +24,7 @@ def torchx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(client_path("torchx"))])
 
 
-@pytest.mark.slow  # test_roles looks at what TorchX would start, and test_train_ddp has a worker that is started again
+@pytest.mark.slow  # test_roles looks at what TorchX would start, and test_train_demo has a group that is started again
 def test_groups_of_an_app_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them fails at first, and torchrun starts it again."""
     from torchx.runner import get_runner

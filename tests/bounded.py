@@ -2,7 +2,7 @@
 
 SEED=N seeds `random` for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(), leaves out what would
 not end until then: slow tests are first, so that they get the time, and begin with another one for each seed, as do
-the others.
+the others. Those marked `slow(first=True)` run each time.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def longest_s(item: pytest.Item) -> float:
     return 60 * (OTHER_MINUTES if slow is None else slow.kwargs.get("minutes", SLOW_MINUTES))
 
 
+def comes_later(item: pytest.Item) -> bool:
+    slow = item.get_closest_marker("slow")
+    return slow is None or not slow.kwargs.get("first", False)
+
+
 class Bounded:
     def __init__(self, until: float, seed: str) -> None:
         self.until, self.seed = until, seed
@@ -58,7 +63,7 @@ class Bounded:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         slow = [item for item in items if item.get_closest_marker("slow")]
         others = [item for item in items if not item.get_closest_marker("slow")]
-        items[:] = rotated(slow, self.seed) + rotated(others, self.seed)
+        items[:] = sorted(rotated(slow, self.seed), key=comes_later) + rotated(others, self.seed)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Over that of the tests: no way to this repository, and nothing of the make that runs them.
 ENVIRONMENT = {"PYTHONPATH": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+# First: what users install is built and tried each night, however short it is.
+pytestmark = [pytest.mark.slow(first=True), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -105,3 +105,16 @@ def test_rotated() -> None:
     assert rotated([], "1") == []
     found = {tuple(rotated("abc", str(seed))) for seed in range(50)}
     assert found == {("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")}
+
+
+def test_what_runs_each_time_is_first(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = "".join(f"@pytest.mark.slow\ndef test_slow_{n}(): pass\n" for n in range(3))
+    each_time = "@pytest.mark.slow(first=True)\ndef test_wheel(): pass\n"
+    pytester.makepyfile(f"import pytest\n{suite}{each_time}def test_other(): pass\n")
+    pytester.makeini("[pytest]\nmarkers = slow")
+    monkeypatch.setenv("NIGHT_UNTIL", f"{time.monotonic() + 1000:.0f}")
+    for seed in ("1", "2"):
+        monkeypatch.setenv("SEED", seed)
+        done = pytester.runpytest_subprocess("-p", "tests.bounded", "-v", timeout=60)
+        done.assert_outcomes(passed=5)
+        assert order(done)[0] == "wheel"

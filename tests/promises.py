@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Parts of the tests that run side by side keep both processors of a machine busy, and a thread can be held up for seconds.
+# Parts of the tests run side by side and keep both processors busy, and a thread can be held up for seconds.
 SLACK = 20.0
 # A thread that is not scheduled once or twice delays the shortest of the promises, too.
 HELD_UP_S = 1.0

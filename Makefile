@@ -86,7 +86,7 @@ test: $(VENV)/with-test $(LIBRARY) ## the tests of Go and Python, side by side: 
 	$(PY) python/build/lanes.py --lanes $(LANES)
 
 test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(LIBRARY) ## all that ever found a mistake, with the seeds of today, for TIME=2h at most
-	GO_ENV='$(GO_ENV)' $(PY) python/build/night.py --time $(TIME)
+	$(PY) python/build/night.py --time $(TIME)
 
 test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
 	cd go && $(GO_TEST) $(GO_PURE)

@@ -65,7 +65,6 @@ def tables(result: dict[str, Any], ours: str, published: str) -> str:
         sent, ms, error = (Spread(**figures[what]) for what in ("sent", "ms", "error"))
         share = sent.median / result[f"{ours}/full"]["sent"]["median"]
         goal = f" (goal <= {GOAL:g}: {verdict(share <= GOAL)})" if name == ours and kind != "full" else ""
-        mb = Spread(sent.median / 1e6, sent.p10 / 1e6, sent.p90 / 1e6, sent.samples)
-        rows.append([name, kind, mb.text(), f"{share:.3f}{goal}", ms.text(0), f"{error.median:.1e}"])
+        rows.append([name, kind, sent.scaled(1e-6).text(), f"{share:.3f}{goal}", ms.text(0), f"{error.median:.1e}"])
     head = ["package", "sent as", "a rank sends, MB", "share of full", "allreduce, ms", "relative error (norm)"]
     return markdown_table(head, rows)

@@ -27,6 +27,8 @@ const (
 	Recovered Kind = "recovered"
 	// Drained : somebody asked a member to leave at the end of a step.
 	Drained Kind = "drained"
+	// GivenUp : an operator said that a member has ended whose vote was missing.
+	GivenUp Kind = "given_up"
 	// Killed : somebody asked to end a member.
 	Killed Kind = "killed"
 )

@@ -30,7 +30,8 @@ type Fetch struct {
 	queue    *queue
 	windows  *windows
 	received atomic.Int64
-	attempts int // in a row that bring nothing, before a source is given up
+	attempts int           // in a row that bring nothing, before a source is given up
+	pause    time.Duration // before the second of them; each later one waits twice as long
 
 	ctx    context.Context // the life of the object
 	cancel context.CancelFunc
@@ -61,7 +62,7 @@ func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
 	if settings.StallAfter <= 0 {
 		settings.StallAfter = 10 * time.Second
 	}
-	f := &Fetch{settings: settings, layout: layout, memory: memory, attempts: mostAttempts, changed: make(chan struct{})}
+	f := &Fetch{settings: settings, layout: layout, memory: memory, attempts: mostAttempts, pause: firstPause, changed: make(chan struct{})}
 	if f.windows, err = newWindows(&f.layout, memory.away, settings.Window); err != nil {
 		return nil, err
 	}
@@ -393,14 +394,14 @@ const (
 
 // again calls work, which reports whether it got anything, until it succeeds or has failed too often in a row.
 func (s *source) again(work func() (progress bool, err error)) error {
-	pause, failures := firstPause, 0
+	pause, failures := s.fetch.pause, 0
 	for {
 		progress, err := work()
 		if err == nil {
 			return nil
 		}
 		if progress {
-			pause, failures = firstPause, 0
+			pause, failures = s.fetch.pause, 0
 		}
 		if failures++; failures >= s.fetch.attempts || s.isGone() != nil || s.fetch.ctx.Err() != nil {
 			return err

@@ -112,7 +112,8 @@ func FuzzAnswers(f *testing.F) {
 		target := &Memory{regions: [][]byte{guarded[1000:2000:2000]}}
 		fetch, err := NewFetch(target, Settings{BlockSize: 500, Streams: 1, StallAfter: 10 * time.Millisecond})
 		require.NoError(t, err)
-		fetch.attempts = 2 // the others would wait for half a second, and find the same
+		// The others would wait for half a second, and find the same.
+		fetch.attempts, fetch.pause = 2, 0
 		defer fetch.Close()
 		require.NoError(t, fetch.Add(lis.Addr().String(), hex.EncodeToString(make([]byte, secretSize)), true))
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)

@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -56,6 +57,47 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
 		j.log.Info("torchft: told a replica group to leave, on request", "replica_id", who.ReplicaID, "from", r.RemoteAddr)
 		dashboard.Answer(w, done{who.ReplicaID, "told to leave at the end of a step"})
 	}
+}
+
+// apiGiveUp counts a member as ended whose vote is missing.
+func (s *Server) apiGiveUp(w http.ResponseWriter, r *http.Request, who about) {
+	j, code, err := s.holder(r, who.ReplicaID, func(j *job) bool { return j.misses(who.ReplicaID) })
+	if err != nil {
+		if code == http.StatusNotFound && s.find(cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)) != nil {
+			err = fmt.Errorf("the vote of replica %q is not missing here; missing_votes of /status names those that are", who.ReplicaID)
+		}
+		dashboard.Refuse(w, code, err)
+		return
+	}
+	if err := j.giveUpOn(who.ReplicaID, "somebody at "+r.RemoteAddr); err != nil {
+		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
+		return
+	}
+	dashboard.Answer(w, done{who.ReplicaID, "given up: " + risk})
+}
+
+// risk is what giving up a member may cost.
+const risk = "if it, or groups that it was with, train at another lighthouse, the job has two histories, and the steps of one are lost"
+
+// misses reports whether nothing goes on without the vote of a member.
+func (j *job) misses(replicaID string) bool {
+	return slices.Contains(j.status().MissingVotes, replicaID)
+}
+
+// giveUpOn takes somebody's word that a member has ended.
+func (j *job) giveUpOn(replicaID, by string) error {
+	return j.feed(quorum.GivenUp{ReplicaIDs: []string{replicaID}, By: by})
+}
+
+// GiveUp takes the caller's word that a member of a job has ended whose vote is missing. If it, or groups that it was with,
+// train at another lighthouse, the job has two histories, and the steps of one are lost. An empty name is the default job. It must be said to
+// one lighthouse only: a vote that is given at two is one for two histories.
+func (s *Server) GiveUp(job, replicaID, by string) error {
+	j := s.find(cmp.Or(job, rpc.DefaultJob))
+	if j == nil || !j.misses(replicaID) {
+		return fmt.Errorf("the vote of replica %q is not missing in job %q", replicaID, job)
+	}
+	return j.giveUpOn(replicaID, by)
 }
 
 // errNoStream is of a member that cannot be told anything.

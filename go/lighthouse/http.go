@@ -40,6 +40,7 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", plainly, s.serveKill))
 	mux.HandleFunc("/api/v1/kill", s.ask("kill", s.apiKill))
 	mux.HandleFunc("/api/v1/drain", s.ask("drain", s.apiDrain))
+	mux.HandleFunc("/api/v1/give_up", s.ask("give_up", s.apiGiveUp))
 	return mux
 }
 

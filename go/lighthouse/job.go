@@ -45,9 +45,9 @@ type job struct {
 	keeper  *keeper         // of the state on disk, nil if none is kept
 	heals   map[string]heal // what groups say of their heals
 	blamed  int64           // the quorum of whose failure it was last told what it cost
-	turned  error           // why the stream that just greeted is turned away
-	recall  quorum.Recall   // the last: a stream that just greeted hears of it when it is one of the open ones
 	closed  bool
+
+	greeting *stream // that just greeted
 }
 
 // answer ends the wait of one quorum request.
@@ -96,6 +96,8 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Outdated:  codes.Unavailable,
 	quorum.Left:      codes.FailedPrecondition,
 	quorum.Misfit:    codes.InvalidArgument,
+
+	quorum.Unbelieved: codes.InvalidArgument,
 }
 
 // quorum waits until m is in a quorum.
@@ -211,24 +213,31 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.waiters.Answer(a.Waiter, answer{delivered: newDelivery(a.Quorum, nil)})
 		case quorum.Refuse:
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
+		case quorum.Welcome:
+			j.greeting.welcome(a, now)
 		case quorum.TurnAway:
-			j.turned = status.Error(codes.FailedPrecondition, a.Reason)
+			j.greeting.turned = status.Error(codes.FailedPrecondition, a.Reason)
+		case quorum.Keep:
+			j.keeper.keep(state{Job: j.name, Highest: a.Highest + stateAhead, Past: a.Past})
 		case quorum.Renew:
 			if n := j.streams.renew(); n > 0 {
 				j.log.Info("torchft: the members begin again", "members", n, "reason", a.Reason)
 			}
 		case quorum.Recall:
-			j.recall = a
 			j.streams.recall(a.ReplicaID, a.QuorumID)
 		case quorum.GoBack:
 			j.log.Info("torchft: the members go back to an earlier lighthouse", "place", a.Place+1, "reason", a.Reason)
 			j.streams.goBack(a.Place)
 		case quorum.Probe:
-			j.probe(quorum.Voter(a))
+			j.probe(a)
+		case quorum.Doubted:
+			j.log.Warn("torchft: what a member says is not believed", "replica_id", a.ReplicaID, "reason", a.Reason)
+		case quorum.Waived:
+			j.log.Warn("torchft: A MEMBER IS GIVEN UP: "+risk, "replica_id", a.ReplicaID, "by", a.By)
+			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.GivenUp, Left: []string{a.ReplicaID}, Reason: "given up by " + a.By})
 		case quorum.Regressed:
 			j.log.Warn("torchft: THE JOB GOES BACK: its weights of later steps are lost unless their groups come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
 		case quorum.Changed:
-			j.keeper.changed(j.name, j.machine, now)
 			j.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
 				"joined", some(a.Joined), "left", some(a.Left), "reason", a.Reason)
 			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.QuorumChanged, QuorumID: a.Quorum.ID, Step: maxStep(a.Quorum),
@@ -250,12 +259,12 @@ func (j *job) do(event quorum.Event, now time.Time) {
 }
 
 // recalled takes what a member knows of the last quorum.
-func (j *job) recalled(p *torchftpb.PastQuorum) error {
+func (j *job) recalled(from string, p *torchftpb.PastQuorum) error {
 	past := rpc.PastFromProto(p)
 	if err := past.Validate(); err != nil {
 		return status.Errorf(codes.InvalidArgument, "the quorum that the member remembers: %s", err)
 	}
-	return j.feed(quorum.Recalled{Past: past})
+	return j.feed(quorum.Recalled{Past: past, From: from})
 }
 
 func maxStep(q *quorum.Quorum) int64 {

@@ -125,14 +125,13 @@ func (s *Server) Overview() []JobOverview {
 	return jobs
 }
 
-// look lets the keeper have a look, and returns how many members are alive, and whether there has been a quorum.
-func (j *job) look(now time.Time) (alive int, served bool) {
+// look returns how many members are alive, and whether there has been a quorum.
+func (j *job) look() (alive int, served bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	_ = j.safely(func() { // an error is logged
 		alive = j.machine.Alive()
 		served = j.machine.Served()
-		j.keeper.ticked(j.name, j.machine, now)
 	})
 	return alive, served
 }
@@ -142,7 +141,7 @@ func (j *job) tick(now time.Time) {
 		return
 	}
 	j.logPatience(now)
-	alive, served := j.look(now)
+	alive, served := j.look()
 	j.server.mu.Lock()
 	defer j.server.mu.Unlock()
 	if alive > 0 {

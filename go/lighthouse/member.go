@@ -120,10 +120,12 @@ type stream struct {
 	// The job's lock guards these.
 	waiter   quorum.WaiterID // of the ask that waits; 0 if none does
 	number   uint64          // of that ask
+	turned   error           // why the stream is turned away, nil if it is not
 	span     *tracing.Span   // of that ask, nil unless it is traced
 	deadline time.Time       // of that ask
 	expiry   *time.Timer     // runs expire
-	stale    bool            // what is said on it counts no more: the member knows an old term, or goes elsewhere
+	stamps   stamps
+	stale    bool // what is said on it counts no more: the member knows an old term, or goes elsewhere
 
 	mu      sync.Mutex
 	outbox  []outgoing
@@ -138,6 +140,7 @@ type outgoing struct {
 	answer  answer // to an ask
 	welcome *torchftpb.Welcome
 	recall  int64
+	stamp   uint64
 	closing bool
 	goBack  *torchftpb.LighthouseMessage_GoBack
 	news    []rpc.Encoded // of members, and questions: a message each
@@ -222,26 +225,38 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	if job.closed {
 		return errShutdown
 	}
-	job.turned, job.recall = nil, quorum.Recall{}
+	job.greeting = s
 	err := job.step(quorum.Greeted{
 		ReplicaID:     s.replicaID,
 		Seat:          quorum.Seat{Place: int(greeting.GetPlace()), Of: int(greeting.GetLighthouses())},
 		Term:          greeting.GetTerm(),
 		KnownQuorumID: greeting.GetKnownQuorumId(),
 	})
-	if err != nil || job.turned != nil {
-		return errors.Join(err, job.turned)
+	job.greeting = nil
+	if err = errors.Join(err, s.turned); err != nil {
+		if _, open := job.streams.open[s]; open { // the machine failed after it had welcomed it
+			job.streams.remove(s)
+		}
 	}
-	job.streams.add(s)
-	interval := job.cfg.HeartbeatTimeout / aliveFraction
-	s.post(outgoing{welcome: &torchftpb.Welcome{AliveIntervalUs: max(1, interval.Microseconds()), Term: job.machine.Term()}})
-	if r := job.recall; r.ReplicaID == s.replicaID {
-		s.post(outgoing{recall: r.QuorumID})
+	return err
+}
+
+// welcome opens the stream. What the machine said before is not for it.
+func (s *stream) welcome(w quorum.Welcome, now time.Time) {
+	s.job.streams.add(s)
+	s.stamps.interval = s.job.cfg.HeartbeatTimeout / aliveFraction
+	if w.Bond > 0 {
+		s.stamps.interval = min(s.stamps.interval, w.Bond/stampsInBond)
 	}
-	if why := job.machine.Draining(s.replicaID); why != "" { // it may not have heard of it
-		s.post(outgoing{news: wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: why}})})
+	s.post(outgoing{welcome: &torchftpb.Welcome{
+		AliveIntervalUs: max(1, s.stamps.interval.Microseconds()), Term: w.Term, BondUs: w.Bond.Microseconds(),
+	}})
+	if w.Bond > 0 {
+		s.post(outgoing{stamp: s.stamps.next(now)})
 	}
-	return nil
+	if w.Draining != "" {
+		s.post(outgoing{news: wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}})})
+	}
 }
 
 // end returns when nothing of the stream is left: nobody may send on it once its handler has returned.
@@ -263,6 +278,9 @@ func (s *stream) end() {
 
 func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	s.heard.Add(1)
+	if err := s.answered(message.GetStamp()); err != nil {
+		return err
+	}
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.MemberMessage_Ask:
 		return s.ask(m.Ask)
@@ -274,7 +292,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		}
 		return nil
 	case *torchftpb.MemberMessage_Past:
-		return s.job.recalled(m.Past)
+		return s.job.recalled(s.replicaID, m.Past)
 	case *torchftpb.MemberMessage_Alive:
 		s.job.board.Heard()
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
@@ -496,6 +514,8 @@ func (s *stream) send(o outgoing) (err error) {
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: o.welcome}})
 	case o.recall != 0:
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: o.recall}})
+	case o.stamp != 0:
+		return s.wire.Send(&torchftpb.LighthouseMessage{Stamp: o.stamp})
 	case o.closing:
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
 	case o.goBack != nil:

@@ -57,6 +57,9 @@ func (w *wire) send(m *torchftpb.MemberMessage) { require.NoError(w.t, w.stream.
 func (w *wire) receive() *torchftpb.LighthouseMessage {
 	w.t.Helper()
 	m, err := w.stream.Recv()
+	for err == nil && m.GetMessage() == nil && m.GetStamp() != 0 {
+		m, err = w.stream.Recv()
+	}
 	require.NoError(w.t, err)
 	return m
 }

@@ -2,8 +2,6 @@ package lighthouse
 
 import (
 	"context"
-	"errors"
-	"syscall"
 	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -18,8 +16,8 @@ const (
 )
 
 // probe asks a member's host whether the process at its address is gone. That is certain only if the host says so: it
-// refuses the connection. The caller holds mu.
-func (j *job) probe(v quorum.Voter) {
+// refuses the connection, at every address that its name has. The caller holds mu.
+func (j *job) probe(v quorum.Probe) {
 	address, err := rpc.ParseAddress("address", v.Address)
 	if err != nil {
 		return
@@ -34,11 +32,7 @@ func (j *job) probe(v quorum.Voter) {
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), probeTimeout)
 		defer cancel()
-		conn, err := s.cfg.Network.Dial(ctx, address.HostPort)
-		if err == nil {
-			_ = conn.Close()
-		}
-		if errors.Is(err, syscall.ECONNREFUSED) {
+		if rpc.Refuses(ctx, s.cfg.Network, address.HostPort) {
 			_ = j.feed(quorum.Ended{ReplicaID: v.ReplicaID}) // an error is of the machine, and logged
 		}
 	})

@@ -65,7 +65,7 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 	}
 	defer job.done()
 	if p := req.GetKnownQuorum(); p != nil {
-		if err := job.recalled(p); err != nil {
+		if err := job.recalled(req.GetRequester().GetReplicaId(), p); err != nil {
 			return nil, err
 		}
 	}

@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
-	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
@@ -25,8 +24,6 @@ const (
 	stateMagic = "torchft-lighthouse-state 1 "
 	// stateAhead is how many ids a file reserves: writing happens after a quorum was delivered, and may fail for a while.
 	stateAhead = 1024
-	// stateEvery is how often a new step is written. The step decides nothing but whether a warning is due.
-	stateEvery = time.Second
 )
 
 // state is a file's content.
@@ -100,10 +97,6 @@ type keeper struct {
 	log   *slog.Logger
 	dirty chan state // has room for one
 	quit  chan struct{}
-
-	// The job's lock guards these.
-	step    int64 // of the last that was handed over
-	written time.Time
 }
 
 // keep reads what is on disk of a job, and sees to it that it is kept there from now on.
@@ -131,25 +124,16 @@ func (j *job) keep() {
 	rpc.Go(&j.server.tasks, j.log, "state on disk", k.run)
 }
 
-// changed hands over what is to be written. The caller holds the job's lock.
-func (k *keeper) changed(name string, m *quorum.Machine, now time.Time) {
-	past, highest, known := m.Past()
-	if k == nil || !known {
+// keep hands over what is to be written. The caller holds the job's lock.
+func (k *keeper) keep(s state) {
+	if k == nil {
 		return
 	}
-	k.step, k.written = past.Step, now
 	select {
 	case <-k.dirty: // nobody needs the one before
 	default:
 	}
-	k.dirty <- state{Job: name, Highest: highest + stateAhead, Past: past}
-}
-
-// ticked hands over the step once in a while. The caller holds the job's lock.
-func (k *keeper) ticked(name string, m *quorum.Machine, now time.Time) {
-	if k != nil && now.Sub(k.written) >= stateEvery && m.ReachedStep() != k.step {
-		k.changed(name, m, now)
-	}
+	k.dirty <- s
 }
 
 func (k *keeper) stop() {

@@ -42,10 +42,11 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			c := newChoice(0, 3)
 			test.is(&c)
-			assert.Equal(t, test.want, c.order(now))
+			assert.Equal(t, test.want, c.order(now, false))
+			assert.Equal(t, []int{c.at}, c.order(now, true), "bound to it, it asks no other")
 		})
 	}
-	assert.Equal(t, []int{0}, func() []int { c := newChoice(0, 1); return c.order(now) }(), "the only one")
+	assert.Equal(t, []int{0}, func() []int { c := newChoice(0, 1); return c.order(now, false) }(), "the only one")
 }
 
 func TestWhichEarlierLighthousesAMemberReaches(t *testing.T) {

@@ -25,6 +25,7 @@ func (m *member) Leave(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	m.leaves(stream.place)
 	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}})
 	select {
 	case <-stream.free:

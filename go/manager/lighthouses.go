@@ -1,6 +1,7 @@
 package manager
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -113,6 +114,17 @@ func (l *lighthouses) there(ctx context.Context, places []int) (there quorum.Pla
 	return there
 }
 
+// ended reports whether the process of one has ended.
+func (l *lighthouses) ended(ctx context.Context, i int) bool {
+	address, err := rpc.ParseAddress("lighthouse address", l.addresses[i])
+	if err != nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
+	defer cancel()
+	return rpc.Refuses(ctx, cmp.Or(dialSettings(l.options).network, rpc.TCP), address.HostPort)
+}
+
 func (l *lighthouses) close() (err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -140,9 +152,14 @@ func newChoice(at, of int) choice {
 	return choice{at: at, back: -1, avoid: make([]time.Time, of), refused: make([]int, of), served: of == 1}
 }
 
-// order are the places to try, in this order.
-func (c *choice) order(now time.Time) []int {
-	if c.served && c.back < 0 && !c.avoided(c.at, now) && (c.broke.IsZero() || now.Sub(c.broke) < patience) {
+// outlasted reports that the lighthouse that served last has been away for long enough to try others.
+func (c *choice) outlasted(now time.Time) bool {
+	return !c.broke.IsZero() && now.Sub(c.broke) >= patience
+}
+
+// order are the places to try, in this order. Who is bound to the lighthouse that served last asks no other.
+func (c *choice) order(now time.Time, bound bool) []int {
+	if bound || c.served && c.back < 0 && !c.avoided(c.at, now) && !c.outlasted(now) {
 		return []int{c.at}
 	}
 	var first, order, avoided []int

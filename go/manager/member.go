@@ -28,11 +28,12 @@ type member struct {
 	tasks       sync.WaitGroup
 	heard       notices
 	told        <-chan Notice
-	lapsed      atomic.Bool                  // it was silent for too long, and has been in no quorum since
-	present     atomic.Pointer[memberStream] // as stream, for those who do not wait
+	silence
+	present atomic.Pointer[memberStream] // as stream, for those who do not wait
 
 	last atomic.Pointer[quorum.Quorum] // that the member was told of: what a lighthouse that starts asks for
 	term atomic.Int64                  // highest that a lighthouse told
+	promise
 
 	opening chan struct{} // a lock for what follows; waiting for it ends with a call's deadline
 	choice  choice
@@ -50,6 +51,15 @@ var (
 	_ Leaver       = (*member)(nil)
 )
 
+// Join is the Membership of a server whose configuration names none.
+func Join(ctx context.Context, cfg ServerConfig) (Membership, error) {
+	m, err := join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout, WithNetwork(cfg.Network), WithSecurity(cfg.Security), WithJob(cfg.job()))
+	if err != nil { // and no member in an interface that is not nil
+		return nil, err
+	}
+	return m, nil
+}
+
 // join makes a replica group a member at the first lighthouse of a list that it reaches.
 func join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, options ...DialOption) (*member, error) {
 	l, at, err := dialLighthouses(ctx, addresses, connectTimeout, options)
@@ -59,7 +69,7 @@ func join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 	n := len(l.addresses)
 	m := &member{
 		lighthouses: l, replicaID: replicaID, opening: make(chan struct{}, 1),
-		choice: newChoice(at, n), unary: make([]bool, n),
+		choice: newChoice(at, n), unary: make([]bool, n), promise: promise{birth: time.Now()}, silence: silence{since: time.Now()},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.told, _ = m.heard.listen()
@@ -75,7 +85,9 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 	knownQuorumID = max(knownQuorumID, m.known())
 	stream, client, at, err := m.connect(ctx)
 	var q *quorum.Quorum
-	if err == nil {
+	if err == nil && m.leftElsewhere(at) {
+		err = errLeft
+	} else if err == nil {
 		q, err = stream.ask(ctx, client.number.Add(1), who, knownQuorumID)
 	}
 	switch status.Code(err) {
@@ -85,6 +97,7 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		m.mayBeAnother(at, err)
 		if q != nil {
 			m.last.Store(q)
+			m.lapsed.Store(false)
 		}
 		return q, err
 	case codes.OutOfRange: // it has too few of the members, and others may have more
@@ -206,13 +219,12 @@ func (m *member) say(message *torchftpb.MemberMessage) {
 // Lapsed reports whether nothing was said for so long that the lighthouse may take this group for dead: its process was
 // stopped, or its host slept. It holds until the next quorum.
 func (m *member) Lapsed() bool {
-	if stream := m.present.Load(); stream != nil {
-		stream.noteSilence()
-	}
+	m.noteSilence()
 	return m.lapsed.Load()
 }
 
 func (m *member) Close() error {
+	m.ends.Store(true)
 	m.sayEnd()
 	m.cancel()
 	err := m.lighthouses.close()
@@ -270,6 +282,7 @@ func (m *member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) 
 // avoid leaves a lighthouse alone for a while, longer each time.
 func (m *member) avoid(at int) {
 	m.locked(func() {
+		m.letGo()
 		m.choice.shun(at, time.Now())
 		if m.choice.at == at && m.stream != nil {
 			m.stream.leave()
@@ -297,6 +310,9 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 	if m.stream != nil && !m.stream.broken() {
 		return m.stream, m.lighthouses.client(c.at), c.at, nil
 	}
+	if m.ends.Load() {
+		return nil, nil, c.at, status.Error(codes.Canceled, "the client is closed")
+	}
 	now := time.Now()
 	if m.stream != nil {
 		if c.broke.IsZero() {
@@ -308,7 +324,12 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 		}
 	}
 	var failures attempts
-	order := c.order(now)
+	bound := m.bound()
+	if bound && c.outlasted(now) && m.lighthouses.ended(ctx, c.at) {
+		m.letGo() // it remembers nobody's promise
+		bound = false
+	}
+	order := c.order(now, bound)
 	for _, i := range order {
 		stream, client, err := m.open(ctx, i)
 		if err == nil || status.Code(err) == codes.Unimplemented {
@@ -316,6 +337,8 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 			if stream != nil {
 				m.stream = stream
 				m.present.Store(stream)
+			} else {
+				m.heardEvery(0)
 			}
 			return stream, client, i, err
 		}
@@ -327,6 +350,9 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 			break
 		}
 		c.failed(i, now)
+	}
+	if c.broke.IsZero() { // it was asked by calls, which leave no stream that breaks
+		c.broke = now
 	}
 	return nil, nil, order[0], failures.err()
 }
@@ -366,12 +392,12 @@ func (m *member) open(ctx context.Context, i int) (*memberStream, *LighthouseCli
 		welcomed: make(chan struct{}),
 		ended:    make(chan struct{}),
 		free:     make(chan struct{}),
-		birth:    time.Now(),
 		goesBack: -1,
+		place:    i,
 	}
 	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),
-		Place: uint32(i), Lighthouses: uint32(len(m.unary)), Term: m.term.Load(), KnownQuorumId: m.known(),
+		Place: uint32(i), Lighthouses: uint32(len(m.unary)), Term: max(m.term.Load(), quorum.TermOf(m.known())), KnownQuorumId: m.known(),
 	}}})
 	go stream.receive()
 	if !several {

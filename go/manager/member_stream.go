@@ -68,11 +68,12 @@ type memberStream struct {
 	// moved is set before the member itself ends the stream to go to another lighthouse.
 	moved atomic.Bool
 
-	spoke atomic.Int64 // when something was sent last, in nanoseconds since birth
-	birth time.Time
-
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // in which something must be said, valid once welcomed
+	bond     time.Duration // for how long a stamp binds; these two are of receive
+	let      bool          // the lighthouse has let the member go: stamps bind it no more
+	place    int           // of the lighthouse
+	stamp    atomic.Uint64 // the newest that binds the member
 	ended    chan struct{} // closed when the stream has broken
 	free     chan struct{} // closed when the group left, and nobody needs it any more
 	released sync.Once     // closes it
@@ -152,12 +153,15 @@ func (s *memberStream) takeNext() (err error) {
 	if err != nil {
 		return err
 	}
+	s.stamped(message.GetStamp())
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.LighthouseMessage_Welcome:
 		if s.interval != 0 {
 			return nil
 		}
 		s.interval = max(time.Millisecond, time.Duration(m.Welcome.GetAliveIntervalUs())*time.Microsecond)
+		s.bond = time.Duration(m.Welcome.GetBondUs()) * time.Microsecond
+		s.member.heardEvery(s.interval)
 		s.member.learnTerm(m.Welcome.GetTerm())
 		close(s.welcomed)
 	case *torchftpb.LighthouseMessage_Recall:
@@ -167,6 +171,7 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_GoBack:
 		if place := int(m.GoBack); place < len(s.member.unary) {
 			s.goesBack = place
+			s.letGo()
 			s.moved.Store(true)
 			return errMoved
 		}
@@ -184,7 +189,11 @@ func (s *memberStream) takeNext() (err error) {
 		s.member.last.Store(q)
 		s.answer(message.GetNumber(), asked{quorum: q})
 	case *torchftpb.LighthouseMessage_Failure:
-		s.answer(message.GetNumber(), asked{err: status.Error(codes.Code(m.Failure.GetCode()), m.Failure.GetMessage())})
+		code := codes.Code(m.Failure.GetCode())
+		if code == codes.OutOfRange && s.waits(message.GetNumber()) {
+			s.letGo() // before anybody hears that it may go elsewhere
+		}
+		s.answer(message.GetNumber(), asked{err: status.Error(code, m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
 		s.member.heard.tell(Notice{Kind: Died, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
@@ -200,6 +209,7 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_Probe:
 		go s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	case *torchftpb.LighthouseMessage_Closing:
+		s.letGo()
 		return status.Error(codes.Unavailable, "the lighthouse is shutting down")
 	}
 	return nil
@@ -280,22 +290,9 @@ func (s *memberStream) send(message *torchftpb.MemberMessage) {
 
 // sendLocked leaves errors to receive, which gets the reason.
 func (s *memberStream) sendLocked(message *torchftpb.MemberMessage) {
-	s.noteSilence()
-	s.spoke.Store(int64(time.Since(s.birth)))
+	s.member.speaks()
+	message.Stamp = s.stamp.Load()
 	_ = s.wire.Send(message)
-}
-
-// alivesInTimeout is how many of the intervals that a lighthouse asks for make up its heartbeat timeout.
-const alivesInTimeout = 3
-
-// noteSilence notes if nothing was said for about as long as the lighthouse bears with.
-func (s *memberStream) noteSilence() {
-	if !s.greeted() {
-		return
-	}
-	if time.Since(s.birth)-time.Duration(s.spoke.Load()) > s.interval*(2*alivesInTimeout-1)/2 {
-		s.member.lapsed.Store(true)
-	}
 }
 
 // attend is never silent for longer than the lighthouse wants, until the stream breaks or ctx ends.
@@ -326,7 +323,7 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 func (s *memberStream) speak() time.Duration {
 	s.sending.Lock()
 	defer s.sending.Unlock()
-	if silent := time.Since(s.birth) - time.Duration(s.spoke.Load()); silent < s.interval {
+	if silent := s.member.silent(); silent < s.interval {
 		return s.interval - silent
 	}
 	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})

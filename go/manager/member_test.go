@@ -76,6 +76,50 @@ func TestALighthouseThatKnowsNoStreams(t *testing.T) {
 	})
 }
 
+// From a lighthouse of ours to one that knows no streams: there is none on which the group would be silent.
+func TestAGroupThatMakesCallsAfterAStreamCommits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("a", 1)
+		round(t, 0, g)
+		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, &stockLighthouse{}) })
+		defer stop()
+		for step := range int64(3) {
+			round(t, 1+step, g)
+			time.Sleep(10 * time.Second)
+			vote := <-g.Vote(0, 1+step, true, time.Second)
+			require.NoError(t, vote.Err)
+			assert.True(t, vote.Value)
+		}
+	})
+}
+
+// A group that was silent for longer than the heartbeat timeout may have been left behind: it does not commit the step that it
+// was in, although it has another stream now. (As after a process that stood still, or a host that slept.)
+func TestASilenceIsNotForgottenWithItsStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 0, a, b)
+		c.Net.Block("a", "lighthouse")
+		time.Sleep(10 * time.Second)
+		c.Net.Unblock("a", "lighthouse")
+		for c.Lighthouse.Status().Healthy < 2 {
+			time.Sleep(100 * time.Millisecond)
+		}
+		time.Sleep(time.Second) // it has said something since
+		commits := func(g *fttest.Group, step int64) bool {
+			vote := <-g.Vote(0, step, true, time.Second)
+			require.NoError(t, vote.Err)
+			return vote.Value
+		}
+		assert.False(t, commits(a, 0))
+		assert.True(t, commits(b, 0), "it was never silent")
+		round(t, 1, a, b)
+		assert.True(t, commits(a, 1), "it is in a quorum again")
+	})
+}
+
 func TestAStreamIsMadeAnewAfterItsConnectionBroke(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)

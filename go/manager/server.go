@@ -68,8 +68,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	}
 	membership := cfg.Membership
 	if membership == nil {
-		membership, err = join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout, WithNetwork(cfg.Network), WithSecurity(cfg.Security), WithJob(cfg.job()))
-		if err != nil {
+		if membership, err = Join(ctx, cfg); err != nil {
 			return nil, err
 		}
 	}

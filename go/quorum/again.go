@@ -19,10 +19,10 @@ func (m *Machine) lostAnswer(r *replica, e Asked) bool {
 	if r == nil || !r.previous || !r.returned || !r.alive() || r.waiting() || r.draining != "" {
 		return false
 	}
-	if m.broken != "" || m.rejoined != "" || len(m.leavers) > 0 || m.roster.counts.previousCandidates > 0 {
+	if m.anew.needed() || m.drains.any() || m.roster.counts.previousCandidates > 0 {
 		return false
 	}
-	if m.latest.ID != m.highest || m.recall.id > m.latest.ID || m.listed() && termOf(m.latest.ID) != m.term {
+	if m.latest.ID != m.highest || m.recall.id > m.latest.ID || m.list.listed() && termOf(m.latest.ID) != m.list.term {
 		return false
 	}
 	i, in := slices.BinarySearchFunc(m.latest.Members, r.id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })

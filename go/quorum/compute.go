@@ -56,7 +56,16 @@ type decision struct {
 // ready reports whether there is a quorum.
 func (d decision) ready() bool { return d.cause >= fastPath }
 
-// compute decides whether the candidates are a quorum.
+// compute decides whether the candidates are a quorum, as far as their numbers tell.
+//
+// Invariants:
+//
+//  1. Unless all of the previous quorum ask, more than half of those that are healthy do: of two parts of a network that a
+//     lighthouse takes for one, only one has that.
+//  2. Unless all of the previous quorum ask, there are min_replicas, whatever else holds.
+//  3. Nobody that is healthy is left out before it had join_timeout_ms, from when the first member of the previous quorum
+//     asked: it may be in the middle of a step.
+//  4. It depends on counts and on the policy alone. Who they are may only forbid what it allows (Machine.decide).
 func compute(p Policy, t tally) decision {
 	d := decision{policy: p, tally: t}
 	// Without a previous quorum there is nothing to shrink from: a fresh lighthouse must let a job start.

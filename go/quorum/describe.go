@@ -20,6 +20,9 @@ type Status struct {
 	Waiters     int            `json:"waiters"`    // requests that wait
 	Members     []MemberStatus `json:"members"`    // all that are alive, wait, or are in the latest quorum
 
+	// Without the votes of these no quorum forms: another lighthouse of the list might serve them.
+	MissingVotes []string `json:"missing_votes,omitempty"`
+
 	MinReplicas        int   `json:"min_replicas"`
 	JoinTimeoutMS      int64 `json:"join_timeout_ms"`
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
@@ -72,11 +75,12 @@ func (m *Machine) Describe(now time.Time) Status {
 		Candidates:         t.candidates,
 		Waiters:            len(m.roster.waiters),
 		Members:            make([]MemberStatus, 0, len(m.roster.replicas)),
+		MissingVotes:       m.Missing(),
 		MinReplicas:        m.policy.MinReplicas,
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),
 		MedianStepMS:       m.watch.median().Milliseconds(),
-		StalledAfterMS:     m.patience().Milliseconds(),
+		StalledAfterMS:     m.watch.patience(m.policy, len(m.members)).Milliseconds(),
 	}
 	last := map[string]Member{}
 	if q := m.latest; q != nil {

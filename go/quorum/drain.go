@@ -11,6 +11,54 @@ import (
 // its end is no failure. But what it sent in the last collective may still be on its way to its peers, so it stays until
 // they have ended that step as well, or the next quorum is there (Release).
 
+// drains are the members that left the latest quorum, and are still there.
+//
+// Invariants:
+//
+//  1. Nobody in it counts as alive: it is in no quorum, and nobody waits for it. One that asks after all is in it no more.
+//  2. Each is released once: when no member of the latest quorum may be in the step that it left after, or with the next
+//     quorum. Before that its peers may need what it sent last.
+//  3. While there is one, all stay at this lighthouse (failback.go), and no answer is redelivered (again.go): the step that it
+//     was in is not over.
+type drains struct {
+	left []string // in order
+}
+
+func (d *drains) any() bool { return len(d.left) > 0 }
+
+// leave adds a member.
+func (d *drains) leave(id string) {
+	if at, again := slices.BinarySearch(d.left, id); !again {
+		d.left = slices.Insert(d.left, at, id)
+	}
+}
+
+// stayed takes one out that asks all the same, and reports whether it was in it.
+func (d *drains) stayed(id string) bool {
+	at, left := slices.BinarySearch(d.left, id)
+	if left {
+		d.left = slices.Delete(d.left, at, at+1)
+	}
+	return left
+}
+
+// release lets all go.
+func (d *drains) release() (actions []Action) {
+	for _, id := range d.left {
+		actions = append(actions, Release{id})
+	}
+	d.left = nil
+	return actions
+}
+
+// farewell is what to say of a quorum without those that left; empty if nobody did.
+func (d *drains) farewell() string {
+	if !d.any() {
+		return ""
+	}
+	return fmt.Sprintf("; %s left as asked (drain)", names(d.left))
+}
+
 // drain passes the wish on. A member whose stream breaks before it hears of it is told again when it has another.
 func (m *Machine) drain(e Drained) []Action {
 	r := m.roster.replicas[e.ReplicaID]
@@ -39,52 +87,20 @@ func (m *Machine) leaves(id string) (actions []Action) {
 		m.roster.giveUp(w, m.now)
 		actions = append(actions, Refuse{w, Left, "replica " + id + " said that it leaves"})
 	}
-	if m.votes(id) { // it votes for nobody any more
-		if m.ended == nil {
-			m.ended = map[string]struct{}{}
-		}
-		m.ended[id] = struct{}{}
-	}
+	m.over(id, m.list.promised(id, m.latestID())) // it asks nobody any more
 	if r.alive() {
 		m.roster.putOut(r, "", "it left, as it was asked to", m.now)
 	}
 	if !r.previous {
 		return append(actions, Release{id})
 	}
-	if at, again := slices.BinarySearch(m.leavers, id); !again {
-		m.leavers = slices.Insert(m.leavers, at, id)
-	}
+	m.drains.leave(id)
 	return actions
-}
-
-// stayed notes that a member that left asks all the same. It has ended what it shared with the others.
-func (m *Machine) stayed(id string) {
-	if at, left := slices.BinarySearch(m.leavers, id); left {
-		m.leavers = slices.Delete(m.leavers, at, at+1)
-		m.rejoined = id
-	}
 }
 
 // stay reports whether a member that left is still needed: somebody may be in the step that it was in.
 func (m *Machine) stay() bool {
 	return slices.ContainsFunc(m.members, func(r *replica) bool { return r.alive() && !r.waiting() })
-}
-
-// release lets go all who left.
-func (m *Machine) release() (actions []Action) {
-	for _, id := range m.leavers {
-		actions = append(actions, Release{id})
-	}
-	m.leavers = nil
-	return actions
-}
-
-// farewell is what to say of a quorum without those who left; empty if nobody did.
-func (m *Machine) farewell() string {
-	if len(m.leavers) == 0 {
-		return ""
-	}
-	return fmt.Sprintf("; %s left as asked (drain)", names(m.leavers))
 }
 
 // lostLeaver ends a member that left, and whose connection ended after that: nothing more is expected of it.

@@ -37,17 +37,17 @@ func Before(place int) Places { return 1<<place - 1 }
 
 // before are the places of the lighthouses that come before this one.
 func (m *Machine) before() Places {
-	if !m.listed() {
+	if !m.list.listed() {
 		return 0
 	}
-	return Before(m.seat.Place)
+	return Before(m.list.seat.Place)
 }
 
 // goBack sends everybody to an earlier lighthouse that all reach. Those who were in the latest quorum and have yet to come
 // count until they had the time to; while one that left is still needed, all stay.
 func (m *Machine) goBack() []Action {
 	s := m.roster
-	if n := s.counts.homing; n == 0 || n < s.counts.healthy || len(m.leavers) > 0 || m.looking(m.now) {
+	if n := s.counts.homing; n == 0 || n < s.counts.healthy || m.drains.any() || m.looking(true, m.policy, m.now) {
 		return nil
 	}
 	common := m.before()
@@ -59,9 +59,10 @@ func (m *Machine) goBack() []Action {
 	if common == 0 {
 		return nil
 	}
-	to := Seat{common.First(), m.seat.Of}
+	to := Seat{common.First(), m.list.seat.Of}
 	reason := fmt.Sprintf("everybody here (%s) reaches the lighthouse that is %s of the list, and goes back to it", replicas(s.counts.healthy), to)
 	actions := []Action{GoBack{to.Place, reason}}
+	m.list.releaseAll(m.now)
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
 		r := e.Value.(*replica)
 		for _, w := range r.waiters(func(request) bool { return true }) {
@@ -70,5 +71,19 @@ func (m *Machine) goBack() []Action {
 		}
 		s.die(r, m.now)
 	}
+	m.away = true
 	return actions
+}
+
+// cameBack notes that a member of the latest quorum is here again, because the other lighthouse does not answer after all. The
+// others have the time to come, too. Those that do not have failed: their peers may be in a step with them, and nobody else
+// tells them.
+func (m *Machine) cameBack(known int64) {
+	if !m.away || known == 0 || known != m.latestID() {
+		return
+	}
+	m.away = false
+	for _, r := range m.members {
+		m.roster.presume(r.id, m.now)
+	}
 }

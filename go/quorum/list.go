@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"slices"
 )
 
@@ -212,3 +213,5 @@ func (s States) Apply(members []Member) ([]Member, error) {
 	}
 	return members, nil
 }
+
+func sorted[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }

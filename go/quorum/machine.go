@@ -18,32 +18,14 @@ type Machine struct {
 	roster *roster
 	now    time.Time // of the last event; never goes back
 
-	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
-	latest  *Quorum
-	members []*replica
-	step    int64 // largest of the latest quorum's members
+	memory // of the latest quorum, and what is to be learned before it may decide
 
-	// highest is the largest quorum_id that anybody has seen. It begins with the milliseconds of the
-	// start: the next lighthouse of this job begins above all that this one can give out.
-	highest int64
-
-	// broken is who of the latest quorum was told to be gone. The others have ended what they shared with it: if it is
-	// back, they must connect anew all the same.
-	broken string
-
-	recall recall    // what is to be learned before it may decide: memory.go
+	anew   reconnect // whether the next quorum needs an id of its own, whoever is in it: reconnect.go
 	behind time.Time // since when a quorum waits because it would go on below the job's step; zero if none does
 
-	// What tells it from the other lighthouses of a list: continuity.go.
-	seat     Seat
-	term     int64
-	ended    map[string]struct{} // voters whose process is gone
-	probedAt time.Time
-	outvoted time.Time // since when those who ask may not go on; zero while they may
+	elsewhere // the other lighthouses of a list
 
-	leavers  []string // members of the latest quorum that left it and are still there, in order: drain.go
-	rejoined string   // one that left, and asked again since
-	moved    string   // member of the latest quorum in whose name another process asks: the others must connect with that
+	drains drains // members of the latest quorum that left it, and are still there
 
 	suspicion suspicion // among the members of the latest quorum
 	watch     watch     // over the progress of the latest quorum
@@ -62,7 +44,7 @@ func NewMachine(policy Policy, start time.Time) *Machine {
 		policy:   policy,
 		roster:   newRoster(policy),
 		now:      start,
-		highest:  max(0, start.UnixMilli()),
+		memory:   memory{highest: max(0, start.UnixMilli())},
 		lastTick: start,
 	}
 }
@@ -76,6 +58,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	if slept, ok := event.(Slept); ok { // before anybody is found to be silent
 		m.roster.forgive(slept.For)
 		m.watch.began = m.watch.began.Add(slept.For)
+		m.list.releaseAll(now) // how long it was is not certain: bonds may have run out
 	}
 	dead := m.roster.expire(now)
 	var refused []Action
@@ -84,6 +67,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 
 	switch e := event.(type) {
 	case Asked:
+		// A group of another size is refused before it counts: in a quorum with it some ranks would wait for peers that there are
+		// not, in every step.
 		if reason := m.misfit(e); reason != "" {
 			refused = []Action{Refuse{e.Waiter, Misfit, reason}}
 			dead = append(dead, m.turnDown(e.Member.ReplicaID, reason)...)
@@ -94,21 +79,28 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	case Greeted:
 		refused = m.greeted(e)
 		decide = true // of those who begin again, nobody waits
-	case Reaches:
+	case Reaches: // of places before this one only: nobody is sent on to a later one by it
 		m.roster.reach(e.ReplicaID, e.Places&m.before())
 	case Recalled:
 		refused = m.recalled(e)
 		decide = true
+	case Bound: // decides nothing: it is of use only when the member ends
+		m.list.answered(e.ReplicaID, e.Since)
+	case GivenUp:
+		refused = m.givenUp(e)
+		decide = decide || len(refused) > 0
 	case Ended:
+		// It decides although nobody may have died by it: a vote may be there that was missing.
 		dead = append(dead, m.processGone(e.ReplicaID)...)
 		decide = true
-	case GaveUp:
+	case GaveUp: // one candidate less makes no quorum possible
 		m.roster.giveUp(e.Waiter, now)
 	case Beat:
 		m.roster.beat(e.ReplicaID, now)
 	case Drained:
 		refused = m.drain(e)
 	case Leaving:
+		// The others do not wait for it from here on, and it is not let go before they have ended the step that it was in.
 		refused = m.leaves(e.ReplicaID)
 		decide = true
 	case ShuttingDown:
@@ -117,32 +109,37 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		if r := m.roster.replicas[e.ReplicaID]; r != nil {
 			r.ending = true
 		}
+		m.over(e.ReplicaID, m.list.promised(e.ReplicaID, m.latestID()))
 		refused = append(refused, Release(e))
 	case Lost:
+		// It is a suspect, and counts as alive until its grace is over: a short cut of the network must not cost a step. Its host
+		// is asked at once all the same, while its bond makes its end a vote.
 		m.lostLeaver(e.ReplicaID)
 		m.roster.lost(e.ReplicaID, now)
 		dead = append(dead, m.roster.expire(now)...) // there may be no grace
+		refused = m.broke(e.ReplicaID)
 		decide = len(dead) > 0
-	case Incomplete:
+	case Incomplete: // one that waits has all of its ranks: it would not ask without
 		if r := m.roster.replicas[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
 			dead = append(dead, m.roster.putOut(r, RankGone, e.Reason, now))
 		}
 		decide = len(dead) > 0
-	case Suspected:
-		refused = m.suspect(e, now)
+	case Suspected: // nobody is out by it alone: a check has to fail first
+		refused = m.suspect(e)
 	case Checked:
-		dead = append(dead, m.checkedOn(e, now)...)
+		dead = append(dead, m.checkedOn(e)...)
 		decide = len(dead) > 0
 	case Progressed:
-		m.progressed(e)
+		m.watch.progressed(e, now)
 	case Slept, Woken: // Woken: for those whose grace is over
-	case Tick:
-		stalled, out := m.overdue(now)
-		refused, dead = append(m.lookAgain(), stalled...), append(dead, out...)
+	case Tick: // what only time makes true: it is late by one tick at most
+		stalled, out := m.overdue()
+		refused, dead = slices.Concat(m.lookAgain(), m.probeEnds(), stalled), append(dead, out...)
+		m.list.sweep(now, func(id string) bool { return m.roster.replicas[id] != nil })
 		decide, tick = true, true
 		m.lastTick = now
-		if len(m.leavers) > 0 && !m.stay() {
-			refused = append(refused, m.release()...)
+		if m.drains.any() && !m.stay() {
+			refused = append(refused, m.drains.release()...)
 		}
 	}
 
@@ -151,18 +148,23 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		actions = append(actions, m.act(tick, lastTick)...)
 	}
 	if tick {
-		actions = append(actions, m.goBack()...)
+		actions = slices.Concat(actions, m.goBack(), m.keep(false, m.now))
 	}
 	return append(actions, m.wake()...)
 }
 
 // asked takes a request in, or refuses it.
 func (m *Machine) asked(e Asked, decide bool) (actions []Action, decided bool) {
-	if e.KnownQuorumID <= maxKnownID && (!m.listed() || termOf(e.KnownQuorumID) <= m.term) {
+	if why, reason := m.doubt(e); reason != "" {
+		return []Action{Refuse{e.Waiter, why, reason}}, decide
+	}
+	if m.plausible(e.KnownQuorumID, m.list.term, m.now) {
 		m.highest = max(m.highest, e.KnownQuorumID)
 	}
 	r := m.roster.replicas[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address // of two processes with one name the newer is believed
+	// A request that was held up on the way says what held before. Believed, it would complete a quorum at a step that its member
+	// has left, and its members would divide by different numbers.
 	switch inOrder := m.roster.inOrder(e.Member.ReplicaID, e.Number); {
 	case !inOrder && another:
 		return []Action{replaced(e.Waiter, r.id, r.address)}, decide
@@ -174,18 +176,22 @@ func (m *Machine) asked(e Asked, decide bool) (actions []Action, decided bool) {
 			actions = append(actions, replaced(w, r.id, e.Member.Address))
 		}
 		if r.previous {
-			m.moved = r.id
+			m.anew.moved(r.id)
 		}
 	}
+	m.tookAddress(&e.Member)
+	// The same quorum once more, as if the answer had been slow. That is safe only while nothing has happened since: again.go.
 	if r := m.roster.replicas[e.Member.ReplicaID]; m.lostAnswer(r, e) {
 		m.roster.beat(r.id, m.now)
 		r.number, r.returned = max(r.number, e.Number), false
 		return append(actions, Again{e.Waiter, m.latest}), decide
 	}
-	m.stayed(e.Member.ReplicaID)
+	if m.drains.stayed(e.Member.ReplicaID) {
+		m.anew.rejoined(e.Member.ReplicaID)
+	}
 	m.roster.ask(e, m.now)
 	m.roster.reach(e.Member.ReplicaID, e.Reaches&m.before())
-	delete(m.ended, e.Member.ReplicaID)
+	m.list.back(e.Member.ReplicaID)
 	if e.Member.Step >= m.step {
 		m.behind = time.Time{} // whom the others wait for is there, and will ask again if it gives up
 	}
@@ -214,9 +220,11 @@ func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
 		actions = m.deliver(d, in, changed)
 	case d.cause == forbidden:
 		actions = m.forbid(d, in)
-	case d.cause == outvoted:
+	case d.cause == outvoted: // here they may never go on; at another lighthouse there may be the votes
 		actions = append(m.probes(missing), m.sendOn(d.detail, in)...)
-	case tick:
+	case d.cause == pastUnknown && m.list.listed(): // never without the past: another lighthouse may have gone on after it
+		actions = m.sendOn(d.detail, m.waitingOnes())
+	case tick: // they wait for something else, and would wait for ever if they could not go on then either
 		actions = m.stranded()
 	}
 	if d.ready() || d.cause == nobodyWaits {
@@ -234,18 +242,23 @@ func (m *Machine) decide(t tally, now time.Time) (d decision, in []*replica, cha
 	if !d.ready() {
 		return d, nil, false, nil
 	}
-	if m.looking(now) {
+	// A member knows a later quorum. Without it the job would go on from an older one, with an id that was used.
+	if m.looking(m.list.listed(), m.policy, now) {
 		d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of quorum %d, and is asked who was in it", m.recall.id)
 		return d, nil, false, nil
 	}
 	in, changed = m.pick(d)
+	// Without the votes another lighthouse may serve the rest: two histories. Looked at for whom it would really be of, as
+	// shrink_only leaves some out.
 	if reason, missing := m.torn(d, in); reason != "" {
 		d.cause, d.detail = outvoted, reason
 		return d, in, changed, missing
 	}
+	// All of the last quorum are there: whoever was ahead is.
 	if d.cause == fastPath {
 		return d, in, changed, nil
 	}
+	// Below the job's step only those go on that have waited for whoever was there: its weights would be lost.
 	reason, mayCome := m.regress(in)
 	switch {
 	case reason == "":
@@ -274,7 +287,7 @@ func (m *Machine) forbid(d decision, in []*replica) (actions []Action) {
 func (m *Machine) failures(dead []death) (actions []Action) {
 	for _, d := range dead {
 		if d.replica.previous {
-			m.broken = d.replica.id
+			m.anew.gone(d.replica.id)
 			if d.replica.ending {
 				d.cause, d.reason = ShutDown, "its manager server was shut down"
 			}
@@ -313,7 +326,7 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	// A member may know of a later quorum than ours (it came from another lighthouse): going on with
 	// our number would lead it back to an old one, and to the old one's keys in the store.
 	switch {
-	case m.latest == nil || changed || failing != "" || m.highest > m.latest.ID || m.broken != "" || m.rejoined != "" || m.moved != "":
+	case m.latest == nil || changed || failing != "" || m.highest > m.latest.ID || m.anew.needed():
 		m.highest++
 		q.ID = m.highest
 	default:
@@ -329,33 +342,33 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	m.told = nobodyWaits
 
 	actions := []Action{answer}
+	if m.recall.id > q.ID {
+		actions = append(actions, Doubted{m.recall.whom, fmt.Sprintf("it knows of quorum %d, as it says, and did not show it", m.recall.id)})
+		m.recall = recall{}
+	}
 	if m.latest == nil || q.ID != m.latest.ID {
 		reason := d.String()
 		switch {
 		case failing != "":
 			reason += fmt.Sprintf("; %s reports commit failures", failing)
-		case m.broken != "":
-			reason += fmt.Sprintf("; %s is gone", m.broken)
-		case m.rejoined != "":
-			reason += fmt.Sprintf("; %s had left, and is back", m.rejoined)
-		case m.moved != "":
-			reason += fmt.Sprintf("; another process asks as %s", m.moved)
+		case m.anew.needed():
+			reason += "; " + m.anew.reason
 		case !changed:
 			reason += "; a member knows a later quorum than the latest of this lighthouse"
 		}
-		reason += m.farewell()
+		reason += m.drains.farewell()
 		actions = append(actions, m.change(q, in, changed, reason))
 	}
-	actions = append(actions, m.release()...)
+	actions = append(actions, m.drains.release()...)
 	if d.regress != "" {
 		actions = append(actions, Regressed{Quorum: q, Reason: d.regress})
 	}
-	m.latest, m.broken, m.rejoined, m.moved, m.suspicion = q, "", "", "", suspicion{}
+	fresh := m.latest == nil || q.ID != m.latest.ID
+	m.latest, m.anew, m.suspicion = q, reconnect{}, suspicion{}
 	m.watch.next(m.now, !changed)
-	for id := range m.ended {
-		if !m.votes(id) {
-			delete(m.ended, id)
-		}
+	m.list.keep(m.votes)
+	if fresh {
+		actions = append(actions, m.keep(true, m.now)...)
 	}
 	return actions
 }

@@ -11,10 +11,36 @@ import (
 // of them that knows a newer one than the lighthouse is asked for it, and the lighthouse goes on as if it had been there
 // all along. Members carry one number to show that; the list travels once, not with every request.
 
+// memory is what a lighthouse knows of the job's past.
+//
+// Invariants:
+//
+//  1. No id is given out twice, and none below one that was seen: each new one is above highest.
+//  2. highest grows by ids that may have been given out (plausible), and by those of quorums that a member shows that was in
+//     them. So no single number spoils the ids of a job for good.
+//  3. Nothing is decided while a member is about to tell of a later quorum. Alone, a lighthouse goes on in the end: nobody else
+//     can have served the job meanwhile. One of a list never does: it sends on those that wait.
+//  4. members[i] is the replica of latest.Members[i], and nobody else is previous.
+type memory struct {
+	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
+	latest  *Quorum
+	members []*replica
+	step    int64 // largest of the latest quorum's members
+
+	// highest is the largest quorum_id that anybody has seen. It begins with the milliseconds of the
+	// start: the next lighthouse of this job begins above all that this one can give out.
+	highest int64
+
+	recall recall // what is to be learned before it may decide
+	rumour Voter  // who spoke of a quorum, where none is known, and did not tell of it; empty: nobody
+	disk   kept   // what was handed over last
+}
+
 // Voter is a member of a quorum as others remember it.
 type Voter struct {
 	ReplicaID string
 	Address   string // of the group's manager server
+	Given     bool   // in a base: its vote was given for good to the quorum that has the base (succession.go)
 }
 
 // Past is a quorum as its members remember it, all that a lighthouse needs to go on after it.
@@ -35,7 +61,7 @@ func (q *Quorum) Past() Past {
 	return p
 }
 
-func (m *Member) voter() Voter { return Voter{m.ReplicaID, m.Address} }
+func (m *Member) voter() Voter { return Voter{ReplicaID: m.ReplicaID, Address: m.Address} }
 
 // Validate says why what somebody remembers cannot be true.
 func (p Past) Validate() error {
@@ -55,21 +81,28 @@ func (p Past) Validate() error {
 	return nil
 }
 
-// Past is the latest quorum, formed here or remembered, and the highest id; false before there is one.
-func (m *Machine) Past() (p Past, highest int64, known bool) {
-	if m.latest == nil {
-		return Past{}, m.highest, false
+// keepEvery is how often a new step is to be written. It decides nothing but whether a warning is due.
+const keepEvery = time.Second
+
+// kept is what is on the disk, as far as it matters when to write.
+type kept struct {
+	step int64
+	at   time.Time
+}
+
+// keep hands over what is to be remembered: at once where the quorum is a new one, and its step once in a while.
+func (m *memory) keep(fresh bool, now time.Time) []Action {
+	if m.latest == nil || !fresh && (m.step == m.disk.step || now.Sub(m.disk.at) < keepEvery) {
+		return nil
 	}
-	p = m.latest.Past()
+	m.disk = kept{m.step, now}
+	p := m.latest.Past()
 	p.Step = m.step
-	return p, m.highest, true
+	return []Action{Keep{p, m.highest}}
 }
 
 // Served reports whether there is a latest quorum, formed here or remembered.
-func (m *Machine) Served() bool { return m.latest != nil }
-
-// ReachedStep is the largest step of the latest quorum's members.
-func (m *Machine) ReachedStep() int64 { return m.step }
+func (m *memory) Served() bool { return m.latest != nil }
 
 // Alive is how many replicas were, at the last event.
 func (m *Machine) Alive() int { return m.roster.counts.healthy }
@@ -86,17 +119,71 @@ type recall struct {
 	tries int
 }
 
-func (m *Machine) latestID() int64 {
+func (m *memory) latestID() int64 {
 	if m.latest == nil {
 		return 0
 	}
 	return m.latest.ID
 }
 
+const (
+	// aheadOfClock is how far the milliseconds in an id may be ahead of this lighthouse's clock, and be believed: those of two
+	// hosts differ by less.
+	aheadOfClock = time.Hour
+	// termReach is how far a member may be ahead of all terms that this lighthouse has seen: a term for each time that somebody
+	// went from one lighthouse to another since. A member further ahead has to show the quorum that it was in.
+	termReach = 1 << 12
+	// mostTold is the highest term that a member may say it was told: after it there is room for others.
+	mostTold = maxTerm - termReach
+)
+
+// plausible reports whether an id that somebody claims to know may have been given out. One that is not must be shown: with
+// who was in the quorum, by one that was. So one wrong number spoils no ids, and a lighthouse whose own clock is wrong goes on
+// with its members all the same.
+func (m *memory) plausible(id, term int64, now time.Time) bool {
+	low := id & (1<<termBits - 1)
+	return id <= m.highest || termOf(id) <= term && low <= now.Add(aheadOfClock).UnixMilli()
+}
+
+// doubt says why a request is refused that claims to know a quorum, and cannot tell of it; empty if it is taken.
+func (m *Machine) doubt(e Asked) (why Refusal, reason string) {
+	switch id := e.KnownQuorumID; {
+	case e.Tells && id <= maxKnownID || m.plausible(id, m.list.term, m.now) && (!m.list.listed() || id <= m.latestID()):
+		return 0, ""
+	case m.plausible(id, m.list.term, m.now): // another lighthouse of the list may have gone on after it
+		return Outvoted, fmt.Sprintf("replica %s knows of quorum %d, which this lighthouse does not, and calls cannot tell who was in it", e.Member.ReplicaID, id)
+	default:
+		return Unbelieved, fmt.Sprintf("known_quorum_id of replica %s is %d: it is far ahead of this lighthouse's clock (%d), and the request does not show that quorum",
+			e.Member.ReplicaID, id, m.now.UnixMilli())
+	}
+}
+
+// overreaches says why a greeting is turned away that claims a term far ahead of all that were seen; empty if it is not. If
+// the member can show a quorum of about that term, it shall (shows).
+func (m *Machine) overreaches(e Greeted) (refusal string, shows bool) {
+	told, seen := e.told(), max(m.list.term, termOf(m.highest))
+	switch {
+	case told > mostTold:
+		return fmt.Sprintf("replica %s was told term %d: the largest is %d", e.ReplicaID, told, int64(mostTold)), false
+	case told <= seen+termReach:
+		return "", false
+	case termOf(e.KnownQuorumID)+termReach < told:
+		return fmt.Sprintf("replica %s was told term %d, and knows of no quorum of about that term; the highest that was seen here is %d",
+			e.ReplicaID, told, seen), false
+	}
+	return "", true
+}
+
+// told is the highest term that a member knows of. One that got its quorum by a call was not told any.
+func (e Greeted) told() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
+
 // lookFor notes that a member knows a newer quorum, and asks it, unless another one was asked a moment ago.
 func (m *Machine) lookFor(replicaID string, known int64) []Action {
 	if known <= max(m.latestID(), m.recall.id) || known > maxKnownID {
 		return nil
+	}
+	if m.latest == nil && m.list.listed() {
+		m.rumour = Voter{ReplicaID: replicaID}
 	}
 	if m.recall.id == 0 {
 		m.recall.since = m.now
@@ -123,7 +210,7 @@ func (m *Machine) lookAgain() []Action {
 		}
 	}
 	since := m.now.Sub(m.recall.asked)
-	if r := m.roster.replicas[m.recall.whom]; newest == 0 && m.listed() && r != nil && r.alive() && since < m.policy.HeartbeatTimeout {
+	if r := m.roster.replicas[m.recall.whom]; newest == 0 && m.list.listed() && r != nil && r.alive() && since < m.policy.HeartbeatTimeout {
 		return nil // it greeted, and is in the middle of a step
 	}
 	if newest == m.recall.id && since < recallPause {
@@ -141,16 +228,26 @@ func (m *Machine) lookAgain() []Action {
 
 // looking reports whether a decision has to wait until a member has told of its quorum. Alone, a lighthouse goes on in the
 // end: nobody else can have done so in the meantime.
-func (m *Machine) looking(now time.Time) bool {
-	return m.recall.id > m.latestID() && (m.listed() || now.Sub(m.recall.since) < m.policy.HeartbeatTimeout)
+func (m *memory) looking(listed bool, p Policy, now time.Time) bool {
+	return m.recall.id > m.latestID() && (listed || now.Sub(m.recall.since) < p.HeartbeatTimeout)
 }
 
 // recalled goes on after a quorum that was formed elsewhere, or before the start. Its members are taken for alive until
 // they had the time to come, but for those whose hosts say that they are gone.
 func (m *Machine) recalled(e Recalled) (actions []Action) {
 	p := e.Past
-	if p.Validate() != nil || m.listed() && termOf(p.ID) > m.term {
+	if p.Validate() != nil {
 		return nil
+	}
+	if _, in := slices.BinarySearchFunc(p.Members, e.From, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); e.From != "" && !in {
+		return []Action{Doubted{e.From, fmt.Sprintf("it shows quorum %d, and was not in it", p.ID)}}
+	}
+	if m.list.listed() && termOf(p.ID) > m.list.term {
+		r := m.roster.replicas[e.From]
+		if r == nil || r.claims < termOf(p.ID) {
+			return []Action{Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID, termOf(p.ID), m.list.term)}}
+		}
+		actions = m.begin(r.id, r.claims)
 	}
 	m.highest = max(m.highest, p.ID, min(e.Highest, maxKnownID))
 	if p.ID <= m.latestID() {
@@ -170,10 +267,12 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 		m.roster.setPrevious(r, true, m.now)
 		m.members[i] = r
 		if r.presumed && v.Address != "" {
-			actions = append(actions, Probe(v))
+			actions = append(actions, Probe{v.ReplicaID, v.Address})
 		}
 	}
-	m.latest, m.step, m.broken, m.ended = q, p.Step, "", nil
+	m.latest, m.step, m.rumour, m.suspicion = q, p.Step, Voter{}, suspicion{}
+	m.anew.forget()
+	m.list.keep(m.votes)
 	m.watch.next(m.now, false)
 	if m.recall.id <= p.ID {
 		m.recall = recall{}
@@ -187,12 +286,7 @@ func (m *Machine) processGone(id string) (dead []death) {
 	if r != nil && (r.waiting() || r.alive() && !r.presumed && r.suspect == nil) {
 		return nil
 	}
-	if m.votes(id) {
-		if m.ended == nil {
-			m.ended = map[string]struct{}{}
-		}
-		m.ended[id] = struct{}{}
-	}
+	m.over(id, m.list.holds(id, m.latestID(), m.now))
 	if r != nil && r.alive() {
 		m.roster.die(r, m.now)
 		dead = []death{{r, Gone, "its process is gone"}}
@@ -200,21 +294,28 @@ func (m *Machine) processGone(id string) (dead []death) {
 	return dead
 }
 
-// votes reports whether a replica is a member of the latest quorum, or of its base.
-func (m *Machine) votes(id string) bool {
-	if r := m.roster.replicas[id]; r != nil && r.previous {
-		return true
-	}
+// voter is a member of the latest quorum, or of its base.
+func (m *memory) voter(id string) (Voter, bool) {
 	if m.latest == nil {
-		return false
+		return Voter{}, false
 	}
-	_, in := slices.BinarySearchFunc(m.latest.Base, id, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) })
-	return in
+	if i, in := slices.BinarySearchFunc(m.latest.Members, id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) }); in {
+		return m.latest.Members[i].voter(), true
+	}
+	if i, in := slices.BinarySearchFunc(m.latest.Base, id, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); in {
+		return m.latest.Base[i], true
+	}
+	return Voter{}, false
+}
+
+func (m *memory) votes(id string) bool {
+	_, votes := m.voter(id)
+	return votes
 }
 
 // regress reports, in words, that the members of a quorum would go on below the step that the job had reached, while
 // others of the last quorum are not there, and whether any of those may still come.
-func (m *Machine) regress(in []*replica) (reason string, mayCome bool) {
+func (m *memory) regress(in []*replica) (reason string, mayCome bool) {
 	if m.latest == nil {
 		return "", false
 	}

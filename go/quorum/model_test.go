@@ -2,116 +2,481 @@ package quorum
 
 import (
 	"fmt"
-	"math/rand/v2"
+	"maps"
 	"slices"
-	"testing"
 	"time"
-
-	"github.com/stretchr/testify/require"
 )
 
 // model is the machine written down as slowly and obviously as possible: it keeps what it was told, and
-// looks at all of it after every event.
+// looks at all of it after every event. It knows one lighthouse, alone.
 type model struct {
-	policy  Policy
-	beats   map[string]time.Time
-	lost    map[string]time.Time // when the stream of a suspect broke
-	out     map[string]bool      // who lost a rank and has not asked since
-	died    []string             // in the step
-	broken  bool                 // somebody of the latest quorum died since
-	waiting []Asked              // in the order of asking
-	joined  map[string]time.Time // since when a candidate is one
-	latest  *Quorum
-	highest int64
-	shrunk  bool      // the latest quorum left candidates out
-	behind  time.Time // since when a quorum waits that would go on below the latest one's step
+	policy   Policy
+	beats    map[string]time.Time // of those whose signs of life are not too old
+	facts    map[string]*facts    // of those in beats, those that wait, and those of the latest quorum
+	died     bool                 // somebody, in the step
+	dead     map[string]Cause     // in the step, of the latest quorum
+	failed   map[string]Cause     // the same, as it is told
+	broken   bool                 // a member of the latest quorum died since
+	told     bool                 // and before the step
+	rejoined bool                 // one that left asks again
+	waiting  []Asked              // in the order of asking
+	joined   map[string]time.Time // since when a candidate is one
+	latest   *Quorum
+	highest  int64
+	shrunk   bool      // the latest quorum left candidates out
+	behind   time.Time // since when a quorum waits that would go on below the latest one's step
+	leavers  []string  // of the latest quorum
+
+	reports map[string]string // of the latest quorum: whom a member suspects
+	checked map[string]bool
+
+	steps   []time.Duration // of quorums with the members of the one before
+	began   time.Time       // when the latest quorum was there
+	askedAt time.Time
+	said    map[string]Progressed
+	heard   map[string]time.Time
+	named   map[string]bool
+
+	did []string // in the step: what is not a quorum, in words
+}
+
+// facts are what a lighthouse knows of a member besides its signs of life and its requests.
+type facts struct {
+	lost     time.Time // when the stream of a suspect broke
+	out      bool      // it counts as dead until it asks
+	presumed bool      // nothing was heard of it yet
+	returned bool      // it began a stream since its last answer
+	draining bool
+	ending   bool
 }
 
 func newModel(p Policy, start time.Time) *model {
-	return &model{policy: p, beats: map[string]time.Time{}, lost: map[string]time.Time{}, out: map[string]bool{}, joined: map[string]time.Time{}, highest: start.UnixMilli()}
+	return &model{
+		policy: p, beats: map[string]time.Time{}, facts: map[string]*facts{}, joined: map[string]time.Time{}, highest: start.UnixMilli(),
+	}
 }
+
+func (m *model) does(what string, about ...any) { m.did = append(m.did, what+" "+fmt.Sprint(about...)) }
 
 // step returns the quorum that the event leads to, if any, and who is answered.
 func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
-	m.died = nil
-	m.look(now)
-	switch e := e.(type) {
-	case Asked:
-		m.waiting = append(m.waiting, e)
-		m.beats[e.Member.ReplicaID] = now
-		delete(m.lost, e.Member.ReplicaID)
-		delete(m.out, e.Member.ReplicaID)
-		if m.latest != nil && e.Member.Step >= m.latest.Past().Step {
-			m.behind = time.Time{}
-		}
-		if e.KnownQuorumID <= maxKnownID {
-			m.highest = max(m.highest, e.KnownQuorumID)
-		}
-	case GaveUp:
-		m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Waiter == e.Waiter })
-	case Beat:
-		m.beats[e.ReplicaID] = now
-		delete(m.lost, e.ReplicaID)
-	case Lost:
-		_, suspect := m.lost[e.ReplicaID]
-		if m.healthy(e.ReplicaID, now) && !suspect {
-			m.lost[e.ReplicaID] = now
-		}
-	case Incomplete:
-		waits := slices.ContainsFunc(m.waiting, func(a Asked) bool { return a.Member.ReplicaID == e.ReplicaID })
-		if m.healthy(e.ReplicaID, now) && !waits {
-			m.out[e.ReplicaID] = true
-			delete(m.lost, e.ReplicaID)
-			m.die(e.ReplicaID)
-		}
+	m.told = m.broken
+	m.died, m.dead, m.did = false, map[string]Cause{}, nil
+	if slept, ok := e.(Slept); ok {
+		m.slept(slept.For)
 	}
 	m.look(now)
-	switch e.(type) {
-	case Asked, Tick:
-		return m.evaluate(now)
-	}
-	if len(m.died) > 0 {
+	decide := m.take(e, now)
+	m.look(now)
+	m.fail()
+	if decide || m.died {
 		return m.evaluate(now)
 	}
 	return nil, nil
 }
 
-// failed are the members of a quorum that died in the step.
-func (m *model) failed(latest *Quorum) (ids []string) {
-	if latest == nil {
-		return nil
+// take notes an event, and reports whether it may lead to a quorum, whoever died.
+func (m *model) take(e Event, now time.Time) bool {
+	switch e := e.(type) {
+	case Asked:
+		return m.asked(e, now)
+	case GaveUp:
+		m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Waiter == e.Waiter })
+	case Beat:
+		m.beat(e.ReplicaID, now)
+	case Greeted:
+		m.beat(e.ReplicaID, now)
+		m.facts[e.ReplicaID].returned, m.facts[e.ReplicaID].ending = true, false
+		return true
+	case Lost:
+		f := m.facts[e.ReplicaID]
+		if f != nil && f.draining && f.out && m.beating(e.ReplicaID, now) {
+			delete(m.beats, e.ReplicaID) // it left: nothing more is expected of it
+		} else if m.healthy(e.ReplicaID, now) && f.lost.IsZero() {
+			f.lost = now
+		}
+	case Incomplete:
+		if m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) {
+			m.putOut(e.ReplicaID, RankGone)
+		}
+	case Suspected:
+		m.suspected(e, now)
+	case Checked:
+		if m.latest != nil && e.QuorumID == m.latest.ID && !e.Reached && m.member(e.ReplicaID) && m.silent(e.ReplicaID, now) {
+			m.putOut(e.ReplicaID, Unreachable)
+		}
+	case Progressed:
+		if m.said != nil {
+			m.said[e.ReplicaID], m.heard[e.ReplicaID] = e, now
+		}
+	case Drained:
+		if m.healthy(e.ReplicaID, now) {
+			m.facts[e.ReplicaID].draining = true
+			m.does("drain", e.ReplicaID)
+		}
+	case Leaving:
+		m.leaves(e.ReplicaID, now)
+		return true
+	case ShuttingDown:
+		if f := m.facts[e.ReplicaID]; f != nil {
+			f.ending = true
+		}
+		m.does("release", e.ReplicaID)
+	case Recalled:
+		m.recalled(e, now)
+		return true
+	case Ended:
+		if f := m.facts[e.ReplicaID]; f != nil && m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) && (f.presumed || !f.lost.IsZero()) {
+			delete(m.beats, e.ReplicaID)
+			f.lost, f.presumed = time.Time{}, false
+			m.die(e.ReplicaID, Gone)
+		}
+		return true
+	case GivenUp:
+		waived := false
+		for _, id := range e.ReplicaIDs {
+			if m.member(id) && !m.waits(id) {
+				m.does("waived", id)
+				waived = true
+			}
+		}
+		return waived
+	case Tick:
+		m.overdue(now)
+		if !slices.ContainsFunc(m.members(), func(id string) bool { return m.healthy(id, now) && !m.waits(id) }) {
+			m.release()
+		}
+		return true
 	}
-	for _, member := range latest.Members {
-		if slices.Contains(m.died, member.ReplicaID) {
+	return false
+}
+
+func (m *model) asked(e Asked, now time.Time) bool {
+	id := e.Member.ReplicaID
+	if e.KnownQuorumID > max(m.highest, now.Add(time.Hour).UnixMilli()) { // it would have to show it
+		m.does("refuse", e.Waiter)
+		return false
+	}
+	m.highest = max(m.highest, e.KnownQuorumID)
+	if m.lostAnswer(e, now) {
+		m.beat(id, now)
+		m.facts[id].returned = false
+		m.does("again", e.Waiter)
+		return false
+	}
+	if at := slices.Index(m.leavers, id); at >= 0 {
+		m.leavers = slices.Delete(m.leavers, at, at+1)
+		m.rejoined = true
+	}
+	m.beat(id, now)
+	m.facts[id].out, m.facts[id].ending = false, false
+	m.waiting = append(m.waiting, e)
+	if m.latest == nil || e.Member.Step >= m.latest.Past().Step {
+		m.behind = time.Time{}
+	}
+	return true
+}
+
+// lostAnswer: it says what it said when it was put into the latest quorum, on a stream that it began since, and nothing
+// else has happened.
+func (m *model) lostAnswer(e Asked, now time.Time) bool {
+	id := e.Member.ReplicaID
+	f := m.facts[id]
+	if m.latest == nil || m.latest.Revision == 0 || m.latest.ID != m.highest || m.told || m.rejoined || len(m.leavers) > 0 || !m.member(id) {
+		return false
+	}
+	if f == nil || !f.returned || f.draining || !m.healthy(id, now) {
+		return false
+	}
+	if slices.ContainsFunc(m.members(), func(id string) bool { return m.waits(id) && m.healthy(id, now) }) {
+		return false
+	}
+	return !m.waits(id) && fmt.Sprint(m.latest.Members[slices.Index(m.members(), id)]) == fmt.Sprint(e.Member)
+}
+
+func (m *model) beat(id string, now time.Time) {
+	m.beats[id] = now
+	if m.facts[id] == nil {
+		m.facts[id] = &facts{}
+	}
+	m.facts[id].lost, m.facts[id].presumed = time.Time{}, false
+}
+
+func (m *model) putOut(id string, cause Cause) {
+	m.facts[id].out, m.facts[id].lost = true, time.Time{}
+	m.die(id, cause)
+}
+
+// die notes the end of one that was alive. Whoever is not in the latest quorum ends without a word.
+func (m *model) die(id string, cause Cause) {
+	m.died = true
+	if m.member(id) || m.waits(id) {
+		m.dead[id] = cause
+	}
+	m.broken = m.broken || m.member(id)
+}
+
+// fail tells of those who died and are in the latest quorum. Who said before that it ends did.
+func (m *model) fail() {
+	m.failed = map[string]Cause{}
+	for id, cause := range m.dead {
+		switch {
+		case !m.member(id):
+		case m.facts[id].ending:
+			m.failed[id] = ShutDown
+		default:
+			m.failed[id] = cause
+		}
+	}
+}
+
+func (m *model) leaves(id string, now time.Time) {
+	if m.facts[id] == nil {
+		m.does("release", id)
+		return
+	}
+	for _, a := range m.waiting {
+		if a.Member.ReplicaID == id {
+			m.does("refuse", a.Waiter)
+		}
+	}
+	m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Member.ReplicaID == id })
+	if m.healthy(id, now) {
+		m.facts[id].out, m.facts[id].lost = true, time.Time{}
+	}
+	switch {
+	case !m.member(id):
+		m.does("release", id)
+	case !slices.Contains(m.leavers, id):
+		m.leavers = append(m.leavers, id)
+	}
+}
+
+func (m *model) release() {
+	for _, id := range m.leavers {
+		m.does("release", id)
+	}
+	m.leavers = nil
+}
+
+func (m *model) recalled(e Recalled, now time.Time) {
+	p := e.Past
+	if p.Validate() != nil {
+		return
+	}
+	if in := slices.ContainsFunc(p.Members, func(v Voter) bool { return v.ReplicaID == e.From }); e.From != "" && !in {
+		m.does("doubted", e.From)
+		return
+	}
+	m.highest = max(m.highest, p.ID, min(e.Highest, maxKnownID))
+	if m.latest != nil && p.ID <= m.latest.ID {
+		return
+	}
+	m.latest = &Quorum{ID: p.ID, Created: now}
+	for _, v := range p.Members {
+		m.latest.Members = append(m.latest.Members, Member{ReplicaID: v.ReplicaID, Step: p.Step})
+		if !m.healthy(v.ReplicaID, now) {
+			m.beat(v.ReplicaID, now)
+			m.facts[v.ReplicaID].presumed = true
+		}
+	}
+	maps.DeleteFunc(m.dead, func(id string, _ Cause) bool { return !m.waits(id) }) // the others are begun anew
+	m.broken = slices.ContainsFunc(m.members(), func(id string) bool { _, died := m.dead[id]; return died })
+	m.next(now, false)
+}
+
+// next begins a quorum.
+func (m *model) next(now time.Time, sameMembers bool) {
+	if sameMembers {
+		m.steps = append(m.steps, now.Sub(m.began))
+	}
+	m.began, m.askedAt = now, time.Time{}
+	m.said, m.heard, m.named = nil, nil, map[string]bool{}
+	m.reports, m.checked = map[string]string{}, map[string]bool{}
+}
+
+func (m *model) slept(span time.Duration) {
+	for id, beat := range m.beats {
+		m.beats[id] = beat.Add(span)
+		if f := m.facts[id]; !f.lost.IsZero() {
+			f.lost = f.lost.Add(span)
+		}
+	}
+	m.began = m.began.Add(span)
+}
+
+func (m *model) suspected(e Suspected, now time.Time) {
+	if m.latest == nil || e.QuorumID != m.latest.ID || !m.member(e.Reporter) {
+		return
+	}
+	m.beat(e.Reporter, now)
+	if _, again := m.reports[e.Reporter]; again || e.Suspect == e.Reporter {
+		return
+	}
+	m.reports[e.Reporter] = e.Suspect
+	for _, id := range m.members() {
+		lost := 0
+		for _, suspect := range m.reports {
+			if suspect == "" || suspect == id {
+				lost++
+			}
+		}
+		if m.silent(id, now) && !m.checked[id] && 2*lost > len(m.members())-1 {
+			m.checked[id] = true
+			m.does("check", id)
+		}
+	}
+}
+
+// silent: it neither asked nor reported, and counts as alive.
+func (m *model) silent(id string, now time.Time) bool {
+	_, reported := m.reports[id]
+	return !reported && !m.waits(id) && m.healthy(id, now)
+}
+
+// overdue looks at a step that takes too long.
+func (m *model) overdue(now time.Time) {
+	if m.latest == nil {
+		return
+	}
+	patience := m.policy.StalledAfter
+	if patience == 0 {
+		patience = max(5*time.Second, 10*m.median(), time.Duration(len(m.latest.Members))*time.Millisecond)
+	}
+	age, answers := now.Sub(m.began), min(time.Second, patience/2)
+	if m.policy.StalledAfter == 0 && age < 4*time.Second || age < patience-answers {
+		return
+	}
+	all := true
+	for _, id := range m.members() {
+		_, said := m.said[id]
+		all = all && (said || !m.healthy(id, now) || m.waits(id))
+	}
+	if age >= patience && !m.askedAt.IsZero() && (now.Sub(m.askedAt) >= answers || all) {
+		m.nameStalled(now, age, patience)
+		m.part(now)
+	}
+	if m.askedAt.IsZero() || age >= patience && now.Sub(m.askedAt) >= answers {
+		var ask []string
+		for _, id := range m.members() {
+			if m.healthy(id, now) && !m.waits(id) {
+				ask = append(ask, id)
+			}
+		}
+		if len(ask) > 0 {
+			m.askedAt, m.said, m.heard = now, map[string]Progressed{}, map[string]time.Time{}
+			m.does("ask", ask)
+		}
+	}
+}
+
+// nameStalled names those that hold up others.
+func (m *model) nameStalled(now time.Time, age, patience time.Duration) {
+	held := false
+	for _, id := range m.members() {
+		held = held || m.healthy(id, now) && (m.waits(id) || m.said[id].Progress.Waits)
+	}
+	for _, id := range m.members() {
+		p, said := m.said[id]
+		still := age
+		if said {
+			still = min(age, p.Progress.For+now.Sub(m.heard[id]))
+		}
+		if !held || !m.healthy(id, now) || m.waits(id) || p.Progress.Waits || still < patience {
+			continue
+		}
+		if !m.named[id] {
+			m.named[id] = true
+			m.does("stalled", id)
+		}
+		if limit := m.policy.EjectStalledAfter; limit > 0 && still >= limit {
+			m.putOut(id, NoProgress)
+		}
+	}
+}
+
+// part finds one that asks for the quorum of a step in which the others wait for it.
+func (m *model) part(now time.Time) {
+	if m.told {
+		return
+	}
+	for _, id := range m.members() {
+		for _, peer := range m.members() {
+			p, said := m.said[peer]
+			if m.waits(id) && said && p.Progress.Waits && p.Progress.Step >= m.newest(id).Step && m.healthy(peer, now) && !m.waits(peer) {
+				m.die(id, Parted)
+				return
+			}
+		}
+	}
+}
+
+func (m *model) median() time.Duration {
+	last := slices.Sorted(slices.Values(m.steps[max(0, len(m.steps)-64):]))
+	if len(last) == 0 {
+		return 0
+	}
+	return last[len(last)/2]
+}
+
+func (m *model) members() (ids []string) {
+	if m.latest != nil {
+		for _, member := range m.latest.Members {
 			ids = append(ids, member.ReplicaID)
 		}
 	}
 	return ids
 }
 
-func (m *model) die(id string) {
-	m.died = append(m.died, id)
-	m.broken = m.broken || len(m.failed(m.latest)) > 0
+func (m *model) member(id string) bool { return slices.Contains(m.members(), id) }
+
+func (m *model) waits(id string) bool {
+	return slices.ContainsFunc(m.waiting, func(a Asked) bool { return a.Member.ReplicaID == id })
 }
 
-func (m *model) healthy(id string, now time.Time) bool { return m.beating(id, now) && !m.out[id] }
+func (m *model) newest(id string) (member Member) {
+	for _, a := range m.waiting {
+		if a.Member.ReplicaID == id {
+			member = a.Member
+		}
+	}
+	return member
+}
+
+func (m *model) healthy(id string, now time.Time) bool {
+	return m.beating(id, now) && !m.facts[id].out
+}
 
 func (m *model) beating(id string, now time.Time) bool {
 	beat, ok := m.beats[id]
-	lost, suspect := m.lost[id]
-	return ok && now.Sub(beat) < m.policy.HeartbeatTimeout && (!suspect || now.Sub(lost) < m.policy.SuspectGrace)
+	return ok && now.Sub(beat) < m.policy.HeartbeatTimeout && !m.graceOver(id, now)
 }
 
-// look notes who became a candidate, and who is none any more.
+func (m *model) graceOver(id string, now time.Time) bool {
+	f := m.facts[id]
+	return !f.lost.IsZero() && now.Sub(f.lost) >= m.policy.SuspectGrace
+}
+
+// look notes who is too silent, who became a candidate, and who is none any more.
 func (m *model) look(now time.Time) {
-	for id := range m.beats {
-		if !m.beating(id, now) {
-			delete(m.beats, id)
-			delete(m.lost, id)
-			if !m.out[id] {
-				m.die(id)
-			}
-			delete(m.out, id)
+	for id, beat := range m.beats {
+		if m.beating(id, now) {
+			continue
+		}
+		f := m.facts[id]
+		cause := Silent
+		if now.Sub(beat) < m.policy.HeartbeatTimeout {
+			cause = Connection
+		}
+		if !f.out {
+			m.die(id, cause)
+		}
+		delete(m.beats, id)
+		f.out, f.presumed, f.lost = false, false, time.Time{}
+	}
+	for id := range m.facts {
+		if _, beats := m.beats[id]; !beats && !m.waits(id) && !m.member(id) {
+			delete(m.facts, id)
 		}
 	}
 	candidates := m.candidates(now)
@@ -178,11 +543,17 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 				first = joined
 			}
 		}
-		healthy := len(m.beats) - len(m.out)
+		healthy, presumed := 0, false
+		for id := range m.beats {
+			if m.healthy(id, now) {
+				healthy++
+				presumed = presumed || m.facts[id].presumed
+			}
+		}
 		enough := len(in) >= m.policy.MinReplicas
 		majority := float64(len(candidates)) > float64(healthy)/2
 		everybody := len(candidates) == healthy
-		if !enough || !majority || !everybody && now.Sub(first) < m.policy.JoinTimeout {
+		if !enough || !majority || !everybody && (now.Sub(first) < m.policy.JoinTimeout || presumed) {
 			if len(candidates) == 0 {
 				m.behind = time.Time{}
 			}
@@ -201,19 +572,22 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		failures = failures || member.CommitFailures > 0
 	}
 	q := &Quorum{Members: in, Created: now, Revision: RevisionOf(in)}
-	if same && !failures && !m.broken && m.highest <= m.latest.ID {
+	if same && !failures && !m.broken && !m.rejoined && m.highest <= m.latest.ID {
 		q.ID = m.latest.ID
 	} else {
 		m.highest++
 		q.ID = m.highest
 	}
-	m.latest, m.shrunk, m.broken = q, len(in) < len(candidates), false
+	m.next(now, same)
+	m.release()
+	m.latest, m.shrunk, m.broken, m.rejoined = q, len(in) < len(candidates), false, false
 
 	var answered []WaiterID
 	var left []Asked
 	for _, a := range m.waiting {
 		if slices.ContainsFunc(in, func(member Member) bool { return member.ReplicaID == a.Member.ReplicaID }) {
 			answered = append(answered, a.Waiter)
+			m.facts[a.Member.ReplicaID].returned = false
 		} else {
 			left = append(left, a)
 		}
@@ -246,213 +620,4 @@ func (m *model) mustWaitForTheStep(in []Member, candidates map[string]Member, no
 		m.behind = now
 	}
 	return now.Sub(m.behind) < m.policy.HeartbeatTimeout
-}
-
-// history drives the machine and the model through the same random events.
-type history struct {
-	t       *testing.T
-	rng     *rand.Rand
-	policy  Policy
-	now     time.Time
-	machine *Machine
-	model   *model
-
-	waiter  WaiterID
-	open    map[WaiterID]string // who waits, by replica_id
-	sets    map[int64]string    // of members, by quorum_id
-	lastID  int64
-	wakeAt  time.Time
-	quorums int
-}
-
-func newHistory(t *testing.T, seed uint64) *history {
-	rng := rand.New(rand.NewPCG(seed, 0))
-	policy := Policy{
-		MinReplicas:      1 + rng.IntN(3),
-		JoinTimeout:      time.Duration(1+rng.IntN(2000)) * time.Millisecond,
-		HeartbeatTimeout: time.Duration(100+rng.IntN(5000)) * time.Millisecond,
-		SuspectGrace:     time.Duration(rng.IntN(3)*rng.IntN(500)) * time.Millisecond,
-	}
-	return &history{
-		t: t, rng: rng, policy: policy, now: epoch,
-		machine: NewMachine(policy, epoch), model: newModel(policy, epoch),
-		open: map[WaiterID]string{}, sets: map[int64]string{},
-	}
-}
-
-func (h *history) event(replicas int) Event {
-	id := fmt.Sprintf("r%d", h.rng.IntN(replicas))
-	switch p := h.rng.IntN(100); {
-	case p < 50:
-		return h.ask(id)
-	case p < 60:
-		return GaveUp{Waiter: h.waiter - WaiterID(h.rng.IntN(8))} // most are open, some were answered, some never were
-	case p < 80:
-		return Beat{ReplicaID: id}
-	case p < 88:
-		return Lost{ReplicaID: id}
-	case p < 90:
-		return Woken{}
-	case p < 93:
-		return Incomplete{ReplicaID: id, Reason: "a rank is gone"}
-	default:
-		return Tick{}
-	}
-}
-
-func (h *history) ask(id string) Asked {
-	h.waiter++
-	a := Asked{Waiter: h.waiter, Member: Member{ReplicaID: id, Step: max(0, int64(h.waiter)-h.rng.Int64N(20))}}
-	if h.rng.IntN(20) == 0 {
-		a.Member.ShrinkOnly = true
-	}
-	if h.rng.IntN(20) == 0 {
-		a.Member.CommitFailures = 1
-	}
-	switch h.rng.IntN(30) {
-	case 0:
-		a.KnownQuorumID = h.lastID + h.rng.Int64N(5)
-	case 1:
-		a.KnownQuorumID = -1
-	case 2:
-		a.KnownQuorumID = maxKnownID + 1
-	}
-	return a
-}
-
-// step gives one event to both, compares, and checks what must always hold.
-func (h *history) step(e Event) {
-	switch e := e.(type) {
-	case Asked:
-		h.open[e.Waiter] = e.Member.ReplicaID
-	case GaveUp:
-		delete(h.open, e.Waiter)
-	}
-	before := h.model.latest
-	want, wantAnswered := h.model.step(e, h.now)
-	actions := h.machine.Step(e, h.now)
-
-	var got *Quorum
-	var answered []WaiterID
-	var failed []string
-	for _, action := range actions {
-		switch a := action.(type) {
-		case Deliver:
-			require.Nil(h.t, got, "one quorum an event")
-			got, answered = a.Quorum, a.Waiters
-		case Changed:
-			require.Same(h.t, got, a.Quorum)
-			require.NotEqual(h.t, h.lastID, a.Quorum.ID)
-		case Failed:
-			require.Equal(h.t, h.lastID, a.QuorumID)
-			failed = append(failed, a.ReplicaID)
-		case Wake:
-			h.wakeAt = a.At
-		}
-	}
-	require.ElementsMatch(h.t, h.model.failed(before), failed)
-	var due time.Time // the end of the first suspect's grace
-	for _, lost := range h.model.lost {
-		if end := lost.Add(h.policy.SuspectGrace); due.IsZero() || end.Before(due) {
-			due = end
-		}
-	}
-	require.True(h.t, due.IsZero() || due.Equal(h.wakeAt), "it asked to be woken at %s, %s is due", h.wakeAt, due)
-	require.Equal(h.t, want, got)
-	require.ElementsMatch(h.t, wantAnswered, answered)
-	if got != nil {
-		h.delivered(got, answered)
-	}
-
-	require.Equal(h.t, h.machine.recount(h.now), h.machine.roster.tally(h.now), "what is counted as it goes")
-	known := map[string]bool{}
-	for id := range h.model.beats {
-		known[id] = true
-	}
-	for _, id := range h.open {
-		known[id] = true
-	}
-	for _, r := range h.machine.members {
-		known[r.id] = true
-	}
-	require.Len(h.t, h.machine.roster.replicas, len(known), "memory")
-	require.Len(h.t, h.machine.roster.waiters, len(h.open), "memory")
-	require.Equal(h.t, h.machine.roster.counts.healthy, h.machine.roster.pulses.Len()-len(h.model.out))
-	require.Equal(h.t, h.machine.roster.counts.candidates, h.machine.roster.queue.Len())
-}
-
-func (h *history) delivered(q *Quorum, answered []WaiterID) {
-	h.quorums++
-	require.GreaterOrEqual(h.t, q.ID, h.lastID, "ids never fall")
-	h.lastID = q.ID
-
-	set := ""
-	for i, m := range q.Members {
-		set += m.ReplicaID + " "
-		require.True(h.t, i == 0 || q.Members[i-1].ReplicaID < m.ReplicaID, "in order, each once")
-	}
-	if before, ok := h.sets[q.ID]; ok {
-		require.Equal(h.t, before, set, "one set of members for each id")
-	}
-	h.sets[q.ID] = set
-
-	for _, w := range answered {
-		require.Contains(h.t, h.open, w, "only who waits is answered, and once")
-		delete(h.open, w)
-	}
-	if h.model.shrunk {
-		return
-	}
-	for w, id := range h.open {
-		require.False(h.t, h.model.healthy(id, h.now), "%s (waiter %d) is healthy, asked, and was left out", id, w)
-	}
-}
-
-// settle ends the history well: every replica is alive and asks whenever it does not wait. Then whoever
-// waits is answered before all have asked once more.
-func (h *history) settle(replicas int) {
-	for _, a := range slices.Clone(h.model.waiting) {
-		if a.Member.ShrinkOnly { // it may keep others out for as long as it waits
-			h.step(GaveUp{Waiter: a.Waiter})
-		}
-	}
-	replicas = max(replicas, h.policy.MinReplicas)
-	for i := range replicas {
-		h.step(Beat{ReplicaID: fmt.Sprintf("r%d", i)})
-	}
-	for range 3 {
-		waiting := map[string]WaiterID{}
-		for w, id := range h.open {
-			waiting[id] = w
-		}
-		for i := range replicas {
-			id := fmt.Sprintf("r%d", i)
-			if _, ok := waiting[id]; !ok {
-				a := h.ask(id)
-				a.Member.ShrinkOnly = false
-				h.step(a)
-			}
-		}
-		h.step(Tick{})
-		for id, w := range waiting {
-			require.NotContains(h.t, h.open, w, "%s waits for ever", id)
-		}
-	}
-}
-
-func TestRandomHistoriesAgreeWithTheModel(t *testing.T) {
-	quorums := 0
-	for seed := range uint64(40) {
-		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
-			h := newHistory(t, seed)
-			replicas := 1 + h.rng.IntN(7)
-			for range 700 {
-				h.now = h.now.Add(time.Duration(h.rng.IntN(4)) * time.Duration(h.rng.IntN(300)) * time.Millisecond)
-				h.step(h.event(replicas))
-			}
-			h.settle(replicas)
-			quorums += h.quorums
-		})
-	}
-	require.Greater(t, quorums, 3000, "the histories must not be idle")
 }

@@ -26,7 +26,14 @@ const (
 	answerTime = time.Second
 )
 
-// watch looks after the progress of the latest quorum.
+// watch looks after the progress of the latest quorum: it asks members what they do when a step takes too long, and names
+// those that hold up the others.
+//
+// Invariants:
+//
+//  1. Nobody is named before a step takes as long as patience, before it was asked, and before it had the time to answer.
+//  2. A member is named only while another one waits: where all compute, nobody is held up.
+//  3. What was said is of this step: the next one begins with nothing.
 type watch struct {
 	steps [64]time.Duration // what the last steps took, in no order
 	count int               // of all steps
@@ -36,6 +43,16 @@ type watch struct {
 	said    map[string]Progress // by those who answered since; For is still to grow by the age of heard
 	heard   map[string]time.Time
 	stalled map[string]string // who was named, and why
+}
+
+// verdict is what a watch found about a member: the others need not wait for it.
+type verdict struct {
+	death
+	evict bool // it counts as dead until it asks again
+}
+
+func evicted(r *replica, found []verdict) bool {
+	return slices.ContainsFunc(found, func(v verdict) bool { return v.evict && v.replica == r })
 }
 
 // next begins a step. The first quorum of a set of members tells nothing of how long a step takes.
@@ -57,45 +74,45 @@ func (w *watch) median() time.Duration {
 	return steps[n/2]
 }
 
-// patience is how long a step may take before somebody is named.
-func (m *Machine) patience() time.Duration {
-	if after := m.policy.StalledAfter; after > 0 {
+// patience is how long a step of some members may take before somebody is named.
+func (w *watch) patience(p Policy, members int) time.Duration {
+	if after := p.StalledAfter; after > 0 {
 		return after
 	}
-	return max(leastStall, stallMultiple*m.watch.median(), time.Duration(len(m.members))*leastStallOfMember)
+	return max(leastStall, stallMultiple*w.median(), time.Duration(members)*leastStallOfMember)
 }
 
 // progressed notes an answer.
-func (m *Machine) progressed(e Progressed) {
-	if m.watch.said != nil {
-		m.watch.said[e.ReplicaID], m.watch.heard[e.ReplicaID] = e.Progress, m.now
+func (w *watch) progressed(e Progressed, now time.Time) {
+	if w.said != nil {
+		w.said[e.ReplicaID], w.heard[e.ReplicaID] = e.Progress, now
 	}
 }
 
-// overdue looks at a step that takes too long: it asks what the members do, and names those that hold up the others. It
-// returns those that have to go.
-func (m *Machine) overdue(now time.Time) (actions []Action, out []death) {
-	w := &m.watch
-	if m.latest == nil {
+// overdue looks at a step that takes too long. told: its members know already that one of them is gone.
+func (w *watch) overdue(p Policy, q *Quorum, members []*replica, told bool, now time.Time) (actions []Action, found []verdict) {
+	if q == nil {
 		return nil, nil
 	}
 	age := now.Sub(w.began)
-	if m.policy.StalledAfter == 0 && age < leastStall-answerTime {
+	if p.StalledAfter == 0 && age < leastStall-answerTime {
 		return nil, nil // as nearly always: there is no need to look for the median
 	}
-	patience := m.patience()
+	patience := w.patience(p, len(members))
 	answers := min(answerTime, patience/2)
 	if age < patience-answers {
 		return nil, nil
 	}
-	if age >= patience && !w.askedAt.IsZero() && (now.Sub(w.askedAt) >= answers || m.allSaid()) {
-		actions, out = m.name(now, age, patience)
-		out = append(out, m.parted()...)
+	if age >= patience && !w.askedAt.IsZero() && (now.Sub(w.askedAt) >= answers || w.allSaid(members)) {
+		actions, found = w.name(p, q.ID, members, age, patience, now)
+		if !told {
+			found = append(found, w.parted(members, found)...)
+		}
 	}
 	if w.askedAt.IsZero() || age >= patience && now.Sub(w.askedAt) >= answers {
 		var ask []string
-		for _, r := range m.members {
-			if r.alive() && !r.waiting() {
+		for _, r := range members {
+			if r.alive() && !r.waiting() && !evicted(r, found) {
 				ask = append(ask, r.id)
 			}
 		}
@@ -104,32 +121,30 @@ func (m *Machine) overdue(now time.Time) (actions []Action, out []death) {
 			actions = append(actions, AskProgress{ask})
 		}
 	}
-	return actions, out
+	return actions, found
 }
 
 // parted finds a member that asks for the quorum of a step in which its peers wait for it: the answer to it was lost, with
 // the lighthouse that gave it. Nobody is stalled, and none of them would go on before the timeout of a collective. The
 // peers are told that they wait in vain, and all meet in the next quorum.
-func (m *Machine) parted() []death {
-	if m.broken != "" {
-		return nil // they were told
-	}
-	for _, r := range m.members {
+func (w *watch) parted(members []*replica, found []verdict) []verdict {
+	for _, r := range members {
 		if !r.waiting() {
 			continue
 		}
-		for _, peer := range m.members {
-			if p, said := m.watch.said[peer.id]; said && p.Waits && p.Step >= r.member().Step && peer.alive() && !peer.waiting() {
-				return []death{{r, Parted, fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it", r.member().Step)}}
+		for _, peer := range members {
+			if p, said := w.said[peer.id]; said && p.Waits && p.Step >= r.member().Step && peer.alive() && !peer.waiting() && !evicted(peer, found) {
+				reason := fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it", r.member().Step)
+				return []verdict{{death: death{r, Parted, reason}}}
 			}
 		}
 	}
 	return nil
 }
 
-func (m *Machine) allSaid() bool {
-	for _, r := range m.members {
-		if _, said := m.watch.said[r.id]; !said && r.alive() && !r.waiting() {
+func (w *watch) allSaid(members []*replica) bool {
+	for _, r := range members {
+		if _, said := w.said[r.id]; !said && r.alive() && !r.waiting() {
 			return false
 		}
 	}
@@ -137,10 +152,9 @@ func (m *Machine) allSaid() bool {
 }
 
 // name finds the members that make no progress while others wait.
-func (m *Machine) name(now time.Time, age, patience time.Duration) (actions []Action, out []death) {
-	w := &m.watch
+func (w *watch) name(p Policy, quorumID int64, members []*replica, age, patience time.Duration, now time.Time) (actions []Action, found []verdict) {
 	waiting := 0
-	for _, r := range m.members {
+	for _, r := range members {
 		if r.alive() && (r.waiting() || w.said[r.id].Waits) {
 			waiting++
 		}
@@ -148,16 +162,16 @@ func (m *Machine) name(now time.Time, age, patience time.Duration) (actions []Ac
 	if waiting == 0 {
 		return nil, nil // nobody is held up
 	}
-	for _, r := range m.members {
-		p, said := w.said[r.id]
-		if !r.alive() || r.waiting() || p.Waits {
+	for _, r := range members {
+		said, answered := w.said[r.id]
+		if !r.alive() || r.waiting() || said.Waits {
 			continue
 		}
 		still := age
 		reason := "none of its ranks says what it does"
-		if said {
-			still = min(age, p.For+now.Sub(w.heard[r.id]))
-			reason = fmt.Sprintf("rank %d, step %d: %s", p.Rank, p.Step, p.Phase)
+		if answered {
+			still = min(age, said.For+now.Sub(w.heard[r.id]))
+			reason = fmt.Sprintf("rank %d, step %d: %s", said.Rank, said.Step, said.Phase)
 		}
 		if still < patience {
 			continue
@@ -167,12 +181,24 @@ func (m *Machine) name(now time.Time, age, patience time.Duration) (actions []Ac
 			if w.stalled == nil {
 				w.stalled = map[string]string{}
 			}
-			actions = append(actions, Stalled{QuorumID: m.latest.ID, ReplicaID: r.id, Reason: reason})
+			actions = append(actions, Stalled{QuorumID: quorumID, ReplicaID: r.id, Reason: reason})
 		}
 		w.stalled[r.id] = reason
-		if limit := m.policy.EjectStalledAfter; limit > 0 && still >= limit {
-			out = append(out, m.roster.putOut(r, NoProgress, reason+" (eject_stalled_after_ms)", now))
+		if limit := p.EjectStalledAfter; limit > 0 && still >= limit {
+			found = append(found, verdict{death{r, NoProgress, reason + " (eject_stalled_after_ms)"}, true})
 		}
 	}
-	return actions, out
+	return actions, found
+}
+
+// overdue does what the watch found.
+func (m *Machine) overdue() (actions []Action, dead []death) {
+	actions, found := m.watch.overdue(m.policy, m.latest, m.members, m.anew.told, m.now)
+	for _, v := range found {
+		if v.evict {
+			m.roster.putOut(v.replica, v.cause, v.reason, m.now)
+		}
+		dead = append(dead, v.death)
+	}
+	return actions, dead
 }

@@ -19,7 +19,10 @@ import (
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [tells] [reaches=1,2]
 //	greet a seat=3/3 [term=1] [known=1005]   a stream begins, of a member for which this is the last of three lighthouses
 //	reaches a 1,2    the member reaches these lighthouses, and those that it does not name no more
-//	recalled 1005 step=3 a b c [base=a,b]
+//	recalled 1005 step=3 a b c [from=a] [base=a+,b]   the vote of a was given for good
+//	bound a b [age=1s]   they answer a stamp that was sent so long ago
+//	give-up a b      an operator says that they have ended
+//	missing          without whose votes nothing goes on
 //	ended a          its process is gone
 //	gave-up 1        the waiter is gone
 //	beat a b         heartbeats
@@ -45,8 +48,21 @@ func TestTranscripts(t *testing.T) {
 type scribe struct {
 	t       *testing.T
 	machine *Machine
+	all     map[string]*Machine // where there are several
 	now     time.Time
 	waiters WaiterID
+}
+
+func (r *scribe) begin(args []string) *Machine {
+	return NewMachine(Policy{
+		MinReplicas:       int(transcript.Number(r.t, transcript.Option(args, "min"))),
+		JoinTimeout:       transcript.Duration(r.t, transcript.Option(args, "join")),
+		HeartbeatTimeout:  transcript.Duration(r.t, transcript.Option(args, "heartbeat")),
+		SuspectGrace:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "grace"), "0s")),
+		StalledAfter:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "stalled"), "0s")),
+		EjectStalledAfter: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "eject"), "0s")),
+		ForbidRegression:  slices.Contains(args, "forbid"),
+	}, r.now)
 }
 
 func (r *scribe) run(words []string) []string {
@@ -54,15 +70,16 @@ func (r *scribe) run(words []string) []string {
 	switch words[0] {
 	case "policy":
 		r.now, r.waiters = time.UnixMilli(1000).UTC(), 0
-		r.machine = NewMachine(Policy{
-			MinReplicas:       int(transcript.Number(r.t, transcript.Option(args, "min"))),
-			JoinTimeout:       transcript.Duration(r.t, transcript.Option(args, "join")),
-			HeartbeatTimeout:  transcript.Duration(r.t, transcript.Option(args, "heartbeat")),
-			SuspectGrace:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "grace"), "0s")),
-			StalledAfter:      transcript.Duration(r.t, cmp.Or(transcript.Option(args, "stalled"), "0s")),
-			EjectStalledAfter: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "eject"), "0s")),
-			ForbidRegression:  slices.Contains(args, "forbid"),
-		}, r.now)
+		r.all = map[string]*Machine{"A": r.begin(args)}
+		r.machine = r.all["A"]
+		return nil
+	case "beside":
+		r.all[args[0]] = r.begin(args)
+		r.machine = r.all[args[0]]
+		return nil
+	case "at":
+		r.machine = r.all[args[0]]
+		require.NotNil(r.t, r.machine, words)
 		return nil
 	case "ask":
 		waiter := r.waiters + 1
@@ -98,16 +115,30 @@ func (r *scribe) run(words []string) []string {
 		p := Past{ID: transcript.Number(r.t, args[0]), Step: transcript.Number(r.t, transcript.Option(args, "step"))}
 		for _, id := range args[2:] {
 			if !strings.Contains(id, "=") {
-				p.Members = append(p.Members, Voter{id, "http://" + id})
+				p.Members = append(p.Members, Voter{ReplicaID: id, Address: "http://" + id})
 			}
 		}
 		if base := transcript.Option(args, "base"); base != "" {
 			for _, id := range strings.Split(base, ",") {
-				p.Base = append(p.Base, Voter{id, "http://" + id})
+				id, given := strings.CutSuffix(id, "+")
+				p.Base = append(p.Base, Voter{ReplicaID: id, Address: "http://" + id, Given: given})
 			}
 		}
 		require.NoError(r.t, p.Validate())
-		return r.step(Recalled{Past: p})
+		return r.step(Recalled{Past: p, From: transcript.Option(args, "from")})
+	case "bound":
+		age := transcript.Duration(r.t, cmp.Or(transcript.Option(args, "age"), "0s"))
+		var answers []string
+		for _, id := range args {
+			if !strings.Contains(id, "=") {
+				answers = append(answers, r.step(Bound{ReplicaID: id, Since: r.now.Add(-age)})...)
+			}
+		}
+		return answers
+	case "give-up":
+		return r.step(GivenUp{ReplicaIDs: args, By: "an operator"})
+	case "missing":
+		return []string{strings.Join(r.machine.Missing(), " ")}
 	case "ended":
 		return r.step(Ended{ReplicaID: args[0]})
 	case "gave-up":
@@ -182,6 +213,9 @@ func (r *scribe) step(e Event) []string {
 			base := ""
 			for _, v := range a.Quorum.Base {
 				base += " " + v.ReplicaID
+				if v.Given {
+					base += "(given)"
+				}
 			}
 			if base != "" {
 				base = ", to be outvoted too:" + base
@@ -203,6 +237,10 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("all go back to number %d: %s", a.Place+1, a.Reason))
 		case Probe:
 			answers = append(answers, fmt.Sprintf("probe %s at %s", a.ReplicaID, a.Address))
+		case Doubted:
+			answers = append(answers, fmt.Sprintf("%s is not believed: %s", a.ReplicaID, a.Reason))
+		case Waived:
+			answers = append(answers, fmt.Sprintf("%s was given up by %s", a.ReplicaID, a.By))
 		case Regressed:
 			answers = append(answers, fmt.Sprintf("WARNING, quorum %d goes back: %s", a.Quorum.ID, a.Reason))
 		case Failed:

@@ -29,7 +29,7 @@ type Member struct {
 type Quorum struct {
 	ID       int64
 	Members  []Member // ordered by ReplicaID
-	Base     []Voter  // whom the next quorum has to outvote besides Members, nil for nobody: see continuity.go
+	Base     []Voter  // whom the next quorum has to outvote besides Members, nil for nobody: see succession.go
 	Created  time.Time
 	Revision Revision // of Members; 0 where nobody asked for it, as in an answer to a call
 }
@@ -58,7 +58,7 @@ type (
 	Greeted struct {
 		ReplicaID string
 		Seat      Seat  // of this lighthouse in the member's list
-		Term      int64 // highest that a lighthouse told the member, see continuity.go
+		Term      int64 // highest that a lighthouse told the member, see succession.go
 		// KnownQuorumID is as in Asked. Where there is a list, the lighthouse asks for that quorum before anybody waits: who
 		// came from another lighthouse in the middle of a step is in it.
 		KnownQuorumID int64
@@ -72,7 +72,19 @@ type (
 	// Recalled: what a member, or a disk, knows of the last quorum.
 	Recalled struct {
 		Past    Past
-		Highest int64 // no id up to this one may be given out again; 0 if that is Past.ID
+		From    string // the member that shows it: it must have been in it. Empty: a disk
+		Highest int64  // no id up to this one may be given out again; 0 if that is Past.ID
+	}
+	// Bound: a member answered a stamp of this lighthouse, on a stream that counts. See bond.go.
+	Bound struct {
+		ReplicaID string
+		Since     time.Time // when the stamp was sent, as the clock of this lighthouse said
+	}
+	// GivenUp: an operator answers for it that members have ended, and that nobody trains on elsewhere in a quorum that they
+	// were in.
+	GivenUp struct {
+		ReplicaIDs []string
+		By         string
 	}
 	// Ended: the host of a member answered that its process is gone.
 	Ended struct{ ReplicaID string }
@@ -121,6 +133,8 @@ func (Asked) isEvent()        {}
 func (Greeted) isEvent()      {}
 func (Reaches) isEvent()      {}
 func (Recalled) isEvent()     {}
+func (Bound) isEvent()        {}
+func (GivenUp) isEvent()      {}
 func (Ended) isEvent()        {}
 func (GaveUp) isEvent()       {}
 func (Beat) isEvent()         {}
@@ -158,6 +172,13 @@ type (
 		Why    Refusal
 		Reason string
 	}
+	// Welcome answers the greeting of a member. What was said before it is for the streams that were open then.
+	Welcome struct {
+		ReplicaID string
+		Term      int64         // 0 where there is no list
+		Bond      time.Duration // for how long a stamp binds the member, 0: it gets none
+		Draining  string        // who wants it to leave: it may not have heard of it. Empty: nobody
+	}
 	// TurnAway ends the stream that a member just began.
 	TurnAway struct {
 		ReplicaID string
@@ -181,6 +202,15 @@ type (
 	Probe struct {
 		ReplicaID string
 		Address   string
+	}
+	// Doubted reports what a member claims and this lighthouse does not believe, for the log.
+	Doubted struct{ ReplicaID, Reason string }
+	// Waived reports that a member that is missing was given up, and counts as one that votes here.
+	Waived struct{ ReplicaID, By string }
+	// Keep is what a lighthouse that starts anew would have to know of the job, to be written to a disk.
+	Keep struct {
+		Past    Past
+		Highest int64 // no id up to this one may be given out again
 	}
 	// Regressed reports a quorum whose steps are below those that the job had reached.
 	Regressed struct {
@@ -228,11 +258,15 @@ type (
 func (Deliver) isAction()     {}
 func (Again) isAction()       {}
 func (Refuse) isAction()      {}
+func (Welcome) isAction()     {}
 func (TurnAway) isAction()    {}
 func (Renew) isAction()       {}
 func (GoBack) isAction()      {}
 func (Recall) isAction()      {}
 func (Probe) isAction()       {}
+func (Doubted) isAction()     {}
+func (Waived) isAction()      {}
+func (Keep) isAction()        {}
 func (Regressed) isAction()   {}
 func (Changed) isAction()     {}
 func (Failed) isAction()      {}
@@ -267,11 +301,12 @@ var Causes = []Cause{Silent, Connection, RankGone, Unreachable, NoProgress, Gone
 type Refusal int
 
 const (
-	Overtaken Refusal = iota // a newer request of its member came before it
-	Replaced                 // another process asks under the same replica_id
-	Behind                   // its step is below the job's, and the policy forbids to go back
-	Outvoted                 // too few of the last quorum ask here: another lighthouse may have more
-	Outdated                 // another lighthouse was asked in the meantime: ask again
-	Left                     // its member said that it leaves
-	Misfit                   // its group has another world_size than those of the others
+	Overtaken  Refusal = iota // a newer request of its member came before it
+	Replaced                  // another process asks under the same replica_id
+	Behind                    // its step is below the job's, and the policy forbids to go back
+	Outvoted                  // too few of the last quorum ask here: another lighthouse may have more
+	Outdated                  // another lighthouse was asked in the meantime: ask again
+	Left                      // its member said that it leaves
+	Unbelieved                // it claims to know a quorum far ahead, and does not show it
+	Misfit                    // its group has another world_size than those of the others
 )

@@ -2,7 +2,11 @@ package round
 
 import (
 	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
 	"math/rand/v2"
+	"reflect"
 	"slices"
 	"testing"
 	"time"
@@ -24,8 +28,18 @@ type model struct {
 	inFlight uint64
 	known    int64
 	closed   bool
+	putOutOf int64 // quorum_id
+	latest   int64 // quorum_id that the ranks were given last, or were to be given
+	draining bool
+	does     map[int64]*modelRank
 
 	out outcome // of the event at hand
+}
+
+// modelRank is what a rank does.
+type modelRank struct {
+	phase       phase
+	said, waits bool
 }
 
 type modelVote struct {
@@ -37,7 +51,7 @@ type modelVote struct {
 type outcome map[string]string
 
 func newModel(size int64) *model {
-	return &model{size: size, metadata: map[int64]string{}, absent: map[int64]Kind{}, answered: map[int64]uint64{}}
+	return &model{size: size, metadata: map[int64]string{}, absent: map[int64]Kind{}, answered: map[int64]uint64{}, does: map[int64]*modelRank{}}
 }
 
 func (m *model) answer(w WaiterID, text string) { m.out[fmt.Sprint("waiter ", w)] = text }
@@ -78,6 +92,25 @@ func (m *model) step(e Event) outcome {
 		default:
 			m.fail(e.Waiter, KindInvalid)
 		}
+	case PutOut:
+		m.putOutOf = e.QuorumID
+	case Drained:
+		m.draining = true
+	case ProgressAsked:
+		for _, r := range m.does {
+			r.said = false
+		}
+	case RankProgressed:
+		if e.GroupRank >= 0 && e.GroupRank < m.size {
+			r := m.rank(e.GroupRank)
+			r.said, r.waits = true, e.Waits
+		}
+	case StillGone:
+		if _, gone := m.absent[e.GroupRank]; gone && !m.closed {
+			m.out["incomplete"] = "told"
+		}
+	case RankBack:
+		delete(m.absent, e.GroupRank)
 	case GaveUp:
 		m.gaveUp(e)
 	case RankGone:
@@ -92,6 +125,24 @@ func (m *model) step(e Event) outcome {
 		m.failVotes(KindUnavailable)
 	}
 	return m.out
+}
+
+func (m *model) rank(rank int64) *modelRank {
+	if m.does[rank] == nil {
+		m.does[rank] = &modelRank{}
+	}
+	return m.does[rank]
+}
+
+// progress reports whether all ranks wait for others, and whether all that are in a step have said what they do.
+func (m *model) progress() (waits, complete bool) {
+	waits, complete = true, true
+	for rank := range m.size {
+		r := m.rank(rank)
+		complete = complete && (r.phase != inStep || r.said)
+		waits = waits && (r.phase == inQuorum || r.phase == inVote || r.phase == inStep && r.said && r.waits)
+	}
+	return waits, complete
 }
 
 func (m *model) asked(e QuorumAsked) {
@@ -112,6 +163,7 @@ func (m *model) asked(e QuorumAsked) {
 		return
 	}
 	m.metadata[e.GroupRank] = e.CheckpointMetadata
+	*m.rank(e.GroupRank) = modelRank{phase: inQuorum}
 	delete(m.absent, e.GroupRank)
 	m.failVotes(KindAborted)
 
@@ -178,6 +230,7 @@ func (m *model) quorumKnown(e QuorumKnown) {
 		return
 	}
 	m.known = max(m.known, e.Quorum.ID)
+	m.latest = e.Quorum.ID
 	silent := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return a.CommittedQuorumID == 0 })
 	differ := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool {
 		return a.Step != m.asks[0].Step || !silent && a.CommittedQuorumID != m.asks[0].CommittedQuorumID
@@ -189,7 +242,8 @@ func (m *model) quorumKnown(e QuorumKnown) {
 	}
 	m.failVotes(KindAborted)
 	for _, a := range m.asks {
-		m.answer(a.Waiter, fmt.Sprintf("quorum %d, heal %t", e.Quorum.ID, behind))
+		m.answer(a.Waiter, fmt.Sprintf("quorum %d, heal %t, draining %t", e.Quorum.ID, behind, m.draining))
+		*m.rank(a.GroupRank) = modelRank{phase: inStep}
 		m.answered[a.GroupRank] = e.Round
 	}
 	m.asks = nil
@@ -205,6 +259,7 @@ func (m *model) voted(e Voted) {
 		return
 	}
 	delete(m.absent, e.GroupRank)
+	*m.rank(e.GroupRank) = modelRank{phase: inVote}
 	v := modelVote{e, m.answered[e.GroupRank]}
 	for _, other := range m.votes {
 		if other.round > v.round || other.round == v.round && other.Step > v.Step {
@@ -230,7 +285,13 @@ func (m *model) voted(e Voted) {
 	}
 	if int64(len(m.votes)) == m.size {
 		commit := !slices.ContainsFunc(m.votes, func(o modelVote) bool { return !o.ShouldCommit })
+		lapsed := slices.ContainsFunc(m.votes, func(o modelVote) bool { return o.Lapsed })
+		if commit && (lapsed || m.putOutOf != 0 && m.putOutOf == m.latest) {
+			commit = false
+			m.out["discarded"] = fmt.Sprint("step ", e.Step)
+		}
 		for _, o := range m.votes {
+			*m.rank(o.GroupRank) = modelRank{phase: afterVote}
 			m.answer(o.Waiter, fmt.Sprint("commit ", commit))
 		}
 		m.votes = nil
@@ -279,6 +340,7 @@ type history struct {
 	askedAt  int64  // its step
 	quorumID int64
 	commits  int
+	fed      map[string]int // events by type
 }
 
 func (h *history) next() WaiterID {
@@ -292,7 +354,19 @@ func (h *history) event() Event {
 	if h.rng.IntN(60) == 0 {
 		rank = h.rng.Int64N(size+4) - 2 // some are out of range
 	}
-	switch p := h.rng.IntN(100); {
+	switch p := h.rng.IntN(110); {
+	case p >= 109 && h.rng.IntN(20) == 0:
+		return Drained{}
+	case p >= 108:
+		return PutOut{QuorumID: max(1, h.quorumID-h.rng.Int64N(2)), Reason: "it is silent"}
+	case p >= 107:
+		return ProgressAsked{}
+	case p >= 104:
+		return RankProgressed{GroupRank: rank, Waits: h.rng.IntN(2) == 0, What: "something"}
+	case p >= 102:
+		return StillGone{GroupRank: rank}
+	case p >= 100:
+		return RankBack{GroupRank: rank}
 	case p < 35:
 		e := QuorumAsked{
 			Waiter: h.next(), GroupRank: rank, Step: 3, CheckpointMetadata: fmt.Sprint("at ", h.waiter%4),
@@ -309,7 +383,7 @@ func (h *history) event() Event {
 		}
 		return e
 	case p < 65:
-		e := Voted{Waiter: h.next(), GroupRank: rank, Step: 3, ShouldCommit: h.rng.IntN(10) > 0}
+		e := Voted{Waiter: h.next(), GroupRank: rank, Step: 3, ShouldCommit: h.rng.IntN(10) > 0, Lapsed: h.rng.IntN(40) == 0}
 		if h.rng.IntN(12) == 0 {
 			e.Step = h.rng.Int64N(5)
 		}
@@ -337,6 +411,7 @@ func (h *history) event() Event {
 
 // step gives one event to both, compares, and checks what must always hold.
 func (h *history) step(e Event) {
+	h.fed[reflect.TypeOf(e).Name()]++
 	switch e := e.(type) {
 	case QuorumAsked:
 		h.open[e.Waiter] = e
@@ -355,6 +430,10 @@ func (h *history) step(e Event) {
 		h.take(action, got, decided)
 	}
 	require.Equal(h.t, h.model.step(e), got, "%#v", e)
+	p, complete := h.machine.Progress(epoch)
+	waits, all := h.model.progress()
+	require.Equal(h.t, waits, p.Waits, "%#v", e)
+	require.Equal(h.t, all, complete, "%#v", e)
 
 	require.True(h.t, len(decided) == 0 || int64(len(decided)) == h.model.size, "a decision is for all ranks")
 	for _, v := range decided {
@@ -395,7 +474,13 @@ func (h *history) take(action Action, got outcome, decided map[int64]Voted) {
 		h.asked = 0
 		got["lighthouse"] = fmt.Sprint("cancel ", a.Round)
 	case AnswerQuorum:
-		done(a.Waiter, fmt.Sprintf("quorum %d, heal %t", a.Result.QuorumID, a.Result.Heal))
+		done(a.Waiter, fmt.Sprintf("quorum %d, heal %t, draining %t", a.Result.QuorumID, a.Result.Heal, a.Result.Draining))
+	case TellIncomplete:
+		require.NotEmpty(h.t, a.Reason)
+		got["incomplete"] = "told"
+	case Discarded:
+		require.NotEmpty(h.t, a.Reason)
+		got["discarded"] = fmt.Sprint("step ", a.Step)
 	case AnswerVote:
 		done(a.Waiter, fmt.Sprint("commit ", a.ShouldCommit))
 	case AnswerMetadata:
@@ -407,13 +492,13 @@ func (h *history) take(action Action, got outcome, decided map[int64]Voted) {
 }
 
 func TestRandomHistoriesAgreeWithTheModel(t *testing.T) {
-	commits, rounds := 0, uint64(0)
+	commits, rounds, fed := 0, uint64(0), map[string]int{}
 	for seed := range uint64(40) {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 0))
 			size := 1 + rng.Int64N(4)
 			h := &history{
-				t: t, rng: rng, open: map[WaiterID]Event{},
+				t: t, rng: rng, open: map[WaiterID]Event{}, fed: fed,
 				machine: NewMachine(Group{ReplicaID: "g", WorldSize: size}), model: newModel(size),
 			}
 			for range 1500 {
@@ -431,4 +516,21 @@ func TestRandomHistoriesAgreeWithTheModel(t *testing.T) {
 	}
 	require.Greater(t, commits, 2000, "the histories must not be idle")
 	require.Greater(t, rounds, uint64(1000), "the histories must not be idle")
+	for _, name := range eventTypes(t) {
+		require.GreaterOrEqual(t, fed[name], 20, "%s is fed %d times", name, fed[name])
+	}
+}
+
+// eventTypes are the names of all kinds of events.
+func eventTypes(t *testing.T) (names []string) {
+	t.Helper()
+	file, err := parser.ParseFile(token.NewFileSet(), "types.go", nil, 0)
+	require.NoError(t, err)
+	for _, d := range file.Decls {
+		if f, ok := d.(*ast.FuncDecl); ok && f.Recv != nil && f.Name.Name == "isEvent" {
+			names = append(names, f.Recv.List[0].Type.(*ast.Ident).Name)
+		}
+	}
+	require.NotEmpty(t, names)
+	return names
 }

@@ -36,7 +36,7 @@ func TestThePureImportOnlyTheStandardLibraryAndEachOther(t *testing.T) {
 func TestThePureHaveNoGoroutinesLocksOrClocks(t *testing.T) {
 	allowed := map[string]bool{
 		"bytes": true, "container/list": true, "crypto/sha256": true, "encoding/binary": true, "errors": true, "fmt": true,
-		"math": true, "math/bits": true, "slices": true, "strings": true, "time": true,
+		"maps": true, "math": true, "math/bits": true, "slices": true, "strings": true, "time": true,
 		module + "quorum": true, module + "recovery": true,
 	}
 	clocks := map[string]bool{"Now": true, "Since": true, "Until": true, "After": true, "AfterFunc": true,

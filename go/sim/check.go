@@ -2,6 +2,7 @@ package sim
 
 import (
 	"slices"
+	"time"
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
@@ -22,34 +23,44 @@ const (
 	ruleDivisor   = "all who contribute to an average divide by the same number"
 	ruleVote      = "a group commits only what all its ranks voted for in the same attempt"
 	ruleForms     = "enough connected members form a quorum within a bounded time"
+	ruleEvicted   = "a group that was evicted commits nothing of that quorum"
+	ruleCause     = "a group counts as dead for a cause that is so, never by the word of one"
+	ruleRelease   = "a group that left is kept until nobody is in its last step"
+	ruleLoses     = "a fault costs at most the documented number of steps"
 	ruleProgress  = "a connected group commits within a bounded time"
 	ruleNewcomer  = "a healthy newcomer that keeps asking is in within two rounds"
 	ruleStale     = "a request that newer ones of its member overtook is refused"
 	ruleWaiters   = "every waiter is answered once, by its deadline"
 	ruleBehind    = "a quorum behind the job waits for those who were ahead"
-	rulePlace     = "those who were members of one quorum never train apart"
+	ruleBranch    = "one branch of a job commits, whoever is in it"
+	ruleOneStart  = "a quorum that comes after none has no member that knows of one"
 	ruleMemory    = "memory is bounded by live members"
 )
 
 // seen is what the checker knows of a group.
 type seen struct {
-	lastID   int64 // of the quorums that it heard of
-	maxStep  int64 // of the latest of those
-	behind   bool  // whether it has to heal in it
-	commitID int64 // quorum in which it committed last, 0 if in none
+	lastID   int64         // of the quorums that it heard of
+	maxStep  int64         // of the latest of those
+	behind   bool          // whether it has to heal in it
+	commitID int64         // quorum in which it committed last, 0 if in none
+	evicted  int64         // latest quorum of which it was told that it counts as dead in it
+	quiet    time.Duration // longest that it said nothing since its last quorum
 }
 
 // checker looks at the whole job.
 type checker struct {
 	w       *world
 	lastID  int64
+	waived  bool // an operator gave up members
 	quorums map[int64]*formed
 }
 
 // formed is a quorum that was formed: after which one, and of whom.
 type formed struct {
-	after   int64 // 0: of none
-	members []string
+	after     int64 // 0: of none
+	members   []string
+	committed string // who committed in it first, empty if nobody has
+	last      int64  // of one after none: the latest of its history in which a group committed
 }
 
 // ids: they never fall, and each has one set of members.
@@ -71,6 +82,8 @@ func (c *checker) ids(by *watch, d quorum.Deliver) {
 		}
 		if d.Before != nil {
 			f.after = d.Before.ID
+		} else {
+			c.oneStart(q)
 		}
 		c.quorums[q.ID] = f
 		return
@@ -84,44 +97,83 @@ func (c *checker) ids(by *watch, d quorum.Deliver) {
 	}
 }
 
-// onePlace: those who were members of one quorum never train apart, each in a quorum that knows nothing of the other's,
-// whatever lighthouses they reach. It is asked when a group commits in a quorum for the first time.
-func (c *checker) onePlace(g *group, id int64) {
+// oneBranch: of any two quorums in which groups commit, one comes after the other, whoever is in them and whatever
+// lighthouses they reach. It is asked when a group commits in a quorum for the first time.
+//
+// Where an operator gave up members, the steps of a branch without a living group do not count: the operator says that
+// there is none, and that is so.
+//
+// Newcomers may begin a job again where nobody can tell them of it (docs/correctness.md, "What is not promised"): a quorum
+// after none starts a history of its own, and oneStart looks at who may be in it.
+func (c *checker) oneBranch(g *group, id int64) {
 	g.commitID = id
-	w := c.w
-	if w.Lighthouses == 1 || id < 0 {
+	f := c.quorums[id]
+	if c.w.Lighthouses == 1 || f == nil || f.committed != "" {
 		return
 	}
-	for i := range w.slots {
-		x := w.slots[i].g
-		if x == nil || x == g || x.commitID == 0 || x.commitID == id {
+	f.committed = g.id
+	r := c.quorums[c.first(id)]
+	last := r.last // the latest quorum of this history in which a group committed
+	early, late := min(id, last), max(id, last)
+	for late > early {
+		late = c.quorums[late].after
+	}
+	if early != 0 && late != early && (!c.waived || !c.extinct(id)) {
+		c.w.broken(ruleBranch, "%s commits in quorum %d %v, and %s has in quorum %d %v: neither comes after the other",
+			g.id, id, f.members, c.quorums[last].committed, last, c.quorums[last].members)
+	}
+	if late != early {
+		r.last = id
+	} else {
+		r.last = max(id, last)
+	}
+}
+
+// first is the quorum after none with which the history of a quorum begins.
+func (c *checker) first(id int64) int64 {
+	for c.quorums[id].after != 0 {
+		id = c.quorums[id].after
+	}
+	return id
+}
+
+// extinct reports whether no group lives outside of a quorum whose weights were made, in the same history, in one that it
+// does not come after.
+func (c *checker) extinct(id int64) bool {
+	for i := range c.w.slots {
+		g := c.w.slots[i].g
+		if g == nil || g.commitID == 0 || g.commitID == id || slices.Contains(c.quorums[id].members, g.id) ||
+			c.first(g.commitID) != c.first(id) {
 			continue
 		}
-		a, b := id, x.commitID
-		for a != b {
-			if a < b {
-				a, b = b, a
-			}
-			if a = c.quorums[a].after; a == 0 {
-				break
-			}
+		after := id
+		for after > g.commitID {
+			after = c.quorums[after].after
 		}
-		if a == 0 || a == id || a == x.commitID { // nothing in common, or one after the other
-			continue
+		if after != g.commitID {
+			return false
 		}
-		if m := c.quorums[a].members; slices.Contains(m, g.id) && slices.Contains(m, x.id) {
-			w.broken(rulePlace, "%s trains in quorum %d and %s in quorum %d, both were members of quorum %d", g.id, id, x.id, x.commitID, a)
+	}
+	return true
+}
+
+// oneStart: where there is a list, a quorum that comes after none has no member that was told of one.
+func (c *checker) oneStart(q *quorum.Quorum) {
+	for i := range q.Members {
+		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 {
+			c.w.broken(ruleOneStart, "quorum %d comes after none, and %s was told of quorum %d", q.ID, g.id, g.lastID)
 		}
 	}
 }
 
 // progress: while nothing changes for the worse, and some groups are connected with each other and with the
 // lighthouse, are enough, and more than half of the healthy, each of them commits again and again. Where there are several
-// lighthouses, all groups have to be there: a lighthouse cannot know whether those who are not train elsewhere.
+// lighthouses, all groups have to be there: a lighthouse cannot know whether those who are not train elsewhere. It is the
+// first of the list that any of them reaches, whichever that is.
 func (c *checker) progress(by *watch) {
 	w, lh := c.w, by.l.index
 	bound := w.bound()
-	if w.rough > 0 || w.now-w.changed <= bound || lh > 0 {
+	if w.rough > 0 || w.now-w.changed <= bound || c.earlier(lh) {
 		return
 	}
 	connected := 0
@@ -156,6 +208,19 @@ func (c *checker) progress(by *watch) {
 			w.broken(ruleProgress, "%s has not committed for %s", g.id, w.now-g.lastCommit)
 		}
 	}
+}
+
+// earlier reports whether a group reaches a lighthouse that comes before one.
+func (c *checker) earlier(than int) bool {
+	w := c.w
+	for lh := range than {
+		for i := range w.slots {
+			if w.lhs[lh].up && w.reached(i, lh) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // learned is what a group hears of a quorum.
@@ -215,6 +280,12 @@ func (c *checker) decided(r *rank, commit bool) {
 	if !commit {
 		return
 	}
+	switch g, w := r.g, c.w; {
+	case g.evicted == r.plan.QuorumID:
+		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as dead in it", g.id, r.step, r.plan.QuorumID)
+	case g.quiet > w.Policy.HeartbeatTimeout && !w.calls(g.slot):
+		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and said nothing for %s", g.id, r.step, r.plan.QuorumID, g.quiet)
+	}
 	for i := range r.g.ranks {
 		if v := r.g.ranks[i].cast; !v.yes || v.step != r.step || v.attempt != r.attempt {
 			c.w.broken(ruleVote, "%s commits step %d, rank %d voted %t on step %d in attempt %d, rank %d is in attempt %d",
@@ -238,6 +309,13 @@ func (c *checker) contributes(m *comm, r *rank) {
 	case h.step != r.step || h.digest != r.digest:
 		c.w.broken(ruleEqual, "in quorum %d, %s rank %d trains step %d with state %x, %s rank %d step %d with state %x",
 			m.key.quorumID, h.g.id, h.index, h.step, h.digest>>48, r.g.id, r.index, r.step, r.digest>>48)
+	}
+}
+
+// loses counts the steps that a rank lost.
+func (c *checker) loses(r *rank) {
+	if w := c.w; w.CountLosses && r.lostSteps > w.mayLose {
+		w.broken(ruleLoses, "%s rank %d has lost %d steps, %d at most are what the faults may cost", r.g.id, r.index, r.lostSteps, w.mayLose)
 	}
 }
 
@@ -274,7 +352,7 @@ func (c *checker) committed(r *rank) {
 	}
 	m := r.comm
 	if r.g.commitID != r.plan.QuorumID {
-		c.onePlace(r.g, r.plan.QuorumID)
+		c.oneBranch(r.g, r.plan.QuorumID)
 	}
 	for i := range m.commits {
 		o := &m.commits[i]

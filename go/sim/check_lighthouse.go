@@ -26,6 +26,19 @@ type view struct {
 	knows    int64         // and the quorum that it knows
 	tells    bool          // it can be asked for that
 	expected bool
+
+	out      bool             // it counts as dead until it asks again
+	ended    bool             // its host said that its process is gone
+	ending   bool             // it said that its manager server ends
+	draining bool             // somebody wants it to leave
+	buried   bool             // it left, and its link has ended
+	missing  bool             // a rank of it is gone, it said
+	words    int              // that came from it
+	reported bool             // that it lost a collective of the latest quorum
+	suspects string           // whom it suspects of that, empty if it cannot tell
+	silent   bool             // it did not answer when the lighthouse checked on it, in the latest quorum
+	tooOld   time.Duration    // when something was last said of it after its signs of life had become so
+	says     *quorum.Progress // since the latest quorum
 }
 
 // watch looks at what goes into a lighthouse's machine and at what comes out, and knows nothing else of it.
@@ -38,6 +51,8 @@ type watch struct {
 	reached  int64         // largest step of that
 	behind   time.Duration // since when a quorum is due that would go on below it, 0 if none is
 	looking  time.Duration // since when a member knows a later quorum, 0 if none does
+	began    time.Duration // when it was formed, or heard of
+	away     bool          // all were sent to another lighthouse
 	lastTime time.Duration // of its last quorum, on the clock of the world
 }
 
@@ -49,10 +64,12 @@ func (c *watch) begins() {
 		*c.of(g) = view{number: number}
 	}
 	c.known = c.known[:0]
-	c.clock, c.latest, c.reached, c.behind, c.looking = c.l.clock(), 0, 0, 0, 0
+	c.clock, c.latest, c.reached, c.behind, c.looking, c.away = c.l.clock(), 0, 0, 0, 0, false
 }
 
-func (c *watch) healthy(g *group) bool {
+func (c *watch) healthy(g *group) bool { return c.beating(g) && !c.of(g).out }
+
+func (c *watch) beating(g *group) bool {
 	v, p := c.of(g), c.l.w.Policy
 	return v.beaten && c.clock-v.lastBeat < p.HeartbeatTimeout && (!v.suspect || c.clock-v.lostAt < p.SuspectGrace)
 }
@@ -71,7 +88,12 @@ func (c *watch) list(g *group) {
 
 func (c *watch) beat(g *group) {
 	c.move()
+	c.expire(g)
 	v, was := c.of(g), c.candidate(g)
+	if v.beaten && !c.beating(g) {
+		v.tooOld = c.clock
+	}
+	v.words++
 	v.beaten, v.lastBeat, v.presumed, v.suspect = true, c.clock, false, false
 	c.list(g)
 	if !was && v.waits > 0 {
@@ -85,6 +107,7 @@ func (c *watch) asked(g *group, step int64) {
 		c.behind = 0 // whom the others wait for is there
 	}
 	if v := c.of(g); true {
+		v.out, v.ending, v.ended, v.missing = false, false, false, false
 		if v.waits++; v.waits == 1 {
 			v.joined = c.clock
 		}
@@ -109,22 +132,46 @@ func (c *watch) gaveUp(g *group) {
 
 func (c *watch) lost(g *group) {
 	c.move()
-	if v := c.of(g); c.healthy(g) && !v.suspect {
+	v := c.of(g)
+	if v.draining && v.out && c.beating(g) {
+		v.beaten, v.buried = false, true
+	}
+	if c.healthy(g) && !v.suspect {
 		v.suspect, v.lostAt = true, c.clock
 	}
 }
 
 func (c *watch) ended(g *group) {
 	c.move()
+	if v := c.of(g); v.beaten && !c.beating(g) {
+		v.tooOld = c.clock
+	}
 	if v := c.of(g); v.waits == 0 && (!c.healthy(g) || v.presumed || v.suspect) {
-		v.beaten = false
+		v.ended = true
+		v.beaten = v.beaten && v.out
 	}
 }
 
 // goesBack: all are sent to another lighthouse.
 func (c *watch) goesBack() {
+	c.away = true
 	for _, g := range c.known {
-		c.of(g).beaten = false
+		if v := c.of(g); c.beating(g) {
+			v.beaten, v.out = false, false
+		}
+	}
+}
+
+// cameBack: a member of the latest quorum is here again. The others have the time to come, too.
+func (c *watch) cameBack(known int64) {
+	if !c.away || known == 0 || known != c.latest {
+		return
+	}
+	c.away = false
+	for _, g := range c.known {
+		if v := c.of(g); v.previous && !c.healthy(g) {
+			v.beaten, v.lastBeat, v.presumed, v.suspect = true, c.clock, true, false
+		}
 	}
 }
 
@@ -139,6 +186,7 @@ func (c *watch) recalled(p quorum.Past) {
 	}
 	for _, voter := range p.Members {
 		g := c.l.w.byID[voter.ReplicaID]
+		c.expire(g)
 		v := c.of(g)
 		v.previous, v.missed = true, 0
 		if !c.healthy(g) {
@@ -150,7 +198,8 @@ func (c *watch) recalled(p quorum.Past) {
 		}
 		c.list(g)
 	}
-	c.latest, c.reached = p.ID, p.Step
+	c.latest, c.reached, c.began = p.ID, p.Step, c.clock
+	c.newQuorum()
 }
 
 // tally is who is healthy, who is a candidate, and whether there has to be a quorum.
@@ -268,7 +317,8 @@ func (c *watch) delivered(d quorum.Deliver) {
 	c.sameMembers(q)
 	c.sameWaiters(d)
 	w.check.ids(c, d)
-	c.latest = q.ID
+	c.latest, c.began = q.ID, c.clock
+	c.newQuorum()
 
 	for _, g := range c.known {
 		v := c.of(g)
@@ -346,13 +396,15 @@ func (c *watch) ticked() {
 	c.move()
 	switch t := c.tally(); {
 	case !c.due(t):
-		c.behind, c.looking = 0, 0
+		if c.looking = 0; t.candidates == 0 { // else who comes and goes does not begin the wait for those ahead anew
+			c.behind = 0
+		}
 	case !c.mayWait(t) && w.Lighthouses == 1: // else others may serve the job: progress looks at what must be
 		w.broken(ruleForms, "%d of %d healthy wait, for %s, and there is no quorum", t.candidates, t.healthy, t.waited)
 	}
 	c.known = slices.DeleteFunc(c.known, func(g *group) bool {
 		v := c.of(g)
-		gone := !c.healthy(g) && v.waits == 0 && !v.previous
+		gone := !c.beating(g) && v.waits == 0 && !v.previous
 		if gone { // also what would be a sign of life to a lighthouse whose clock went back
 			*v = view{number: v.number}
 		}

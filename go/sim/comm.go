@@ -1,6 +1,10 @@
 package sim
 
-import "github.com/torchft/torchft/go/quorum"
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
 
 // commKey names a process group: one for each quorum_id and group rank.
 type commKey struct {
@@ -28,6 +32,7 @@ type place struct {
 	r      *rank
 	number uint64 // of the rank's call that waits in the collective, 0 if none does
 	closed bool
+	done   time.Duration // when the collective before that is over for it
 }
 
 // commit is what the first rank that committed a step here holds.
@@ -73,10 +78,22 @@ func (r *rank) leaveComm(silent bool) {
 	if p.number != 0 {
 		c.ready--
 	}
+	if r.g.dead {
+		c.breaks(w, r, silent)
+	}
 	p.r, p.number, p.closed = nil, 0, true
 	r.comm = nil
 	if c.joined--; c.joined == 0 {
 		delete(w.comms, c.key)
+	}
+}
+
+// breaks lets a collective that is over for others fail for those that were still to receive what the dead one sent.
+func (c *comm) breaks(w *world, by *rank, silent bool) {
+	for i := range c.members {
+		if p := &c.members[i]; p.r != nil && p.r != by && p.number == 0 && p.done > w.now && !silent {
+			p.r.flaky = true
+		}
 	}
 }
 
@@ -101,22 +118,33 @@ func (c *comm) arrive(r *rank) {
 	}
 }
 
-// complete ends the collective for each member after a time of its own. While a link is cut nothing moves.
+// complete ends the collective for each member after a time of its own, but for those that what another one sends does not
+// reach: they wait for it in vain.
 func (c *comm) complete(w *world) {
 	for i := range c.members {
-		for j := 0; w.cuts > 0 && j < i; j++ {
-			if !w.connected(c.members[i].r.g.slot, c.members[j].r.g.slot) {
-				return
-			}
+		p := &c.members[i]
+		if w.cuts > 0 && !c.hears(w, p.r.g.slot) {
+			continue
+		}
+		p.r.sum = c.total
+		p.done = w.now + w.delay(p.r.g.slot)
+		w.push(event{at: p.done, kind: rankReduced, ok: true, g: p.r.g, rank: int16(p.r.index), id: p.number})
+		p.number = 0
+		c.ready--
+	}
+	if c.ready == 0 {
+		c.total, c.head = 0, nil
+	}
+}
+
+// hears reports whether what all members send reaches a slot.
+func (c *comm) hears(w *world, slot int) bool {
+	for i := range c.members {
+		if !w.sends(c.members[i].r.g.slot, slot) {
+			return false
 		}
 	}
-	for i := range c.members {
-		p := &c.members[i]
-		p.r.sum = c.total
-		w.after(w.delay(p.r.g.slot), event{kind: rankReduced, ok: true, g: p.r.g, rank: int16(p.r.index), id: p.number})
-		p.number = 0
-	}
-	c.ready, c.total, c.head = 0, 0, nil
+	return true
 }
 
 // abort ends the group for all: who waits in it sees its connections break, if they are there to break.
@@ -128,7 +156,7 @@ func (c *comm) abort(by *rank) {
 	w := by.g.w
 	for i := range c.members {
 		p := &c.members[i]
-		if p.r == nil || p.r == by || p.number == 0 || !w.connected(by.g.slot, p.r.g.slot) {
+		if p.r == nil || p.r == by || p.number == 0 || !w.sends(by.g.slot, p.r.g.slot) {
 			continue
 		}
 		w.after(w.delay(p.r.g.slot), event{kind: rankReduced, g: p.r.g, rank: int16(p.r.index), id: p.number})

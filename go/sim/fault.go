@@ -2,6 +2,7 @@ package sim
 
 import (
 	"fmt"
+	"math"
 	"math/bits"
 	"math/rand/v2"
 	"strings"
@@ -47,8 +48,11 @@ const (
 	Noise                             // messages are lost and doubled
 	Flaky                             // the next collective of groups fails at its end, when peers may have finished
 	LoseVote                          // the last rank of groups does not hear its next decision
-	DropRank                          // the connection of the last rank of groups to its manager server breaks
+	DropRank                          // the connection of the last rank of groups to its manager server breaks: N = 0: when it calls
 	ShrinkOnly                        // groups ask shrink_only for N steps
+	Hang                              // groups do not reach their collective, and their manager servers live
+	Accuse                            // groups say of a peer that they lost it, which is not so
+	Drain                             // somebody wants groups to leave
 
 	faultKinds
 )
@@ -58,7 +62,7 @@ var faultWords = [faultKinds]string{
 	"partition", "cut from the lighthouse", "cut towards the lighthouse", "cut from the lighthouse, one way",
 	"cut from peers", "cut towards peers", "pause", "the lighthouse pauses", "slow", "clock jumps",
 	"the lighthouse's clock jumps", "noise", "the next collective fails", "the decision is lost",
-	"a connection of a rank breaks", "shrink_only",
+	"a connection of a rank breaks", "shrink_only", "hang", "accuse a peer", "drain",
 }
 
 // Fault is one thing that goes wrong: After the quorum number Round, on Slots, and for how long.
@@ -145,11 +149,13 @@ func drawFault(r *rand.Rand, s Setup) Fault {
 		}
 	case ClockJump:
 		f.N = int64(100 + r.IntN(2000))
+	case DropRank:
+		f.N = r.Int64N(2)
 	case ShrinkOnly:
 		f.N = int64(1 + r.IntN(5))
 	}
 	switch f.Kind {
-	case ClockJump, ClockLighthouse, Flaky, LoseVote, DropRank, ShrinkOnly:
+	case ClockJump, ClockLighthouse, Flaky, LoseVote, DropRank, ShrinkOnly, Accuse, Drain:
 		f.For = 0
 	}
 	return f
@@ -157,6 +163,7 @@ func drawFault(r *rand.Rand, s Setup) Fault {
 
 func (w *world) beginFault(f *Fault) {
 	w.result.FaultsHit++
+	w.mayLose += f.cost(&w.Setup)
 	w.changed = w.now
 	if w.trace != nil {
 		what := *f
@@ -187,6 +194,25 @@ func (w *world) beginFault(f *Fault) {
 	}
 }
 
+// cost is how many steps a fault may cost each rank, those that it strikes and the others: docs/correctness.md has the table.
+// One that goes on costs a step again and again.
+func (f *Fault) cost(s *Setup) int {
+	switch f.Kind {
+	case PauseLighthouse, ClockLighthouse, LoseVote, ShrinkOnly, Accuse, Drain:
+		return 0
+	case Crash, RankDies, Leave:
+		return 2 // the step that a peer was still receiving, and the next one, whose quorum it was in already
+	case CutPeers, CutPeersOneWay, Slow:
+		return 2 + int(f.For/s.Timeout)
+	case Flaky:
+		return s.Ranks
+	case Noise:
+		return math.MaxInt32 // each message that is lost is a fault
+	default:
+		return 1
+	}
+}
+
 // each runs something for each lighthouse that a fault is about.
 func (w *world) each(f *Fault, do func(*lighthouse)) {
 	for i := range w.Lighthouses {
@@ -198,7 +224,7 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 
 // rough faults make no promises while they last.
 func (f *Fault) rough() bool {
-	return f.For > 0 && (f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise)
+	return f.For > 0 && (f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Hang)
 }
 
 func (w *world) faultNumber(f *Fault) uint64 {
@@ -225,7 +251,6 @@ func (w *world) strike(f *Fault, i int) {
 		w.each(f, func(l *lighthouse) {
 			s.cutUp[l.index] += toInt(f.Kind != CutDown)
 			s.cutDown[l.index] += toInt(f.Kind != CutUp)
-			s.oneWay[l.index] = w.now
 		})
 	case CutPeers, CutPeersOneWay:
 		w.cut(f, i, 1)
@@ -263,9 +288,27 @@ func (w *world) strike(f *Fault, i int) {
 	case LoseVote:
 		g.ranks[len(g.ranks)-1].loseVote = true
 	case DropRank:
-		g.ranks[len(g.ranks)-1].dropsConns = len(g.ranks) > 1
+		r := &g.ranks[len(g.ranks)-1]
+		switch {
+		case r.index == 0: // it lives in the process of its manager server
+		case f.N == 0:
+			r.dropsConns = true
+		default: // at once, whatever it does, and for as long as it may, or longer
+			w.after(0, event{kind: rankGone, g: g, rank: int16(r.index)})
+			w.after(w.upTo(4*w.rankGrace()), event{kind: rankBack, g: g, rank: int16(r.index)})
+		}
 	case ShrinkOnly:
 		g.shrink = int(f.N)
+	case Hang:
+		for r := range g.ranks {
+			g.ranks[r].hangsUntil = w.now + f.For
+		}
+	case Accuse:
+		g.accuse()
+	case Drain:
+		if l := &w.lhs[g.at]; l.up {
+			w.after(w.delay(i), event{kind: lhDrain, g: g, lh: uint8(g.at), life: l.life})
+		}
 	}
 }
 
@@ -305,7 +348,7 @@ func (w *world) endFault(f *Fault) {
 		}
 	}
 	switch f.Kind {
-	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise:
+	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Hang:
 		if w.trace != nil {
 			w.say("over: %s (%s)", faultWords[f.Kind], f.Slots)
 		}
@@ -336,6 +379,7 @@ func (g *group) jump(by time.Duration) {
 			r.arm()
 		}
 	}
+	g.spoke -= by
 	if g.asking.active {
 		g.asking.deadline = max(w.now, g.asking.deadline-by)
 		g.armAsk()

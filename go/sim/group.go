@@ -34,6 +34,8 @@ type group struct {
 	askTimer    time.Duration  // when the next askDeadline comes, 0 if none is on its way
 	hasMetadata bool           // the last MetadataAsked was answered with metadata
 	shrink      int            // steps for which it asks shrink_only
+	asked       bool           // the lighthouse wants to know what it does
+	leaving     bool           // it has ended its last step
 
 	began      time.Duration
 	lastCommit time.Duration
@@ -76,6 +78,7 @@ func (w *world) startGroup(i int) {
 	s.lives++
 	w.countJoin()
 	g := &group{w: w, slot: i, id: fmt.Sprintf("g%02d:%d", i, s.lives), began: w.now, lastCommit: w.now}
+	g.spoke = w.now
 	g.address = "http://" + g.id
 	description := round.Group{
 		ReplicaID: g.id, Address: g.address, StoreAddress: g.id, WorldSize: int64(w.Ranks), ReplaysFailedSteps: w.replays(i),
@@ -138,6 +141,7 @@ func (g *group) shutDown() {
 	if len(g.calls) > 0 {
 		g.w.broken(ruleWaiters, "%s shut down and did not answer %s", g.id, g.describeCalls())
 	}
+	g.tells(quorum.ShuttingDown{ReplicaID: g.id})
 	g.crash(false, "it leaves")
 }
 
@@ -148,7 +152,7 @@ func (g *group) handle(e *event) {
 		g.alive()
 	case linkRetry:
 		g.connect()
-	case welcomed, linkDue, linkBroken, recall, memberFailed, goBack, lookBack:
+	case welcomed, stamped, linkDue, linkBroken, recall, memberFailed, probed, progressDue, drained, released, goBack, lookBack:
 		g.handleLink(e)
 	case sentOn:
 		if a := &g.asking; a.active && a.req == e.id && e.link == g.link {
@@ -159,6 +163,7 @@ func (g *group) handle(e *event) {
 			a.active = false
 			g.quorum, g.attempt = e.x.(*quorum.Quorum), a.round
 			g.last, g.shied[g.at] = g.quorum, 0
+			g.lapsed, g.quiet = false, 0
 			w.check.learned(g, g.quorum)
 			g.step(round.QuorumKnown{Round: a.round, Quorum: g.quorum})
 		}
@@ -183,10 +188,18 @@ func (g *group) handle(e *event) {
 	case managerVote:
 		g.managerVote(&g.ranks[e.rank], e.id)
 	case rankGone:
-		g.step(round.RankGone{GroupRank: int64(e.rank)})
-		if len(g.calls) > 0 {
-			w.broken(ruleWaiters, "rank %d of %s is gone, and %s waits on", e.rank, g.id, g.describeCalls())
-		}
+		g.lostRank(e.rank)
+	case rankStill:
+		g.step(round.StillGone{GroupRank: int64(e.rank)})
+	case rankBack:
+		g.step(round.RankBack{GroupRank: int64(e.rank)})
+	case rankSays:
+		g.step(round.RankProgressed{GroupRank: int64(e.rank), Waits: e.ok, What: "in the step"})
+		g.progress(false)
+	case progressEnd:
+		g.progress(true)
+	case leaveDue:
+		g.goes()
 	case healAsk:
 		g.serveHeal(e.x.(*heal))
 	default:
@@ -229,7 +242,8 @@ func (g *group) managerVote(r *rank, number uint64) {
 	}
 	id := g.begin(r, voteCall, number)
 	r.cast = vote{yes: r.votesYes, step: r.step, attempt: r.attempt}
-	g.step(round.Voted{Waiter: id, GroupRank: int64(r.index), Step: r.step, ShouldCommit: r.votesYes})
+	g.noteSilence()
+	g.step(round.Voted{Waiter: id, GroupRank: int64(r.index), Step: r.step, ShouldCommit: r.votesYes, Lapsed: g.lapsed})
 }
 
 // giveUp ends a rank's call at its deadline, or when its connection broke.
@@ -277,6 +291,8 @@ func (g *group) step(input round.Event) {
 				}
 				g.tell(r, event{kind: rankVoted, id: c.number, ok: a.ShouldCommit})
 			}
+		case round.TellIncomplete:
+			g.tells(quorum.Incomplete{ReplicaID: g.id, Reason: a.Reason})
 		case round.AnswerMetadata:
 			_, g.hasMetadata = g.answered(a.Waiter)
 		case round.Fail:

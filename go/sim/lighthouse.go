@@ -29,6 +29,8 @@ type lighthouse struct {
 	refused    quorum.WaiterID // the last that was
 	waiting    []waiting
 	links      []*link
+	looked     time.Duration // when the operator looked last
+	stepped    time.Duration // on its clock: when it took something in last
 	timer      time.Duration // when the next lhDeadline comes, 0 if none is on its way
 }
 
@@ -59,6 +61,7 @@ func (l *lighthouse) start() {
 	l.life++
 	l.up, l.skew, l.pausedUntil = true, 0, 0
 	l.waiting, l.links, l.timer = nil, nil, 0
+	l.stepped = l.clock()
 	begin := epoch.Add(w.now)
 	if w.mistake.start != nil {
 		begin = w.mistake.start(begin)
@@ -117,13 +120,29 @@ func (l *lighthouse) crash(silent bool, down time.Duration) {
 
 func (l *lighthouse) handle(e *event) {
 	w := l.w
+	l.slept()
 	switch e.kind {
+	case lhWord:
+		l.word(e)
+	case lhChecked:
+		l.checked(e.g, e.x.(*look))
+	case lhDrain:
+		d := quorum.Drained{ReplicaID: e.g.id, Reason: "an operator wants it"}
+		l.check.word(e.g, d)
+		l.step(d)
 	case lhAsk:
 		l.ask(e)
 	case lhBeat:
 		if e.link == nil || l.listens(e.link) {
 			l.check.beat(e.g)
 			l.step(quorum.Beat{ReplicaID: e.g.id})
+			if e.link != nil {
+				l.stamp(e.link)
+			}
+		}
+	case lhStamp:
+		if l.listens(e.link) {
+			l.answered(e.link, time.Duration(e.id))
 		}
 	case lhReaches:
 		if l.listens(e.link) {
@@ -132,6 +151,7 @@ func (l *lighthouse) handle(e *event) {
 	case lhGreet:
 		l.links = append(l.links, e.link)
 		l.check.beat(e.g)
+		l.check.cameBack(e.link.known)
 		l.step(quorum.Greeted{
 			ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term, KnownQuorumID: e.link.known,
 		})
@@ -140,6 +160,10 @@ func (l *lighthouse) handle(e *event) {
 			term = m.Term()
 		}
 		e.link.down(event{kind: welcomed, id: uint64(term)})
+		l.stamp(e.link)
+		if m, ok := l.machine.(interface{ Draining(string) string }); ok && m.Draining(e.g.id) != "" { // it may not have heard of it
+			e.link.down(event{kind: drained})
+		}
 	case lhLost:
 		l.lost(e.link)
 	case lhPast:
@@ -167,6 +191,7 @@ func (l *lighthouse) handle(e *event) {
 	case lhTick:
 		l.step(quorum.Tick{})
 		l.check.ticked()
+		l.operator()
 		w.after(w.QuorumTick, event{kind: lhTick, lh: uint8(l.index), life: l.life})
 	}
 }
@@ -183,6 +208,7 @@ func (l *lighthouse) ask(e *event) {
 			return // the group hears that the link has ended
 		}
 		l.giveUp(func(q *waiting) bool { return q.link == k })
+		l.stamp(k)
 	}
 	l.lastWaiter++
 	id := l.lastWaiter
@@ -217,6 +243,10 @@ func (l *lighthouse) lost(k *link) {
 		return
 	}
 	l.links = slices.Delete(l.links, i, i+1)
+	if !k.stuck && !k.g.dead && !l.w.down(k.g.slot, l.index) {
+		l.w.after(l.w.delay(k.g.slot), event{kind: linkBroken, g: k.g, link: k})
+	}
+	k.stuck = true
 	l.giveUp(func(q *waiting) bool { return q.link == k })
 	if !slices.ContainsFunc(l.links, func(o *link) bool { return o.g == k.g }) {
 		l.check.lost(k.g)
@@ -255,16 +285,33 @@ func (l *lighthouse) giveUp(which func(*waiting) bool) {
 // jump moves its clock.
 func (l *lighthouse) jump(by time.Duration) {
 	l.skew += by
+	if l.up {
+		l.slept()
+		l.step(quorum.Slept{}) // its stamps tell nothing any more
+	}
 	if l.up && len(l.waiting) > 0 {
 		l.w.push(event{kind: lhDeadline, lh: uint8(l.index), life: l.life})
 	}
 }
 
 func (l *lighthouse) step(input quorum.Event) {
-	w := l.w
-	for _, action := range l.machine.Step(input, epoch.Add(l.clock())) {
+	l.do(input)
+	l.check.move()
+	l.check.size()
+}
+
+func (l *lighthouse) do(input quorum.Event) {
+	w, delivered := l.w, false
+	actions := l.machine.Step(input, epoch.Add(l.clock()))
+	for _, action := range actions {
+		if failed, ok := action.(quorum.Failed); ok { // as it is before anything else is done
+			l.check.failed(&failed)
+		}
+	}
+	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
+			delivered = true
 			w.hash(uint64(a.Quorum.ID), uint64(len(a.Waiters)))
 			l.check.delivered(a)
 			if w.trace != nil {
@@ -311,6 +358,21 @@ func (l *lighthouse) step(input quorum.Event) {
 			for _, k := range l.links {
 				k.down(event{kind: memberFailed, x: &a})
 			}
+		case quorum.Check:
+			l.check.looks(&a)
+			l.lookAt(a)
+		case quorum.AskProgress:
+			l.askProgress(a.ReplicaIDs)
+		case quorum.Stalled:
+			w.say("%s makes no progress: %s", a.ReplicaID, a.Reason)
+		case quorum.Drain:
+			for _, k := range l.links {
+				if k.g.id == a.ReplicaID {
+					k.down(event{kind: drained})
+				}
+			}
+		case quorum.Release:
+			l.release(a.ReplicaID, input, delivered)
 		case quorum.Wake:
 			w.push(event{at: a.At.Sub(epoch) - l.skew, kind: lhWake, lh: uint8(l.index), life: l.life})
 		case quorum.Regressed:
@@ -325,7 +387,18 @@ func (l *lighthouse) step(input quorum.Event) {
 			}
 		}
 	}
-	l.check.size()
+}
+
+// release tells a group that left, or that ends, that nobody needs it.
+func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
+	if _, ends := input.(quorum.ShuttingDown); !ends && !delivered {
+		l.check.released(l.w.byID[id])
+	}
+	for _, k := range l.links {
+		if k.g.id == id {
+			k.down(event{kind: released})
+		}
+	}
 }
 
 // again answers one who did not get the quorum that the others have.
@@ -358,7 +431,7 @@ func (l *lighthouse) probe(g *group) {
 		w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
 		return
 	}
-	if g == nil || !g.dead || w.slots[g.slot].hostDown || w.up(g.slot, l.index) || w.down(g.slot, l.index) {
+	if g == nil || !g.dead || w.slots[g.slot].hostDown || w.cutOff(g.slot, l.index) {
 		return
 	}
 	w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})

@@ -15,11 +15,16 @@ type link struct {
 	life uint32 // of the lighthouse
 	term int64  // that the greeting says
 
-	stuck        bool // something was lost on it: both sides will notice
+	stuck        bool // it has ended
+	lostUp       bool // something was lost on its way up: what follows it does not arrive, and both sides will notice
+	lostDown     bool // the same, on its way down
 	welcomed     bool
 	stale        bool          // the lighthouse has asked for another one
 	reaches      quorum.Places // what the lighthouse was told last
 	known        int64         // quorum_id that the greeting says
+	stampedAt    time.Duration // when the lighthouse sent the newest stamp
+	stamp        time.Duration // the newest that came
+	answers      time.Duration // the newest that was answered
 	upAt, downAt time.Duration // when what was sent last arrives
 }
 
@@ -29,11 +34,15 @@ func (k *link) lighthouse() *lighthouse { return &k.g.w.lhs[k.lh] }
 func (k *link) up(e event) {
 	w, l := k.g.w, k.lighthouse()
 	switch {
-	case k.stuck || !l.up || l.life != k.life:
+	case k.stuck || k.lostUp || !l.up || l.life != k.life:
 	case w.up(k.g.slot, k.lh) || w.lost():
-		k.jam()
+		k.jam(&k.lostUp)
 	default:
 		k.upAt = max(k.upAt, w.now+w.delay(k.g.slot))
+		if s, says := k.stampSays(); says {
+			s.at, s.lh, s.life, s.g = k.upAt, uint8(k.lh), k.life, k.g
+			w.push(s)
+		}
 		e.at, e.lh, e.life, e.g = k.upAt, uint8(k.lh), k.life, k.g
 		w.push(e)
 	}
@@ -43,9 +52,9 @@ func (k *link) up(e event) {
 func (k *link) down(e event) {
 	w := k.g.w
 	switch {
-	case k.stuck || k.g.dead:
+	case k.stuck || k.lostDown || k.g.dead:
 	case w.down(k.g.slot, k.lh) || w.lost():
-		k.jam()
+		k.jam(&k.lostDown)
 	default:
 		k.downAt = max(k.downAt, w.now+w.delay(k.g.slot))
 		e.at, e.g, e.link = k.downAt, k.g, k
@@ -53,12 +62,14 @@ func (k *link) down(e event) {
 	}
 }
 
-// jam ends it for both sides, when they notice.
-func (k *link) jam() {
+// jam loses what goes in one direction from now on. The other one goes on until the first side notices.
+func (k *link) jam(direction *bool) {
 	w := k.g.w
-	k.stuck = true
+	if *direction = true; k.lostUp && k.lostDown {
+		return // both sides will notice the first
+	}
 	w.after(w.Keepalive, event{kind: linkBroken, g: k.g, link: k})
-	w.after(w.Keepalive, event{kind: lhLost, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
+	w.after(w.Keepalive/2+w.upTo(w.Keepalive), event{kind: lhLost, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
 }
 
 // close ends it from the group's side, in order. The lighthouse hears of it if anything can reach it.
@@ -69,7 +80,7 @@ func (k *link) close(silent bool) {
 	}
 	k.stuck = true
 	notice := w.delay(k.g.slot)
-	if silent || w.up(k.g.slot, k.lh) {
+	if silent || k.lostUp || w.up(k.g.slot, k.lh) {
 		notice = 2 * w.Keepalive
 	}
 	w.after(max(notice, k.upAt-w.now), event{kind: lhLost, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
@@ -77,10 +88,12 @@ func (k *link) close(silent bool) {
 
 // connection is a group's side of it: package manager's member.
 type connection struct {
-	link  *link // nil: none is open, or about to be
-	tries int   // in a row that failed
-	term  int64 // highest that a lighthouse told
-	spoke time.Duration
+	link  *link         // nil: none is open, or about to be
+	tries int           // in a row that failed
+	term  int64         // highest that a lighthouse told
+	spoke time.Duration // when it said something last
+
+	lapsed bool // it said nothing for so long that the others may have gone on without it, since its last quorum
 
 	at     int // the lighthouse that served last
 	served bool
@@ -90,6 +103,9 @@ type connection struct {
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
 	last   *quorum.Quorum // that it was told of
+
+	promised  time.Duration // until when it asks no other lighthouse
+	givenUpAt *office       // where an operator has given it up
 }
 
 // lookBackEvery is how often a group looks whether an earlier lighthouse is back.
@@ -99,7 +115,7 @@ func (w *world) lookBackEvery() time.Duration { return 2 * w.Keepalive }
 func (g *group) order() (order [maxLighthouses]int, n int) {
 	c, w := &g.connection, g.w
 	avoided := func(i int) bool { return w.now < c.avoid[i] }
-	if w.Lighthouses == 1 || c.served && c.back < 0 && !avoided(c.at) && (c.broke == 0 || w.now-c.broke < w.Keepalive) {
+	if w.Lighthouses == 1 || !g.mayLeave() || c.served && c.back < 0 && !avoided(c.at) && (c.broke == 0 || w.now-c.broke < w.Keepalive) {
 		order[0] = c.at
 		return order, 1
 	}
@@ -131,13 +147,17 @@ func (g *group) connect() {
 	k := &link{id: w.req, g: g, lh: i, life: l.life, term: c.term, known: g.known()}
 	c.link = k
 	switch {
-	case w.up(g.slot, i) || w.down(g.slot, i):
+	case w.cutOff(g.slot, i):
 		k.stuck = true
 		w.after(w.Keepalive, event{kind: linkBroken, g: g, link: k})
 	case !l.up:
 		k.stuck = true
+		if i == c.at {
+			g.letGo()
+		}
 		w.after(w.delay(g.slot), event{kind: linkBroken, g: g, link: k})
 	default:
+		g.speaks()
 		k.up(event{kind: lhGreet, link: k})
 		w.after(4*w.Keepalive, event{kind: linkDue, g: g, link: k})
 	}
@@ -166,9 +186,14 @@ func (g *group) handleLink(e *event) {
 			c.sees = 0
 		}
 		c.at, c.served, c.broke, c.back, c.tries = k.lh, true, 0, -1, 0
+		if g.leaving {
+			g.tells(quorum.Leaving{ReplicaID: g.id})
+		}
 		if g.asking.active {
 			g.send()
 		}
+	case stamped:
+		g.stampedBy(k, time.Duration(e.id))
 	case linkDue:
 		if !k.welcomed {
 			k.close(false)
@@ -183,11 +208,25 @@ func (g *group) handleLink(e *event) {
 			k.up(event{kind: lhPast, x: &p})
 		}
 	case memberFailed:
+		if f := e.x.(*quorum.Failed); f.ReplicaID == g.id {
+			g.evicted = max(g.evicted, f.QuorumID)
+			g.step(round.PutOut{QuorumID: f.QuorumID, Reason: f.Reason})
+		}
 		for r := range g.ranks {
 			g.ranks[r].peerFailed(e.x.(*quorum.Failed).QuorumID)
 		}
+	case probed:
+		g.speaks()
+		k.up(event{kind: lhBeat, link: k})
+	case progressDue:
+		g.askRanks()
+	case drained:
+		g.step(round.Drained{})
+	case released:
+		g.goes()
 	case goBack:
 		c.back, c.avoid[e.id] = int(e.id), 0
+		g.letGo()
 		g.leave()
 	case lookBack:
 		g.lookBack()
@@ -214,7 +253,7 @@ func (g *group) lookBack() {
 	w.after(w.lookBackEvery()-w.upTo(w.lookBackEvery()/5), event{kind: lookBack, g: g})
 	var sees quorum.Places
 	for i := range c.at {
-		if w.now >= c.avoid[i] && w.lhs[i].up && !w.up(g.slot, i) && !w.down(g.slot, i) {
+		if w.now >= c.avoid[i] && w.lhs[i].up && !w.cutOff(g.slot, i) {
 			sees |= quorum.PlacesOf(i)
 		}
 	}
@@ -229,6 +268,7 @@ func (g *group) lookBack() {
 // sentOn: the lighthouse has too few of the members.
 func (g *group) sentOn() {
 	g.avoidFor(g.at)
+	g.letGo()
 	g.leave()
 }
 
@@ -278,7 +318,7 @@ func (g *group) send() {
 	if k.welcomed {
 		w.req++
 		g.asking.req = w.req
-		g.spoke = w.now
+		g.speaks()
 		g.asking.request.reaches = k.reaches
 		k.up(event{kind: lhAsk, id: g.asking.req, x: g.asking.request, link: k})
 	}
@@ -315,13 +355,13 @@ func (g *group) alive() {
 		w.after(w.HeartbeatInterval, event{kind: beatDue, g: g})
 		return
 	}
-	interval := w.Policy.HeartbeatTimeout / 3
+	interval := w.aliveInterval()
 	if silent := w.now - g.spoke; silent < interval {
 		w.after(interval-silent, event{kind: beatDue, g: g})
 		return
 	}
-	g.spoke = w.now
 	if k := g.link; k != nil && k.welcomed {
+		g.speaks()
 		k.up(event{kind: lhBeat, link: k})
 	}
 	w.after(interval, event{kind: beatDue, g: g})

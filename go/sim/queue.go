@@ -18,16 +18,28 @@ const (
 	lhEnded                // the host of g says that its process is gone
 	lhWake                 // what the machine asked to be woken for
 	lhReaches              // a member reaches the lighthouses id
+	lhStamp                // a member answers the stamp id
+	lhWord                 // a member says something else; x is the quorum.Event
+	lhChecked              // the lighthouse has waited for a sign of life of g; x is the *look
+	lhDrain                // somebody wants g to leave
 
 	lastOfLighthouse
 
 	beatDue      // g says that it is alive
 	welcomed     // the lighthouse answers the greeting, in term id
+	stamped      // the lighthouse sends the stamp id
 	linkDue      // it should have by now
 	linkBroken   // g notices that its link has ended
 	linkRetry    // g opens another one
 	recall       // the lighthouse asks for quorum id
 	memberFailed // the lighthouse tells of a death; x is the *quorum.Failed
+	probed       // the lighthouse wants a sign of life
+	progressDue  // the lighthouse wants to know what g does
+	rankSays     // a rank says what it does; ok: it waits for other groups
+	progressEnd  // whether all ranks have said it or not, id
+	drained      // the lighthouse passes on that somebody wants g to leave
+	released     // nobody needs g any more, which left
+	leaveDue     // it goes all the same
 	sentOn       // the lighthouse has too few members for request id
 	goBack       // all go back to lighthouse id
 	lookBack     // g looks whether an earlier lighthouse is back
@@ -47,6 +59,8 @@ const (
 	healAsk      // a group that heals asks g for its state; x is the *heal
 	healAnswer   // and is answered; ok
 	rankGone     // the manager server notices that a rank's connection broke
+	rankStill    // a while has passed since
+	rankBack     // the rank has another connection
 
 	lastOfGroup
 

@@ -17,6 +17,7 @@ const (
 	reducing       // waits in the collective
 	voting         // waits for the decision
 	agreeing       // waits for whether all ranks of its group reduce the step again
+	left           // it has ended the last step of its group
 	dead           // it died, and its group not yet
 )
 
@@ -30,6 +31,7 @@ type rank struct {
 	digest    uint64 // of the weights
 	committed int64  // quorum_id in which the weights were made: of its own last commit, or its source's; -1: none
 	failures  int64  // commits in a row that failed
+	lostSteps int    // attempts at a step that were not committed
 	errors    int    // calls in a row that failed
 
 	phase    phase
@@ -53,9 +55,10 @@ type rank struct {
 	member   int   // its place in comm
 	quorumID int64 // comm is of this quorum; 0: none yet
 
-	loseVote   bool // fault: the next decision does not reach it
-	flaky      bool // fault: its next collective fails at the end
-	dropsConns bool // fault: its connection to the manager server breaks
+	loseVote   bool          // fault: the next decision does not reach it
+	hangsUntil time.Duration // fault: it does not reach its collective before
+	flaky      bool          // fault: its next collective fails at the end
+	dropsConns bool          // fault: its connection to the manager server breaks
 }
 
 type vote struct {
@@ -93,9 +96,15 @@ func (r *rank) handle(e *event) {
 			r.follow(e.x.(*news))
 		}
 	case rankArrive:
-		if r.number == e.id && r.phase == working {
-			r.arrive()
+		if r.number != e.id || r.phase != working {
+			return
 		}
+		if r.hangsUntil > r.g.w.now {
+			e.at = r.hangsUntil
+			r.g.w.push(*e)
+			return
+		}
+		r.arrive()
 	case rankReduced:
 		if r.number == e.id && r.phase == reducing {
 			r.reduced(e.ok)
@@ -167,6 +176,10 @@ func (r *rank) startQuorum() {
 	if r.phase != idle {
 		return
 	}
+	if r.plan.Draining && !r.again {
+		r.endsLastStep()
+		return
+	}
 	r.number++
 	if r.index == 0 && r.g.shrink > 0 {
 		r.g.shrink-- // counted in calls: a group that is in no quorum shuts itself out for as long as it asks this
@@ -214,6 +227,9 @@ func (r *rank) toManager(k kind) {
 		w.say("the connection of %s rank %d breaks", r.g.id, r.index)
 		w.after(w.delay(r.g.slot), event{kind: rankGone, g: r.g, rank: int16(r.index)})
 		w.after(w.delay(r.g.slot), event{kind: rankFailed, g: r.g, rank: int16(r.index), id: r.number})
+		if back := w.delay(r.g.slot) + w.upTo(2*w.rankGrace()+1); w.chance(0.7) { // else it connects when it asks
+			w.after(back, event{kind: rankBack, g: r.g, rank: int16(r.index)})
+		}
 		return
 	}
 	w.after(w.delay(r.g.slot)/4, event{kind: k, g: r.g, rank: int16(r.index), id: r.number})
@@ -253,7 +269,7 @@ func (w *world) askHeal(h *heal) {
 	switch {
 	case h.source == nil || h.source.dead:
 		w.refuseHeal(h)
-	case !w.connected(i, h.source.slot):
+	case !w.sends(i, h.source.slot):
 		// Nothing comes back, until the deadline.
 	default:
 		w.after(w.delay(i), event{kind: healAsk, g: h.source, rank: int16(h.r.index), x: h})
@@ -274,7 +290,7 @@ func (g *group) serveHeal(h *heal) {
 	s := &g.ranks[h.r.index]
 	serves := g.hasMetadata && s.quorumID == h.quorumID && s.plan.QuorumID == h.quorumID && s.heal == nil &&
 		(s.phase == working || s.phase == reducing) && s.step == s.plan.MaxStep
-	if !w.connected(g.slot, h.r.g.slot) {
+	if !w.sends(g.slot, h.r.g.slot) {
 		return
 	}
 	if !serves {
@@ -329,6 +345,7 @@ func (r *rank) reduced(ok bool) {
 	if !ok {
 		r.errored = true
 		r.comm.abort(r)
+		r.g.suspect(r.comm)
 	}
 	if h := r.heal; h != nil && h.arrived {
 		if !w.mistake.keepState {
@@ -363,6 +380,8 @@ func (r *rank) decided(commit bool) {
 	} else {
 		w.say("%s rank %d loses step %d", g.id, r.index, r.step)
 		w.result.Lost++
+		r.lostSteps++
+		w.check.loses(r)
 		r.failures++
 		r.undoHeal()
 	}

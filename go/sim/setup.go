@@ -26,6 +26,7 @@ type Setup struct {
 	Keepalive         time.Duration // until a client notices that its request was lost
 	Compute           time.Duration // a step without its waits, on average
 	Heal              time.Duration // that a state is on its way
+	Slack             time.Duration // that the shells of real servers take on top (go/sim/servers)
 	InitSync          bool          // groups begin with weights of their own, and take over one group's at step 0
 
 	Delay     time.Duration // of a message, on average
@@ -45,10 +46,13 @@ type Setup struct {
 	Replay bool
 	// OnlyDeaths: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
 	OnlyDeaths bool
+	// CountLosses: no rank loses more steps than the faults up to then may cost. For faults that are far apart.
+	CountLosses bool
 	// ReplayDeath: in this phase of a replay some groups die, as long as others live.
 	ReplayDeath phase
 
 	mistake mistake
+	drawn   int // the slots that Draw was asked for
 }
 
 // machine of the lighthouse and of a group, as the simulation knows them.
@@ -82,6 +86,7 @@ type mistake struct {
 // slots 0 the seed decides on the size, too, from 2 groups to 16, and on whether there are many more faults.
 func Draw(seed uint64, slots, rounds int) Setup {
 	r := rand.New(rand.NewPCG(seed, 1))
+	asked := slots
 	every := 38 // rounds for a fault; the rounds at the end, in which all is repaired, have none
 	if size := r.IntN(24); slots == 0 {
 		slots = 16
@@ -96,6 +101,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 		return least + time.Duration(r.Int64N(int64(most-least)+1))
 	}
 	s := Setup{
+		drawn:  asked,
 		Seed:   seed,
 		Rounds: rounds,
 		Slots:  slots,
@@ -132,6 +138,12 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	if s.Lighthouses == 1 && r.IntN(5) == 0 {
 		s.Calls = Slots(r.Uint64())
 	}
+	if r.IntN(2) == 0 {
+		s.Policy.StalledAfter = between(4*s.Compute, 8*s.Compute)
+		if r.IntN(2) == 0 {
+			s.Policy.EjectStalledAfter = s.Policy.StalledAfter + between(0, s.Timeout)
+		}
+	}
 	s.Faults = drawFaults(r, s, every)
 	return s
 }
@@ -140,7 +152,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 // request of before for QuorumTimeout, and then be one of two that wait for each other's Timeout; the fallout of
 // that costs each such wait once more.
 func (s Setup) bound() time.Duration {
-	bound := s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute+s.Heal) + time.Second
+	bound := s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute+s.Heal) + time.Second + s.Slack
 	if s.Lighthouses > 1 {
 		// Those who were sent on stay away from a lighthouse for up to 16 heartbeat timeouts.
 		bound += 24 * s.Policy.HeartbeatTimeout

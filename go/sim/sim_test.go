@@ -34,7 +34,7 @@ func hold(t *testing.T, s Setup) Result {
 	if b := r.Broken; b != nil {
 		small := Shrink(s, b.Rule, 2000)
 		t.Fatalf("%v\nreplay it: go test ./sim -seed %d -slots %d -rounds %d\nshrunk:\n%s",
-			b, s.Seed, s.Slots, s.Rounds, History(small, 100))
+			b, s.Seed, s.drawn, s.Rounds, History(small, 100))
 	}
 	return r
 }
@@ -142,6 +142,7 @@ func TestTheHoleOfThePublishedProtocolIsClosed(t *testing.T) {
 		s.Policy.MinReplicas = 1
 		s.Compute = 300 * time.Millisecond
 		s.Policy.JoinTimeout = min(s.Policy.JoinTimeout, 250*time.Millisecond)
+		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
 	}
 	published, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Published = ^Slots(0) })
 	require.NotNil(t, first, "the published protocol has no hole any more?")
@@ -169,6 +170,7 @@ func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
 		s.Lighthouses, s.Ranks, s.Calls, s.InitSync = 1, 1, 0, true
 		s.Policy.MinReplicas, s.Policy.JoinTimeout = 1, 60*time.Millisecond
 		s.Compute, s.Heal = 10*time.Millisecond, 300*time.Millisecond
+		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0 // a heal is no stall
 		r := hold(t, s)
 		require.LessOrEqual(t, r.Heals, uint64(3*s.Slots), "seed %d: %d groups, no fault", seed, s.Slots)
 	}
@@ -184,6 +186,7 @@ func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 		s.Lighthouses = 1
 		s.Policy.MinReplicas, s.Policy.JoinTimeout = s.Slots/2+1, 60*time.Millisecond
 		s.Compute = 200 * time.Millisecond
+		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
 		hold(t, s)
 	}
 }

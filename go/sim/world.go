@@ -66,6 +66,7 @@ type world struct {
 	req     uint64            // of the last request to the lighthouse
 	next    int               // of the faults
 	rough   int               // faults that last and under which nothing is promised
+	mayLose int               // steps: what the faults up to now may cost each rank
 	changed time.Duration     // when something last changed for better or worse
 	calm    time.Duration     // when the last fault is over
 	ending  bool
@@ -77,13 +78,12 @@ type world struct {
 
 // slot is a place where a group runs: a host, with its connections.
 type slot struct {
-	g        *group                        // nil while there is none
-	lives    int                           // groups that began here
-	cutUp    [maxLighthouses]int           // cuts that last, towards each lighthouse
-	cutDown  [maxLighthouses]int           // and from it
-	oneWay   [maxLighthouses]time.Duration // when the last cut of one direction began
-	slow     int                           // faults that slow it down
-	hostDown bool                          // the host of the last group is off
+	g        *group              // nil while there is none
+	lives    int                 // groups that began here
+	cutUp    [maxLighthouses]int // cuts that last, towards each lighthouse
+	cutDown  [maxLighthouses]int // and from it
+	slow     int                 // faults that slow it down
+	hostDown bool                // the host of the last group is off
 }
 
 // Run plays one history. Lines about it go to the tracer, if there is one.
@@ -246,17 +246,12 @@ func (w *world) doubled() bool {
 	return w.chance(w.Duplicate) || w.noise > 0 && w.chance(0.05)
 }
 
-// up and down report whether messages between a slot and a lighthouse are lost. Where only one direction is cut the other
-// follows, when the connection is given up.
-func (w *world) up(i, lh int) bool {
-	return w.slots[i].cutUp[lh] > 0 || w.slots[i].cutDown[lh] > 0 && w.givenUp(i, lh)
-}
+// up and down report whether messages from a slot to a lighthouse, and from it, are lost: each direction for itself.
+func (w *world) up(i, lh int) bool   { return w.slots[i].cutUp[lh] > 0 }
+func (w *world) down(i, lh int) bool { return w.slots[i].cutDown[lh] > 0 }
 
-func (w *world) down(i, lh int) bool {
-	return w.slots[i].cutDown[lh] > 0 || w.slots[i].cutUp[lh] > 0 && w.givenUp(i, lh)
-}
-
-func (w *world) givenUp(i, lh int) bool { return w.now >= w.slots[i].oneWay[lh]+w.Keepalive }
+// cutOff reports whether a question of one of the two to the other stays without an answer.
+func (w *world) cutOff(i, lh int) bool { return w.up(i, lh) || w.down(i, lh) }
 
 // reached reports that a group lives in a slot and nothing keeps it from a lighthouse.
 func (w *world) reached(i, lh int) bool {
@@ -264,8 +259,9 @@ func (w *world) reached(i, lh int) bool {
 	return s.g != nil && s.cutUp[lh] == 0 && s.cutDown[lh] == 0
 }
 
-// connected reports whether what one slot sends arrives at another, and comes back.
-func (w *world) connected(i, j int) bool { return w.links[i][j] == 0 && w.links[j][i] == 0 }
+// sends reports whether what one slot sends arrives at another, connected whether an answer comes back, too.
+func (w *world) sends(i, j int) bool     { return w.links[i][j] == 0 }
+func (w *world) connected(i, j int) bool { return w.sends(i, j) && w.sends(j, i) }
 
 // Tracer takes the lines of a history, nil to have none.
 type Tracer func(at time.Duration, line string)

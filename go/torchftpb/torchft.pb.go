@@ -1990,6 +1990,9 @@ func (x *CallFailure) GetMessage() string {
 // What a member says. The first message of a stream is a greeting, and there is no other.
 type MemberMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
+	// The newest stamp that the lighthouse sent on this stream: the member asks no other lighthouse before Welcome.bond_us have
+	// passed since it received that one, or the lighthouse has let it go.
+	Stamp uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
 	// Types that are valid to be assigned to Message:
 	//
 	//	*MemberMessage_Greeting
@@ -2038,6 +2041,13 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *MemberMessage) GetStamp() uint64 {
+	if x != nil {
+		return x.Stamp
+	}
+	return 0
 }
 
 func (x *MemberMessage) GetMessage() isMemberMessage_Message {
@@ -2406,9 +2416,11 @@ func (x *PastQuorum) GetBase() []*Voter {
 }
 
 type Voter struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	ReplicaId     string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of the group's manager server
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
+	Address   string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of the group's manager server
+	// In a base: it ended while it was bound to the lighthouse that formed the quorum, which has its vote for good.
+	Given         bool `protobuf:"varint,3,opt,name=given,proto3" json:"given,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2455,6 +2467,13 @@ func (x *Voter) GetAddress() string {
 		return x.Address
 	}
 	return ""
+}
+
+func (x *Voter) GetGiven() bool {
+	if x != nil {
+		return x.Given
+	}
+	return false
 }
 
 // The member waits for a quorum with it, and for no other ask of this stream.
@@ -2571,6 +2590,9 @@ func (x *Ask) GetTraceparent() string {
 type LighthouseMessage struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Number uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"` // of the ask that this answers, 0 if it answers none
+	// What the member answers with what it says next, where there are several lighthouses; 0: none. It grows. A message may
+	// have nothing else.
+	Stamp uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
 	// Types that are valid to be assigned to Message:
 	//
 	//	*LighthouseMessage_Welcome
@@ -2624,6 +2646,13 @@ func (*LighthouseMessage) Descriptor() ([]byte, []int) {
 func (x *LighthouseMessage) GetNumber() uint64 {
 	if x != nil {
 		return x.Number
+	}
+	return 0
+}
+
+func (x *LighthouseMessage) GetStamp() uint64 {
+	if x != nil {
+		return x.Stamp
 	}
 	return 0
 }
@@ -2840,6 +2869,7 @@ type Welcome struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the member is never silent for longer
 	Term            int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                               // see Greeting
+	BondUs          int64                  `protobuf:"varint,50,opt,name=bond_us,json=bondUs,proto3" json:"bond_us,omitempty"`                             // for how long a stamp binds the member; 0: not at all
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -2884,6 +2914,13 @@ func (x *Welcome) GetAliveIntervalUs() int64 {
 func (x *Welcome) GetTerm() int64 {
 	if x != nil {
 		return x.Term
+	}
+	return 0
+}
+
+func (x *Welcome) GetBondUs() int64 {
+	if x != nil {
+		return x.BondUs
 	}
 	return 0
 }
@@ -3290,8 +3327,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xa1\x04\n" +
-	"\rMemberMessage\x12/\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xb7\x04\n" +
+	"\rMemberMessage\x12\x14\n" +
+	"\x05stamp\x182 \x01(\x04R\x05stamp\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
 	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x19\n" +
 	"\agive_up\x18\x03 \x01(\x04H\x00R\x06giveUp\x12\x16\n" +
@@ -3321,11 +3359,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12(\n" +
 	"\amembers\x18\x03 \x03(\v2\x0e.torchft.VoterR\amembers\x12\"\n" +
-	"\x04base\x18\x04 \x03(\v2\x0e.torchft.VoterR\x04base\"@\n" +
+	"\x04base\x18\x04 \x03(\v2\x0e.torchft.VoterR\x04base\"V\n" +
 	"\x05Voter\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\"\xbc\x02\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x14\n" +
+	"\x05given\x18\x03 \x01(\bR\x05given\"\xbc\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +
@@ -3336,9 +3375,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12\x18\n" +
 	"\areaches\x18( \x01(\x04R\areaches\x12 \n" +
-	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xc6\x04\n" +
+	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xdc\x04\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
-	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
+	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x14\n" +
+	"\x05stamp\x182 \x01(\x04R\x05stamp\x12,\n" +
 	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x126\n" +
 	"\vlist_change\x18\x03 \x01(\v2\x13.torchft.ListChangeH\x00R\n" +
 	"listChange\x12/\n" +
@@ -3353,10 +3393,11 @@ const file_torchft_proto_rawDesc = "" +
 	"\ago_back\x18) \x01(\rH\x00R\x06goBack\x12\x16\n" +
 	"\x05drain\x18P \x01(\tH\x00R\x05drain\x12\x1c\n" +
 	"\breleased\x18Q \x01(\bH\x00R\breleasedB\t\n" +
-	"\amessage\"I\n" +
+	"\amessage\"b\n" +
 	"\aWelcome\x12*\n" +
 	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x12\x12\n" +
-	"\x04term\x18( \x01(\x03R\x04term\"w\n" +
+	"\x04term\x18( \x01(\x03R\x04term\x12\x17\n" +
+	"\abond_us\x182 \x01(\x03R\x06bondUs\"w\n" +
 	"\n" +
 	"ListChange\x12\x14\n" +
 	"\x05whole\x18\x01 \x01(\bR\x05whole\x12\x12\n" +

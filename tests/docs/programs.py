@@ -108,7 +108,8 @@ def _torchft(words: list[str]) -> None:
 
 def _go(words: list[str]) -> None:
     of_go = {"-run", "-bench", "-benchtime", "-timeout", "-v", "-race", "-count"}
-    ours = set(re.findall(r'flag\.\w+\("(\w+)"', (ROOT / "go/sim/sim_test.go").read_text()))
+    tests = "".join(path.read_text() for path in (ROOT / "go/sim").rglob("*_test.go"))
+    ours = set(re.findall(r'flag\.\w+\("(\w+)"', tests))
     for word in words:
         if re.fullmatch(r"-[a-z]+", word) and word not in of_go and word[1:] not in ours:
             raise Unknown(f"go knows no {word}")

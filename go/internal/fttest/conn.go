@@ -4,6 +4,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"time"
 )
@@ -20,14 +21,20 @@ func (c *conn) Write(p []byte) (int, error) { return c.out.write(p) }
 func (c *conn) LocalAddr() net.Addr         { return c.local }
 func (c *conn) RemoteAddr() net.Addr        { return c.remote }
 
+// Close ends both directions. What was written before still arrives, and then the end.
 func (c *conn) Close() error {
-	c.in.close()
+	c.in.leave()
 	c.out.close()
-	c.host.net.mu.Lock()
-	defer c.host.net.mu.Unlock()
-	delete(c.host.net.conns, c)
+	n := c.host.net
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.conns, c)
+	delete(n.pipes, c.in)
 	return nil
 }
+
+// CloseWrite ends what is sent; the other end can still answer.
+func (c *conn) CloseWrite() error { c.out.close(); return nil }
 
 func (c *conn) SetDeadline(t time.Time) error     { return c.SetReadDeadline(t) }
 func (c *conn) SetReadDeadline(t time.Time) error { c.in.setDeadline(t); return nil }
@@ -35,20 +42,32 @@ func (c *conn) SetReadDeadline(t time.Time) error { c.in.setDeadline(t); return 
 // SetWriteDeadline has nothing to do: a write never waits.
 func (c *conn) SetWriteDeadline(time.Time) error { return nil }
 
-// pipe is one direction of a connection. It holds as much as is written; a reader waits until there is
-// something, the end, or its deadline.
+// pipe is one direction of a connection. It holds as much as is written; a reader waits until something has arrived, the
+// end, or its deadline.
 type pipe struct {
+	delay func() time.Duration // of what is written now; nil: none
+
 	mu       sync.Mutex
 	changed  *sync.Cond
-	data     []byte
-	closed   bool
-	frozen   bool
+	chunks   []chunk
+	back     *pipe
+	closed   bool // by the writer
+	unknown  bool // the reader's host was off since, and knows nothing of the connection
+	left     bool // by the reader
+	frozen   bool // what is on its way is lost, and all that is written
+	held     int  // reasons for which nothing arrives for a while, not even the end
 	deadline time.Time
 	timer    *time.Timer
 }
 
-func newPipe() *pipe {
-	p := &pipe{}
+// chunk is what one write wrote, or, without data, the end.
+type chunk struct {
+	data    []byte
+	arrives time.Time
+}
+
+func newPipe(held int, delay func() time.Duration) *pipe {
+	p := &pipe{held: held, delay: delay}
 	p.changed = sync.NewCond(&p.mu)
 	return p
 }
@@ -60,33 +79,97 @@ func (p *pipe) read(to []byte) (int, error) {
 		switch {
 		case !p.deadline.IsZero() && !time.Now().Before(p.deadline):
 			return 0, os.ErrDeadlineExceeded
-		case len(p.data) > 0 && !p.frozen:
-			n := copy(to, p.data)
-			p.data = p.data[n:]
-			return n, nil
-		case p.closed:
+		case p.left:
 			return 0, io.EOF
+		case p.arrived():
+			if p.chunks[0].data == nil {
+				return 0, io.EOF
+			}
+			n := copy(to, p.chunks[0].data)
+			if p.chunks[0].data = p.chunks[0].data[n:]; len(p.chunks[0].data) == 0 {
+				p.chunks = p.chunks[1:]
+			}
+			return n, nil
 		}
 		p.changed.Wait()
 	}
 }
 
+// arrived reports whether there is something to read, and sees to it that the reader looks again when there will be.
+func (p *pipe) arrived() bool {
+	if len(p.chunks) == 0 || p.held > 0 {
+		return false
+	}
+	wait := time.Until(p.chunks[0].arrives)
+	if wait > 0 {
+		time.AfterFunc(wait, func() { p.change(func() {}) })
+	}
+	return wait <= 0
+}
+
+// write is no error after the reader has left: that is for the other direction to tell, with its end. (gRPC waits for it there,
+// and would try again and again meanwhile, in a bubble without time passing.)
 func (p *pipe) write(from []byte) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.unknown {
+		go p.back.reset()
+	}
 	if p.closed {
 		return 0, io.ErrClosedPipe
 	}
-	if !p.frozen {
-		p.data = append(p.data, from...)
-		p.changed.Broadcast()
+	if !p.frozen && !p.left && len(from) > 0 {
+		p.send(slices.Clone(from))
 	}
 	return len(from), nil
 }
 
-func (p *pipe) close() { p.change(func() { p.closed = true }) }
+// send lets a chunk arrive, after those before it.
+func (p *pipe) send(data []byte) {
+	at := time.Now()
+	if p.delay != nil {
+		at = at.Add(p.delay())
+		if n := len(p.chunks); n > 0 && at.Before(p.chunks[n-1].arrives) {
+			at = p.chunks[n-1].arrives
+		}
+	}
+	p.chunks = append(p.chunks, chunk{data, at})
+	p.changed.Broadcast()
+}
 
-func (p *pipe) freeze() { p.change(func() { p.frozen, p.data = true, nil }) }
+// close is the writer's end.
+func (p *pipe) close() {
+	p.change(func() {
+		if !p.closed {
+			p.closed = true
+			p.send(nil)
+		}
+	})
+}
+
+// leave is the reader's end.
+func (p *pipe) leave() { p.change(func() { p.left, p.chunks = true, nil }) }
+
+func (p *pipe) freeze() {
+	p.change(func() {
+		p.frozen, p.chunks = true, nil
+		if p.closed {
+			p.send(nil)
+		}
+	})
+}
+
+// reset is the end of a connection that one side did not know any more.
+func (p *pipe) reset() {
+	p.change(func() {
+		if p.held >= off {
+			p.held, p.chunks, p.closed = p.held-off, nil, true
+			p.send(nil)
+		}
+	})
+}
+
+func (p *pipe) hold(by int) { p.change(func() { p.held += by }) }
 
 func (p *pipe) setDeadline(t time.Time) {
 	p.change(func() {

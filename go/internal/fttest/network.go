@@ -23,11 +23,23 @@ type Network struct {
 	blocked   map[[2]string]bool
 	refused   map[[2]string]bool
 	nextPort  int
+
+	// What weather.go changes, between machines.
+	pipes  map[*pipe]direction
+	cuts   map[direction]int
+	paused map[string]int
+	silent map[string]bool // hosts that do not even refuse a connection
+	healed chan struct{}   // closed and made anew whenever a cut is over
+	delay  func(from, to string) time.Duration
 }
 
 // NewNetwork makes a network without hosts.
 func NewNetwork() *Network {
-	return &Network{listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, blocked: map[[2]string]bool{}, nextPort: 40000}
+	return &Network{
+		listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, blocked: map[[2]string]bool{}, nextPort: 40000,
+		pipes: map[*pipe]direction{}, cuts: map[direction]int{}, paused: map[string]int{}, silent: map[string]bool{},
+		healed: make(chan struct{}),
+	}
 }
 
 // Host is one machine, or one process, in a network. It is what servers and clients get as their network.
@@ -64,9 +76,13 @@ func (h *Host) Listen(address string) (net.Listener, error) {
 
 // Dial connects to name:port of some host, or fails at once when nothing listens there.
 func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
-	if to, _, _ := net.SplitHostPort(address); h.net.isBlocked(h.name, to) {
+	to, _, _ := net.SplitHostPort(address)
+	if h.net.isBlocked(h.name, to) {
 		<-ctx.Done()
 		return nil, fmt.Errorf("dial %s: %w", address, ctx.Err())
+	}
+	if err := h.net.handshake(ctx, h.name, to); err != nil {
+		return nil, fmt.Errorf("dial %s: %w", address, err)
 	}
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
@@ -74,7 +90,8 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	if l == nil || h.net.dead[h.name] || h.net.refused[[2]string{h.name, l.host.name}] {
 		return nil, fmt.Errorf("dial %s: %w", address, syscall.ECONNREFUSED)
 	}
-	there, here := newPipe(), newPipe()
+	there, here := h.net.pipe(h.name, to), h.net.pipe(to, h.name)
+	there.back, here.back = here, there
 	from := h.name + ":0"
 	if h.name == l.host.name {
 		from = "127.0.0.1:0"
@@ -109,6 +126,7 @@ func (h *Host) revive() {
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
 	delete(h.net.dead, h.name)
+	h.net.answer(h.name)
 }
 
 // Cut breaks the open connections of the host. New ones can be made.

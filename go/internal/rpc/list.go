@@ -138,14 +138,14 @@ func PastFromProto(p *torchftpb.PastQuorum) quorum.Past {
 
 func votersToProto(voters []quorum.Voter) (p []*torchftpb.Voter) {
 	for _, v := range voters {
-		p = append(p, &torchftpb.Voter{ReplicaId: v.ReplicaID, Address: v.Address})
+		p = append(p, &torchftpb.Voter{ReplicaId: v.ReplicaID, Address: v.Address, Given: v.Given})
 	}
 	return p
 }
 
 func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
 	for _, v := range p {
-		voters = append(voters, quorum.Voter{ReplicaID: v.GetReplicaId(), Address: v.GetAddress()})
+		voters = append(voters, quorum.Voter{ReplicaID: v.GetReplicaId(), Address: v.GetAddress(), Given: v.GetGiven()})
 	}
 	return voters
 }

@@ -49,6 +49,47 @@ func (tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return tcpConn{conn.(*net.TCPConn)}, nil
 }
 
+// Resolve finds the addresses that a host:port stands for.
+func (tcp) Resolve(ctx context.Context, address string) ([]string, error) {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, err
+	}
+	found, err := net.DefaultResolver.LookupIPAddr(ctx, host)
+	addresses := make([]string, len(found))
+	for i, ip := range found {
+		addresses[i] = net.JoinHostPort(ip.String(), port)
+	}
+	return addresses, err
+}
+
+// resolver is a Network whose names may stand for several addresses.
+type resolver interface {
+	Resolve(ctx context.Context, address string) ([]string, error)
+}
+
+// Refuses reports whether a process that listened at host:port has ended: each address of the name refuses the connection. A
+// name may stand for several hosts, and dialing it tells the first error only. Whatever else happens is no proof.
+func Refuses(ctx context.Context, network Network, address string) bool {
+	addresses := []string{address}
+	if names, resolves := network.(resolver); resolves {
+		var err error
+		if addresses, err = names.Resolve(ctx, address); err != nil || len(addresses) == 0 {
+			return false
+		}
+	}
+	for _, one := range addresses {
+		conn, err := network.Dial(ctx, one)
+		if err == nil {
+			_ = conn.Close()
+		}
+		if !errors.Is(err, syscall.ECONNREFUSED) {
+			return false
+		}
+	}
+	return true
+}
+
 // PreferLoopback is a network whose connections to this host's own addresses use the loopback one.
 func PreferLoopback(network Network) Network {
 	if _, isTCP := network.(tcp); isTCP {

@@ -1,0 +1,327 @@
+package quorum
+
+import (
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// history drives the machine and the model through the same random events.
+type history struct {
+	t       *testing.T
+	rng     *rand.Rand
+	policy  Policy
+	now     time.Time
+	machine *Machine
+	model   *model
+
+	waiter  WaiterID
+	open    map[WaiterID]string // who waits, by replica_id
+	sets    map[int64]string    // of members, by quorum_id
+	lastID  int64
+	wakeAt  time.Time
+	gap     time.Duration // since the event before
+	quorums int
+	did     int            // what else the machine had done
+	fed     map[string]int // events by type
+}
+
+func newHistory(t *testing.T, seed uint64) *history {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	policy := Policy{
+		MinReplicas:      1 + rng.IntN(3),
+		JoinTimeout:      time.Duration(1+rng.IntN(2000)) * time.Millisecond,
+		HeartbeatTimeout: time.Duration(100+rng.IntN(5000)) * time.Millisecond,
+		SuspectGrace:     time.Duration(rng.IntN(3)*rng.IntN(500)) * time.Millisecond,
+	}
+	if rng.IntN(2) == 0 {
+		policy.StalledAfter = time.Duration(50+rng.IntN(2000)) * time.Millisecond
+		policy.EjectStalledAfter = time.Duration(rng.IntN(2)*(50+rng.IntN(4000))) * time.Millisecond
+	}
+	return &history{
+		t: t, rng: rng, policy: policy, now: epoch,
+		machine: NewMachine(policy, epoch), model: newModel(policy, epoch),
+		open: map[WaiterID]string{}, sets: map[int64]string{}, fed: map[string]int{},
+	}
+}
+
+func (h *history) event(replicas int) Event {
+	id, other := fmt.Sprintf("r%d", h.rng.IntN(replicas)), fmt.Sprintf("r%d", h.rng.IntN(replicas))
+	quorumID := h.lastID
+	if h.rng.IntN(20) == 0 {
+		quorumID--
+	}
+	switch p := h.rng.IntN(200); {
+	case p < 90:
+		return h.ask(id)
+	case p < 105:
+		return GaveUp{Waiter: h.waiter - WaiterID(h.rng.IntN(8))} // most are open, some were answered, some never were
+	case p < 125:
+		return Beat{ReplicaID: id}
+	case p < 135:
+		return Lost{ReplicaID: id}
+	case p < 137:
+		return Woken{}
+	case p < 140:
+		return Incomplete{ReplicaID: id, Reason: "a rank is gone"}
+	case p < 146:
+		return Greeted{ReplicaID: id, Seat: Seat{Of: 1}, KnownQuorumID: h.lastID}
+	case p < 148:
+		return Reaches{ReplicaID: id, Places: PlacesOf(0)}
+	case p < 150:
+		return h.recall(replicas)
+	case p < 153:
+		return Ended{ReplicaID: id}
+	case p < 161:
+		return Suspected{Reporter: id, Suspect: []string{"", other}[h.rng.IntN(2)], QuorumID: quorumID}
+	case p < 165:
+		return Checked{ReplicaID: id, QuorumID: quorumID, Reached: h.rng.IntN(3) == 0, Reason: "no answer"}
+	case p < 175:
+		return Progressed{ReplicaID: id, Progress: Progress{
+			Step: int64(h.waiter) - h.rng.Int64N(20), Waits: h.rng.IntN(2) == 0, For: time.Duration(h.rng.IntN(3000)) * time.Millisecond,
+		}}
+	case p < 178:
+		return Drained{ReplicaID: id, Reason: "somebody"}
+	case p < 181:
+		return Leaving{ReplicaID: id}
+	case p < 183:
+		return ShuttingDown{ReplicaID: id}
+	case p < 185:
+		return Slept{For: h.gap}
+	case p < 187:
+		return Bound{ReplicaID: id, Since: h.now.Add(-h.gap)}
+	case p < 188:
+		return GivenUp{ReplicaIDs: []string{id, other}, By: "an operator"}
+	default:
+		return Tick{}
+	}
+}
+
+func (h *history) ask(id string) Asked {
+	h.waiter++
+	a := Asked{Waiter: h.waiter, Member: Member{ReplicaID: id, Step: max(0, int64(h.waiter)-h.rng.Int64N(20))}}
+	if h.rng.IntN(20) == 0 {
+		a.Member.ShrinkOnly = true
+	}
+	if h.rng.IntN(20) == 0 {
+		a.Member.CommitFailures = 1
+	}
+	if q := h.model.latest; q != nil && h.rng.IntN(4) == 0 { // as one does whose answer was lost
+		for _, member := range q.Members {
+			if member.ReplicaID == id {
+				a.Member = member
+			}
+		}
+	}
+	switch h.rng.IntN(30) {
+	case 0:
+		a.KnownQuorumID = h.lastID + h.rng.Int64N(5)
+	case 1:
+		a.KnownQuorumID = -1
+	case 2:
+		a.KnownQuorumID = maxKnownID + 1
+	}
+	return a
+}
+
+// recall is a quorum of before, or one that a lighthouse before this one formed.
+func (h *history) recall(replicas int) Recalled {
+	p := Past{ID: h.lastID + h.rng.Int64N(6) - 2, Step: int64(h.waiter) - h.rng.Int64N(20)}
+	for i := range replicas {
+		if h.rng.IntN(2) == 0 {
+			p.Members = append(p.Members, Voter{ReplicaID: fmt.Sprintf("r%d", i)})
+		}
+	}
+	return Recalled{Past: p, Highest: p.ID + h.rng.Int64N(3), From: []string{"", fmt.Sprintf("r%d", h.rng.IntN(replicas))}[h.rng.IntN(2)]}
+}
+
+// step gives one event to both, compares, and checks what must always hold.
+func (h *history) step(e Event) {
+	h.fed[reflect.TypeOf(e).Name()]++
+	switch e := e.(type) {
+	case Asked:
+		h.open[e.Waiter] = e.Member.ReplicaID
+	case GaveUp:
+		delete(h.open, e.Waiter)
+	}
+	want, wantAnswered := h.model.step(e, h.now)
+	actions := h.machine.Step(e, h.now)
+
+	var got *Quorum
+	var answered []WaiterID
+	var did []string
+	failed := map[string]Cause{}
+	does := func(what string, about ...any) { did = append(did, what+" "+fmt.Sprint(about...)) }
+	for _, action := range actions {
+		switch a := action.(type) {
+		case Deliver:
+			require.Nil(h.t, got, "one quorum an event")
+			got, answered = a.Quorum, a.Waiters
+		case Changed:
+			require.Same(h.t, got, a.Quorum)
+			require.NotEqual(h.t, h.lastID, a.Quorum.ID)
+		case Failed:
+			failed[a.ReplicaID] = a.Cause
+		case Wake:
+			h.wakeAt = a.At
+		case Again:
+			require.Same(h.t, h.machine.latest, a.Quorum)
+			delete(h.open, a.Waiter)
+			does("again", a.Waiter)
+		case Refuse:
+			delete(h.open, a.Waiter)
+			does("refuse", a.Waiter)
+		case Check:
+			does("check", a.ReplicaID)
+		case AskProgress:
+			does("ask", a.ReplicaIDs)
+		case Stalled:
+			does("stalled", a.ReplicaID)
+		case Doubted:
+			does("doubted", a.ReplicaID)
+		case Waived:
+			does("waived", a.ReplicaID)
+		case Drain:
+			does("drain", a.ReplicaID)
+		case Release:
+			does("release", a.ReplicaID)
+		}
+	}
+	h.did += len(did)
+	require.ElementsMatch(h.t, h.model.did, did, "%#v", e)
+	require.Equal(h.t, h.model.failed, failed, "%#v", e)
+	var due time.Time // the end of the first suspect's grace
+	for _, f := range h.model.facts {
+		if end := f.lost.Add(h.policy.SuspectGrace); !f.lost.IsZero() && (due.IsZero() || end.Before(due)) {
+			due = end
+		}
+	}
+	require.True(h.t, due.IsZero() || due.Equal(h.wakeAt), "it asked to be woken at %s, %s is due", h.wakeAt, due)
+	require.Equal(h.t, want, got, "%#v", e)
+	require.ElementsMatch(h.t, wantAnswered, answered)
+	if got != nil {
+		h.delivered(got, answered)
+	}
+	if q := h.model.latest; q != nil {
+		h.lastID = q.ID
+	}
+
+	require.Equal(h.t, h.machine.recount(h.now), h.machine.roster.tally(h.now), "what is counted as it goes")
+	require.Len(h.t, h.machine.roster.replicas, len(h.model.facts), "memory")
+	require.Len(h.t, h.machine.roster.waiters, len(h.open), "memory")
+	healthy := 0
+	for id := range h.model.facts {
+		if h.model.healthy(id, h.now) {
+			healthy++
+		}
+	}
+	require.Equal(h.t, healthy, h.machine.roster.counts.healthy)
+	require.Equal(h.t, h.machine.roster.counts.candidates, h.machine.roster.queue.Len())
+}
+
+func (h *history) delivered(q *Quorum, answered []WaiterID) {
+	h.quorums++
+	require.GreaterOrEqual(h.t, q.ID, h.lastID, "ids never fall")
+	h.lastID = q.ID
+
+	set := ""
+	for i, m := range q.Members {
+		set += m.ReplicaID + " "
+		require.True(h.t, i == 0 || q.Members[i-1].ReplicaID < m.ReplicaID, "in order, each once")
+	}
+	if before, ok := h.sets[q.ID]; ok {
+		require.Equal(h.t, before, set, "one set of members for each id")
+	}
+	h.sets[q.ID] = set
+
+	for _, w := range answered {
+		require.Contains(h.t, h.open, w, "only who waits is answered, and once")
+		delete(h.open, w)
+	}
+	if h.model.shrunk {
+		return
+	}
+	for w, id := range h.open {
+		require.False(h.t, h.model.healthy(id, h.now), "%s (waiter %d) is healthy, asked, and was left out", id, w)
+	}
+}
+
+// settle ends the history well: every replica is alive and asks whenever it does not wait. Then whoever
+// waits is answered before all have asked once more.
+func (h *history) settle(replicas int) {
+	for _, a := range slices.Clone(h.model.waiting) {
+		if a.Member.ShrinkOnly { // it may keep others out for as long as it waits
+			h.step(GaveUp{Waiter: a.Waiter})
+		}
+	}
+	replicas = max(replicas, h.policy.MinReplicas)
+	for i := range replicas {
+		h.step(Beat{ReplicaID: fmt.Sprintf("r%d", i)})
+	}
+	for range 3 {
+		waiting := map[string]WaiterID{}
+		for w, id := range h.open {
+			waiting[id] = w
+		}
+		for i := range replicas {
+			id := fmt.Sprintf("r%d", i)
+			if _, ok := waiting[id]; !ok {
+				a := h.ask(id)
+				a.Member.ShrinkOnly, a.KnownQuorumID = false, 0
+				h.step(a)
+			}
+		}
+		h.step(Tick{})
+		for id, w := range waiting {
+			require.NotContains(h.t, h.open, w, "%s waits for ever", id)
+		}
+	}
+}
+
+func TestRandomHistoriesAgreeWithTheModel(t *testing.T) {
+	quorums, did, fed := 0, 0, map[string]int{}
+	for seed := range uint64(40) {
+		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
+			h := newHistory(t, seed)
+			replicas := 1 + h.rng.IntN(7)
+			for range 700 {
+				h.gap = time.Duration(h.rng.IntN(4)) * time.Duration(h.rng.IntN(300)) * time.Millisecond
+				h.now = h.now.Add(h.gap)
+				h.step(h.event(replicas))
+			}
+			h.settle(replicas)
+			quorums, did = quorums+h.quorums, did+h.did
+			for name, n := range h.fed {
+				fed[name] += n
+			}
+		})
+	}
+	t.Log(quorums, did, fed)
+	for _, name := range eventTypes(t) {
+		require.GreaterOrEqual(t, fed[name], 100, "%s is fed %d times", name, fed[name])
+	}
+	require.Greater(t, did, 1500, "the histories must not be idle")
+	require.Greater(t, quorums, 3000, "the histories must not be idle")
+}
+
+// eventTypes are the names of all kinds of events.
+func eventTypes(t *testing.T) (names []string) {
+	t.Helper()
+	file, err := parser.ParseFile(token.NewFileSet(), "types.go", nil, 0)
+	require.NoError(t, err)
+	for _, d := range file.Decls {
+		if f, ok := d.(*ast.FuncDecl); ok && f.Recv != nil && f.Name.Name == "isEvent" {
+			names = append(names, f.Recv.List[0].Type.(*ast.Ident).Name)
+		}
+	}
+	require.NotEmpty(t, names)
+	return names
+}

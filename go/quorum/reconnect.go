@@ -1,0 +1,42 @@
+package quorum
+
+import "fmt"
+
+// reconnect is why the members of the latest quorum must connect anew with the next one, although they may be the same: the
+// next quorum then has an id of its own. Of several reasons one is named, the gravest.
+//
+// Invariants:
+//
+//  1. A member that the others were told to be gone is in no quorum with them under the same id: they have ended what they
+//     shared with it, and would wait for it in a collective that it does not know to be over.
+//  2. While there is a reason, no answer is redelivered (again.go): its quorum is not to be used any more.
+type reconnect struct {
+	reason string // empty: there is none
+	told   bool   // members were told that one is gone
+}
+
+// gone: the others were told that a member is. If it is back, they must connect anew all the same.
+func (r *reconnect) gone(id string) { *r = reconnect{fmt.Sprintf("%s is gone", id), true} }
+
+// rejoined: a member that left asks again. It has ended what it shared with the others.
+func (r *reconnect) rejoined(id string) {
+	if !r.told {
+		r.reason = fmt.Sprintf("%s had left, and is back", id)
+	}
+}
+
+// moved: another process asks in the name of a member. The others are connected with the first one.
+func (r *reconnect) moved(id string) {
+	if r.reason == "" {
+		r.reason = fmt.Sprintf("another process asks as %s", id)
+	}
+}
+
+func (r *reconnect) needed() bool { return r.reason != "" }
+
+// forget is for another latest quorum, in which nobody was told of an end.
+func (r *reconnect) forget() {
+	if r.told {
+		*r = reconnect{}
+	}
+}

@@ -1,0 +1,217 @@
+package quorum
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// Several lighthouses may stand ready for one job. They do not know of each other, and each member asks one at a time. What
+// keeps two of them from serving the job at once is this rule, and all of it is in here and in bond.go:
+//
+//	A lighthouse goes on after the last quorum that it knows only with the votes of more than half of that quorum's members,
+//	or of half of them with the first by replica_id; and so of the members of its base. A member votes by asking here, or by
+//	having ended while it was bound to this lighthouse.
+//
+// Invariants:
+//
+//  1. Two sets that have the votes share a member. (Half with the first, and half without it, is no pair of such sets.)
+//  2. A vote is given at one lighthouse at a time. A member asks one, and takes back what it asked before: terms make a
+//     quorum that was formed with such a request an earlier one, and its member never hears of it. One that ended while it
+//     was bound asks nobody any more (bond.go).
+//  3. A quorum commits a step only after all of its members have heard of it: they meet in one process group, and a member
+//     that is missing there fails the step of the others. So whoever votes after a quorum that committed, and was in it,
+//     shows it.
+//  4. Members that heard of a quorum alone cannot outvote those of the quorum before, its base: joint consensus, as when Raft
+//     changes its members. The base is kept until members that know of a later quorum outvote it.
+//
+// So of two quorums that both commit, the second is a successor of the first. "Gone" is no vote: that a member has ended
+// does not say that it was in no later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go looks at
+// all short histories.
+type succession struct {
+	seat Seat
+	term int64 // see begin
+	bonds
+	waived map[string]struct{} // voters that an operator gave up by name
+}
+
+// Seat is a lighthouse's place in the list that the members of a job have.
+type Seat struct {
+	Place int // from 0
+	Of    int // lighthouses; 0: the member does not say, 1: it knows one
+}
+
+// String says where in the list a lighthouse is.
+func (s Seat) String() string {
+	if s.Of <= 1 {
+		return "the only one"
+	}
+	return fmt.Sprintf("number %d of %d", s.Place+1, s.Of)
+}
+
+// termBits are the bits of a quorum_id below its term: milliseconds since 1970 until the year 2109.
+const termBits = 42
+
+func termOf(id int64) int64 { return id >> termBits }
+
+// TermOf is the term in which a quorum was formed: its id begins with it.
+func TermOf(id int64) int64 { return termOf(id) }
+
+// maxTerm is the largest that leaves room for ids.
+const maxTerm = maxKnownID >> termBits
+
+// listed reports whether other lighthouses may serve the job.
+func (s *succession) listed() bool { return s.seat.Of > 1 }
+
+// sit takes the seat that a member's list gives this lighthouse. It says why not if the others have another list.
+func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
+	switch {
+	case seat.Of == 0 || seat == s.seat:
+	case s.seat.Of != 0 && others:
+		return fmt.Sprintf("for replica %s this lighthouse is %s, for the others %s: TORCHFT_LIGHTHOUSE must be the same for all groups of a job",
+			id, seat, s.seat)
+	default:
+		s.seat = seat
+	}
+	return ""
+}
+
+// begin takes a term above all that other lighthouses may have used, as far as a member was told of them (told), and above
+// that of the highest id here. It reports whether that is a new one. Each lighthouse has terms of its own, by its place, and
+// ids begin with the term: so a quorum that is formed after a member came is a later one than any that the other lighthouse
+// can have formed with what that member had asked there.
+func (s *succession) begin(told, highest int64, now time.Time) (begun bool) {
+	least := max(s.term, termOf(highest))
+	if told > s.term {
+		least = max(least, told+1)
+	}
+	of, place := int64(s.seat.Of), int64(s.seat.Place)
+	term := least + (place-least%of+of)%of
+	if term == s.term {
+		return false
+	}
+	s.term = term
+	s.releaseAll(now) // all streams end, and who had one may go elsewhere
+	return true
+}
+
+// firstID is the id below the first one of the term.
+func (s *succession) firstID(now time.Time) int64 {
+	return s.term<<termBits + min(max(now.UnixMilli(), 0), 1<<termBits-1<<32) // with room, whatever the clock says
+}
+
+// outvotes reports whether some of a set, those that count, outvote the rest.
+func outvotes(set []Voter, counts func(Voter) bool) bool {
+	n, first := 0, false
+	for i, v := range set {
+		if counts(v) {
+			n++
+			first = first || i == 0
+		}
+	}
+	return 2*n > len(set) || 2*n == len(set) && first
+}
+
+// given reports whether a vote is this lighthouse's for good: the member ended while it was bound, here or, as its quorum's
+// base says, at the lighthouse that formed the latest quorum; or an operator answers for it.
+func (s *succession) given(v Voter) bool {
+	_, ended := s.ended[v.ReplicaID]
+	_, waived := s.waived[v.ReplicaID]
+	return v.Given || ended || waived
+}
+
+// shortfall says that a set is not outvoted.
+type shortfall struct {
+	base    bool // the set is the base of the quorum
+	set     []Voter
+	votes   int
+	missing []Voter
+}
+
+// shortfalls are those of a quorum that is to be formed after p, of the members that ask. Without any, it may be.
+func (s *succession) shortfalls(p Past, asks func(id string) bool) (short []shortfall) {
+	for i, set := range [][]Voter{p.Members, p.Base} {
+		votes := func(v Voter) bool { return asks(v.ReplicaID) || s.given(v) }
+		if len(set) == 0 || outvotes(set, votes) {
+			continue
+		}
+		f := shortfall{base: i > 0, set: set}
+		for _, v := range set {
+			if votes(v) {
+				f.votes++
+			} else {
+				f.missing = append(f.missing, v)
+			}
+		}
+		short = append(short, f)
+	}
+	return short
+}
+
+func (f shortfall) describe(id int64) string {
+	of := fmt.Sprintf("quorum %d", id)
+	if f.base {
+		of = "the quorum before " + of + ", which few of them know of,"
+	}
+	missing := make([]string, len(f.missing))
+	for i, v := range f.missing {
+		missing[i] = v.ReplicaID
+	}
+	return fmt.Sprintf("%d of %s of %s have a vote here: more than half are needed, or half with %s; another lighthouse might serve %s",
+		f.votes, members(len(f.set)), of, f.set[0].ReplicaID, names(missing))
+}
+
+// baseAfter is whom the quorum after the next one has to outvote besides the members of the next one, which comes after p
+// and is of other members if it changed. knows says who of the next one shows that it knows of p.
+//
+// While those are too few, members that do not know of p may go on after its base elsewhere, and are only outvoted there.
+func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool) []Voter {
+	base := p.Base
+	if len(base) > 0 && outvotes(base, func(v Voter) bool { return knows(v.ReplicaID) || s.given(v) }) {
+		base = nil
+	}
+	if len(base) == 0 {
+		if !changed {
+			return nil
+		}
+		base = p.Members
+	}
+	base = slices.Clone(base)
+	for i := range base {
+		base[i].Given = s.given(base[i])
+	}
+	return base
+}
+
+// waive counts the vote of a member that is missing as given, because an operator says so. If it trains at another
+// lighthouse after all, or others do that were in a later quorum with it, the job gets two histories.
+func (s *succession) waive(id string) {
+	if s.waived == nil {
+		s.waived = map[string]struct{}{}
+	}
+	s.waived[id] = struct{}{}
+}
+
+// back takes what was concluded of a member's end back: it says something.
+func (s *succession) back(id string) {
+	delete(s.ended, id)
+	delete(s.waived, id)
+}
+
+// keep forgets those who vote no more.
+func (s *succession) keep(votes func(id string) bool) {
+	for _, set := range []map[string]struct{}{s.ended, s.waived} {
+		for id := range set {
+			if !votes(id) {
+				delete(set, id)
+			}
+		}
+	}
+}
+
+func members(n int) string {
+	if n == 1 {
+		return "1 member"
+	}
+	return fmt.Sprintf("%d members", n)
+}

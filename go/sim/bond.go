@@ -1,0 +1,100 @@
+package sim
+
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// Where there are several lighthouses, a group answers the stamps of the one that serves it, and asks no other until the
+// newest has run out (quorum/bond.go). A stamp is the time at which it was sent, on the lighthouse's clock.
+
+// stamp sends the next one on a link, if it is time for one.
+func (l *lighthouse) stamp(k *link) {
+	if l.w.Lighthouses == 1 || l.w.now-k.stampedAt < quorum.BondTime/10 && k.stampedAt != 0 {
+		return
+	}
+	k.stampedAt = l.w.now
+	k.down(event{kind: stamped, id: uint64(l.clock())})
+}
+
+// answered takes a stamp that came back.
+func (l *lighthouse) answered(k *link, stamp time.Duration) {
+	l.step(quorum.Bound{ReplicaID: k.g.id, Since: epoch.Add(stamp)})
+}
+
+// stampSays is what a group says with whatever it says on a link.
+func (k *link) stampSays() (e event, says bool) {
+	says = k.stamp != 0 && k.stamp != k.answers
+	k.answers = k.stamp
+	return event{kind: lhStamp, id: uint64(k.stamp), link: k}, says
+}
+
+// stampedBy binds the group.
+func (g *group) stampedBy(k *link, stamp time.Duration) {
+	first := k.stamp == 0
+	g.promised, k.stamp = g.w.now+quorum.BondTime, stamp
+	if first {
+		k.up(event{kind: lhBeat, link: k})
+	}
+}
+
+// mayLeave reports whether the group may ask another lighthouse than the one that served last.
+func (g *group) mayLeave() bool { return g.w.now >= g.promised }
+
+// letGo ends a promise: the lighthouse said so, or its process has ended.
+func (g *group) letGo() { g.promised = 0 }
+
+// operatorEvery is how often an operator looks at a lighthouse.
+const operatorEvery = time.Second
+
+// operator gives up groups whose votes are missing, as one does that knows: they have ended, and no group that lives, and no
+// other lighthouse, knows of a quorum after the latest one here, and all members that live wait here. Each is given up at one
+// lighthouse: a vote that is given at two is one for two histories.
+func (l *lighthouse) operator() {
+	w := l.w
+	m, knows := l.machine.(interface{ Missing() []string })
+	if w.Lighthouses == 1 || !knows || w.now-l.looked < operatorEvery {
+		return
+	}
+	l.looked = w.now
+	for i := range w.lhs {
+		if o := &w.lhs[i]; o.up && (o.check.latest > l.check.latest || i < l.index && o.check.latest == l.check.latest) {
+			return
+		}
+	}
+	for i := range w.slots {
+		g := w.slots[i].g
+		if g == nil {
+			continue
+		}
+		if v := l.check.of(g); g.known() > l.check.latest || v.previous && v.waits == 0 {
+			return
+		}
+	}
+	var ended []string
+	for _, id := range m.Missing() {
+		g := w.byID[id]
+		if g == nil || !g.dead {
+			continue
+		}
+		if at := g.givenUpAt; !at.open() || at.of == l {
+			g.givenUpAt = &office{l, l.life}
+			ended = append(ended, id)
+		}
+	}
+	if len(ended) > 0 {
+		w.say("an operator gives up %v at %s", ended, l.name())
+		w.check.waived = true
+		l.step(quorum.GivenUp{ReplicaIDs: ended, By: "an operator"})
+	}
+}
+
+// office is a lighthouse in one of its lives.
+type office struct {
+	of   *lighthouse
+	life uint32
+}
+
+// open reports whether it lives.
+func (o *office) open() bool { return o != nil && o.of.up && o.of.life == o.life }

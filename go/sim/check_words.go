@@ -1,0 +1,165 @@
+package sim
+
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// expire forgets a group whose signs of life are too old, and of one that is in the latest quorum only that it counted as
+// dead until it asks.
+func (c *watch) expire(g *group) {
+	switch v := c.of(g); {
+	case c.beating(g):
+	case v.waits == 0 && !v.previous:
+		*v = view{number: v.number, listed: v.listed, words: v.words}
+	case !v.buried:
+		v.out = false
+	}
+}
+
+// slept: all signs of life are younger than they seem, but for those that were too old before.
+func (c *watch) slept(span time.Duration) {
+	for _, g := range c.known {
+		if v := c.of(g); c.beating(g) {
+			v.lastBeat += span
+			v.lostAt += span
+		}
+	}
+	c.began += span
+}
+
+// newQuorum forgets what was said of the one before.
+func (c *watch) newQuorum() {
+	for _, g := range c.known {
+		v := c.of(g)
+		v.reported, v.silent, v.says = false, false, nil
+	}
+}
+
+// asksAll: what members said that they do does not hold any more.
+func (c *watch) asksAll() {
+	for _, g := range c.known {
+		c.of(g).says = nil
+	}
+}
+
+// word is what a group says, or what somebody says of it, before the lighthouse takes it in.
+func (c *watch) word(g *group, word quorum.Event) {
+	c.move()
+	v := c.of(g)
+	switch e := word.(type) {
+	case quorum.Incomplete:
+		if c.healthy(g) && v.waits == 0 {
+			v.out, v.missing, v.suspect = true, true, false
+		}
+	case quorum.Suspected:
+		if v.previous && e.QuorumID == c.latest && !v.reported && e.Suspect != g.id {
+			v.reported, v.suspects = true, e.Suspect
+		}
+	case quorum.Progressed:
+		v.says = &e.Progress
+	case quorum.Drained:
+		v.draining = v.draining || c.healthy(g)
+	case quorum.Leaving:
+		if c.healthy(g) {
+			v.out, v.suspect = true, false
+		}
+	case quorum.ShuttingDown:
+		v.ending = true
+	}
+}
+
+// checked: it did not answer, or nobody needed to ask.
+func (c *watch) checked(g *group, e quorum.Checked) {
+	c.move()
+	c.of(g).silent = e.QuorumID == c.latest && !e.Reached
+}
+
+// lostBy counts the members of the latest quorum, and those of them that may have lost a collective with a group.
+func (c *watch) lostBy(g *group) (members, lost int) {
+	for _, x := range c.known {
+		v := c.of(x)
+		if v.previous {
+			members++
+		}
+		if v.previous && x != g && v.reported && (v.suspects == "" || v.suspects == g.id) {
+			lost++
+		}
+	}
+	return members, lost
+}
+
+// looks: more than half of the others of its quorum have lost a group.
+func (c *watch) looks(a *quorum.Check) {
+	g := c.l.w.byID[a.ReplicaID]
+	if members, lost := c.lostBy(g); 2*lost <= members-1 {
+		c.l.w.broken(ruleCause, "the lighthouse checks on %s, of which %d of %d others of quorum %d report", g.id, lost, members-1, a.QuorumID)
+	}
+}
+
+// failed: a group counts as dead for a reason that is so.
+func (c *watch) failed(a *quorum.Failed) {
+	c.move()
+	w, g := c.l.w, c.l.w.byID[a.ReplicaID]
+	v, p := c.of(g), w.Policy
+	so := false
+	switch a.Cause {
+	case quorum.ShutDown:
+		so = v.ending
+	case quorum.Silent:
+		so = v.tooOld == c.clock || v.beaten && c.clock-v.lastBeat >= p.HeartbeatTimeout
+	case quorum.Connection:
+		so = v.tooOld == c.clock || v.suspect && c.clock-v.lostAt >= p.SuspectGrace
+	case quorum.RankGone:
+		so = v.out && v.missing
+	case quorum.Unreachable:
+		members, lost := c.lostBy(g)
+		so = v.silent && 2*lost > members-1 && !v.reported && v.waits == 0
+	case quorum.NoProgress:
+		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.says == nil || !v.says.Waits) && c.somebodyWaits()
+	case quorum.Gone:
+		so = v.ended
+	case quorum.Parted:
+		so = v.waits > 0 && c.peersWait(v.asksStep)
+	}
+	if !so {
+		w.broken(ruleCause, "%s of quorum %d counts as dead: %s, which is not so", g.id, a.QuorumID, a.Reason)
+	}
+	if a.Cause == quorum.Unreachable || a.Cause == quorum.NoProgress || a.Cause == quorum.ShutDown && c.healthy(g) {
+		v.out, v.suspect = true, false
+	}
+}
+
+func (c *watch) somebodyWaits() bool {
+	for _, g := range c.known {
+		if v := c.of(g); v.previous && c.healthy(g) && (v.waits > 0 || v.says != nil && v.says.Waits) {
+			return true
+		}
+	}
+	return false
+}
+
+// peersWait reports whether members of the latest quorum wait in a step, or in a later one.
+func (c *watch) peersWait(step int64) bool {
+	for _, g := range c.known {
+		if v := c.of(g); v.previous && v.waits == 0 && v.says != nil && v.says.Waits && v.says.Step >= step {
+			return true
+		}
+	}
+	return false
+}
+
+// released: nobody who lives is in the step that a group ended before it left.
+func (c *watch) released(g *group) {
+	c.move()
+	if !c.of(g).previous {
+		return
+	}
+	for _, x := range c.known {
+		if v := c.of(x); v.previous && c.healthy(x) && v.waits == 0 {
+			c.l.w.broken(ruleRelease, "%s left and may go, and %s is still in the step that it was in", g.id, x.id)
+			return
+		}
+	}
+}

@@ -1,0 +1,255 @@
+package sim
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// Judge holds the simulation's rules against histories that real servers make (go/sim/servers): the runner of the servers says
+// what members and ranks do and hear, in the order in which it happens, and the judge knows nothing else. Ranks are the
+// simulation's model of one, whose waits are the runner's. Calls must not overlap.
+type Judge struct {
+	w      *world
+	lives  []*life
+	moved  time.Duration // when the network, or a lighthouse, changed last
+	latest time.Time     // when the latest quorum was made
+	calmed bool          // all have trained together since then
+	failed *life         // the one group that failed since the job was calm, nil if there is none, or more happened
+	known  time.Duration // when the others can know of it at the latest
+
+	failover time.Duration // when the job must have a quorum at the latest, since its lighthouse went; 0: it need not
+}
+
+// life is a group, and what the judge knows of it besides what the checker does.
+type life struct {
+	*group
+	asked     quorum.Member // its latest request
+	attempt   uint64        // quorums that it was told
+	learned   time.Duration // when it was told of the latest
+	ended     time.Duration
+	evicted   int64 // the latest quorum in which it was told that it counts as dead
+	evictedAt time.Duration
+	in        int64 // the quorum in which rank 0 committed last
+	steps     int   // and how many it has committed there since something changed
+}
+
+// DrawFaults makes the schedule of the faults for settings that were changed after Draw.
+func (s *Setup) DrawFaults(every int) {
+	s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 4)), *s, every)
+}
+
+// NewJudge begins a history. Lines about it go to the tracer, if there is one.
+func NewJudge(s Setup, trace Tracer) *Judge {
+	w := &world{
+		Setup: s, trace: trace, slots: make([]slot, s.Slots), links: make([][]int, s.Slots),
+		comms: map[commKey]*comm{}, byID: map[string]*group{},
+	}
+	// A lighthouse may go on after a quorum whose members have all ended, and nobody who lives can tell the judge of that: what is
+	// left of such a quorum is no branch.
+	w.check = checker{w: w, quorums: map[int64]*formed{}, waived: true}
+	for i := range w.links {
+		w.links[i] = make([]int, s.Slots)
+	}
+	for i := range w.lhs {
+		w.lhs[i].w, w.lhs[i].index = w, i
+	}
+	return &Judge{w: w}
+}
+
+// At says what time it is, before all that happens then.
+func (j *Judge) At(now time.Duration) { j.w.now = max(j.w.now, now) }
+
+// Result is what the history has come to so far.
+func (j *Judge) Result() Result { return j.w.result }
+
+// Say adds a line to the history.
+func (j *Judge) Say(format string, args ...any) { j.w.say(format, args...) }
+
+// Break says that a rule about waiting does not hold: what has a deadline had no end by then.
+func (j *Judge) Break(format string, args ...any) { j.w.broken(ruleWaiters, format, args...) }
+
+// change says that something changed: at some lighthouses only, or, with 0, anywhere. What happens at one that does not serve
+// the job must cost nothing.
+func (j *Judge) change(at uint8) {
+	j.w.changed = j.w.now
+	if at != 0 && at>>j.place(j.w.result.LastID)&1 == 0 {
+		return
+	}
+	j.moved = j.w.now
+	j.unsettle()
+}
+
+// unsettle: the job has to come to rest anew.
+func (j *Judge) unsettle() {
+	j.calmed, j.failed, j.failover = false, nil, 0
+	for _, l := range j.lives {
+		l.steps = 0
+	}
+}
+
+// place is that of the lighthouse which gave out an id.
+func (j *Judge) place(id int64) int { return int(id >> termBits % int64(max(j.w.Lighthouses, 1))) }
+
+// Lighthouse says that one of the list is up from now on, or down.
+func (j *Judge) Lighthouse(i int, up bool) {
+	calm := j.calmed
+	j.change(1 << i)
+	j.w.lhs[i].up = up
+	if calm && !j.calmed && !up {
+		j.failover = j.w.now + failoverTime
+	}
+}
+
+// Begins says that a fault begins. Deaths are said apart, by Dies and Lighthouse.
+func (j *Judge) Begins(f *Fault) {
+	w := j.w
+	w.result.FaultsHit++
+	w.say("FAULT %s", *f)
+	switch f.Kind {
+	case Crash, Vanish, Leave, KillLighthouse, VanishLighthouse: // Dies and Lighthouse say the rest
+		w.changed = w.now
+		return
+	case RankDies:
+		w.changed = w.now
+		j.unsettle()
+		return
+	}
+	j.change(f.at())
+	for i := range w.slots {
+		if f.Slots.has(i) && f.Kind.ofNetwork() {
+			w.strike(f, i)
+		}
+	}
+	if f.rough() {
+		w.rough++
+	}
+}
+
+// Ends says that it is over.
+func (j *Judge) Ends(f *Fault) {
+	j.w.changed = j.w.now
+	if f.Kind.ofNetwork() || f.rough() {
+		j.change(f.at())
+		j.w.endFault(f)
+	}
+}
+
+// at are the lighthouses that a fault is about, 0 if it is about more than those.
+func (f *Fault) at() uint8 {
+	if k := f.Kind; k == KillLighthouse || k == VanishLighthouse || k == CutLighthouse || k == CutUp || k == CutDown {
+		return f.Of
+	}
+	return 0
+}
+
+func (k FaultKind) ofNetwork() bool {
+	return k == Partition || k == CutLighthouse || k == CutUp || k == CutDown || k == CutPeers || k == CutPeersOneWay || k == Slow
+}
+
+// Starts says that a group begins in a slot. It is its replica_id.
+func (j *Judge) Starts(slot int) string {
+	w, s := j.w, &j.w.slots[slot]
+	j.calmed = false
+	s.lives++
+	g := &group{w: w, slot: slot, id: fmt.Sprintf("g%02d:%d", slot, s.lives), began: w.now, lastCommit: w.now}
+	g.ranks = make([]rank, w.Ranks)
+	for r := range g.ranks {
+		g.ranks[r].init(g, r)
+	}
+	s.g = g
+	w.byID[g.id] = g
+	j.lives = append(j.lives, &life{group: g})
+	w.say("%s starts", g.id)
+	return g.id
+}
+
+// Dies says that a group is dead from now on, and whether nobody is told by its host.
+func (j *Judge) Dies(id, why string, silent bool) {
+	l := j.life(id)
+	if l.dead {
+		return
+	}
+	l.dead, l.ended = true, j.w.now
+	calm := j.calmed
+	j.unsettle()
+	if calm && j.w.Lighthouses == 1 {
+		j.failed, j.known = l, j.w.now+j.w.Policy.SuspectGrace
+		if silent {
+			j.known = j.w.now + j.w.Policy.HeartbeatTimeout
+		}
+	}
+	j.w.slots[l.slot].g = nil
+	j.w.say("%s dies: %s", id, why)
+}
+
+func (j *Judge) life(id string) *life {
+	for _, l := range j.lives {
+		if l.id == id {
+			return l
+		}
+	}
+	return nil
+}
+
+// Lives reports whether a group does.
+func (j *Judge) Lives(id string) bool {
+	l := j.life(id)
+	return l != nil && !l.dead
+}
+
+// Known is the latest quorum that a living group knows.
+func (j *Judge) Known() (id int64) {
+	for _, l := range j.lives {
+		if !l.dead {
+			id = max(id, l.lastID)
+		}
+	}
+	return id
+}
+
+// GivesUp says that an operator gives up groups at a lighthouse.
+func (j *Judge) GivesUp(ids []string, lighthouse int) {
+	j.w.say("an operator gives up %v at lighthouse %d", ids, lighthouse)
+}
+
+// Connected reports whether two groups reach each other.
+func (j *Judge) Connected(a, b string) bool { return j.w.connected(j.life(a).slot, j.life(b).slot) }
+
+// Asks says that a group asks a lighthouse.
+func (j *Judge) Asks(id string, m quorum.Member) { j.life(id).asked = m }
+
+// Learned says that a group hears of a quorum.
+func (j *Judge) Learned(id string, q *quorum.Quorum) {
+	w, l := j.w, j.life(id)
+	if !slices.ContainsFunc(q.Members, func(m quorum.Member) bool { return m.ReplicaID == id }) {
+		w.broken(ruleMembers, "%s is told of quorum %d, and is not in it", id, q.ID)
+		return
+	}
+	if isNew := q.Created.After(j.latest); isNew || w.check.quorums[q.ID] == nil {
+		if isNew {
+			j.latest = q.Created
+		}
+		w.result.Rounds++
+		w.result.LastID = max(w.result.LastID, q.ID)
+		if w.trace != nil {
+			w.say("quorum %d: %s", q.ID, describe(q))
+		}
+		j.formed(q)
+	}
+	j.soon(l, q)
+	j.failover = 0
+	l.quorum, l.learned = q, w.now
+	l.attempt++
+	w.check.learned(l.group, q)
+}
+
+// Evicted says that a group is told, with a quorum, that it counts as dead.
+func (j *Judge) Evicted(id string, quorumID int64) {
+	l := j.life(id)
+	l.evicted, l.evictedAt = max(l.evicted, quorumID), j.w.now
+	j.w.say("%s is told that it is no member of quorum %d any more", id, quorumID)
+}

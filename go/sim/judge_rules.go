@@ -1,0 +1,157 @@
+package sim
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// The rules that only a Judge has.
+const (
+	ruleTold     = "a failure reaches everybody in its quorum"
+	ruleSoon     = "after a failure the others have a quorum as soon as it can be known"
+	ruleTogether = "groups that reach each other and a lighthouse train in one quorum within a bounded time"
+	ruleEarly    = "a call ends before its deadline with an error only if something of its own group failed"
+	ruleCalm     = "while nothing fails, no step is lost and no call ends with an error"
+)
+
+// failureSlack is what messages and timers may take until a failure is told.
+const failureSlack = time.Second
+
+// formed looks at a quorum when the first of its members hears of it: until then each of them still asks.
+func (j *Judge) formed(q *quorum.Quorum) {
+	w := j.w
+	after := &quorum.Quorum{}
+	for i := range q.Members {
+		m := &q.Members[i]
+		l := j.life(m.ReplicaID)
+		switch {
+		case l == nil:
+			w.broken(ruleMembers, "quorum %d has %s, which nobody knows", q.ID, m.ReplicaID)
+			return
+		case l.dead && w.now-l.ended > w.Policy.HeartbeatTimeout+w.Timeout:
+			w.broken(ruleMembers, "%s is in quorum %d and is dead for %s (a ghost)", l.id, q.ID, w.now-l.ended)
+		case m.Step != l.asked.Step || m.CommitFailures != l.asked.CommitFailures:
+			w.broken(ruleStale, "%s is in quorum %d with step %d and %d failures, and asks with step %d and %d failures",
+				l.id, q.ID, m.Step, m.CommitFailures, l.asked.Step, l.asked.CommitFailures)
+		}
+		if l.lastID != q.ID {
+			after.ID = max(after.ID, l.lastID)
+		}
+	}
+	d := quorum.Deliver{Quorum: q}
+	if after.ID != 0 {
+		d.Before = after
+	}
+	w.check.lastID = after.ID // others may have been told of later ones before
+	w.check.ids(&watch{latest: after.ID}, d)
+}
+
+// soon looks at the first quorum after a failure, of which nothing but the step that goes on keeps the others.
+func (j *Judge) soon(l *life, q *quorum.Quorum) {
+	f, w := j.failed, j.w
+	if f == nil || l.learned > f.ended {
+		return
+	}
+	due := j.known + 3*w.Compute/2 + 3*w.QuorumTick + failureSlack
+	if w.now > due && len(q.Members) >= w.Slots-1 && w.Slots-1 >= w.Policy.MinReplicas {
+		w.broken(ruleSoon, "%s has quorum %d %s after %s has failed, which can be known after %s", l.id, q.ID, w.now-f.ended, f.id, j.known-f.ended)
+	}
+	j.failed = nil
+}
+
+// failoverTime is the longest until a job whose lighthouse is gone has a quorum at the next one: the connections of its members
+// may have to be found dead, and the next lighthouse wants to know who was in the latest quorum.
+const failoverTime = 35 * time.Second
+
+// failedOver looks whether a job whose lighthouse is gone is at another one by now, if all reach that.
+func (j *Judge) failedOver() {
+	if lighthouse, all := j.home(); j.failover > 0 && j.w.now > j.failover && all && j.w.lhs[lighthouse].up {
+		j.w.broken(ruleSoon, "there is no quorum %s after the lighthouse went, and all reach lighthouse %d", j.w.now-j.moved, lighthouse)
+	}
+}
+
+// home is the first lighthouse that anybody reaches, if all groups that live reach it and each other.
+func (j *Judge) home() (lighthouse int, all bool) {
+	w := j.w
+	for lighthouse < w.Lighthouses-1 && !slices.ContainsFunc(j.lives, func(l *life) bool { return !l.dead && j.reached(l, lighthouse) }) {
+		lighthouse++
+	}
+	for i := range w.slots {
+		if w.slots[i].g == nil || !j.reached(j.life(w.slots[i].g.id), lighthouse) {
+			return lighthouse, false
+		}
+		for k := range i {
+			if !w.connected(i, k) {
+				return lighthouse, false
+			}
+		}
+	}
+	return lighthouse, w.rough == 0
+}
+
+func (j *Judge) reached(l *life, lighthouse int) bool {
+	return j.w.lhs[lighthouse].up && j.w.reached(l.slot, lighthouse)
+}
+
+// termBits are those of an id below its term, of which each lighthouse of a list has its own (go/quorum/continuity.go).
+const termBits = 42
+
+// Settled reports whether all groups train in one quorum, at the first lighthouse that there is, and have for some steps. That
+// has to be so some time after the last fault.
+func (j *Judge) Settled() bool {
+	w := j.w
+	why, id := j.apart()
+	j.calmed = j.calmed || why == "" && w.rough == 0
+	j.failedOver()
+	lighthouse, all := j.home()
+	if !all {
+		return false
+	}
+	if why == "" && j.place(id) != lighthouse {
+		why = fmt.Sprintf("they are at lighthouse %d and not at %d", j.place(id), lighthouse)
+	}
+	if late := w.now - w.changed; why != "" && late > w.bound() {
+		w.broken(ruleTogether, "%s after the last fault %s", late, why)
+	}
+	return why == ""
+}
+
+// Apart says why the groups are not together in a quorum, or where they are.
+func (j *Judge) Apart() string {
+	why, id := j.apart()
+	lighthouse, all := j.home()
+	return fmt.Sprintf("%q, quorum %d, lighthouse %d reached by all: %t, changed at %s", why, id, lighthouse, all, j.w.changed)
+}
+
+// apart says why the groups are not together in a quorum.
+func (j *Judge) apart() (why string, id int64) {
+	w := j.w
+	for i := range w.slots {
+		g := w.slots[i].g
+		switch {
+		case g == nil:
+			return fmt.Sprintf("nobody is in slot %d", i), id
+		case g.commitID == 0:
+			return fmt.Sprintf("%s has committed nothing", g.id), id
+		case i > 0 && g.commitID != id:
+			return fmt.Sprintf("%s is in quorum %d and %s in quorum %d", w.slots[0].g.id, id, g.id, g.commitID), id
+		case j.life(g.id).steps < 3:
+			return fmt.Sprintf("%s has committed %d steps", g.id, j.life(g.id).steps), id
+		}
+		id = g.commitID
+	}
+	if n := len(w.check.quorums[id].members); n != w.Slots {
+		return fmt.Sprintf("quorum %d has %d members, %d live", id, n, w.Slots), id
+	}
+	return "", id
+}
+
+// disturbed says that something went wrong, for which there must be a reason.
+func (j *Judge) disturbed(format string, args ...any) {
+	if j.calmed {
+		j.w.broken(ruleCalm, format, args...)
+	}
+}

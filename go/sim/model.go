@@ -1,0 +1,184 @@
+package sim
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/torchft/torchft/go/recovery"
+)
+
+// Model is the model of one rank with its Manager, for a Judge: what it says, and what becomes of its weights. The runner of
+// the servers makes the calls, and does the waiting.
+type Model struct {
+	j *Judge
+	l *life
+	r *rank
+}
+
+// Model is that of a rank of a group.
+func (j *Judge) Model(id string, index int) *Model {
+	l := j.life(id)
+	return &Model{j, l, &l.ranks[index]}
+}
+
+func (m *Model) String() string { return fmt.Sprintf("%s rank %d", m.l.id, m.r.index) }
+
+// Ask is what it says when it asks for a quorum.
+func (m *Model) Ask() (step, failures, committedQuorumID int64) {
+	r := m.r
+	r.errored, r.heal, r.phase = false, nil, awaiting
+	return r.step, r.failures, r.committed
+}
+
+// Follow takes the answer. A rank that has to heal does it from the group of that replica_id; the others from nobody.
+func (m *Model) Follow(a *recovery.Result) (source string) {
+	w, r := m.j.w, m.r
+	if m.l.quorum == nil {
+		w.broken(ruleHeal, "%s is told of quorum %d, and its group of none", m, a.QuorumID)
+		return ""
+	}
+	w.check.answered(r, a)
+	r.plan, r.attempt, r.phase, r.sum = *a, m.l.attempt, working, 0
+	r.quorumID = a.QuorumID
+	key := commKey{a.QuorumID, r.index}
+	if w.comms[key] == nil {
+		w.comms[key] = &comm{key: key}
+	}
+	r.comm = w.comms[key]
+	if !a.Heal || len(a.Sources) == 0 {
+		return ""
+	}
+	h := &heal{r: r, quorumID: a.QuorumID}
+	h.before.step, h.before.committed = r.step, r.committed
+	r.heal = h
+	r.step = a.MaxStep
+	return a.ReplicaIDs[a.Sources[0].ReplicaRank]
+}
+
+// Serves is the state that it gives to a rank that heals in a quorum, if it can now.
+func (m *Model) Serves(quorumID int64) (digest uint64, ok bool) {
+	r := m.r
+	ok = !m.l.dead && r.quorumID == quorumID && r.heal == nil && (r.phase == working || r.phase == reducing) && r.step == r.plan.MaxStep
+	return r.digest, ok
+}
+
+// Healed ends a heal. One that failed costs the group the step.
+func (m *Model) Healed(digest uint64, ok bool) {
+	m.r.heal.arrived, m.r.heal.digest = ok, digest
+	if !ok {
+		m.j.Say("%s: its heal failed", m)
+		m.r.errored = true
+	}
+}
+
+// Contribute is what it gives to the average; nothing if it heals.
+func (m *Model) Contribute() uint64 {
+	r, c := m.r, m.r.comm
+	r.compute()
+	r.phase = reducing
+	if !r.participates() {
+		return 0
+	}
+	m.j.w.check.contributes(c, r)
+	if c.head == nil {
+		c.head = r
+	}
+	return r.gradient
+}
+
+// Heals reports whether it takes over another group's state in this step.
+func (m *Model) Heals() bool { return m.r.heal != nil }
+
+// Step is the one that it is in.
+func (m *Model) Step() int64 { return m.r.step }
+
+// Errored reports whether the attempt at the step has failed already.
+func (m *Model) Errored() bool { return m.r.errored }
+
+// TimedOut says that its collective ended at its timeout. If a member died, it must have been told before: it heard of the
+// quorum after the network changed last, so the lighthouse knows how to tell it, and there was no later quorum, of which alone
+// failures are told.
+func (m *Model) TimedOut() {
+	w, j := m.j.w, m.j
+	notice := w.Policy.HeartbeatTimeout + w.Policy.SuspectGrace + 2*w.QuorumTick + failureSlack
+	var dead *life
+	for _, id := range m.r.plan.ReplicaIDs {
+		l := j.life(id)
+		if l.learned <= j.moved {
+			return
+		}
+		if l.dead && w.now-l.ended > notice {
+			dead = l
+		}
+	}
+	if dead != nil && w.rough == 0 && m.r.plan.QuorumID == w.result.LastID {
+		w.broken(ruleTold, "%s waits in quorum %d, whose member %s is dead for %s", m, m.r.plan.QuorumID, dead.id, w.now-dead.ended)
+	}
+}
+
+// Reduced ends the collective. It is the vote.
+func (m *Model) Reduced(sum uint64, ok bool) bool {
+	r, w := m.r, m.j.w
+	if r.comm.head == r {
+		r.comm.head = nil
+	}
+	r.sum = sum
+	if !ok {
+		r.errored = true
+	}
+	if h := r.heal; h != nil && h.arrived {
+		r.digest, r.committed = h.digest, r.plan.CommittedQuorumID
+		w.result.Heals++
+		w.say("%s has healed to step %d", m, r.step)
+		h.before.step, h.before.committed = r.step, r.committed
+	}
+	r.phase = voting
+	r.votesYes = !r.errored && r.plan.MaxWorldSize >= int64(w.Policy.MinReplicas)
+	r.cast = vote{yes: r.votesYes, step: r.step, attempt: r.attempt}
+	return r.votesYes
+}
+
+// Decided is the answer to its vote.
+func (m *Model) Decided(commit bool) {
+	r, w := m.r, m.j.w
+	w.check.decided(r, commit)
+	r.phase = idle
+	if !commit {
+		m.j.disturbed("%s loses step %d", m, r.step)
+		w.say("%s loses step %d", m, r.step)
+		w.result.Lost++
+		r.failures++
+		r.undoHeal()
+		return
+	}
+	if r.index == 0 { // it hears the decision at once
+		if m.l.evicted == r.plan.QuorumID && w.now > m.l.evictedAt {
+			w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as dead in it", m, r.step, m.l.evicted)
+		}
+		if m.l.in != r.plan.QuorumID {
+			m.l.in, m.l.steps = r.plan.QuorumID, 0
+		}
+		m.l.steps++
+	}
+	r.digest = mix(mix(r.digest, r.sum), uint64(r.plan.MaxWorldSize))
+	w.check.committed(r)
+	w.say("%s commits step %d", m, r.step)
+	r.step++
+	r.committed, r.failures, r.errors = r.plan.QuorumID, 0, 0
+	m.l.lastCommit = w.now
+	w.result.Commits++
+}
+
+// Failed ends a call that got an error, so long before its deadline, and counts those in a row.
+func (m *Model) Failed(err error, early time.Duration) (errors int) {
+	r := m.r
+	if early > time.Second && len(m.l.ranks) == 1 {
+		m.j.w.broken(ruleEarly, "%s, %s before its deadline: %v", m, early, err)
+	}
+	m.j.disturbed("%s: %v", m, err)
+	m.j.Say("%s: %v", m, err)
+	r.undoHeal()
+	r.phase = idle
+	r.errors++
+	return r.errors
+}

@@ -1,0 +1,172 @@
+package sim
+
+import (
+	"encoding/json"
+	"flag"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+var (
+	mutantsFlag = flag.Bool("mutants", false, "compile the machines with each of the mistakes in mutants_test.go, and look for it")
+	mutantFlag  = flag.String("mutant", "", "the machines are compiled with this mistake: find it (what -mutants runs)")
+)
+
+// Mistakes inside of the machines: a text of their source, and what is in its place. The sources stay as they are: the
+// compiler is told to read another file (go test -overlay).
+var mutants = []struct {
+	name     string
+	file     string // in the folder above
+	old, new string
+	setup    func(*Setup) // of the histories in which it is looked for
+	found    []string     // one of these rules
+}{
+	{
+		"no fence", "round/vote.go", `if why := m.lost(lapsed); commit && why != "" {`, `if why := m.lost(lapsed); false && why != "" {`,
+		many(6), []string{ruleEvicted},
+	},
+	{
+		"who was put out commits", "round/vote.go", `case m.putOut != nil && m.putOut.QuorumID == m.answered:`, `case m.putOut != nil && false:`,
+		many(6), []string{ruleEvicted},
+	},
+	{
+		"the newest quorum is not the one that was put out of", "round/vote.go", `m.putOut.QuorumID == m.answered:`, `m.putOut.QuorumID < m.answered:`,
+		many(6), []string{ruleEvicted, ruleProgress},
+	},
+	{
+		"an old vote counts in the next attempt", "round/gather.go", "if m.ballot.count > 0 {", "if m.ballot.count > len(m.ranks) {",
+		func(s *Setup) { s.Ranks = 2; many(6, LoseVote, DropRank, Flaky, Slow)(s) }, []string{ruleVote, ruleWaiters, ruleEqual},
+	},
+	{
+		"one liar is enough for a look", "quorum/suspicion.go", "2*(s.unnamed+s.named[r.id]) > others", "2*(s.unnamed+s.named[r.id]) > min(others, 0)",
+		many(6, Accuse, Flaky, Pause), []string{ruleCause},
+	},
+	{
+		"one liar evicts a peer", "quorum/suspicion.go", "if e.Reached || m.latest == nil", "if m.latest == nil",
+		many(6, Accuse, CutPeers, Pause), []string{ruleCause},
+	},
+	{
+		"reports of the quorum before count", "quorum/machine.go", "reconnect{}, suspicion{}", "reconnect{}, m.suspicion",
+		many(6, Accuse, Flaky), []string{ruleCause},
+	},
+	{
+		"released too early", "quorum/drain.go", "	if !r.previous {\n", "	if true {\n",
+		many(6, Drain), []string{ruleRelease},
+	},
+	{
+		"released at the next tick", "quorum/drain.go", "return r.alive() && !r.waiting() })", "return false })",
+		func(s *Setup) { s.Compute *= 6; many(6, Drain)(s) }, []string{ruleRelease},
+	},
+	{
+		"Slept ignored", "quorum/machine.go", "		m.roster.forgive(slept.For)\n", "",
+		many(6, PauseLighthouse, ClockLighthouse), []string{ruleCause, ruleMajority, ruleMemory, ruleForms},
+	},
+	{
+		"a group that lost a rank counts as healthy", "quorum/machine.go", "dead = append(dead, m.roster.putOut(r, RankGone, e.Reason, now))", "_ = r",
+		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause},
+	},
+	{
+		"who was put out stays so when it asks", "quorum/roster.go", `		r.out = ""
+		r.requests = append`, `		r.requests = append`,
+		many(6, DropRank, Hang, Drain), []string{ruleForms, ruleMajority, ruleMembers, ruleNewcomer, ruleMemory, ruleProgress},
+	},
+	{
+		"a suspicion lasts although its member is back", "quorum/roster.go", "	r.lastBeat = now\n	s.trust(r)\n", "	r.lastBeat = now\n",
+		many(6), []string{ruleCause, ruleMajority, ruleForms, ruleMemory},
+	},
+	{
+		"a member that waits counts as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || said.Waits {", "if !r.alive() || r.waiting() {",
+		many(6, Hang, Slow, CutPeers), []string{ruleCause},
+	},
+	{
+		"newcomers' waits count as those of members", "quorum/compute.go", "case t.joining >= p.JoinTimeout", "case t.waited >= p.JoinTimeout",
+		many(6, Crash, Leave, Slow), []string{ruleMajority},
+	},
+	{
+		"half of the healthy are enough", "quorum/compute.go", "case 2*t.candidates <= t.healthy:", "case 2*t.candidates < t.healthy:",
+		many(6, CutLighthouse, Slow, Pause), []string{ruleMajority},
+	},
+	{
+		"nobody waits for those who are ahead", "quorum/machine.go", "case mayCome && (m.behind.IsZero()", "case mayCome && false && (m.behind.IsZero()",
+		func(s *Setup) { s.Policy.MinReplicas = 1; many(6)(s) }, []string{ruleBehind},
+	},
+	{
+		"an older quorum's weights count as the newest", "recovery/compute.go", "latest = max(latest, m.CommittedQuorumID)", "latest = min(max(latest, 0), m.CommittedQuorumID)",
+		func(s *Setup) {
+			s.Lighthouses, s.Policy.MinReplicas = 1, 1
+			many(8, Partition, CutLighthouse, LoseVote)(s)
+		},
+		[]string{ruleHeal, ruleEqual},
+	},
+	{
+		"half of a quorum may go on, whoever is in it", "quorum/succession.go", "2*n == len(set) && first", "2*n == len(set) && (first || n > 0)",
+		several, []string{ruleBranch, ruleOneSet},
+	},
+}
+
+// mutate is the source of a file with the mistake in it.
+func mutate(t *testing.T, file, old, replacement string) string {
+	t.Helper()
+	source, err := os.ReadFile(filepath.Join("..", file))
+	require.NoError(t, err)
+	require.Equal(t, 1, strings.Count(string(source), old), "%s has %q once", file, old)
+	return strings.Replace(string(source), old, replacement, 1)
+}
+
+// The sources still have what the mutants replace.
+func TestTheMutantsFitTheMachines(t *testing.T) {
+	require.GreaterOrEqual(t, len(mutants), 10)
+	for _, m := range mutants {
+		mutate(t, m.file, m.old, m.new)
+	}
+}
+
+// TestMutantsOfTheMachinesAreFound compiles each mutant, which takes a while: go test ./sim -mutants
+func TestMutantsOfTheMachinesAreFound(t *testing.T) {
+	if !*mutantsFlag {
+		t.Skip("-mutants runs it")
+	}
+	command := os.Getenv("GO")
+	if command == "" {
+		command = "go"
+	}
+	for _, m := range mutants {
+		t.Run(m.name, func(t *testing.T) {
+			folder := t.TempDir()
+			path, err := filepath.Abs(filepath.Join("..", m.file))
+			require.NoError(t, err)
+			mutant := filepath.Join(folder, filepath.Base(m.file))
+			require.NoError(t, os.WriteFile(mutant, []byte(mutate(t, m.file, m.old, m.new)), 0o600))
+			overlay, err := json.Marshal(map[string]map[string]string{"Replace": {path: mutant}})
+			require.NoError(t, err)
+			file := filepath.Join(folder, "overlay.json")
+			require.NoError(t, os.WriteFile(file, overlay, 0o600))
+			//nolint:gosec // the compiler and this test
+			out, err := exec.CommandContext(t.Context(), command, "test", "-trimpath", "-vet=off", "-count=1", "-overlay="+file, ".",
+				"-run=^TestFindMutant$", "-v", "-mutant="+m.name).CombinedOutput()
+			t.Logf("%s", out)
+			require.NoError(t, err)
+			require.Contains(t, string(out), "--- PASS: TestFindMutant")
+		})
+	}
+}
+
+// TestFindMutant runs in machines that were compiled with a mistake.
+func TestFindMutant(t *testing.T) {
+	for _, m := range mutants {
+		if m.name != *mutantFlag {
+			continue
+		}
+		findMistake(t, mistake{name: m.name, setup: m.setup}, m.found)
+		return
+	}
+	if *mutantFlag != "" {
+		require.Fail(t, "no such mutant", *mutantFlag)
+	}
+	t.Skip("-mutants runs it")
+}

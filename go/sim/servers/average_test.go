@@ -1,0 +1,134 @@
+package servers
+
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/sim"
+)
+
+// averageKey names a process group: one for each quorum_id and group rank.
+type averageKey struct {
+	quorumID int64
+	plane    int
+}
+
+// average is a process group, which averages again and again. The job's mu guards it.
+type average struct {
+	key     averageKey
+	members []string
+	waiting map[string]*waiter
+	aborted bool
+	total   uint64
+}
+
+type waiter struct {
+	r        *rank
+	finished chan bool
+	sum      uint64
+}
+
+// joinAverage connects to the members of a quorum, if it is a new one.
+func (r *rank) joinAverage(res *recovery.Result) {
+	key := averageKey{res.QuorumID, r.index}
+	if r.average != nil && r.average.key == key {
+		return
+	}
+	r.leaveAverage(false)
+	averages := r.g.j.averages
+	if averages[key] == nil {
+		averages[key] = &average{key: key, members: res.ReplicaIDs, waiting: map[string]*waiter{}}
+	}
+	r.average = averages[key]
+}
+
+// leaveAverage breaks its connections: peers see that, unless the host vanished silently.
+func (r *rank) leaveAverage(silent bool) {
+	a := r.average
+	if a == nil {
+		return
+	}
+	delete(a.waiting, r.g.id)
+	if !silent {
+		a.abort(r)
+	}
+	r.average = nil
+}
+
+// reduce waits until all have come, or for the timeout, or until somebody aborts.
+func (r *rank) reduce() (sum uint64, ok bool) {
+	var w *waiter
+	var a *average
+	flaky := false
+	r.tell(func(*sim.Judge) {
+		flaky, r.flaky = r.flaky, false
+		a = r.average
+		if a.aborted || r.model.Errored() && !r.model.Heals() {
+			a.abort(r)
+			return
+		}
+		w = &waiter{r: r, finished: make(chan bool, 1)}
+		a.waiting[r.g.id] = w
+		a.total += r.model.Contribute()
+		a.complete()
+	})
+	if w == nil {
+		return 0, false
+	}
+	select {
+	case ok = <-w.finished:
+	case <-r.ctx.Done():
+	case <-time.After(r.g.j.setup.Timeout):
+		r.tell(func(*sim.Judge) { r.model.TimedOut() })
+	}
+	r.tell(func(*sim.Judge) {
+		delete(a.waiting, r.g.id)
+		if ok = ok && !flaky; !ok {
+			a.abort(r)
+		}
+		sum = w.sum
+	})
+	return sum, ok
+}
+
+// complete ends the average for all, if all are there. While a link is cut nothing moves.
+func (a *average) complete() {
+	for i, id := range a.members {
+		if a.waiting[id] == nil {
+			return
+		}
+		for _, other := range a.members[:i] {
+			if !a.waiting[id].r.g.j.judge.Connected(id, other) {
+				return
+			}
+		}
+	}
+	for id, w := range a.waiting {
+		w.sum = a.total
+		a.end(w.r, true)
+		delete(a.waiting, id)
+	}
+	a.total = 0
+}
+
+func (a *average) end(r *rank, ok bool) {
+	if w := a.waiting[r.g.id]; w != nil {
+		select {
+		case w.finished <- ok:
+		default:
+		}
+	}
+}
+
+// abort ends it for those that are connected to one of them.
+func (a *average) abort(by *rank) {
+	if a.aborted {
+		return
+	}
+	a.aborted = true
+	for id, w := range a.waiting {
+		if id != by.g.id && by.g.j.judge.Connected(id, by.g.id) {
+			a.end(w.r, false)
+		}
+	}
+}

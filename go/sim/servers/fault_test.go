@@ -1,0 +1,183 @@
+package servers
+
+import (
+	"time"
+
+	"github.com/torchft/torchft/go/sim"
+)
+
+// schedule lets each fault begin after its quorum.
+func (j *job) schedule() {
+	for i := range j.setup.Faults {
+		f := &j.setup.Faults[i]
+		for rounds := -1; rounds < f.Round; {
+			if !sleep(j.ctx, 50*time.Millisecond) {
+				return
+			}
+			j.tell(func(judge *sim.Judge) { rounds = judge.Result().Rounds })
+		}
+		j.running.Add(1)
+		j.after(f.After, func() {
+			defer j.running.Add(-1)
+			j.strike(f)
+		})
+	}
+	j.running.Add(-1)
+}
+
+// strike is one fault, from its begin to its end. Clocks are those of the bubble: none jumps.
+func (j *job) strike(f *sim.Fault) {
+	if f.Kind == sim.ClockJump || f.Kind == sim.ClockLighthouse {
+		return
+	}
+	j.tell(func(judge *sim.Judge) { judge.Begins(f) })
+	switch f.Kind {
+	case sim.KillLighthouse, sim.VanishLighthouse:
+		for _, h := range j.struck(f) {
+			h.crash(f.Kind == sim.VanishLighthouse, f.For)
+		}
+		return // those that start say so
+	case sim.Noise:
+		for end := time.Now().Add(f.For); time.Now().Before(end) && sleep(j.ctx, 200*time.Millisecond); {
+			j.resetOne()
+		}
+	default:
+		var groups []*group
+		j.tell(func(*sim.Judge) { groups = append(groups, j.groups...) })
+		for slot, g := range groups {
+			if f.Slots>>slot&1 == 1 && g != nil {
+				g.strike(f)
+			}
+		}
+	}
+	end := j.disturb(f)
+	sleep(j.ctx, f.For)
+	end()
+	j.tell(func(judge *sim.Judge) { judge.Ends(f) })
+}
+
+// struck are the lighthouses that a fault is about.
+func (j *job) struck(f *sim.Fault) (hosts []*lighthouseHost) {
+	for i, h := range j.hosts {
+		if f.Of == 0 || f.Of>>i&1 == 1 {
+			hosts = append(hosts, h)
+		}
+	}
+	return hosts
+}
+
+// strike lets a fault begin in one group.
+func (g *group) strike(f *sim.Fault) {
+	j := g.j
+	switch f.Kind {
+	case sim.Crash, sim.Vanish:
+		g.die(f.Kind, "killed", f.For)
+	case sim.Leave:
+		if f.After%2 == 0 && len(g.ranks) == 1 {
+			g.tell(func(*sim.Judge) { g.leaves = true })
+			return
+		}
+		g.die(sim.Leave, "it shuts down", f.For)
+	case sim.RankDies:
+		if r := g.ranks[min(int(f.N), len(g.ranks)-1)]; r.index > 0 {
+			j.net.Host(r.host).Kill()
+			g.tell(func(*sim.Judge) {
+				r.kill()
+				r.leaveAverage(false)
+			})
+		}
+		j.after(f.For, func() { g.die(sim.Crash, "a rank of it died", 0) })
+	case sim.Pause:
+		g.tell(func(*sim.Judge) { g.stopped = time.Now().Add(f.For) })
+	case sim.Flaky:
+		g.tell(func(*sim.Judge) {
+			for _, r := range g.ranks {
+				r.flaky = true
+			}
+		})
+	case sim.LoseVote:
+		g.tell(func(*sim.Judge) { g.ranks[len(g.ranks)-1].loseVote = true })
+	case sim.DropRank:
+		j.net.Host(g.ranks[len(g.ranks)-1].host).Cut()
+	case sim.ShrinkOnly:
+		g.tell(func(*sim.Judge) { g.shrink = int(f.N) })
+	}
+}
+
+// disturb changes the network, until end.
+func (j *job) disturb(f *sim.Fault) (end func()) {
+	var ends []func()
+	pair := func(from, to string) {
+		j.net.Sever(from, to)
+		ends = append(ends, func() { j.net.Heal(from, to) })
+	}
+	resets := f.After%2 == 1 // somebody on the way says that the connections are over
+	both := func(a, b string, there, back bool) {
+		if resets {
+			j.net.Reset(a, b)
+		}
+		if there {
+			pair(a, b)
+		}
+		if back {
+			pair(b, a)
+		}
+	}
+	if f.Kind == sim.PauseLighthouse {
+		for _, h := range j.struck(f) {
+			j.net.Pause(h.name)
+			ends = append(ends, func() { j.net.Resume(h.name) })
+		}
+	}
+	for slot := range j.setup.Slots {
+		name := machineOf(slot)
+		if f.Slots>>slot&1 == 0 {
+			continue
+		}
+		switch f.Kind {
+		case sim.Pause:
+			j.net.Pause(name)
+			ends = append(ends, func() { j.net.Resume(name) })
+		case sim.Slow:
+			j.slower(name, 1)
+			ends = append(ends, func() { j.slower(name, -1) })
+		case sim.Partition, sim.CutLighthouse, sim.CutUp, sim.CutDown:
+			for _, h := range j.struck(f) {
+				both(name, h.name, f.Kind != sim.CutDown, f.Kind != sim.CutUp)
+			}
+		}
+		if f.Kind == sim.Partition || f.Kind == sim.CutPeers || f.Kind == sim.CutPeersOneWay {
+			for other := range j.setup.Slots {
+				if f.Slots>>other&1 == 0 {
+					both(name, machineOf(other), true, f.Kind != sim.CutPeersOneWay)
+				}
+			}
+		}
+	}
+	return func() {
+		for _, end := range ends {
+			end()
+		}
+	}
+}
+
+func (j *job) slower(machine string, by int) {
+	j.weather.Lock()
+	defer j.weather.Unlock()
+	j.slow[machine] += by
+}
+
+// resetOne breaks all connections between two machines.
+func (j *job) resetOne() {
+	j.weather.Lock()
+	n := j.setup.Slots + len(j.hosts)
+	a, b := j.rng.IntN(n), j.rng.IntN(n)
+	j.weather.Unlock()
+	name := func(i int) string {
+		if i < j.setup.Slots {
+			return machineOf(i)
+		}
+		return j.hosts[i-j.setup.Slots].name
+	}
+	j.net.Reset(name(a), name(b))
+}

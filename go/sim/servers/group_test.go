@@ -1,0 +1,198 @@
+package servers
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/sim"
+)
+
+// group is one life of a replica group: a real manager server, and ranks.
+type group struct {
+	j      *job
+	slot   int
+	id     string
+	host   *fttest.Host
+	name   string
+	ctx    context.Context
+	cancel context.CancelFunc
+
+	// The job's mu guards these.
+	dead    bool
+	leaves  bool // it goes at the end of its step
+	shrink  int  // steps for which it asks shrink_only
+	stopped time.Time
+	ranks   []*rank
+}
+
+// begin starts a group in a slot, if there is none.
+func (j *job) begin(slot int) {
+	if j.ctx.Err() != nil {
+		return
+	}
+	g := &group{j: j, slot: slot}
+	g.ctx, g.cancel = context.WithCancel(j.ctx)
+	started := false
+	j.tell(func(judge *sim.Judge) {
+		if j.groups[slot] != nil {
+			return
+		}
+		started = true
+		j.lives[slot]++
+		g.name = fmt.Sprintf("%s.%d", machineOf(slot), j.lives[slot])
+		g.id = judge.Starts(slot)
+		j.groups[slot] = g
+		for i := range j.setup.Ranks {
+			g.ranks = append(g.ranks, newRank(g, i, judge.Model(g.id, i)))
+		}
+	})
+	if !started {
+		g.cancel()
+		return
+	}
+	if j.lives[slot] > 1 { // the machine is there, if it was gone
+		j.net.Host(fmt.Sprintf("%s.%d", machineOf(slot), j.lives[slot]-1)).Refuse()
+	}
+	g.host = j.net.Host(g.name)
+	j.tasks.Go(g.run)
+}
+
+// run is the life of the process with the manager server. It is started again until it reaches a lighthouse.
+func (g *group) run() {
+	defer g.cancel()
+	var server *manager.Server
+	for server == nil {
+		var err error
+		if server, err = g.serve(); err != nil && !sleep(g.ctx, time.Second) {
+			return
+		}
+	}
+	for _, r := range g.ranks {
+		g.j.tasks.Go(func() { r.run(server.Address()) })
+	}
+	<-g.ctx.Done()
+	start := time.Now()
+	server.Shutdown()
+	g.j.tell(func(judge *sim.Judge) {
+		if took := time.Since(start); took > shutdownTime {
+			judge.Break("the server of %s took %s to shut down", g.id, took)
+		}
+	})
+}
+
+// shutdownTime is the longest that a server takes.
+const shutdownTime = 5 * time.Second
+
+func (g *group) serve() (*manager.Server, error) {
+	cfg := g.j.cluster.ServerConfig(g.id, int64(g.j.setup.Ranks))
+	cfg.Hostname, cfg.Network, cfg.LighthouseAddr, cfg.StoreAddr = g.name, g.host, g.j.list, g.name+":1"
+	cfg.Logger = slog.New(slog.NewTextHandler(g.j.cluster.Log, nil))
+	m, err := manager.Join(g.ctx, cfg)
+	if err != nil {
+		return nil, err
+	}
+	o := overheard{m.(membership), g, make(chan manager.Notice)}
+	g.j.tasks.Go(o.listen)
+	cfg.Membership = o
+	return manager.NewServer(g.ctx, cfg)
+}
+
+// membership is all that a member can do.
+type membership interface {
+	manager.Membership
+	manager.NoticeSource
+	manager.Witness
+	manager.Leaver
+	manager.Reporter
+}
+
+// overheard lets the judge hear what a member hears.
+type overheard struct {
+	membership
+	g     *group
+	heard chan manager.Notice
+}
+
+func (o overheard) Notices() <-chan manager.Notice { return o.heard }
+
+// listen hands on what the lighthouse tells.
+func (o overheard) listen() {
+	for {
+		select {
+		case n := <-o.membership.Notices():
+			o.g.tell(func(judge *sim.Judge) {
+				if n.Kind == manager.Died && n.ReplicaID == o.g.id {
+					judge.Evicted(o.g.id, n.QuorumID)
+				}
+			})
+			select {
+			case o.heard <- n:
+			case <-o.g.ctx.Done():
+				return
+			}
+		case <-o.g.ctx.Done():
+			return
+		}
+	}
+}
+
+func (o overheard) Quorum(ctx context.Context, m quorum.Member, known int64) (*quorum.Quorum, error) {
+	o.g.tell(func(judge *sim.Judge) { judge.Asks(o.g.id, m) })
+	q, err := o.membership.Quorum(ctx, m, known)
+	if err == nil {
+		o.g.tell(func(judge *sim.Judge) { judge.Learned(o.g.id, q) })
+	}
+	return q, err
+}
+
+// tell is the job's, unless the group is dead: nobody hears what its processes do until they end.
+func (g *group) tell(what func(*sim.Judge)) (alive bool) {
+	g.j.tell(func(judge *sim.Judge) {
+		if alive = !g.dead; alive {
+			what(judge)
+		}
+	})
+	return alive
+}
+
+// die ends a group, and lets another one begin in its slot. A process that dies breaks its connections, a host that vanishes
+// does not, and one that shuts down says so.
+func (g *group) die(how sim.FaultKind, why string, down time.Duration) {
+	j := g.j
+	if !g.tell(func(judge *sim.Judge) {
+		g.dead = true
+		judge.Dies(g.id, why, how == sim.Vanish)
+		j.groups[g.slot] = nil
+		for _, r := range g.ranks {
+			r.leaveAverage(how == sim.Vanish)
+		}
+	}) {
+		return
+	}
+	for _, r := range g.ranks {
+		switch host := j.net.Host(r.host); {
+		case how == sim.Vanish:
+			host.Vanish()
+		case how == sim.Leave && r.index == 0: // its server still has to say so
+		default:
+			host.Kill()
+		}
+	}
+	g.cancel()
+	j.after(down, func() { j.begin(g.slot) })
+}
+
+// sleep reports whether the time has passed before the context ended.
+func sleep(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-time.After(d):
+		return ctx.Err() == nil
+	case <-ctx.Done():
+		return false
+	}
+}

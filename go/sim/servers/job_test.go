@@ -1,0 +1,174 @@
+package servers
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/lighthouse"
+	"github.com/torchft/torchft/go/sim"
+)
+
+// job is one history: lighthouses, groups, and the network between them.
+type job struct {
+	setup   sim.Setup
+	cluster *fttest.Cluster
+	net     *fttest.Network
+	start   time.Time
+	list    string // of the lighthouses
+	ctx     context.Context
+	stop    context.CancelFunc
+	tasks   sync.WaitGroup
+	hosts   []*lighthouseHost
+
+	mu       sync.Mutex // also for the judge, the averages and what is said to be guarded by it
+	judge    *sim.Judge
+	groups   []*group // of each slot, nil while there is none
+	lives    []int
+	averages map[averageKey]*average
+	running  atomic.Int64 // faults, and their schedule
+	lines    []string
+	givenUp  map[string]*lighthouse.Server // groups, and where; only the operator uses it
+
+	weather sync.Mutex // for what follows
+	rng     *rand.Rand
+	slow    map[string]int // machines
+}
+
+func newJob(t *testing.T, s sim.Setup) *job {
+	j := &job{
+		setup: s, net: fttest.NewNetwork(), start: time.Now(), groups: make([]*group, s.Slots), lives: make([]int, s.Slots),
+		averages: map[averageKey]*average{}, givenUp: map[string]*lighthouse.Server{}, rng: rand.New(rand.NewPCG(s.Seed, 5)), slow: map[string]int{},
+	}
+	j.cluster = &fttest.Cluster{T: t, Net: j.net, Log: &fttest.Log{}}
+	j.ctx, j.stop = context.WithCancel(context.Background())
+	j.judge = sim.NewJudge(s, func(at time.Duration, line string) {
+		j.lines = append(j.lines, fmt.Sprintf("%9.3fs %s", at.Seconds(), line))
+	})
+	j.net.Delays(j.delay)
+	var list []string
+	for i := range s.Lighthouses {
+		h := &lighthouseHost{j: j, index: i, name: fmt.Sprintf("lh%d", i), life: make(lock, 1)}
+		if s.Disk {
+			h.dir = t.TempDir()
+		}
+		j.hosts = append(j.hosts, h)
+		list = append(list, "http://"+h.name+":29510")
+	}
+	j.list = strings.Join(list, ",")
+	return j
+}
+
+// tell runs something with the judge. Nothing in it waits.
+func (j *job) tell(what func(*sim.Judge)) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.judge.At(time.Since(j.start))
+	what(j.judge)
+}
+
+// after runs something later, unless the history is over by then.
+func (j *job) after(d time.Duration, do func()) {
+	j.tasks.Go(func() {
+		select {
+		case <-time.After(d):
+			do()
+		case <-j.ctx.Done():
+		}
+	})
+}
+
+// delay is how long a message takes.
+func (j *job) delay(from, to string) time.Duration {
+	j.weather.Lock()
+	defer j.weather.Unlock()
+	d := j.setup.Delay/2 + time.Duration(j.rng.Int64N(int64(j.setup.Delay)))
+	if machine(from) == machine(to) {
+		d /= 4
+	}
+	if j.slow[machine(from)]+j.slow[machine(to)] > 0 {
+		d *= 15
+	}
+	return d
+}
+
+func machine(host string) string {
+	name, _, _ := strings.Cut(host, ".")
+	return name
+}
+
+func machineOf(slot int) string { return fmt.Sprintf("g%02d", slot) }
+
+// lighthouseHost is where one of the list runs, again and again.
+type lighthouseHost struct {
+	j      *job
+	index  int
+	name   string
+	dir    string // of its state, empty without one
+	server *lighthouse.Server
+	life   lock // held while it starts or ends
+}
+
+// lock is a mutex for whose holders time may pass: in a bubble none does for a goroutine that waits for a sync.Mutex.
+type lock chan struct{}
+
+func (l lock) Lock()   { l <- struct{}{} }
+func (l lock) Unlock() { <-l }
+
+func (h *lighthouseHost) begin() {
+	h.life.Lock()
+	defer h.life.Unlock()
+	if h.j.ctx.Err() != nil {
+		return
+	}
+	s := h.j.setup
+	h.server = h.j.cluster.LighthouseOn(h.name, s.Policy.MinReplicas, func(cfg *lighthouse.Config) {
+		cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = s.Policy.JoinTimeout, s.Policy.HeartbeatTimeout, s.Policy.SuspectGrace
+		cfg.QuorumTick, cfg.StateDir = s.QuorumTick, h.dir
+		cfg.Logger = slog.New(slog.NewTextHandler(h.j.cluster.Log, nil)).With("lighthouse", h.index)
+	})
+	h.j.tell(func(judge *sim.Judge) { judge.Lighthouse(h.index, true) })
+}
+
+// crash is kill -9, or a power cut, after which it starts anew.
+func (h *lighthouseHost) crash(silent bool, down time.Duration) {
+	h.life.Lock()
+	server := h.server
+	h.server = nil
+	if server != nil {
+		h.j.tell(func(judge *sim.Judge) { judge.Lighthouse(h.index, false) })
+		if silent {
+			h.j.net.Host(h.name).Vanish()
+		} else {
+			h.j.net.Host(h.name).Kill()
+		}
+		server.Shutdown() // what is left of it reaches nobody
+	}
+	h.life.Unlock()
+	if server != nil {
+		h.j.after(down, h.begin)
+	}
+}
+
+// end shuts it down in order, and looks whether it has forgotten those who are gone.
+func (h *lighthouseHost) end() {
+	h.life.Lock()
+	defer h.life.Unlock()
+	if h.server == nil {
+		return
+	}
+	if s := h.server.Status(); s.Waiters > 0 || s.Healthy > 0 {
+		h.j.tell(func(judge *sim.Judge) {
+			judge.Break("lighthouse %d remembers %d healthy groups and %d waiters of a job that is over", h.index, s.Healthy, s.Waiters)
+		})
+	}
+	h.server.Shutdown()
+	h.server = nil
+}

@@ -1,0 +1,119 @@
+package servers
+
+import (
+	"encoding/json"
+	"flag"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+var mistakesFlag = flag.Bool("mistakes", false, "look for planted mistakes (TestMistakesInTheShellsAreFound): half a minute each")
+
+// Mistakes in the shells that would be easy to make. Some text of a file is another one for the compiler (go test -overlay), so
+// that no production code has a switch for it.
+var mistakes = []struct {
+	name, file string
+	from, to   string
+	rules      []string // one of them finds it; the beginnings of their words
+}{
+	{
+		"a stream that is made anew has no greeting", "manager/member.go",
+		"	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+		"	if m.stream != nil {\n		go stream.receive()\n		return stream, client, nil\n	}\n" +
+			"	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+		[]string{"a call ends before its deadline"},
+	},
+	{
+		"a member takes no notice of a failure", "manager/member_stream.go",
+		"		s.member.heard.tell(Notice{Kind: Died, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})\n",
+		"		_ = f\n",
+		[]string{"a failure reaches everybody in its quorum"},
+	},
+	{
+		"a member goes back to an earlier lighthouse alone", "manager/member.go",
+		"			case m.stream != nil && !m.stream.broken():\n				stream = m.stream",
+		"			case m.stream != nil && !m.stream.broken() && reaches != 0:\n				m.choice.goBack(reaches.First())\n				m.stream.leave()",
+		[]string{"while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
+	},
+	{
+		"a request outlives the stream on which it came", "lighthouse/member.go",
+		"	s.forget()\n	if s.expiry != nil {", "	if s.expiry != nil {",
+		[]string{"every waiter is answered once"},
+	},
+	{
+		"a member that waits says nothing", "manager/member_stream.go",
+		"	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	return s.interval",
+		"	return s.interval",
+		[]string{"groups that reach each other and a lighthouse train in one quorum", "while nothing fails, no step is lost"},
+	},
+	{
+		"all requests of a member have one number", "manager/member.go",
+		"client.number.Add(1)", "client.number.Add(0)",
+		[]string{"a call ends before its deadline"},
+	},
+	{
+		"the end of a stream is no sign of a failure", "lighthouse/member.go",
+		"if job.streams.remove(s) && !job.closed {", "if job.streams.remove(s) && job.closed {",
+		[]string{"after a failure the others have a quorum"},
+	},
+	{
+		"a member does not tell a lighthouse of its quorum", "manager/member_stream.go",
+		"q != nil && q.ID >= m.Recall", "q != nil && q.ID < m.Recall",
+		[]string{"after a failure the others have a quorum"},
+	},
+	{
+		"a member that is sent back forgets where", "manager/member.go",
+		"if place, sent := m.stream.sentBack(); sent {", "if place, sent := m.stream.sentBack(); sent && place < 0 {",
+		[]string{"groups that reach each other and a lighthouse train in one quorum"},
+	},
+	{
+		"a lighthouse that is away fails the round", "manager/ask.go",
+		"away := rpc.IsUnavailable(err)", "away := false && rpc.IsUnavailable(err)",
+		[]string{"a call ends before its deadline"},
+	},
+	{
+		"a session's answer to a vote is always yes", "manager/session_server.go",
+		"		resp.Response = &torchftpb.RankResponse_ShouldCommit{ShouldCommit: commit}",
+		"		commit.ShouldCommit = true\n		resp.Response = &torchftpb.RankResponse_ShouldCommit{ShouldCommit: commit}",
+		[]string{"a group commits only what all its ranks voted for"},
+	},
+}
+
+func TestMistakesInTheShellsAreFound(t *testing.T) {
+	if !*mistakesFlag {
+		t.Skip("-mistakes looks for them")
+	}
+	root, err := filepath.Abs("../..")
+	require.NoError(t, err)
+	for _, m := range mistakes {
+		t.Run(m.name, func(t *testing.T) {
+			path := filepath.Join(root, m.file)
+			code, err := os.ReadFile(path)
+			require.NoError(t, err)
+			require.Equal(t, 1, strings.Count(string(code), m.from), "the text of the mistake is in %s once", m.file)
+			dir := t.TempDir()
+			spoiled, overlay := filepath.Join(dir, "spoiled.go"), filepath.Join(dir, "overlay.json")
+			require.NoError(t, os.WriteFile(spoiled, []byte(strings.Replace(string(code), m.from, m.to, 1)), 0o600))
+			text, err := json.Marshal(map[string]map[string]string{"Replace": {path: spoiled}})
+			require.NoError(t, err)
+			require.NoError(t, os.WriteFile(overlay, text, 0o600))
+
+			test := exec.CommandContext(t.Context(), "go", "test", ".", "-overlay", overlay, "-vet=off", "-failfast",
+				"-run", "^TestTheRulesHold$", "-seeds", "150")
+			out, err := test.CombinedOutput()
+			require.Error(t, err, "nothing was found")
+			found := regexp.MustCompile(`servers_test.go:\d+: (.*)\n`).FindSubmatch(out)
+			require.NotNil(t, found, "%s", out)
+			t.Logf("found as: %s", found[1])
+			assert.True(t, slices.ContainsFunc(m.rules, func(rule string) bool { return strings.HasPrefix(string(found[1]), rule) }))
+		})
+	}
+}

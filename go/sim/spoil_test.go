@@ -1,0 +1,187 @@
+package sim
+
+import (
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/round"
+)
+
+// spoiled is a lighthouse's machine with something wrong in front of it.
+type spoiled struct {
+	*quorum.Machine
+	step func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action
+}
+
+func (s spoiled) Step(e quorum.Event, now time.Time) []quorum.Action {
+	return s.step(s.Machine, e, now)
+}
+
+func spoil(step func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action) func(*quorum.Machine) lighthouseMachine {
+	return func(m *quorum.Machine) lighthouseMachine { return spoiled{m, step} }
+}
+
+// deliveries changes what the lighthouse delivers.
+func deliveries(change func(*quorum.Deliver)) func(*quorum.Machine) lighthouseMachine {
+	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
+		actions := m.Step(e, now)
+		for i, a := range actions {
+			if d, ok := a.(quorum.Deliver); ok {
+				change(&d)
+				actions[i] = d
+			}
+		}
+		return actions
+	})
+}
+
+// requests changes what the lighthouse is asked.
+func requests(change func(*quorum.Asked)) func(*quorum.Machine) lighthouseMachine {
+	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
+		if a, ok := e.(quorum.Asked); ok {
+			change(&a)
+			e = a
+		}
+		return m.Step(e, now)
+	})
+}
+
+// greetings changes what members say when they come.
+func greetings(change func(*quorum.Greeted)) func(*quorum.Machine) lighthouseMachine {
+	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
+		if g, ok := e.(quorum.Greeted); ok {
+			change(&g)
+			e = g
+		}
+		return m.Step(e, now)
+	})
+}
+
+// several lighthouses, and more cuts than else.
+func several(s *Setup) {
+	s.Lighthouses = 2
+	s.Slots = 3 + int(s.Seed%3)
+	s.Policy.MinReplicas = 1
+	s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 3)), *s, 10)
+}
+
+// keepHeartbeats lets nobody die whose heartbeat ever came.
+func keepHeartbeats(m *quorum.Machine) lighthouseMachine {
+	var ids []string
+	return spoiled{m, func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
+		switch e := e.(type) {
+		case quorum.Beat:
+			if !slices.Contains(ids, e.ReplicaID) {
+				ids = append(ids, e.ReplicaID)
+			}
+		case quorum.Tick:
+			for _, id := range ids {
+				m.Step(quorum.Beat{ReplicaID: id}, now)
+			}
+		}
+		return m.Step(e, now)
+	}}
+}
+
+type spoiledGroup struct {
+	*round.Machine
+	step func(m *round.Machine, e round.Event, now time.Time) []round.Action
+}
+
+func (s spoiledGroup) Step(e round.Event, now time.Time) []round.Action {
+	return s.step(s.Machine, e, now)
+}
+
+func spoilGroup(step func(m *round.Machine, e round.Event, now time.Time) []round.Action) func(round.Group, *round.Machine) groupMachine {
+	return func(_ round.Group, m *round.Machine) groupMachine { return spoiledGroup{m, step} }
+}
+
+// steps lets the groups see other steps in a quorum than there are.
+func steps(see func(members []quorum.Member) []int64) func(round.Group, *round.Machine) groupMachine {
+	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
+		known, ok := e.(round.QuorumKnown)
+		if !ok || known.Quorum == nil {
+			return m.Step(e, now)
+		}
+		q := *known.Quorum
+		q.Members = slices.Clone(q.Members)
+		seen := see(q.Members)
+		most := slices.Index(seen, slices.Max(seen))
+		for i := range q.Members {
+			q.Members[i].Step, q.Members[i].CommittedQuorumID = seen[i], 0
+		}
+		known.Quorum = &q
+		actions := m.Step(known, now)
+		for i, a := range actions {
+			if a, ok := a.(round.AnswerQuorum); ok {
+				a.Result.MaxStep = e.(round.QuorumKnown).Quorum.Members[most].Step
+				actions[i] = a
+			}
+		}
+		return actions
+	})
+}
+
+// deaf is a lighthouse whose machine never hears of some events.
+func deaf(to func(quorum.Event) bool) func(*quorum.Machine) lighthouseMachine {
+	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
+		if to(e) {
+			return nil
+		}
+		return m.Step(e, now)
+	})
+}
+
+// to is true of the events of a type.
+func to[T any](e quorum.Event) bool {
+	_, ok := e.(T)
+	return ok
+}
+
+// deafGroup is a manager server whose machine never hears of some events.
+func deafGroup[T any]() func(round.Group, *round.Machine) groupMachine {
+	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
+		if _, ok := e.(T); ok {
+			return nil
+		}
+		return m.Step(e, now)
+	})
+}
+
+// results changes what ranks are told about their quorum.
+func results(change func(*round.AnswerQuorum)) func(round.Group, *round.Machine) groupMachine {
+	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
+		actions := m.Step(e, now)
+		for i, a := range actions {
+			if a, ok := a.(round.AnswerQuorum); ok {
+				change(&a)
+				actions[i] = a
+			}
+		}
+		return actions
+	})
+}
+
+// many faults, one in so many rounds.
+func many(every int, kinds ...FaultKind) func(*Setup) {
+	return func(s *Setup) {
+		s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 5)), *s, every)
+		for i := range s.Faults {
+			if len(kinds) > 0 {
+				f := &s.Faults[i]
+				f.Kind = kinds[(int(s.Seed)+i)%len(kinds)]
+				f.For = max(f.For, s.Timeout/2)
+				if f.Kind == RankDies {
+					f.N = int64(i % s.Ranks)
+				}
+				if f.Kind.ofLighthouse() {
+					f.Slots = 0
+				} else if f.Slots == 0 {
+					f.Slots = 1
+				}
+			}
+		}
+	}
+}

@@ -1,0 +1,224 @@
+package sim
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/round"
+)
+
+// What groups say besides their requests, and what the lighthouse asks them: package manager's Witness and package
+// lighthouse's watch. Times that are seconds there are as short as the timeouts of the simulation are.
+
+// checkTime is how long a member that its peers suspect may take to give a sign of life.
+func (w *world) checkTime() time.Duration { return w.Policy.HeartbeatTimeout / 4 }
+
+// answerTime is how long ranks may take to say what they do.
+func (w *world) answerTime() time.Duration { return w.Policy.HeartbeatTimeout / 8 }
+
+// rankGrace is how long a rank whose connection broke may take to come back, before the other groups are told.
+func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
+
+// aliveInterval is how often a group says at least that it is alive.
+func (w *world) aliveInterval() time.Duration {
+	interval := w.Policy.HeartbeatTimeout / 3
+	if w.Lighthouses > 1 {
+		interval = min(interval, quorum.BondTime/5)
+	}
+	return interval
+}
+
+// tells says a word to the lighthouse. Without a stream it has seen the disconnect itself.
+func (g *group) tells(word quorum.Event) {
+	if k := g.link; k != nil && k.welcomed {
+		g.speaks()
+		k.up(event{kind: lhWord, x: word, link: k})
+	}
+}
+
+// speaks notes that something is said, and whether nothing was for about as long as the lighthouse bears with.
+func (g *group) speaks() {
+	g.noteSilence()
+	g.spoke = g.w.now
+}
+
+func (g *group) noteSilence() {
+	silent := g.w.now - g.spoke
+	g.lapsed = g.lapsed || g.served && silent > g.w.aliveInterval()*5/2
+	g.quiet = max(g.quiet, silent)
+}
+
+// suspect reports a collective that failed. With two groups there is only one to suspect.
+func (g *group) suspect(c *comm) {
+	word := quorum.Suspected{Reporter: g.id, QuorumID: c.key.quorumID}
+	if len(c.members) == 2 {
+		for i := range c.members {
+			if id := c.members[i].id; id != g.id {
+				word.Suspect = id
+			}
+		}
+	}
+	g.tells(word)
+}
+
+// accuse says of a peer that nothing is wrong with that it is lost.
+func (g *group) accuse() {
+	c := g.ranks[0].comm
+	if c == nil {
+		return
+	}
+	for i := range c.members {
+		if id := c.members[(i+g.slot)%len(c.members)].id; id != g.id {
+			g.w.say("%s says that it lost %s, which is not so", g.id, id)
+			g.tells(quorum.Suspected{Reporter: g.id, Suspect: id, QuorumID: c.key.quorumID})
+			return
+		}
+	}
+}
+
+// lostRank tells the machine that a rank's connection broke, and in a while that it is still so.
+func (g *group) lostRank(rank int16) {
+	g.step(round.RankGone{GroupRank: int64(rank)})
+	if len(g.calls) > 0 {
+		g.w.broken(ruleWaiters, "rank %d of %s is gone, and %s waits on", rank, g.id, g.describeCalls())
+	}
+	g.w.after(g.w.rankGrace(), event{kind: rankStill, g: g, rank: rank})
+}
+
+// askRanks asks all ranks what they do.
+func (g *group) askRanks() {
+	w := g.w
+	g.asked = true
+	g.step(round.ProgressAsked{})
+	for i := range g.ranks {
+		if r := &g.ranks[i]; r.phase != dead && w.now >= r.hangsUntil {
+			g.tell(r, event{kind: rankSays, ok: r.phase == reducing})
+		}
+	}
+	w.after(w.answerTime(), event{kind: progressEnd, g: g})
+}
+
+// progress tells the lighthouse what the group does, if all ranks have said it or there is no more time.
+func (g *group) progress(timeUp bool) {
+	m, ok := g.machine.(interface {
+		Progress(time.Time) (round.Progress, bool)
+	})
+	if !ok || !g.asked {
+		return
+	}
+	p, complete := m.Progress(epoch.Add(g.w.now))
+	if complete || timeUp {
+		g.asked = false
+		g.tells(quorum.Progressed{ReplicaID: g.id, Progress: quorum.Progress{
+			Step: p.Step, Rank: p.GroupRank, Phase: p.Phase, For: p.For, Waits: p.Waits,
+		}})
+	}
+}
+
+// endsLastStep ends the last step of a rank whose group is drained: the group goes when all have ended it.
+func (r *rank) endsLastStep() {
+	g, w := r.g, r.g.w
+	r.phase, r.deadline = left, 0
+	for i := range g.ranks {
+		if g.ranks[i].phase != left {
+			return
+		}
+	}
+	w.say("%s has ended its last step", g.id)
+	g.leaving = true
+	g.tells(quorum.Leaving{ReplicaID: g.id})
+	w.after(2*w.Timeout, event{kind: leaveDue, g: g})
+}
+
+// goes ends a group that left.
+func (g *group) goes() {
+	if g.leaving {
+		g.shutDown()
+		g.w.after(g.w.upTo(g.w.Timeout), event{kind: slotStart, id: uint64(g.slot)})
+	}
+}
+
+// look is for a sign of life.
+type look struct {
+	of    quorum.Check
+	heard int // words that had come from it
+}
+
+// lookAt looks for one: on a stream the group has to answer, else its host is asked for a connection.
+func (l *lighthouse) lookAt(a quorum.Check) {
+	w := l.w
+	g := w.byID[a.ReplicaID]
+	if g == nil {
+		return
+	}
+	for _, k := range l.links {
+		if k.g == g {
+			k.down(event{kind: probed})
+		}
+	}
+	w.after(w.checkTime(), event{kind: lhChecked, g: g, lh: uint8(l.index), life: l.life, x: &look{a, g.views[l.index].words}})
+}
+
+func (l *lighthouse) checked(g *group, c *look) {
+	e := quorum.Checked{ReplicaID: g.id, QuorumID: c.of.QuorumID, Reached: g.views[l.index].words != c.heard}
+	if !e.Reached {
+		e.Reason = fmt.Sprintf("no answer within %s", l.w.checkTime())
+		if !l.hasLink(g) {
+			e.Reached = !g.dead && !l.w.cutOff(g.slot, l.index) // the kernel of a process that stands still answers, too
+		}
+	}
+	l.check.checked(g, e)
+	l.step(e)
+}
+
+func (l *lighthouse) hasLink(g *group) bool {
+	return slices.ContainsFunc(l.links, func(k *link) bool { return k.g == g })
+}
+
+// askProgress asks members what they do. Those that make calls cannot say it.
+func (l *lighthouse) askProgress(ids []string) {
+	l.check.asksAll()
+	for _, id := range ids {
+		g := l.w.byID[id]
+		for _, k := range l.links {
+			if k.g == g {
+				k.down(event{kind: progressDue})
+			}
+		}
+		if !l.hasLink(g) {
+			e := quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}
+			l.check.word(g, e)
+			l.machine.Step(e, epoch.Add(l.clock())) // of the same time: there is nothing else to do about it
+		}
+	}
+}
+
+// word takes what a group says on a stream.
+func (l *lighthouse) word(e *event) {
+	word := e.x.(quorum.Event)
+	_, leaves := word.(quorum.Leaving)
+	if !slices.Contains(l.links, e.link) || e.link.stale && !leaves {
+		return
+	}
+	switch word.(type) {
+	case quorum.Leaving, quorum.ShuttingDown:
+	default: // also a sign of life
+		l.check.beat(e.g)
+		l.step(quorum.Beat{ReplicaID: e.g.id})
+	}
+	l.check.word(e.g, word)
+	l.step(word)
+}
+
+// slept notes that the lighthouse itself stood still, before it takes in anything else: it heard nobody meanwhile.
+func (l *lighthouse) slept() {
+	w := l.w
+	if most := w.Policy.HeartbeatTimeout/2 + w.QuorumTick; l.clock()-l.stepped > most {
+		slept := l.clock() - l.stepped
+		l.check.slept(slept)
+		l.do(quorum.Slept{For: slept})
+	}
+	l.stepped = max(l.stepped, l.clock()) // the machine's clock does not go back, either
+}

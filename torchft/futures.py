@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Callable, Generator, Optional, TypeVar
@@ -26,7 +27,7 @@ from typing import Callable, Generator, Optional, TypeVar
 import torch
 from torch.futures import Future
 
-from torchft.utils import record_event
+from torchft.utils import Mark
 
 __all__ = [
     "WATCHDOG_TIMEOUT_SEC",
@@ -198,12 +199,19 @@ def _timeout_error(what: str, timeout: timedelta) -> TimeoutError:
     return TimeoutError(f"{what} did not complete within {timeout.total_seconds()} s")
 
 
-def _devices() -> list[torch.device | int | str]:
-    """Devices whose tensors a new future may hold; a future must know them when it is made."""
+def _devices() -> list[torch.device]:
+    """Devices on which a tensor of this process may lie.
+
+    A callback of a future takes a stream of each device that the future names. On CUDA that makes a context, which
+    costs hundreds of MB: so only those are named that have one.
+    """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
         return []
-    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    indices = range(torch.accelerator.device_count())
+    if accelerator.type == "cuda":
+        return [torch.device("cuda", index) for index in indices if torch._C._cuda_hasPrimaryContext(index)]
+    return [torch.device(accelerator.type, index) for index in indices]
 
 
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
@@ -211,10 +219,15 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
     `fut` itself is left alone: it may still complete later.
     """
+    return fut if fut.done() else timed(fut, timeout, _devices())
+
+
+def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Future[T]:
+    """As `future_timeout`, for a future whose value has tensors on these devices, and on no others but the CPU."""
     if fut.done():
         return fut
 
-    result: Future[T] = Future(devices=_devices())
+    result: Future[T] = Future(devices=[*devices])
     # Whoever gets the lock, the timer or the future, completes the result; nobody releases it.
     first = threading.Lock()
 
@@ -254,20 +267,53 @@ def future_wait(fut: Future[T], timeout: timedelta) -> T:
     return fut.wait()
 
 
+class _StreamTimers:
+    """Timers for events of streams. One whose event has passed is dropped when a later one is set, not when it is due:
+    with a deadline of a minute and a thousand operations a second, that is 60,000 events.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: deque[tuple[Mark, _Timer]] = deque()
+
+    def add(self, mark: Mark, timer: _Timer) -> None:
+        with self._lock:
+            while self._pending and (self._pending[0][1].cancelled or _passed(self._pending[0][0])):
+                self._pending.popleft()[1].cancel()
+            self._pending.append((mark, timer))
+
+
+_STREAM_TIMERS = _StreamTimers()
+os.register_at_fork(after_in_child=_STREAM_TIMERS.reset)
+
+
+def _passed(mark: Mark) -> bool:
+    try:
+        return mark.reached()
+    except RuntimeError:  # the device has failed: the deadline ends whoever waits for it
+        return False
+
+
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     """Calls `callback` when the work queued on the current stream is not done within `timeout`.
+
+    Until the deadline, or until a later call finds that the work is done, the callback is kept, with all that it refers
+    to: it should refer to no tensors.
 
     Without an accelerator there are no streams, and nothing is watched.
     """
     if not torch.accelerator.is_available():
         return
-    event = record_event()
+    mark = Mark([torch.accelerator.current_stream().device])
 
     def check() -> None:
-        if not event.query():
+        if not _passed(mark):
             callback()
 
-    _TIMEOUT_MANAGER.schedule(timeout, check)
+    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(timeout, check))
 
 
 @contextmanager

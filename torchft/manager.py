@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from torchft._manager.background import Background
 from torchft._manager.collectives import Collectives
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureCallback, Failures, PeerFailed
@@ -66,7 +67,7 @@ from torchft.futures import future_timeout
 from torchft.process_group.native import abort_group, collectives_at_once, group_error, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.process_group.wrapper import abortable
-from torchft.utils import get_stream_context
+from torchft.utils import refuse_capture
 from torchft.work import _DummyWork
 
 __all__ = [
@@ -218,16 +219,17 @@ class Manager(Stateful):
         self._in_step = False  # a quorum was asked for, and what came of the step is not decided yet
 
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
-        accelerated = torch.accelerator.is_available()
-        self._device_index: Optional[int] = torch.accelerator.current_device_index() if accelerated else None
-        self._recovery_stream: Optional[torch.Stream] = torch.Stream() if accelerated else None
+        self._background = Background()
 
         self._pg = pg
         self._abortable_pg = abortable(pg)
         self._manager: Optional[ManagerServer] = None
         self._incidents = Incidents(over=lambda incident: self._logger.failure_event(incident))
         self._collectives = Collectives(
-            abort=lambda: abort_group(self._pg), logger=lambda: self._logger, at_once=collectives_at_once(pg)
+            abort=lambda: abort_group(self._pg),
+            report=self._report_collective_error,
+            logger=lambda: self._logger,
+            at_once=collectives_at_once(pg),
         )
         self._failures = Failures(
             failure_bus_from_env() if enable_error_bus is None else enable_error_bus,
@@ -319,9 +321,7 @@ class Manager(Stateful):
         with self._failures.lock:
             self._collectives.begin()
             self._healing = False
-        if self._recovery_stream is not None:
-            # What is served or filled is what the training thread's stream has made of it by now, or will have.
-            self._recovery_stream.wait_stream(torch.accelerator.current_stream())
+        self._background.begin()
         self._asked = time.monotonic()
         self._client._committed_quorum_id = self._committed_quorum_id
         self._trace.asks()
@@ -339,8 +339,6 @@ class Manager(Stateful):
 
     def _finish_heal(self) -> None:
         """Between two steps the weights are those of the step: what is fetched is loaded."""
-        if self._recovery_stream is not None:
-            self._recovery_stream.synchronize()
         self._heal_before_step()
 
     def _heal_before_step(self) -> None:
@@ -365,8 +363,7 @@ class Manager(Stateful):
         self._participating_replica_world_size = plan.divisor
         self._healing = plan.heal
         self._recovery.check(plan)
-        if self._device_index is not None:
-            torch.accelerator.set_device_index(self._device_index)
+        self._background.enter_thread()
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, also one whose heal fails.
             self._recovery.begin(self._position, self._asked)
@@ -377,7 +374,7 @@ class Manager(Stateful):
                 self._follow_quorum(plan)
             self._incidents.ended("reconfigure")
         if plan.recover_dst or plan.help_dst or plan.heal:
-            with get_stream_context(self._recovery_stream):
+            with self._background.running():
                 self._recover(plan)
 
     def _follow_quorum(self, plan: Plan) -> None:
@@ -439,11 +436,12 @@ class Manager(Stateful):
         """
         if self._plan is not None and (self._plan.recover_dst or self._plan.help_dst):
             self._collectives.wait()
-            self._checkpoint_transport.disallow_checkpoint()
+            self._end_serving()
 
     def _apply_pending_state_dict(self) -> bool:
         """Loads what a heal fetched. False if there is nothing, or the user's function failed."""
         try:
+            self._background.join(self._pending_state_dict)
             return self._recovery.load()
         except Exception as e:
             self._keep_error(e)
@@ -485,14 +483,19 @@ class Manager(Stateful):
             tensor: any shape; floating point for AVG. All groups pass the same shape and dtype, in the same order.
             should_quantize: 8-bit codes travel, a quarter of float32's bytes; see :mod:`torchft.collectives` for the
                 error. float32, float16 and bfloat16 only.
-            reduce_op: AVG divides the sum by :meth:`num_participants`.
+            reduce_op: AVG divides the sum by :meth:`num_participants`. The sum has the tensor's dtype: of n groups it
+                is off by at most n/2 times the distance of 1 to the next number (2**-10 in float16, 2**-7 in bfloat16)
+                times the average magnitude. In float16 a sum beyond 65504 is Inf: scale the loss, or reduce bfloat16.
 
         Returns:
             Work whose future gives ``tensor``.
 
         Raises:
             ValueError: AVG of a tensor that is not floating point, or a dtype or reduction that cannot be quantized.
+            RuntimeError: the current stream is captured into a graph, whose replays would reduce nothing.
         """
+        if not tensor.is_cpu:
+            refuse_capture("Manager.allreduce")
         if should_quantize:
             check_quantizable(tensor, reduce_op)
         if reduce_op == ReduceOp.AVG and not tensor.dtype.is_floating_point:
@@ -661,8 +664,7 @@ class Manager(Stateful):
         """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the group."""
         self.wait_quorum()
         self._end_collectives()
-        if self._recovery_stream is not None:
-            self._recovery_stream.synchronize()
+        self._background.join(self._pending_state_dict)
         error = group_error(self._pg)
         if error is not None:
             self._step_failed(error)
@@ -674,9 +676,18 @@ class Manager(Stateful):
                 f"{self._participating_replica_world_size} groups take part, {self._min_replica_size} are needed"
             )
         committed = self._vote(enough and self._collectives.error is None, timeout)
-        # From here on the weights may change.
-        self._checkpoint_transport.disallow_checkpoint()
+        self._end_serving()  # from here on the weights may change
         return committed
+
+    def _end_serving(self) -> None:
+        """Returns when nobody reads this group's state any more. A failure is the target's: this group has its state,
+        and the decision on its step stands.
+        """
+        try:
+            self._checkpoint_transport.disallow_checkpoint()
+        except Exception as e:
+            self._logger.exception(f"the groups that heal from this one do not have its state: {e}")
+            self._abort_collectives()  # a transfer by the process group must not end with a state that has changed
 
     def _enough(self) -> bool:
         return self._participating_replica_world_size >= self._min_replica_size
@@ -686,7 +697,7 @@ class Manager(Stateful):
         return self._client.should_commit(self._group_rank, self._step, yes, timeout=timeout)
 
     def _end_collectives(self) -> None:
-        if not self._collectives.end():
+        if not self._collectives.end(self._timeout):
             self._refuse_replay("a collective that was aborted has not ended")
 
     def _why_lost(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Optional, Union, cast
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Optional, Union, cast
 
 import torch
 
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
     import torch.xpu
 
 __all__ = ["get_stream_context", "record_event", "synchronize"]
+
+# Of the host's look at an event: the first pause, and the longest one.
+_PAUSE_SEC = 20e-6
+_MAX_PAUSE_SEC = 200e-6
 
 
 def get_stream_context(
@@ -24,7 +30,7 @@ def get_stream_context(
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
     if torch.xpu.is_available():
         return torch.xpu.stream(cast(torch.xpu.Stream, stream))
-    return nullcontext()
+    return cast(Any, stream) if torch.accelerator.is_available() else nullcontext()
 
 
 def record_event() -> Union[torch.cuda.Event, torch.xpu.Event]:
@@ -37,12 +43,79 @@ def record_event() -> Union[torch.cuda.Event, torch.xpu.Event]:
         return cast(torch.cuda.Event, torch.cuda.current_stream().record_event())
     if torch.xpu.is_available():
         return cast(torch.xpu.Event, torch.xpu.current_stream().record_event())
+    if torch.accelerator.is_available():
+        return cast(Any, torch.accelerator.current_stream().record_event())
     raise RuntimeError("record_event needs a CUDA or XPU device, this host has none")
 
 
 def synchronize() -> None:
     """Waits for everything queued on the current device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    elif torch.xpu.is_available():
-        torch.xpu.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def refuse_capture(what: str) -> None:
+    """Raises if the current stream is captured into a graph: a replay would use peers that are gone, unnoticed.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    if torch.accelerator.is_available():
+        capturing = getattr(torch.get_device_module(), "is_current_stream_capturing", None)
+        if capturing is not None and capturing():
+            raise RuntimeError(f"{what} cannot be captured into a graph: its peers change. Capture what is around it")
+
+
+def devices_of(value: object) -> list[torch.device]:
+    """The devices other than the CPU on which the tensors of a value lie: a tensor, or lists of them."""
+    if isinstance(value, torch.Tensor):
+        return [] if value.is_cpu or value.is_meta else [value.device]
+    if isinstance(value, (list, tuple)):
+        return list(dict.fromkeys(device for item in value for device in devices_of(item)))
+    return []
+
+
+class Mark:
+    """What the current streams of some devices have queued so far.
+
+    Args:
+        devices: none of them the CPU.
+    """
+
+    __slots__ = ("_events",)
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._events = [(device, torch.accelerator.current_stream(device).record_event()) for device in devices]
+
+    def follow(self) -> None:
+        """Makes the current streams of the devices wait for it; the host goes on."""
+        for device, event in self._events:
+            torch.accelerator.current_stream(device).wait_event(event)
+
+    def reached(self) -> bool:
+        """Whether the devices have done it.
+
+        Raises:
+            RuntimeError: a device has failed.
+        """
+        return all(event.query() for _, event in self._events)
+
+    def wait(self, timeout: float = math.inf) -> bool:
+        """Waits on the host; False when the devices are not there within `timeout` seconds.
+
+        Raises:
+            RuntimeError: a device has failed.
+        """
+        return poll(self.reached, timeout)
+
+
+def poll(done: Callable[[], bool], timeout: float = math.inf) -> bool:
+    """Looks until something is done; False when it is not within `timeout` seconds. Other threads may run meanwhile."""
+    deadline = time.monotonic() + timeout
+    pause = _PAUSE_SEC
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, _MAX_PAUSE_SEC)
+    return True

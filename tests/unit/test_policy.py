@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest_plugins = ["pytester"]
@@ -97,6 +98,34 @@ def test_reruns_can_be_switched_off(pytester: pytest.Pytester, monkeypatch: pyte
     assert outcomes(run(pytester, flaky())) == {"failed": 1}
 
 
+def test_without_the_plugin_there_are_none_and_a_line_says_so(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(flaky())
+    done = pytester.runpytest_subprocess(
+        "-p", "tests.policy", "--strict-markers", "-p", "no:rerunfailures", "-p", "no:pytest_rerunfailures", timeout=60
+    )
+    assert outcomes(done) == {"failed": 1}
+    done.stdout.fnmatch_lines(["no test has a second run: the plugin pytest-rerunfailures is not installed"])
+
+
+@pytest.mark.parametrize("there", [1, 2])
+def test_a_test_says_how_many_devices_it_needs(pytester: pytest.Pytester, there: int) -> None:
+    pytester.makeconftest(f"from tests import policy; policy.devices = lambda: {there}")
+    done = run(
+        pytester,
+        """
+        import pytest
+        @pytest.mark.devices(2)
+        def test_two(): pass
+        @pytest.mark.devices(3)
+        def test_three(): assert False
+        def test_one(): pass
+        """,
+    )
+    assert outcomes(done) == {"passed": there, "deselected": 3 - there}
+    said = ["*2 CUDA devices (there is one); 1 tests need 3*", "deselected: 1 tests need 3 CUDA devices (there are 2)"]
+    done.stdout.fnmatch_lines([said[there - 1]])
+
+
 def test_what_cannot_run_here_is_left_out_in_one_line(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +153,21 @@ def test_what_cannot_run_here_is_left_out_in_one_line(
     done.stdout.fnmatch_lines(["deselected: 3 tests need a CUDA device (none answers)"])
 
 
+def test_a_run_of_nothing_else_passes(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        from tests import policy
+        policy.NEEDS["device"] = ("a CUDA device", lambda: "none answers")
+        """
+    )
+    pytester.makepyfile("import pytest\n@pytest.mark.device\ndef test_device(): assert False")
+    done = pytester.runpytest_subprocess("-p", "tests.policy", timeout=60)
+    assert done.ret == pytest.ExitCode.OK
+    done.stdout.fnmatch_lines(["deselected: 1 tests need a CUDA device (none answers)"])
+    done = pytester.runpytest_subprocess("-p", "tests.policy", "-k", "no_such_test", timeout=60)
+    assert done.ret == pytest.ExitCode.NO_TESTS_COLLECTED, "a name that no test has"
+
+
 SKIPS = """
 import pytest
 def test_skips(): pytest.skip("no such tool")
@@ -148,3 +192,8 @@ def test_any_other_skip_fails_the_run_of_ci(
         done.stdout.fnmatch_lines_random(
             ["skipped under CI=true:", "*no such tool*", "*another system*", "*not on this host*"]
         )
+
+
+def test_a_build_for_cuda_is_no_device(pytester: pytest.Pytester) -> None:
+    done = run(pytester, "import pytest\n@pytest.mark.no_device\ndef test_it(): pass")
+    assert outcomes(done) == ({"deselected": 1} if torch.accelerator.is_available() else {"passed": 1})

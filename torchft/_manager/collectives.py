@@ -1,12 +1,17 @@
-"""The collectives of one step, from the first to the end of the last, and the error that spoils the step."""
+"""The collectives of one step, from the first to the end of the last, and the error that spoils the step.
+
+On a device a collective has ended when the device has finished it. Whoever waits for one only queues what comes after:
+then its mark stays here until the vote, and its tensors do not.
+"""
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional, Union
 
 from torchft._manager.errors import ExceptionWithTraceback
+from torchft.utils import Mark, poll
 
 if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
@@ -24,6 +29,7 @@ class Collectives:
 
     Args:
         abort: aborts the process group.
+        report: learns of a collective that a device did not finish; it aborts, too.
         logger: gives the Manager's logger; it is made after this.
         at_once: how many collectives hold all threads of the process group, also for its next peers; None: new peers
             come with new threads.
@@ -36,9 +42,14 @@ class Collectives:
     """
 
     def __init__(
-        self, abort: Callable[[], None], logger: Callable[[], _ManagerLogger], at_once: Optional[int] = None
+        self,
+        abort: Callable[[], None],
+        report: Callable[[Exception], None],
+        logger: Callable[[], _ManagerLogger],
+        at_once: Optional[int] = None,
     ) -> None:
         self._abort = abort
+        self._report = report
         self._logger = logger
         self._at_once = at_once
         self._left: list[_ManagedWork] = []  # of earlier steps: aborted, and not over in the backend
@@ -49,14 +60,18 @@ class Collectives:
         self.error: Optional[ExceptionWithTraceback] = None
         self.usable = True
         self.aborted = False
-        self._works: list[_ManagedWork] = []
+        self._begun = 0
+        # Those that have not ended, by number: failed ones, those nobody waited for, and what a device has to reach.
+        self._flights: dict[int, Union[_ManagedWork, Mark]] = {}
 
     def __len__(self) -> int:
-        return len(self._works)
+        return self._begun
 
     def add(self, work: _ManagedWork) -> None:
         """A collective has begun."""
-        self._works.append(work)
+        self._flights[self._begun] = work
+        work.belongs_to(self._flights, self._begun)
+        self._begun += 1
 
     def keep_error(self, e: Exception) -> None:
         """The step is spoiled. What came first is the cause."""
@@ -65,7 +80,10 @@ class Collectives:
 
     def running(self) -> Optional[int]:
         """The number of the first collective that has not ended, None if all have."""
-        return next((i for i, work in enumerate(self._works) if not work.ended()), None)
+        for number, flight in list(self._flights.items()):
+            if not (flight.reached() if isinstance(flight, Mark) else flight.over()):
+                return number
+        return None
 
     def abort(self) -> None:
         """Aborts the process group, once a step. The next quorum has a new id, as this step is not committed."""
@@ -79,25 +97,47 @@ class Collectives:
 
     def wait(self) -> None:
         """Waits for the collectives that nobody waited for; most have ended long ago."""
-        for work in self._works:
-            work.wait()
+        for flight in list(self._flights.values()):
+            if not isinstance(flight, Mark):
+                flight.wait()
 
-    def end(self) -> bool:
-        """As :meth:`wait`; and after an abort for the real end of those that were in flight: they must not write into
-        memory that the next step uses.
+    def end(self, timeout: timedelta) -> bool:
+        """As :meth:`wait`, and until devices have finished; and after an abort for the real end of those that were in
+        flight: they must not write into memory that the next step uses.
+
+        Args:
+            timeout: after which a device is given up, and the process group aborted.
 
         Returns:
             False if one of them has still not ended.
         """
         self.wait()
-        works, self._works = self._works, []
+        marks = [flight for flight in self._flights.values() if isinstance(flight, Mark)]
+        if marks:
+            self._await_devices(marks, timeout)
+        flights, self._flights = self._flights, {}
         if not self.aborted:
             return True
         deadline = time.monotonic() + _DRAIN_SEC
+        works = [flight for flight in flights.values() if not isinstance(flight, Mark)]
         left = [work for work in works if not work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic())))]
         if self._at_once is not None:
             self._left += left
-        return not left
+        return not left and all(_waited(mark, deadline - time.monotonic()) for mark in marks)
+
+    def _await_devices(self, marks: list[Mark], timeout: timedelta) -> None:
+        """Until then the collectives are in flight: a failure that is told ends them."""
+        try:
+            ended = poll(lambda: self.aborted or all(mark.reached() for mark in marks), timeout.total_seconds())
+        except Exception as e:  # the device has failed
+            self._report(e)
+            return
+        if not ended:
+            self._report(
+                TimeoutError(
+                    f"the device did not finish the collectives of the step within {timeout.total_seconds()} s"
+                )
+            )
 
     def make_room(self, timeout: timedelta) -> None:
         """Waits until a thread of the backend is free for the next peers.
@@ -124,3 +164,10 @@ class Collectives:
         """How many of earlier steps the backend is still not through with."""
         self._left = [work for work in self._left if not work.drain(timedelta(0))]
         return len(self._left)
+
+
+def _waited(mark: Mark, timeout: float) -> bool:
+    try:
+        return mark.wait(max(0.0, timeout))
+    except RuntimeError:  # a device that has failed writes nothing any more
+        return True

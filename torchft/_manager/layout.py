@@ -15,7 +15,8 @@ from typing import Callable, Optional, Sequence
 from torchft._manager.plan import Plan
 from torchft.process_group.reconfigure import Handle, create_store_client
 
-_FETCH_TIMEOUT = timedelta(seconds=5)
+# A TCPStore tries to connect for about twice its timeout: a few seconds.
+_FETCH_TIMEOUT = timedelta(seconds=2)
 _SHOWN = 6  # lines of each side in an error
 
 

@@ -17,6 +17,8 @@ from torchft._manager.phases import Phases, tensor_bytes
 from torchft._manager.plan import Plan, Source
 from torchft._manager.state import Position, UserState
 from torchft.checkpointing._progress import watched_by
+from torchft.checkpointing._target import Target
+from torchft.checkpointing.transport import Unsendable
 
 if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
@@ -81,6 +83,9 @@ class Recovery:
         self.phases = Phases()
         self._before: Optional[Position] = None
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, while its state comes
+        self._takes_target = getattr(transport, "takes_target", False) is True
+        self._target = Target(self._own, writable=False)  # of the heal that is under way
+        self._in_background = in_background
         self._in_place = getattr(transport, "in_place", False) is True
         if self._in_place and in_background:
             warnings.warn(
@@ -114,18 +119,28 @@ class Recovery:
         """Offers the state that ``read`` gives to the groups that heal from this one, or may ask it for help.
 
         Raises:
-            Exception: the user's function failed, or the transport did.
+            Exception: the transport failed.
         """
         if plan.recover_dst:
             self._logger().info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
-            self._transport.send_checkpoint(
-                dst_ranks=plan.recover_dst, step=plan.max_step, state_dict=read(), timeout=self._timeout
-            )
+            try:
+                self._serve(plan, read)
+            except Unsendable as e:  # the targets know; this group has its state, and trains on
+                self._logger().exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
         elif plan.help_dst and self._helpers > 0:
             try:
                 self._transport.help_checkpoint(plan.max_step, read())
             except Exception as e:  # it has another source
                 self._logger().exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
+
+    def _serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
+        where = {"dst_ranks": plan.recover_dst, "step": plan.max_step, "timeout": self._timeout}
+        try:
+            state = read()
+        except Exception as e:
+            self._transport.refuse_checkpoint(reason=f"its state_dict function failed: {e!r}", **where)
+            raise Unsendable(f"the state_dict function failed: {e!r}") from e
+        self._transport.send_checkpoint(state_dict=state, **where)
 
     def fetch(self, plan: Plan) -> Position:
         """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group.
@@ -145,10 +160,13 @@ class Recovery:
             metadata = self._ask_source(self._reach(source.manager_address))
             asked = [partial(self._ask_helper, address) for address in plan.helpers[: self._helpers]]
             several: dict[str, Any] = {"helpers": asked} if asked else {}
+            self._target = target = Target(self._own, self._may_write(plan))
+            if self._takes_target:
+                several["target"] = target
             self._source = plan.quorum_id, plan.replica_ids[source.replica_rank]
             try:
                 self._check_peers()  # of what is told from here on peer_died hears
-                self._spoiled = self._spoiled or self._in_place
+                self._spoiled = self._spoiled or self._in_place or (self._takes_target and target.writable)
                 with watched_by(self._logger().heal_progress):
                     state = self._transport.recv_checkpoint(
                         src_rank=source.replica_rank,
@@ -167,6 +185,19 @@ class Recovery:
         self.phases.received = tensor_bytes(state)
         self.pending = state
         return Position(served["step"], served["batches_committed"], plan.committed_quorum_id)
+
+    def _may_write(self, plan: Plan) -> bool:
+        """Whether the state may be received into this group's own tensors while it arrives.
+
+        Nobody reads them then, since the training thread waits for the quorum. Nothing is lost if the transfer fails:
+        there is another group to heal from, or this one is at the beginning of a job that is further.
+        """
+        new = self._before is not None and self._before.step == 0 and plan.max_step > 0
+        return not self._in_background and not plan.replay and (new or plan.num_up_to_date > 1)
+
+    def _own(self) -> dict[str, Any]:
+        """What this group has, built as what is served. Read when the training thread waits, or by itself."""
+        return {"user": {key: read() for key, read in self._user_state.read_fns.items()}}
 
     def _reach(self, manager_address: str) -> ManagerClient:
         """Connects with the source's manager server."""
@@ -217,6 +248,7 @@ class Recovery:
         self.pending = None
         try:
             with self.phases.measure("load"):
+                state = self._target.settle(state)
                 self._user_state.load(state["user"])
         except Exception as e:
             self._spoiled = True

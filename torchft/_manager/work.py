@@ -7,12 +7,13 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import Callable, Optional, Protocol, TypeVar
+from typing import Callable, Optional, Protocol, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 
-from torchft.futures import future_timeout
+from torchft.futures import timed
+from torchft.utils import Mark, devices_of, poll
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -68,6 +69,10 @@ class _ManagedWork(dist._Work):
         # Reentrant: a failure aborts the process group, which may complete this work's future there and then.
         self._lock = threading.RLock()
         self._succeeded: Optional[bool] = None  # None until it ended
+        self._mark: Optional[Mark] = None  # on a device: the end of the collective, and of what finishes its value
+        self._flights: Optional[dict[int, Union[_ManagedWork, Mark]]] = None
+        self._number = 0
+        self._on_cpu = type(value) is torch.Tensor and value.is_cpu
         self._future: Optional[_ManagedFuture[object]] = None
 
     def on_success(self, finish: Callable[[], object]) -> None:
@@ -78,40 +83,52 @@ class _ManagedWork(dist._Work):
         """Sets what is called once when the value is final, whatever came of it; before anybody waits."""
         self._on_end = notice
 
+    def belongs_to(self, flights: dict[int, Union[_ManagedWork, Mark]], number: int) -> None:
+        """Sets where this collective leaves its mark when there is no more to do for it than to wait for the device, or
+        is taken out when it has ended well; before anybody waits.
+        """
+        self._flights, self._number = flights, number
+
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Waits until the value is final.
+        """Waits until the value is final; on a device, makes the current stream wait for that.
 
         Args:
-            timeout: default: the Manager's.
+            timeout: default: the Manager's. On a device the Manager's counts from the vote on.
 
         Returns:
             False if the collective failed; the Manager knows why, and the step will not be committed.
         """
         if self._succeeded is not None:
-            if self._future is not None:
-                self._future.wait()  # orders this stream behind the one that finished the value
+            if self._mark is not None:
+                self._mark.follow()  # the value may have been finished on another stream
             return self._succeeded
-        timeout = self._manager._timeout if timeout is None else timeout
+        patience = self._manager._timeout if timeout is None else timeout
         try:
             with self._lock:
                 future = self._future
             if future is not None:
-                future_timeout(future, timeout).wait()
+                timed(future, patience, self._devices()).wait()
+            elif timeout is not None or self._on_cpu or not self._polls_on_host():
+                self._work.wait(patience)
             else:
-                self._work.wait(timeout)
+                self._work.wait()
         except Exception as e:
             return self._end(e)
         return self._end(None)
 
-    def ended(self) -> bool:
-        """Whether the collective has ended, well or not."""
-        return self._succeeded is not None or self._work.is_completed()
+    def over(self) -> bool:
+        """Whether the collective has ended, well or not; on a device, whether that has finished it."""
+        if self._succeeded is None:
+            return self._work.is_completed()
+        return self._mark is None or self._mark.reached()
 
     def drain(self, timeout: timedelta) -> bool:
         """Waits until the backend is through with the collective, whatever came of it. False: not in that time."""
         drain = getattr(self._work, "drain", None)
         if drain is not None:  # of a work whose waits end at an abort, whatever the backend still does
             return bool(drain(timeout))
+        if self._devices():
+            return poll(self._work.is_completed, timeout.total_seconds())
         deadline = time.monotonic() + timeout.total_seconds()
         with contextlib.suppress(Exception):  # it was reported when it failed
             self._work.wait(timeout)
@@ -146,7 +163,7 @@ class _ManagedWork(dist._Work):
 
         try:
             # then, not add_done_callback: its callbacks run ordered behind the collective's own stream
-            future_timeout(self._work.get_future(), self._manager._timeout).then(complete)
+            timed(self._work.get_future(), self._manager._timeout, self._devices()).then(complete)
         except Exception as e:
             self._end(e)
             future.set_result(self._value)
@@ -157,19 +174,36 @@ class _ManagedWork(dist._Work):
         with self._lock:
             if self._succeeded is not None:
                 return self._succeeded
-            if error is None and self._on_success is not None:
-                try:
-                    self._on_success()
-                except Exception as e:
-                    error = e
+            if error is None:
+                error = self._finish()
             # Under the lock: whoever sees the outcome may rely on the Manager knowing of the error.
             if error is not None:
                 self._manager._report_collective_error(error)
             if self._on_end is not None:
                 self._on_end()
             self._succeeded = error is None
+            flights = self._flights
+            if flights is not None and error is None:
+                if self._mark is None:
+                    flights.pop(self._number, None)
+                else:
+                    flights[self._number] = self._mark
             return self._succeeded
 
+    def _finish(self) -> Optional[Exception]:
+        """The finishing touch; on a device it is queued behind the collective, and what comes after it is marked."""
+        try:
+            if self._on_success is not None:
+                self._on_success()
+            if not self._on_cpu and (devices := self._devices()):
+                self._mark = Mark(devices)
+        except Exception as e:
+            return e
+        return None
+
+    def _polls_on_host(self) -> bool:
+        """Whether a wait with a timeout may keep the host until the device has finished, as that of PyTorch's NCCL."""
+        return not type(self._work).__module__.startswith("torchft.") and bool(self._devices())
+
     def _devices(self) -> list[torch.device]:
-        tensors = self._value if isinstance(self._value, (list, tuple)) else [self._value]
-        return list({t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type != "cpu"})
+        return devices_of(self._value)

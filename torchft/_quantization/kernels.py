@@ -182,4 +182,5 @@ def _fp8_value(codes):
     subnormal = magnitude.to(tl.float32) * 0.001953125
     values = tl.where(magnitude < 8, subnormal, normal)
     values = tl.where(magnitude == 0x7F, float("nan"), values)
-    return tl.where((codes & 0x80) != 0, -values, values)
+    # Not -values, which Triton compiles to 0 - values: that turns -0.0 into 0.0.
+    return (values.to(tl.int32, bitcast=True) | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)

@@ -28,8 +28,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from torchft.checkpointing._dtensor import SpecDecoder, SpecEncoder
+from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._stream import pickle_object, read_object, storage_bytes
-from torchft.checkpointing.transport import CheckpointError
+from torchft.checkpointing.transport import CheckpointError, Unsendable
 
 _REQUIRES_GRAD, _PARAMETER = 1, 2
 _INLINE = 4096  # bytes of an array that travel in the structure
@@ -49,7 +50,7 @@ class Encoded:
         state: the state
 
     Raises:
-        CheckpointError: it refers to itself, or holds something that cannot be pickled
+        Unsendable: it refers to itself, or holds something that cannot be pickled, or a tensor without data
     """
 
     def __init__(self, state: object) -> None:
@@ -59,7 +60,7 @@ class Encoded:
         try:
             tree = self._encode(state, ())
         except RecursionError:
-            raise CheckpointError("the state to send refers to itself, or is nested too deeply") from None
+            raise Unsendable("the state to send refers to itself, or is nested too deeply") from None
         self.structure: bytes = json.dumps(tree, separators=(",", ":")).encode()
 
     def _region(self, storage: torch.UntypedStorage) -> int:
@@ -96,6 +97,8 @@ class Encoded:
         return self._encode_numpy(value) or self._pickle(value, path)
 
     def _encode_tensor(self, tensor: torch.Tensor, path: Path) -> Any:
+        if tensor.is_meta:
+            raise Unsendable(f"{show_path(path)} is on the meta device: it has no data to send; materialize it first")
         flags = _REQUIRES_GRAD * tensor.requires_grad + _PARAMETER * isinstance(tensor, torch.nn.Parameter)
         if is_dtensor(tensor):
             local = self._encode_tensor(tensor._local_tensor.detach(), path)  # type: ignore[attr-defined]
@@ -128,7 +131,7 @@ class Encoded:
         try:
             pickled = pickle_object(value)
         except Exception as error:
-            raise CheckpointError(
+            raise Unsendable(
                 f"{show_path(path)}, a {_type_name(type(value))}, cannot be sent: {type(error).__name__}: {error}; "
                 "keep it out of the state dict"
             ) from error
@@ -296,16 +299,22 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def flat_storage(nbytes: int, what: str, device: str = "cpu") -> torch.Tensor:
+def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemory) -> torch.Tensor:
     """Memory for a region.
+
+    Args:
+        nbytes: of the region
+        what: names the state in errors
+        device: where it is to be
+        memory: of the host
 
     Raises:
         CheckpointError: there is none, or no such device
     """
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return memory.take(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
     except (RuntimeError, MemoryError, AssertionError) as error:  # PyTorch asserts that it was built for the device
-        where = "" if device == "cpu" else f" on {device}: {error}"
+        where = "" if device.type == "cpu" else f" on {device}: {error}"
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes{where}") from error
 
 

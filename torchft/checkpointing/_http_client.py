@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
 from torchft.checkpointing._handshake import PROTOCOL, Garbled
 from torchft.checkpointing._metadata import read
 from torchft.checkpointing._progress import Meter
-from torchft.checkpointing._stream import read_object
+from torchft.checkpointing._stream import Home, read_object
 from torchft.checkpointing.transport import CheckpointError
 from torchft.http import _DeadlineSocket
 
@@ -97,11 +97,11 @@ def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: 
     return Answer(body=io.BufferedReader(_Body(response), _BUFFER), length=response.length)
 
 
-def fetch(metadata: str, step: int, key: str, deadline: float, token: str, meter: Meter) -> Any:
+def fetch(metadata: str, step: int, key: str, deadline: float, token: str, meter: Meter, home: Home) -> Any:
     """Gets one stream of the stock format, and reads the object in it. See `ask`."""
     with ask(metadata, step, key, deadline, token) as answer:
         assert answer.body is not None
-        return read_object(answer.body, describe(metadata, step, key), answer.length, meter=meter)
+        return read_object(answer.body, describe(metadata, step, key), answer.length, meter=meter, home=home)
 
 
 def describe(metadata: str, step: int, key: str) -> str:

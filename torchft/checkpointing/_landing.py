@@ -10,7 +10,7 @@ import torch
 
 from torchft.checkpointing import _staging
 from torchft.checkpointing._lending import Fetch
-from torchft.checkpointing._staging import KINDS, Copies, Wait, two_blocks
+from torchft.checkpointing._staging import Copies, Wait, copies_for, two_blocks
 from torchft.checkpointing.transport import CheckpointError
 
 
@@ -34,9 +34,11 @@ class Landing:
         self._until_closed = ExitStack()
         self._free: List[torch.Tensor] = []
         # Now that the memory is there: what it was used for before comes before the copies.
-        self._copies: Dict[torch.device, Copies] = {
-            device: KINDS[device.type](device) for device in {region.device for _, region in self._regions}
-        }
+        self._copies: Dict[torch.device, Copies] = {}
+        for device in {region.device for _, region in self._regions}:
+            kind = copies_for(device.type)
+            assert kind is not None  # is_staged
+            self._copies[device] = kind(device)
         for device, copies in list(self._copies.items())[:1]:
             try:
                 self._free = self._until_closed.enter_context(two_blocks(device.type, copies, self._nbytes))
@@ -89,4 +91,4 @@ class Landing:
 
 def is_staged(region: torch.Tensor) -> bool:
     """Whether a region is written by way of host memory."""
-    return region.device.type in KINDS and region.numel() > 0
+    return copies_for(region.device.type) is not None and region.numel() > 0

@@ -13,7 +13,8 @@ import torch
 
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._lending import ON_DEVICE, Lease, Server
-from torchft.checkpointing._staging import KINDS, Copies, Staged
+from torchft.checkpointing._memory import HostMemory
+from torchft.checkpointing._staging import Copies, Staged, copies_for
 from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ _DIRECT_PIECE = 4 << 20
 # Bytes. Tensors up to this size are copied at once, as long as it is not more in all (5 ms).
 _SMALL_TENSOR = 1 << 20
 _SMALL_TENSORS = 16 << 20
-# Seconds from the start to the copy of the large tensors. Most heals are over by then: the target takes part in the
-# step, so the source meets it there before it changes its state, and the copy would be for nothing.
+# Seconds in which a target must come. While it reads, the large tensors are not copied: it takes part in the step, so
+# the source meets it there before it changes its state, and the copy would be for nothing, at twice the memory.
 _COPY_DELAY = 1.0
 _PIECE_GRACE = 0.1  # seconds that `close` gives a reader for the piece that it is at
 _CUT_OFF_TIMEOUT = 10.0  # seconds in which a reader whose connection was cut must end
@@ -60,7 +61,8 @@ class Offer:
             device = storage.device
             if device not in after:
                 after[device] = _After(device)
-                copies[device] = KINDS[device.type](device) if device.type in KINDS else None
+                kind = copies_for(device.type)
+                copies[device] = None if kind is None else kind(device)
             self._blocks[storage._cdata] = _Block(storage, after[device], copies[device])
 
         self._cond = threading.Condition()
@@ -69,6 +71,7 @@ class Offer:
         self._regions = {storage._cdata: i for i, storage in enumerate(checkpoint.encoded.storages)}
         self._direct: Dict[object, Callable[[], None]] = {}  # pieces being sent, each with what cuts its reader off
         self._wanted = False  # what is on a device is to be copied
+        self._has_readers = False  # a target has come
         self._hurry = False  # all is
         self._unneeded = False
         self._give_up = False
@@ -104,14 +107,16 @@ class Offer:
         self._copy([block for block in blocks if block.staged is not None])
         with self._cond:
             self._cond.wait_for(lambda: self._hurry, max(0.0, start + _COPY_DELAY - time.monotonic()))
+            self._cond.wait_for(lambda: self._hurry or not self._has_readers)
         self._copy([block for block in blocks if block.staged is None])
 
     def _copy(self, blocks: List[_Block]) -> None:
         try:
+            memory = HostMemory()
             for block in blocks:
                 if self._is_unneeded(block):
                     return
-                for _ in block.copy():
+                for _ in block.copy(memory):
                     with self._cond:
                         self._lend_copy(block)
                     if self._is_unneeded(block):
@@ -148,7 +153,7 @@ class Offer:
     def want(self) -> None:
         """A target wants what was leased: what is on a device is copied now."""
         with self._cond:
-            self._wanted = True
+            self._wanted = self._has_readers = True
             self._cond.notify_all()
             away = [block for block in self._blocks.values() if block.staged is not None]
             if away and self._copier is None and not self.complete and not self._give_up:
@@ -171,6 +176,7 @@ class Offer:
         Raises:
             ConnectionAbortedError: the offer was closed, and there is no copy of what is left to read
         """
+        self._has_readers = True
         yield memoryview(stream.prefix)
         for storage in stream.storages:
             if storage.nbytes() == 0:
@@ -267,7 +273,7 @@ class _After:
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
-        if device.type in ("cuda", "xpu"):
+        if device.type != "cpu" and copies_for(device.type) is not None:
             self._backend = getattr(torch, device.type)
             event = self._backend.Event()
             event.record(self._backend.current_stream(device))
@@ -293,9 +299,9 @@ class _Block:
         self.on_host = self.staged is None and storage.device.type == "cpu"
         self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
 
-    def copy(self) -> Iterator[None]:
+    def copy(self, memory: HostMemory) -> Iterator[None]:
         """Copies it, and yields whenever more of the copy is there."""
-        self.coming = mine = torch.empty(self.nbytes, dtype=torch.uint8)
+        self.coming = mine = memory.take(self.nbytes)
         if self.staged is None:
             with self._after.context():
                 mine.copy_(self._source)  # torch releases the GIL here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any, Collection, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,66 +30,56 @@ class Places:
     A tensor that is here under the same path is filled: by the network, if a region is all its own and laid out as it
     is, else by a copy afterwards. Tensors that are not here are allocated.
 
+    Attributes:
+        copied: regions of which some is copied to tensors that are here
+
     Args:
         tree: the structure that the source announces
         sizes: its regions, in bytes
-        own: the state that is here; None: nothing is
+        own: the tensors that are here
         what: names the transfer in errors
-        devices: kinds of device that can be filled by the network
+        fills: whether what is on a device can be filled by the network
+        strict: whether a state that differs is refused; else only what is alike is filled
 
     Raises:
-        CheckpointError: a tensor is announced with another shape or dtype than it has here, or one that is here is not
-            announced; it names the first such
+        CheckpointError: strict, and a tensor is announced with another shape or dtype than it has here, or one that is
+            here is not announced; it names the first such
     """
 
     def __init__(
-        self, tree: Any, sizes: List[int], own: object, what: str, devices: Collection[str] = ("cpu",)
+        self,
+        tree: Any,
+        sizes: List[int],
+        own: Mapping[Path, torch.Tensor],
+        what: str,
+        fills: Callable[[torch.device], bool],
+        strict: bool = True,
     ) -> None:
-        self._what = what
-        self._devices = devices
-        self._own: Dict[Path, torch.Tensor] = dict(_tensors(own)) if own is not None else {}
+        self._fills = fills
         self._regions: Dict[int, torch.Tensor] = {}
-        if not self._own:
-            return
-        announced = dict(tensor_nodes(tree, ()))
-        self._compare(announced)
-        self._place(announced, sizes, Counter(_uses(tree)))
-
-    def _compare(self, announced: Dict[Path, List[Any]]) -> None:
-        for path, tensor in self._own.items():
-            node = announced.get(path)
-            if node is None:
-                raise CheckpointError(
-                    f"{self._what}: it has no tensor {show_path(path)}, and the state of this group has; do all groups "
-                    "run the same model?"
-                )
-            if (node[0] == "D") != is_dtensor(tensor):
-                raise CheckpointError(f"{self._what}: {show_path(path)} is a DTensor on one side only")
-            local = _local(tensor)
-            plain = node[1] if node[0] == "D" else node
-            theirs, mine = (plain[2], plain[4]), (str(local.dtype).removeprefix("torch."), list(local.shape))
-            if theirs != mine:
-                raise CheckpointError(
-                    f"{self._what}: {show_path(path)} is {_show(*theirs)} there and {_show(*mine)} in this group"
-                )
+        self.copied: Set[int] = set()
+        announced = dict(tensor_nodes(tree, ())) if own else {}
+        differ = {path: how for path, tensor in own.items() if (how := _difference(tensor, path, announced.get(path)))}
+        if strict and differ:
+            raise CheckpointError(f"{what}: {next(iter(differ.values()))}")
+        self._own = {path: tensor for path, tensor in own.items() if path not in differ}
+        if self._own:
+            self._place(announced, sizes, Counter(_uses(tree)))
 
     def _place(self, announced: Dict[Path, List[Any]], sizes: List[int], uses: Dict[int, int]) -> None:
         taken: Set[int] = set()
         for path, tensor in self._own.items():
             node = announced[path]
             _, region, dtype, offset, _, strides, _ = node[1] if node[0] == "D" else node
-            local = _local(tensor)
+            local = local_part(tensor)
+            self.copied.add(region)
             alone = uses[region] == 1 and offset == 0 and sizes[region] == local.numel() * dtype_of(dtype).itemsize
-            if (
-                not alone
-                or local.numel() == 0
-                or local.device.type not in self._devices
-                or not _same_strides(local, strides)
-            ):
+            if not alone or local.numel() == 0 or not self._fills(local.device) or not _same_strides(local, strides):
                 continue
             if _is_dense(local) and local.untyped_storage()._cdata not in taken:
                 taken.add(local.untyped_storage()._cdata)
                 self._regions[region] = local
+                self.copied.remove(region)
 
     def has(self, region: int) -> bool:
         """Whether a region goes to memory that is here already."""
@@ -112,7 +102,7 @@ class Places:
             plain = node[1] if node[0] == "D" else node
             if not self.has(plain[1]):
                 with torch.no_grad():
-                    _local(tensor).copy_(tensor_at(flats[plain[1]], plain))
+                    local_part(tensor).copy_(tensor_at(flats[plain[1]], plain))
             return tensor
 
         return replace
@@ -127,14 +117,29 @@ def moved_into(own: object, state: object, what: str) -> Any:
     encoded = Encoded(state)
     tree = json.loads(encoded.structure)
     flats = [storage_bytes(storage) for storage in encoded.storages]
-    places = Places(tree, [flat.numel() for flat in flats], own, what, devices=())
+    places = Places(tree, [flat.numel() for flat in flats], tensors_by_path(own), what, fills=lambda device: False)
     return decode(tree, flats, what, places.fill(flats), trusted=True)
 
 
-def _tensors(own: object) -> Iterator[Tuple[Path, torch.Tensor]]:
-    for path, leaf in pytree.tree_flatten_with_path(own)[0]:
-        if isinstance(leaf, torch.Tensor) and (is_plain(leaf) or is_dtensor(leaf)):
-            yield tuple(str(key) for key in path), leaf
+def tensors_by_path(state: object) -> Dict[Path, torch.Tensor]:
+    """The tensors of a state that are memory, shape and strides, DTensors among them."""
+    return {
+        tuple(str(key) for key in path): leaf
+        for path, leaf in pytree.tree_flatten_with_path(state)[0]
+        if isinstance(leaf, torch.Tensor) and (is_plain(leaf) or is_dtensor(leaf))
+    }
+
+
+def _difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> Optional[str]:
+    """Why a tensor that is here cannot be filled with what is announced for it."""
+    if node is None:
+        return f"it has no tensor {show_path(path)}, and the state of this group has; do all groups run the same model?"
+    if (node[0] == "D") != is_dtensor(tensor):
+        return f"{show_path(path)} is a DTensor on one side only"
+    local = local_part(tensor)
+    plain = node[1] if node[0] == "D" else node
+    theirs, mine = (plain[2], plain[4]), (str(local.dtype).removeprefix("torch."), list(local.shape))
+    return f"{show_path(path)} is {_show(*theirs)} there and {_show(*mine)} in this group" if theirs != mine else None
 
 
 def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
@@ -170,7 +175,8 @@ def _uses(node: Any) -> Iterator[int]:
             yield from _uses(item)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that lies here; any other tensor as it is."""
     return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from http.client import HTTPException
-from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+
+import torch
 
 from torchft.addresses import host_port
 from torchft.checkpointing._checkpoint import FULL
-from torchft.checkpointing._encoding import decode, flat_storage
+from torchft.checkpointing._encoding import Path, decode, flat_storage
 from torchft.checkpointing._handshake import DONE, Garbled, Structure, Ticket, parse_structure, read_frame
 from torchft.checkpointing._http_client import Answer, Refused, ask, describe
 from torchft.checkpointing._landing import Landing, is_staged
 from torchft.checkpointing._lending import ON_DEVICE, Fetch, Status
-from torchft.checkpointing._places import Places
+from torchft.checkpointing._memory import HostMemory, check_room
+from torchft.checkpointing._places import Places, local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Progress, summary
-from torchft.checkpointing._staging import KINDS
+from torchft.checkpointing._staging import copies_for
+from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, Helper
 from torchft.http import _DeadlineSocket
 
@@ -67,19 +72,41 @@ class Transfer:
     Args:
         go: the native library
         ticket, said: what the source said
-        own: the state that is here already, to be filled in place; None: everything is allocated
+        own: the state that is here already, to be filled in place and to be like the one that comes
+        target: where tensors go otherwise
         checked: whether blocks carry checksums
         what: names the transfer in errors
     """
 
-    def __init__(self, go: Any, ticket: Ticket, said: Structure, own: object, checked: bool, what: str) -> None:
+    def __init__(
+        self,
+        go: Any,
+        ticket: Ticket,
+        said: Structure,
+        own: Optional[object],
+        target: Optional[Target],
+        checked: bool,
+        what: str,
+    ) -> None:
         self.session = ticket.session
         self._tree = said.tree
         self._sizes = said.sizes
         self._what = what
-        self._places = Places(said.tree, said.sizes, own, what, ("cpu", *KINDS))
+        mine: Dict[Path, torch.Tensor] = {}
+        if own is not None:
+            mine = tensors_by_path(own)
+        elif target is not None and target.writable:
+            mine = target.own()
+        devices = _devices(said)
+        self._places = Places(said.tree, said.sizes, mine, what, _can_fill, strict=own is not None)
+        if target is not None and own is None and not target.writable:
+            target.devices = devices
+            check_room(sum(said.sizes[i] for i in said.devices if i < len(said.sizes)), what)
+        # Of a state that may not be written to no tensor is known, so that everything goes to memory of the host.
+        home = partial(_same_kind, what) if own is None and target is None else Homes(mine, devices).of
+        memory = HostMemory()
         self._flats = [
-            flat_storage(0, what) if self._places.has(i) else flat_storage(size, what, _device(said, i, what))
+            flat_storage(0 if self._places.has(i) else size, what, self._home(i, said, home), memory)
             for i, size in enumerate(said.sizes)
         ]
         regions = [self._places.region(i) if self._places.has(i) else flat for i, flat in enumerate(self._flats)]
@@ -90,6 +117,11 @@ class Transfer:
         self._landing.begin(self._fetch)
         self.received = 0
         self.total = sum(said.sizes)
+
+    def _home(self, region: int, said: Structure, home: Callable[[str], torch.device]) -> torch.device:
+        """Where a region is to be that goes to no tensor that is here."""
+        staged = self._places.has(region) or region in self._places.copied
+        return CPU if staged else home(said.devices.get(region, "cpu"))
 
     def run(self, address: str, secret: str, deadline: float, progress: Progress, abandon: Abandon) -> Status:
         """Fetches from a source until everything is here.
@@ -211,6 +243,7 @@ def receive(
     token: str = "",
     checked: bool = True,
     own: Optional[Callable[[], object]] = None,
+    target: Optional[Target] = None,
     stock: Callable[[Answer], Any],
     helpers: Sequence[Helper] = (),
     abandon: Optional[Abandon] = None,
@@ -222,7 +255,8 @@ def receive(
         metadata, step, key, token: see `_http_client.ask`
         deadline: when to give up, by time.monotonic()
         checked: whether blocks carry checksums
-        own: gives the state that is here already, to be filled in place
+        own: gives the state that is here already, to be filled in place and to be like the one that comes
+        target: where tensors go otherwise
         stock: reads the answer of a source that does not know the native data plane
         helpers: give the metadata of further sources
         abandon: may end it before the deadline
@@ -243,7 +277,7 @@ def receive(
                 with ask(metadata, step, key, deadline, token, True, abandon.connected) as answer:
                     if answer.control is None:
                         return stock(answer)
-                    transfer, ticket = _open(go, answer, transfer, own, checked, what)
+                    transfer, ticket = _open(go, answer, transfer, own, target, checked, what)
                     with Helpers(transfer, helpers if checked else (), step, deadline, token):
                         status = transfer.run(
                             host_port(answer.host, ticket.port), ticket.secret, deadline, progress, abandon
@@ -276,6 +310,7 @@ def _open(
     answer: Answer,
     transfer: Optional[Transfer],
     own: Optional[Callable[[], object]],
+    target: Optional[Target],
     checked: bool,
     what: str,
 ) -> Tuple[Transfer, Ticket]:
@@ -287,15 +322,62 @@ def _open(
         return transfer, ticket
     if transfer is not None:
         transfer.close()
-    return Transfer(go, ticket, said, own() if own is not None else None, checked, what), ticket
+    return Transfer(go, ticket, said, own() if own is not None else None, target, checked, what), ticket
 
 
-def _device(said: Structure, region: int, what: str) -> str:
-    """Where a region is to be, which is where the source has it."""
-    device = said.devices.get(region, "cpu")
-    if device != "cpu" and device.partition(":")[0] not in KINDS:
-        raise CheckpointError(f"{what}: the source has tensors on {device!r}, where nothing can be received")
-    return device
+def _can_fill(device: torch.device) -> bool:
+    return device.type == "cpu" or copies_for(device.type) is not None
+
+
+def _devices(said: Structure) -> Dict[Path, str]:
+    """Where the source has its tensors, of those that it has on a device."""
+    devices: Dict[Path, str] = {}
+    for path, node in tensor_nodes(said.tree, ()) if said.devices else ():
+        region = (node[1] if node[0] == "D" else node)[1]
+        if type(region) is int and region in said.devices:
+            devices[path] = said.devices[region]
+    return devices
+
+
+def _same_kind(what: str, device: str) -> torch.device:
+    """Where a tensor goes of a state that is received without a target: to this process's own device of the kind."""
+    if device == "cpu":
+        return CPU
+    kind = device.partition(":")[0]
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if here is None or here.type != kind:
+        raise CheckpointError(f"{what}: the source has tensors on {device}, this process has no device of that kind")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+class StockHomes:
+    """Where the storages of a state in the published format go.
+
+    Args:
+        what: names the transfer in errors
+        in_host_memory: whether all of them stay there
+    """
+
+    def __init__(self, what: str, in_host_memory: bool) -> None:
+        self._what = what
+        self._in_host_memory = in_host_memory
+        self._devices: Dict[int, str] = {}  # by address
+
+    def of(self, storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+        if device == "cpu":
+            return storage
+        if self._in_host_memory:
+            if storage.nbytes():
+                self._devices[storage.data_ptr()] = device
+            return storage
+        return storage.to(device=_same_kind(self._what, device))
+
+    def devices(self, state: object) -> Dict[Path, str]:
+        """Where the source has the tensors of a state that was received, of those that it has on a device."""
+        if not self._devices:
+            return {}
+        at = {path: local_part(tensor).untyped_storage() for path, tensor in tensors_by_path(state).items()}
+        return {path: self._devices[s.data_ptr()] for path, s in at.items() if s.data_ptr() in self._devices}
 
 
 def _say_done(answer: Answer) -> None:

@@ -31,6 +31,13 @@ def _fresh_leaf() -> pytree.TreeSpec:
     return pytree.TreeSpec(None, None, [])
 
 
+class _LeafOfAClass:
+    """Stands for PyTorch's class of leaves, which warns when an object of it is made."""
+
+    def __new__(cls) -> pytree.TreeSpec:  # type: ignore[misc]
+        return _fresh_leaf()
+
+
 def _structure_types() -> List[_Global]:
     """A TreeSpec and the containers that it names."""
     # a pickle of protocol 2 has these under their names of Python 2, which the unpickler translates
@@ -39,6 +46,8 @@ def _structure_types() -> List[_Global]:
     if hasattr(pytree, "treespec_leaf"):
         # PyTorch's own gives every caller the same object, which a forged pickle could change for the whole process
         types.append((_fresh_leaf, "torch.utils._pytree.treespec_leaf"))
+        # this is how PyTorch up to 2.11 pickles a leaf, here or at a peer
+        types.append((_LeafOfAClass, "torch.utils._pytree.LeafSpec"))
     else:
         types.append(pytree.LeafSpec)
     return types

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
-from typing import Counter, Iterator, List, Optional
+from typing import Counter, Iterator, List, Optional, Tuple
 
 from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
 from torchft.checkpointing._offer import Offer
@@ -45,6 +45,7 @@ class Source:
         self._lent = False
         self._served: Counter[str] = collections.Counter()
         self._drop_at = float("inf")
+        self._refused: Optional[Tuple[int, str]] = None  # a step that has no state to send, and why
         self._retired: List[Offer] = []  # replaced; to be freed by a thread that has the time
 
     def publish(
@@ -68,6 +69,12 @@ class Source:
             self._receivers = receivers
             self._lent = lent
             self._set_offer(step, offer)
+
+    def refuse(self, step: int, reason: str) -> None:
+        """Says to those who ask for a step that it has no state."""
+        with self._cond:
+            self._refused = step, reason
+            self._cond.notify_all()
 
     def allow(self, step: int) -> None:
         """Offers the last checkpoint again: its tensors as they are now, as those of `step`.
@@ -96,6 +103,7 @@ class Source:
         self._step = step
         self._served.clear()
         self._allowed = True
+        self._refused = None
         self._drop_at = float("inf")
         self._cond.notify_all()
 
@@ -170,12 +178,17 @@ class Source:
             self.drop_old(time.monotonic())
 
     def _wait_for_step(self, step: int, timeout: float) -> Offer:
+        def refused() -> bool:
+            return self._refused is not None and self._refused[0] == step
+
         def settled() -> bool:
-            return self._closed or self._allowed or self._kept(step)
+            return self._closed or self._allowed or self._kept(step) or refused()
 
         in_time = self._cond.wait_for(settled, timeout)
         if self._closed:
             raise Unavailable("this checkpoint server is shut down")
+        if self._refused is not None and refused():
+            raise Unavailable(f"the source cannot send its state of step {step}: {self._refused[1]}")
         if not in_time:
             raise Unavailable(
                 f"no checkpoint of step {step}: none was allowed for {timeout:g} s (last step offered: {self._step})"

@@ -1,6 +1,6 @@
 """Device memory on its way to or from the network: through two blocks of host memory, one filled while one is emptied.
 
-What that needs of a kind of device is `Copies`; `KINDS` has those that there are.
+What that needs of a kind of device is `Copies`; `copies_for` finds it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ class StreamCopies:
 
 
 KINDS: Dict[str, Type[Copies]] = {"cuda": StreamCopies, "xpu": StreamCopies}
+
+
+def copies_for(kind: str) -> Optional[Type[Copies]]:
+    """Copies from and to a kind of device, such as "cuda"; None where nobody has shown that they work."""
+    if kind == torch._C._get_privateuse1_backend_name() and hasattr(getattr(torch, kind, None), "Stream"):
+        return StreamCopies  # an accelerator that registers itself does it with CUDA's interface
+    return KINDS.get(kind)
+
 
 _lock = threading.Lock()
 _free: Dict[str, List[torch.Tensor]] = {}

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torchft.checkpointing._checkpoint import FULL
 from torchft.checkpointing._http_client import Answer, describe, fetch
 from torchft.checkpointing._progress import Meter
-from torchft.checkpointing._stream import read_object
+from torchft.checkpointing._stream import Home, read_object
 from torchft.checkpointing.transport import CheckpointError
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _MAX_STREAMS = 16  # chunks that are fetched at once
 
 
 def receive_stock(
-    answer: Answer, metadata: str, step: int, key: str, num_chunks: int, deadline: float, token: str
+    answer: Answer, metadata: str, step: int, key: str, num_chunks: int, deadline: float, token: str, home: Home
 ) -> Any:
     """Reads the state that a source answers with.
 
@@ -29,6 +29,7 @@ def receive_stock(
         answer: what it answered
         metadata, step, key, deadline, token: with which it was asked, see `_http_client.ask`
         num_chunks: in how many streams it comes if the key is not `full`
+        home: where storages go, see `_stream.read_object`
 
     Raises:
         CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
@@ -36,18 +37,20 @@ def receive_stock(
     assert answer.body is not None
     what = describe(metadata, step, key)
     with closing(Meter(what, logger)) as meter:
-        got = read_object(answer.body, what, answer.length, meter=meter)
+        got = read_object(answer.body, what, answer.length, meter=meter, home=home)
         if key != FULL:
-            got = _receive_chunks(got, metadata, step, num_chunks, deadline, token, meter)
+            got = _receive_chunks(got, metadata, step, num_chunks, deadline, token, meter, home)
         meter.done()
     return got
 
 
-def _receive_chunks(spec: object, metadata: str, step: int, n: int, deadline: float, token: str, meter: Meter) -> Any:
+def _receive_chunks(
+    spec: object, metadata: str, step: int, n: int, deadline: float, token: str, meter: Meter, home: Home
+) -> Any:
     if not isinstance(spec, pytree.TreeSpec):
         raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")
     with ThreadPoolExecutor(min(n, _MAX_STREAMS), thread_name_prefix="torchft-fetch") as pool:
-        futures = [pool.submit(fetch, metadata, step, str(i), deadline, token, meter) for i in range(n)]
+        futures = [pool.submit(fetch, metadata, step, str(i), deadline, token, meter, home) for i in range(n)]
         chunks = [future.result() for future in futures]
     total = spec.num_leaves
     for i, chunk in enumerate(chunks):

@@ -14,17 +14,20 @@ import io
 import pickle
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import torch._weights_only_unpickler as restricted
 from torch.serialization import _load, location_tag
 
+from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain, pickle_allowed
 from torchft.checkpointing.transport import CheckpointError
 
 _PROTOCOL = 2  # the only one that the restricted unpickler reads
+# What becomes of a storage, and the name of the device that its source has it on.
+Home = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 _READ_PIECE = 32 << 20  # bytes that one read brings at most, so that the progress is seen
 
 
@@ -121,6 +124,10 @@ class _Records:
         return "torchft"
 
 
+def _stay(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    return storage
+
+
 def read_object(
     file: io.BufferedIOBase,
     what: str,
@@ -128,6 +135,7 @@ def read_object(
     storages: Optional[List[torch.Tensor]] = None,
     trusted: bool = False,
     meter: Optional[Meter] = None,
+    home: Home = _stay,
 ) -> Any:
     """Reads one stream to its end and makes the object.
 
@@ -138,6 +146,8 @@ def read_object(
         storages: the memory of its storages, in their order, where that does not follow in the stream
         trusted: whether this process wrote the stream itself, so that it may hold any type
         meter: is told what the stream announces, and what of that has arrived
+        home: says where a storage goes; it is given the storage, and the name of the device that the source has it on.
+            Default: it stays where it is
 
     Raises:
         CheckpointError: it is cut short or malformed, or holds a type that is not allowed
@@ -156,13 +166,13 @@ def read_object(
         raise CheckpointError(f"{what} announces {announced} bytes in its records, and has {size} in all")
     if meter is not None:
         meter.expect(announced)
-    records = _Records()
+    records, memory = _Records(), HostMemory()
     given = None if storages is None else iter(storages)
     for entry in entries:
         if entry.is_storage and given is not None:
             records.storages[entry.key] = _given(given, entry, what)
         elif entry.is_storage:
-            flat = _allocate(entry.length, what)
+            flat = _allocate(entry.length, what, memory)
             _fill(file, tensor_memory(flat), entry, what, meter)
             records.storages[entry.key] = flat
         else:
@@ -171,7 +181,7 @@ def read_object(
             records.data[entry.key] = bytes(data)
     if file.read(1):
         raise CheckpointError(f"{what} goes on after its last record")
-    return _make_object(records, what, trusted or pickle_allowed())
+    return _make_object(records, what, trusted or pickle_allowed(), home)
 
 
 def _given(storages: Iterator[torch.Tensor], entry: _Entry, what: str) -> torch.Tensor:
@@ -181,12 +191,12 @@ def _given(storages: Iterator[torch.Tensor], entry: _Entry, what: str) -> torch.
     return flat
 
 
-def _make_object(records: _Records, what: str, any_type: bool) -> Any:
+def _make_object(records: _Records, what: str, any_type: bool, home: Home = _stay) -> Any:
     structure = records.data.get("data.pkl", b"")
     if b"torch.distributed.tensor" in structure:
         import torch.distributed.tensor  # noqa: F401  its import allows the parts of a DTensor
     try:
-        return _load(records, None, pickle if any_type else restricted, encoding="utf-8")
+        return _load(records, home, pickle if any_type else restricted, encoding="utf-8")
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     except Exception as error:
@@ -220,10 +230,10 @@ def _entry(fields: Dict[str, Any]) -> _Entry:
     return _Entry(key, is_storage, length)
 
 
-def _allocate(nbytes: int, what: str) -> torch.Tensor:
+def _allocate(nbytes: int, what: str, memory: HostMemory) -> torch.Tensor:
     try:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    except RuntimeError as error:
+        return memory.take(nbytes)
+    except (RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes") from error
 
 

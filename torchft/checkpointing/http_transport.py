@@ -20,11 +20,12 @@ from torchft.checkpointing._memory import available_memory
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._places import moved_into
-from torchft.checkpointing._receive import Abandon, receive
+from torchft.checkpointing._receive import Abandon, StockHomes, receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
 from torchft.checkpointing._stock import receive_stock
+from torchft.checkpointing._target import Target
 from torchft.checkpointing._token import accepts, checkpoint_token
-from torchft.checkpointing.transport import CheckpointTransport, Helper
+from torchft.checkpointing.transport import CheckpointTransport, Helper, Unsendable
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class HTTPTransport(CheckpointTransport[T]):
     """
 
     several_sources = True
+    takes_target = True
 
     def __init__(
         self,
@@ -125,7 +127,11 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._address or self.address()
 
     def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        checkpoint = Checkpoint(state_dict, self._num_chunks)
+        try:
+            checkpoint = Checkpoint(state_dict, self._num_chunks)
+        except Unsendable as error:
+            self._source.refuse(step, str(error))
+            raise
         copy = self._may_copy(checkpoint)
         if not copy and self._snapshot is None:
             logger.warning(
@@ -134,6 +140,9 @@ class HTTPTransport(CheckpointTransport[T]):
                 available_memory(),
             )
         self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=copy)
+
+    def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
+        self._source.refuse(step, reason)
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:
         checkpoint = Checkpoint(state_dict, self._num_chunks)
@@ -158,23 +167,35 @@ class HTTPTransport(CheckpointTransport[T]):
         self._source.disallow(self._timeout)
 
     def recv_checkpoint(
-        self, src_rank: int, metadata: str, step: int, timeout: timedelta, helpers: Sequence[Helper] = ()
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        helpers: Sequence[Helper] = (),
+        target: Optional[Target] = None,
     ) -> T:
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
             helpers: give the metadata of further groups that offer this step. What they have byte for byte as the
                 source has it may come from them.
+            target: where tensors go if this transport has no `state_dict`. Without either a tensor that the source has
+                on a device goes to this process's current device of that kind.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         token = checkpoint_token()
         key = FULL if self._num_chunks == 0 else METADATA
 
         def stock(answer: Answer) -> T:
-            got = receive_stock(answer, metadata, step, key, self._num_chunks, deadline, token)
-            return (
-                got if self._state_dict is None else moved_into(self._state_dict(), got, describe(metadata, step, key))
-            )
+            what = describe(metadata, step, key)
+            homes = StockHomes(what, in_host_memory=self._state_dict is not None or target is not None)
+            got = receive_stock(answer, metadata, step, key, self._num_chunks, deadline, token, homes.of)
+            if self._state_dict is not None:
+                return moved_into(self._state_dict(), got, what)
+            if target is not None:
+                target.devices = homes.devices(got)
+            return got
 
         go = _lending.native()
         if go is None:
@@ -191,6 +212,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 token=token,
                 checked=self._checksum,
                 own=self._state_dict,
+                target=target,
                 stock=stock,
                 helpers=helpers,
                 abandon=self._receiving,

@@ -11,17 +11,19 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, TypeVar
 
 import torch
-import torch.utils._pytree as pytree
 
-from torchft.checkpointing._encoding import Encoded, decode, dtype_of, is_dtensor, with_flags
-from torchft.checkpointing._handshake import pack_structure, parse_structure, read_frame
-from torchft.checkpointing._places import tensor_nodes
+from torchft.checkpointing._encoding import Encoded, Path, decode, dtype_of, is_dtensor, with_flags
+from torchft.checkpointing._handshake import Structure, pack_structure, parse_structure, read_frame
+from torchft.checkpointing._memory import HostMemory, check_room
+from torchft.checkpointing._places import local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import storage_bytes, tensor_memory
-from torchft.checkpointing.transport import CheckpointError, CheckpointTransport
+from torchft.checkpointing._target import CPU, Homes, Target
+from torchft.checkpointing.transport import CheckpointError, CheckpointTransport, Unsendable
+from torchft.process_group.native import group_error
 
 if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
@@ -30,10 +32,17 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PIECE = 512 << 20  # bytes of the largest message
+# Bytes of the largest message. Both ends cut so: what is not received in its place goes through one such piece, which
+# is all the memory of the device that a transfer takes.
+_PIECE = 32 << 20
+_LEAST_PIECE = 256 << 10
+_PIECES = 64
 _MAX_HEADER = 8 << 30  # bytes; more is no header
-_MAGIC = 0x746F7263686674  # "torchft"
-_ON_CPU, _ON_DEVICE = -1, -2  # in place of a region's number
+_MAGIC = 0x746F726368667432  # "torchft2"
+_REFUSED = 0x746F726368667421  # "torchft!": the text that follows says why nothing else does
+_ON_CPU, _ON_DEVICE = -1, -2  # in place of a region's number; a tensor on the k-th device has -2 - k
+_MAX_REASON = 10_000  # bytes
+_POLL = 0.001  # seconds
 _STEP = struct.Struct("<q")
 _EARLY = 0.01  # seconds
 _TAG = 1  # messages between two ranks arrive in order, so one tag will do
@@ -43,7 +52,8 @@ class PGTransport(CheckpointTransport[T]):
     """Sends the state over a process group between the replica groups.
 
     A header with the structure and everything that is not a tensor goes first, then the tensors one by one, DTensors as
-    their local part. `send_checkpoint` returns when all targets have everything, so the source waits for them. The
+    their local part. `send_checkpoint` returns when all targets have everything, so the source waits for them. Where
+    the group works on a device it returns when all is queued there, and `disallow_checkpoint` waits for the device. The
     header is in the safe encoding of `HTTPTransport`.
 
     Args:
@@ -57,6 +67,8 @@ class PGTransport(CheckpointTransport[T]):
     Raises:
         ValueError: a timeout that is not positive
     """
+
+    takes_target = True
 
     def __init__(
         self,
@@ -72,113 +84,216 @@ class PGTransport(CheckpointTransport[T]):
         self._device = torch.device(device)
         self._state_dict = state_dict
         self.in_place = state_dict is not None
+        self._sent: Optional[_Queued] = None
 
     def metadata(self) -> str:
         return "<n/a>"
 
     def disallow_checkpoint(self) -> None:
-        """Nothing to do: when `send_checkpoint` returns, it has read the tensors."""
+        """Returns when the device has read what `send_checkpoint` has queued.
+
+        Raises:
+            TimeoutError: it has not in time, as when a target died; the tensors must not be changed
+        """
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.wait()
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: Optional[timedelta] = None
     ) -> None:
         if not dst_ranks:
             return
-        channel = _Channel(self._pg, dst_ranks, f"checkpoint of step {step} to {dst_ranks}", timeout or self._timeout)
-        header = _Header(state_dict)
-        structure = pack_structure([storage.nbytes() for storage in header.storages], header.structure)
-        raw = _STEP.pack(step) + structure
-        flat = [torch.frombuffer(bytearray(raw), dtype=torch.uint8)]
-        body = torch.cat(flat + [storage_bytes(storage).cpu() for storage in header.storages])
-        channel.send(torch.tensor([_MAGIC, body.numel()], dtype=torch.int64, device=self._device))
-        channel.send(body.to(self._device))
+        channel = self._channel(dst_ranks, f"checkpoint of step {step} to {dst_ranks}", timeout)
+        try:
+            header = _Header(state_dict)
+        except Unsendable as error:
+            self._refuse(channel, str(error))
+            raise
+        sizes = [storage.nbytes() for storage in header.storages]
+        raw = _STEP.pack(step) + pack_structure(sizes, header.structure, header.devices)
+        body = [torch.frombuffer(bytearray(raw), dtype=torch.uint8)]
+        body += [storage_bytes(storage).cpu() for storage in header.storages]
+        self._send_text(channel, _MAGIC, torch.cat(body))
+        channel.announced(sum(tensor.numel() * tensor.element_size() for tensor in header.tensors))
         for tensor in header.tensors:
-            channel.send(_as_bytes(tensor.to(self._device)))
+            channel.send(tensor)
+        self._sent = channel.queued()
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: Optional[timedelta] = None) -> T:
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta) -> None:
+        if dst_ranks:
+            self._refuse(self._channel(dst_ranks, f"checkpoint of step {step} to {dst_ranks}", timeout), reason)
+
+    def _refuse(self, channel: _Channel, reason: str) -> None:
+        text = bytearray(reason.encode()[:_MAX_REASON])
+        self._send_text(channel, _REFUSED, torch.frombuffer(text, dtype=torch.uint8))
+
+    def _send_text(self, channel: _Channel, magic: int, body: torch.Tensor) -> None:
+        channel.send(torch.tensor([magic, body.numel()], dtype=torch.int64))
+        channel.send(body)
+
+    def _channel(self, ranks: List[int], what: str, timeout: Optional[timedelta]) -> _Channel:
+        return _Channel(self._pg, ranks, what, timeout or self._timeout, self._device)
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: Optional[timedelta] = None,
+        target: Optional[Target] = None,
+    ) -> T:
+        """See `CheckpointTransport.recv_checkpoint`.
+
+        Args:
+            target: where tensors go if this transport has no `state_dict`
+        """
         what = f"checkpoint of step {step} from rank {src_rank}"
-        channel = _Channel(self._pg, [src_rank], what, timeout or self._timeout)
-        sent, tree, flats = self._recv_header(channel, what)
+        channel = self._channel([src_rank], what, timeout)
+        sent, said, flats = self._recv_header(channel)
         if sent != step:
             # The tensors that follow stay unread; the group is of no use any more, and the error says so to Manager.
             raise CheckpointError(f"{what}: the source sends step {sent}")
-        own = _tensors_by_path(self._state_dict()) if self._state_dict is not None else {}
+        places = self._places(said, target)
         with closing(Meter(what, logger)) as meter:
             channel.meter = meter
-            meter.expect(_announced_bytes(tree))
-            got = decode(tree, flats, what, lambda path, node: self._recv_tensor(channel, own.get("".join(path)), node))
+            nbytes = _announced_bytes(said.tree)
+            meter.expect(nbytes)
+            channel.announced(nbytes)
+            got = decode(said.tree, flats, what, lambda path, node: self._recv_tensor(channel, places, path, node))
+            if (queued := channel.queued()) is not None:
+                queued.wait()
             meter.done()
         return got
 
-    def _recv_header(self, channel: _Channel, what: str) -> Tuple[int, Any, List[torch.Tensor]]:
-        lead = torch.zeros(2, dtype=torch.int64, device=self._device)
+    def _places(self, said: Structure, target: Optional[Target]) -> _Places:
+        if self._state_dict is None and target is not None:
+            devices = {path: _source_device(said, node) for path, node in tensor_nodes(said.tree, ())}
+            if target.writable:
+                own = target.own()
+                return _Places(said, own, Homes(own, devices).of)
+            target.devices = {path: device for path, device in devices.items() if device != "cpu"}
+            check_room(_announced_bytes(said.tree) if target.devices else 0, "the state")
+            return _Places(said, {}, lambda device: CPU)
+        own = tensors_by_path(self._state_dict()) if self._state_dict is not None else {}
+        return _Places(said, own, lambda device: CPU if device == "cpu" else self._device)
+
+    def _recv_header(self, channel: _Channel) -> Tuple[int, Structure, List[torch.Tensor]]:
+        what = channel.what
+        lead = torch.zeros(2, dtype=torch.int64)
         channel.recv(lead)
         magic, length = lead.tolist()
-        if magic != _MAGIC or not 0 < length <= _MAX_HEADER:
+        if magic not in (_MAGIC, _REFUSED) or not 0 < length <= _MAX_HEADER:
             raise CheckpointError(f"{what}: no header but {lead.tolist()}; do both groups use this version of torchft?")
-        body = _empty(torch.Size([length]), torch.uint8, self._device, what)
+        body = _empty(torch.Size([length]), torch.uint8, CPU, what)
         channel.recv(body)
-        body = body.cpu()
         raw = io.BytesIO(bytes(tensor_memory(body)))
+        if magic == _REFUSED:
+            raise CheckpointError(f"{what}: the source cannot send its state: {raw.read().decode(errors='replace')}")
         step = raw.read(_STEP.size)
         if len(step) < _STEP.size:
             raise CheckpointError(f"{what}: its header is cut short")
-        sizes, tree, _ = parse_structure(read_frame(raw, what), what)
+        said = parse_structure(read_frame(raw, what), what)
         start = raw.tell()
-        if start + sum(sizes) != length:
-            raise CheckpointError(f"{what}: its header has {length} bytes and announces {start + sum(sizes)}")
+        if start + sum(said.sizes) != length:
+            raise CheckpointError(f"{what}: its header has {length} bytes and announces {start + sum(said.sizes)}")
         # clones, so that each begins where any dtype may
-        return _STEP.unpack(step)[0], tree, [part.clone() for part in body[start:].split(sizes)]
+        return _STEP.unpack(step)[0], said, [part.clone() for part in body[start:].split(said.sizes)]
 
-    def _recv_tensor(self, channel: _Channel, mine: Optional[torch.Tensor], node: List[Any]) -> Optional[torch.Tensor]:
+    def _recv_tensor(self, channel: _Channel, places: _Places, path: Path, node: List[Any]) -> Optional[torch.Tensor]:
         """Receives the tensor that comes next: into the one that is here, if it is alike, else into new memory."""
         of_dtensor = node[0] == "D"
-        _, place, dtype_name, _, shape, _, flags = node[1] if of_dtensor else node
+        _, _, dtype_name, _, shape, _, flags = node[1] if of_dtensor else node
         dtype, shape = dtype_of(dtype_name), torch.Size(shape)
+        mine = places.own.get(path)
         if mine is not None and is_dtensor(mine) == of_dtensor:
-            local = _local(mine).detach()
+            local = local_part(mine)
             if local.shape == shape and local.dtype == dtype:
-                self._recv_into(channel, local)
+                channel.recv(local)
                 return mine
         if of_dtensor:
             return None  # it is made of its local part, which is asked for next
-        device = torch.device("cpu") if place == _ON_CPU else self._device
-        fresh = _empty(shape, dtype, device, channel.what)
-        self._recv_into(channel, fresh)
+        fresh = places.new(node, channel.what)
+        channel.recv(fresh)
         return with_flags(fresh, flags)
 
-    def _recv_into(self, channel: _Channel, tensor: torch.Tensor) -> None:
-        direct = tensor.is_contiguous() and tensor.device.type == self._device.type
-        buffer = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        channel.recv(_as_bytes(buffer))
-        if not direct:
-            tensor.copy_(buffer)
+
+class _Places:
+    """Where the tensors of one transfer go.
+
+    Args:
+        said: what the source says of its state
+        own: the tensors that are here, to be filled
+        home: the device of those that are not, by where the source has them
+    """
+
+    def __init__(self, said: Structure, own: Mapping[Path, torch.Tensor], home: Callable[[str], torch.device]) -> None:
+        self.own = own
+        self._said = said
+        self._home = home
+        self._memory = HostMemory()
+
+    def new(self, node: List[Any], what: str) -> torch.Tensor:
+        """Memory for a tensor."""
+        _, _, dtype_name, _, shape, _, _ = node
+        dtype, home = dtype_of(dtype_name), self._home(_source_device(self._said, node))
+        return _empty(torch.Size(shape), dtype, home, what, self._memory)
 
 
 @dataclass
 class _Channel:
-    """Messages to some ranks, or from one, all by one deadline."""
+    """Messages to some ranks, or from one, all by one deadline. Both ends cut what they move into the same pieces."""
 
     pg: ProcessGroup
     ranks: List[int]
     what: str
     timeout: timedelta
+    device: torch.device  # where the group wants its tensors
     meter: Optional[Meter] = None  # is told what has arrived
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.timeout.total_seconds()
+        self._piece = _LEAST_PIECE
+        self._stage: Optional[torch.Tensor] = None
+
+    def announced(self, nbytes: int) -> None:
+        """Of a small state the pieces are smaller, so that they take little memory beside it."""
+        self._piece = min(_PIECE, max(_LEAST_PIECE, nbytes // _PIECES))
+        self._stage = None
 
     def send(self, tensor: torch.Tensor) -> None:
         """Sends a tensor to all."""
-        for piece in _pieces(_as_bytes(tensor)):
-            self._wait([partial(self.pg.send, [piece], rank, _TAG) for rank in self.ranks])
+        for piece in self._pieces(tensor):
+            here = piece.to(self.device)
+            self._wait([partial(self.pg.send, [here], rank, _TAG) for rank in self.ranks])
 
     def recv(self, tensor: torch.Tensor) -> None:
-        """Fills a contiguous tensor."""
-        for piece in _pieces(_as_bytes(tensor)):
-            self._wait([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
+        """Fills a tensor."""
+        if not tensor.is_contiguous():
+            beside = _empty(tensor.shape, tensor.dtype, CPU, self.what)
+            self.recv(beside)
+            tensor.copy_(beside)
+            return
+        for piece in self._pieces(tensor):
+            here = piece if self._is_here(tensor) else self._staged(piece.numel())
+            self._wait([partial(self.pg.recv, [here], self.ranks[0], _TAG)])
+            if here is not piece:
+                piece.copy_(here)
             if self.meter is not None:
                 self.meter.count(piece.numel())
+
+    def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), self._piece):
+            yield flat[start : start + self._piece]
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
+
+    def _staged(self, nbytes: int) -> torch.Tensor:
+        if self._stage is None:
+            self._stage = _empty(torch.Size([self._piece]), torch.uint8, self.device, self.what)
+        return self._stage[:nbytes]
 
     def _wait(self, operations: List[Callable[[], Any]]) -> None:
         """Starts them all, then waits for them."""
@@ -195,15 +310,36 @@ class _Channel:
                 raise TimeoutError(f"{self.what}: not complete after {self.timeout.total_seconds():g} s") from error
             raise CheckpointError(f"{self.what}: {type(error).__name__}: {error}") from error
 
+    def queued(self) -> Optional[_Queued]:
+        """What was sent and received so far: on a device the group returns when it is queued."""
+        return None if self.device.type == "cpu" else _Queued(self)
 
-def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    for start in range(0, flat.numel(), _PIECE):
-        yield flat[start : start + _PIECE]
 
+class _Queued:
+    """The end of a channel's operations on its device."""
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as a flat one of bytes, of the same memory."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    def __init__(self, channel: _Channel) -> None:
+        backend = getattr(torch, channel.device.type)
+        self._channel = channel
+        self._end = backend.Event()
+        self._end.record(backend.current_stream(channel.device))
+
+    def wait(self) -> None:
+        """Returns when the device has ended them. By polling: a peer that died may keep it from that for ever.
+
+        Raises:
+            TimeoutError: it has not by the deadline
+            CheckpointError: the group was aborted meanwhile, so that what arrived may be anything
+        """
+        channel = self._channel
+        while not self._end.query():
+            if time.monotonic() >= channel._deadline:
+                seconds = channel.timeout.total_seconds()
+                raise TimeoutError(f"{channel.what}: the device has not ended it after {seconds:g} s")
+            time.sleep(_POLL)
+        error = group_error(channel.pg)
+        if error is not None:
+            raise CheckpointError(f"{channel.what}: {error}") from error
 
 
 class _Header(Encoded):
@@ -211,19 +347,37 @@ class _Header(Encoded):
 
     def __init__(self, state: object) -> None:
         self.tensors: List[torch.Tensor] = []
+        self._devices: Dict[str, int] = {}
         super().__init__(state)
+
+    @property
+    def devices(self) -> Dict[int, str]:
+        """The devices of the tensors, by number."""
+        return {number: device for device, number in self._devices.items()}
 
     def _encode_memory(self, tensor: torch.Tensor, flags: int) -> Any:
         self.tensors.append(tensor.detach())
-        place = _ON_CPU if tensor.device.type == "cpu" else _ON_DEVICE
+        place = _ON_CPU
+        if tensor.device.type != "cpu":
+            place = _ON_DEVICE - self._devices.setdefault(str(tensor.device), len(self._devices))
         return ["T", place, str(tensor.dtype).removeprefix("torch."), 0, list(tensor.shape), [], flags]
 
 
-def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
+def _source_device(said: Structure, node: List[Any]) -> str:
+    """Where the source has a tensor. The node may be malformed: `decode` says so."""
+    place = (node[1] if node[0] == "D" else node)[1]
+    return said.devices.get(_ON_DEVICE - place, "cpu") if type(place) is int else "cpu"
+
+
+def _empty(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, what: str, memory: Optional[HostMemory] = None
+) -> torch.Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize
     try:
+        if device == CPU and memory is not None:
+            return memory.take(nbytes).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
-        nbytes = math.prod(shape) * dtype.itemsize
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes on {device}") from error
 
 
@@ -235,13 +389,3 @@ def _announced_bytes(tree: Any) -> int:
         with suppress(ValueError, TypeError):
             nbytes += math.prod(shape) * dtype_of(dtype_name).itemsize
     return nbytes
-
-
-def _tensors_by_path(state_dict: object) -> Dict[str, torch.Tensor]:
-    leaves = pytree.tree_flatten_with_path(state_dict)[0]
-    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that lies here; any other tensor as it is."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]

@@ -20,6 +20,10 @@ class CheckpointError(RuntimeError):
     """
 
 
+class Unsendable(CheckpointError):
+    """The state of a source holds something that cannot be sent. Its targets have heard so."""
+
+
 class CheckpointTransport(Generic[T], ABC):
     """Moves the state of one step from a source to the groups that heal from it.
 
@@ -29,11 +33,13 @@ class CheckpointTransport(Generic[T], ABC):
     Attributes:
         several_sources: whether groups that the target is not assigned to can help: then `help_checkpoint` is called
             there, and `recv_checkpoint` here with `helpers`, a list of `Helper`.
+        takes_target: whether `recv_checkpoint` takes `target`, a `Target`: what the group has, and where tensors go.
         in_place: whether `recv_checkpoint` writes to tensors that this group trains with, so that they are of no step
             if it fails.
     """
 
     several_sources: ClassVar[bool] = False
+    takes_target: ClassVar[bool] = False
     in_place: bool = False
 
     @abstractmethod
@@ -55,6 +61,15 @@ class CheckpointTransport(Generic[T], ABC):
 
         Raises:
             TimeoutError: not done in time
+            Unsendable: it never will be
+        """
+
+    def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
+        """Called in place of `send_checkpoint` where there is no state to send: the targets need not wait for it.
+
+        Args:
+            dst_ranks, step, timeout: as of `send_checkpoint`
+            reason: what the targets are told
         """
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:

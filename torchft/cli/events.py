@@ -55,6 +55,8 @@ def words(event: dict[str, Any]) -> str:
     when = datetime.fromisoformat(event["time"].replace("Z", "+00:00")[:19] + "+00:00").astimezone()
     if event["kind"] == "drained":
         return _line(when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]])
+    if event["kind"] == "given_up":
+        return _line(when, event, [f"{', '.join(event['left'])} counts as ended", event["reason"]])
     parts = []
     if event.get("who"):
         parts.append(_recovery(event))

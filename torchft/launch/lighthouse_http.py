@@ -72,7 +72,7 @@ class Lighthouse:
                 raise Unanswered(f"the connection to the lighthouse broke: {e}") from None
 
     def ask(self, what: str, replica_id: str) -> str:
-        """Asks to ``kill`` or to ``drain`` a group, with the token of TORCHFT_TOKEN_FILE if there is one.
+        """Asks to ``kill``, ``drain`` or ``give_up`` a group, with the token of TORCHFT_TOKEN_FILE if there is one.
 
         Returns:
             what was done, in words.

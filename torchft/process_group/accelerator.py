@@ -16,14 +16,19 @@ import threading
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Generator, Optional, TypeVar
+from typing import Any, Generator, Optional, TypeVar
 
 import torch
 from torch.distributed import Work
+from torch.distributed.distributed_c10d import AllreduceOptions
 
+from torchft.process_group._operations import tensors_of
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
-from torchft.process_group.wrapper import ProcessGroupWrapper, _check_timeout
-from torchft.utils import synchronize
+from torchft.process_group.native import backend_error, native_error
+from torchft.process_group.reconfigure import ReconfigureOptions
+from torchft.process_group.wrapper import _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
+from torchft.utils import Mark, get_stream_context, poll, refuse_capture, synchronize
+from torchft.work import _DummyWork
 
 T = TypeVar("T")
 
@@ -35,6 +40,33 @@ _NEVER = timedelta(days=7)
 _ABORT_PATIENCE_SEC = 0.05
 
 _logger: logging.Logger = logging.getLogger(__name__)
+
+
+class _Deadline:
+    """Aborts a group when called, unless it has other peers by then. It keeps nothing alive: a timer holds it for long
+    after the operation has ended.
+    """
+
+    __slots__ = ("_peers", "_pg")
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        self._pg = weakref.ref(pg)
+        parent = getattr(pg, "_pg", None)
+        self._peers = None if parent is None else weakref.ref(parent)
+
+    @property
+    def over(self) -> bool:
+        """Whether the group was aborted, or has other peers, since the operation began."""
+        if self._peers is None:
+            return False
+        peers = self._peers()
+        return peers is None or peers is not getattr(self._pg(), "_pg", None)
+
+    def __call__(self) -> None:
+        pg = self._pg()
+        # A deadline of the old peers must not strike the new ones.
+        if pg is not None and not self.over:
+            pg.abort()
 
 
 class _WorkAcceleratorTimeout(Work):
@@ -51,24 +83,11 @@ class _WorkAcceleratorTimeout(Work):
         self._pg = pg
         self._work = work
         self._timeout = timeout
-        parent = getattr(pg, "_pg", None)
-        self._peers = None if parent is None else weakref.ref(parent)
+        self._deadline = _Deadline(pg)
 
     @property
     def _over(self) -> bool:
-        """Whether the group was aborted, or has other peers, since the operation began."""
-        return self._peers is not None and self._peers() is not getattr(self._pg, "_pg", None)
-
-    def _abort(self) -> None:
-        # A deadline of the old peers must not strike the new ones.
-        if not self._over:
-            self._pg.abort()
-
-    def _watch_stream(self, timeout: timedelta) -> None:
-        # Read from the package: a replacement put there must take effect.
-        from torchft import process_group
-
-        process_group.stream_timeout(self._abort, timeout)
+        return self._deadline.over
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         """Makes the current stream wait for the operation; the host goes on.
@@ -81,7 +100,8 @@ class _WorkAcceleratorTimeout(Work):
         if timeout is None or timeout <= timedelta(0):
             timeout = self._timeout
         # The host itself can be stuck too, while a connection is being made.
-        with process_group.context_timeout(self._abort, timeout):
+        with process_group.context_timeout(self._deadline, timeout):
+            # Not with a timeout: PyTorch's NCCL then waits on the host until the device has finished.
             if not self._work.wait():
                 return False
         # PyTorch has nothing to say about an operation that an abort ended.
@@ -89,7 +109,7 @@ class _WorkAcceleratorTimeout(Work):
             raise RuntimeError(
                 f"{self._pg.getBackendName()}: the operation ended with its group, which was aborted or has new peers"
             )
-        self._watch_stream(timeout)
+        process_group.stream_timeout(self._deadline, timeout)
         return True
 
     def synchronize(self) -> None:
@@ -99,11 +119,14 @@ class _WorkAcceleratorTimeout(Work):
         self.wait(timeout)
 
     def get_future(self) -> torch.futures.Future[object]:
+        from torchft import process_group
+
         fut = self._work.get_future()
+        deadline, timeout = self._deadline, self._timeout
 
         def watch(done: torch.futures.Future[object]) -> None:
             # Runs on a stream that waits for the operation.
-            self._watch_stream(self._timeout)
+            process_group.stream_timeout(deadline, timeout)
 
         fut.add_done_callback(watch)
         return fut
@@ -121,6 +144,25 @@ class _WorkAcceleratorTimeout(Work):
         return self._work.result()
 
 
+class _OnCurrentStream(_DummyWork):
+    """An operation that PyTorch queued on the current stream itself, and gave no work for (`asyncOp=False`)."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        accelerated = torch.accelerator.is_available()
+        self._mark = Mark([torch.accelerator.current_stream().device] if accelerated else [])
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        self._mark.follow()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._mark.reached()
+
+    def is_success(self) -> bool:
+        return self._mark.reached()
+
+
 class AcceleratorProcessGroup(ProcessGroupWrapper):
     """A group whose operations get a deadline of torchft's instead of PyTorch's.
 
@@ -130,6 +172,8 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)
+        self._connecting: Any = None  # the backend that is being connected
+        self._peers_are_ours = False
 
     def set_timeout(self, timeout: timedelta) -> None:
         # Not PyTorch's, which stays at _NEVER.
@@ -137,15 +181,63 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         self._timeout = timeout
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
-        def abort(pg: BaseProcessGroup) -> None:
-            try:
-                pg.abort()
-            except Exception:
-                _logger.exception("%s: could not abort the old group", self.getBackendName())
+        abort_elsewhere(self.getBackendName(), pg).join(_ABORT_PATIENCE_SEC)
 
-        thread = threading.Thread(target=abort, args=(pg,), name="torchft_abort", daemon=True)
-        thread.start()
-        thread.join(_ABORT_PATIENCE_SEC)
+    # Connecting
+
+    def _connect(self, backend: Any, device: torch.device) -> None:
+        """Connects a backend with its peers, and returns when all of them are.
+
+        A communicator that does not block is only on its way when `eager_connect_single_device` returns. The next call,
+        if it is the first operation, waits for the peers, and holds the lock that an abort needs: a peer that dies
+        meanwhile would cost the training thread the whole timeout. So the first operation is one of ours, on the thread
+        that connects, which nobody waits for after an abort. Only where all peers are known to do the same.
+
+        Raises:
+            TimeoutError: not all peers came in time.
+        """
+        # Read from the package: a replacement put there must take effect.
+        from torchft import process_group
+
+        name, timeout = self.getBackendName(), self._connect_timeout
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            abort_elsewhere(name, backend)
+
+        self._connecting = backend
+        try:
+            with process_group.context_timeout(give_up, timeout):
+                backend.eager_connect_single_device(device)
+                if not self._peers_are_ours:
+                    return
+                with get_stream_context(torch.Stream(device)):
+                    work = backend.allreduce([torch.zeros(1, device=device)], AllreduceOptions())
+                poll(lambda: late.is_set() or work.is_completed())
+            if late.is_set():
+                raise TimeoutError(f"{name}: not all peers connected within {timeout.total_seconds()} s")
+            error = backend_error(backend)
+            if error is not None:
+                raise error
+        finally:
+            self._connecting = None
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        # Handles are torchft's own: peers of the published package get theirs through `configure`.
+        self._peers_are_ours = True
+        try:
+            return super().reconfigure(opts)
+        finally:
+            self._peers_are_ours = False
+
+    def abort(self, errored: bool = True) -> None:
+        backend, self._connecting = self._connecting, None
+        super().abort(errored=errored)
+        if backend is not None:
+            abort_elsewhere(self.getBackendName(), backend)
+
+    # Operations
 
     def _opts_hook(self, opts: T) -> T:
         if not hasattr(opts, "timeout"):
@@ -158,13 +250,15 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         patient.timeout = _NEVER
         return patient
 
-    def _wrap_work(self, work: Work, opts: object) -> Work:
+    def _wrap_work(self, work: Optional[Work], opts: object) -> Work:
         # Read from the package: a replacement put there must take effect.
         from torchft import process_group
 
         timeout = getattr(opts, "timeout", None)
         if timeout is None or timeout <= timedelta(0):
             timeout = self._timeout
+        if work is None:
+            work = _OnCurrentStream()
         return process_group._WorkAcceleratorTimeout(self, work, timeout)
 
     @contextmanager
@@ -174,8 +268,51 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         with process_group.context_timeout(self.abort, self._timeout):
             yield
 
+    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
+        check_tensors(self.getBackendName(), name, args)
+        return super()._run(name, *args, opts=opts)
+
     def errored(self) -> Optional[Exception]:
-        """Waits for the device, so that an operation that hangs shows: after the group's timeout it is aborted."""
+        """Waits for the device, so that an operation that hangs shows: after the group's timeout it is aborted.
+
+        PyTorch's backend handles some failures itself, by aborting its communicator: the operation then ends as if it
+        had succeeded. So the backend is asked as well, after the device.
+        """
         with self._run_context():
             synchronize()
-        return super().errored()
+        error = super().errored()
+        pg = self._pg
+        return error if error is not None or pg is None else native_error(pg)
+
+
+def abort_elsewhere(name: str, pg: Any) -> threading.Thread:
+    """Aborts a group or a backend on a thread of its own: NCCL may hang in it, and the caller may be the timers."""
+
+    def abort() -> None:
+        try:
+            pg.abort()
+        except Exception:
+            _logger.exception("%s: could not abort the old group", name)
+
+    thread = threading.Thread(target=abort, name="torchft_abort", daemon=True)
+    thread.start()
+    return thread
+
+
+def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> None:
+    """Refuses what a group on a device cannot do, before any rank waits for it.
+
+    Raises:
+        ValueError: tensors without memory, not dense, or on several devices.
+        RuntimeError: a graph is being captured.
+    """
+    devices = set()
+    for tensor in tensors_of(args):
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+            raise ValueError(f"{group}: {name} of a tensor {kind}: dense tensors with memory are needed")
+        devices.add(tensor.device)
+    if len(devices) > 1:
+        where = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"{group}: {name} of tensors on {where}: all of them must be on one device")
+    refuse_capture(f"{group}: {name}")

@@ -62,6 +62,7 @@ class ProcessGroup(BaseProcessGroup):
     _handle_id: Optional[str] = None
     _handle_store: Optional[tuple[TCPStore, str]] = None
     _layout: Optional[tuple[str, str]] = None  # digest and text
+    _announced_implementation: Optional[str] = None  # implementation of NCCL, where it is not the usual one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,6 +130,7 @@ class ProcessGroup(BaseProcessGroup):
             spread=True,
             group_rank=self._group_rank or 0,
             layout=self._layout[0] if self._layout is not None else None,
+            implementation=self._announced_implementation,
         ).encode()
 
     def announce_layout(self, digest: str, text: str) -> None:
@@ -144,7 +146,8 @@ class ProcessGroup(BaseProcessGroup):
             opts: `handles` in the order of the ranks, `uuid` never used before with these peers.
 
         Raises:
-            ValueError: the handles are unordered, not torchft's, or do not name this group.
+            ValueError: the handles are unordered, not torchft's, or do not name this group; or a peer uses another
+                implementation of NCCL.
         """
         meeting = plan_rendezvous(opts.handles, self.get_reconfigure_handle(), self._group_rank)
         self.configure(

@@ -87,4 +87,6 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         except Exception as e:
             self.report_error(e)
             return _DummyWork(tensors)
+        if work is None:  # a native NCCL group, asked for no work (`asyncOp=False`), queued it on the current stream
+            return _DummyWork(tensors)
         return process_group._ErrorSwallowingWork(self, work, tensors)

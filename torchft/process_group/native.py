@@ -12,7 +12,7 @@ group that had no peers yet by the rank that it was made with: every replica gro
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, Work
@@ -34,11 +34,21 @@ def is_native(pg: object) -> bool:
 def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
     """What the backends of a native group report, None when all is well."""
     for device in pg._device_types:
-        backend = pg._get_backend(device)
-        error = backend.get_error()
-        if error.name != "SUCCESS":
-            return RuntimeError(f"backend {backend.name()} of {device.type} reports {error.name}")
+        error = backend_error(pg._get_backend(device))
+        if error is not None:
+            return error
     return None
+
+
+def backend_error(backend: Any) -> Optional[Exception]:
+    """What a backend of PyTorch reports, None when all is well or it reports nothing ever."""
+    ask = getattr(backend, "get_error", None)
+    if ask is None:  # PyTorch < 2.8
+        return None
+    error = ask()
+    if error.name == "SUCCESS":
+        return None
+    return RuntimeError(f"backend {backend.name()} reports {error.name}")
 
 
 def group_error(pg: dist.ProcessGroup) -> Optional[Exception]:

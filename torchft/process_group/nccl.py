@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Iterator, Optional
 
 import torch
 from torch.distributed import Store
 
+from torchft.process_group import nccl2
 from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.reconfigure import LEGACY, NCCL2
 
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 TORCHFT_TRIGGER_FR_ON_ABORT = "TORCHFT_TRIGGER_FR_ON_ABORT"
@@ -51,6 +56,28 @@ def _trigger_on_abort() -> bool:
     return os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true")
 
 
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_environment = threading.Lock()
+
+
+@contextmanager
+def _errors_handled_by_abort() -> Iterator[None]:
+    """While a backend is made, which reads it then. PyTorch's default on an error in NCCL (a peer died) is to end the
+    process; 2 aborts the communicator and lets the process live. What the user has set counts.
+
+    Groups of others keep PyTorch's default: nobody would ask them for their errors.
+    """
+    with _environment:
+        if _ERROR_HANDLING in os.environ:
+            yield
+            return
+        os.environ[_ERROR_HANDLING] = "2"
+        try:
+            yield
+        finally:
+            del os.environ[_ERROR_HANDLING]
+
+
 class ProcessGroupNCCL(AcceleratorProcessGroup):
     """A reconfigurable NCCL group on the current CUDA device.
 
@@ -59,22 +86,33 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
     Args:
         timeout: of every operation that is not given one, and of connecting with new peers.
+        implementation: "legacy", or "nccl2" for the one that PyTorch's own groups use since 2.15, whose communicators
+            are revoked instead of taken down. The same in all groups of a job. None: TORCHFT_NCCL_IMPLEMENTATION, by
+            default "legacy". See docs/gpu.md.
+
+    Raises:
+        ValueError: there is no such implementation.
+        RuntimeError: this PyTorch does not have it.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
+    def __init__(self, timeout: timedelta = timedelta(seconds=60.0), implementation: Optional[str] = None) -> None:
         super().__init__(timeout)
-        # PyTorch reads these in its own code. Its default on an error in NCCL (a peer died) is to end the
-        # process; 2 aborts the communicator and lets the process live.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        # How long a non-blocking communicator may take to connect; the default is half an hour.
+        self._implementation = nccl2.chosen(implementation)
+        if self._implementation != LEGACY:
+            self._announced_implementation = self._implementation
+        # How long a non-blocking communicator may take to connect; PyTorch's default is half an hour. It reads this
+        # once in a process.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds()))))
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        with nccl2.announced(store, rank, world_size, self._implementation):
+            if self._implementation == NCCL2:
+                return nccl2.connect(store, rank, world_size, self._connect_timeout, self._global_ranks)
+            return self._create_legacy(store, rank, world_size)
+
+    def _create_legacy(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         # Not in every build of PyTorch, so not at the top.
         from torch.distributed import ProcessGroupNCCL as BaseProcessGroupNCCL
-
-        # Read from the package: a replacement put there must take effect.
-        from torchft import process_group
 
         opts = BaseProcessGroupNCCL.Options()
         opts.config.blocking = 0
@@ -84,10 +122,10 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
         pg = BaseProcessGroup(store, rank, world_size)
         pg._set_default_backend(BaseProcessGroup.BackendType.NCCL)
-        backend = BaseProcessGroupNCCL(store, rank, world_size, opts)
+        with _errors_handled_by_abort():
+            backend = BaseProcessGroupNCCL(store, rank, world_size, opts)
         device = torch.device("cuda", torch.cuda.current_device())
-        with process_group.context_timeout(backend.abort, self._connect_timeout):
-            backend.eager_connect_single_device(device)
+        self._connect(backend, device)
         pg._register_backend(device, BaseProcessGroup.BackendType.NCCL, backend)
         return pg
 
@@ -107,4 +145,4 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         super().abort(errored=errored)
 
     def getBackendName(self) -> str:
-        return "torchft-nccl"
+        return "torchft-nccl2" if self._implementation == NCCL2 else "torchft-nccl"

@@ -5,7 +5,8 @@ Every group has a handle, a JSON object that travels to the peers with the quoru
     {"id": "…", "store": "host:port", "global_rank": 3, "spread": true, "group_rank": 0}
 
 `id` names the group object, `store` is a TCPStore that this group hosts. `layout`, if there is one, is a digest of what
-this group is going to reduce; the text is in the store, under `layout/{digest}`. The handles of a quorum come in
+this group is going to reduce; the text is in the store, under `layout/{digest}`. `implementation`, if there is one, is
+that of NCCL: peers must have the same. The handles of a quorum come in
 the order of the ranks; a peer's rank is the index of its own handle. All meet at the store of one of
 them: that of handle 0, or, when every handle carries the mark `spread`, that of handle
 `group_rank mod n`, so that one replica group does not serve the rendezvous of all ranks.
@@ -17,7 +18,7 @@ import json
 import random
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Optional, Sequence
+from typing import TYPE_CHECKING, Mapping, Optional, Sequence
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -52,7 +53,10 @@ else:
 
 
 # PyTorch's uuid is a signed 64 bit integer.
-_MAX_UUID = 2**63 - 1
+MAX_UUID = 2**63 - 1
+
+# Those of PyTorch's NCCL backend that a group may use. A handle that names none has the older one, or is none of NCCL.
+LEGACY, NCCL2 = "legacy", "nccl2"
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Handle:
     spread: bool = False
     group_rank: Optional[int] = None
     layout: Optional[str] = None
+    implementation: Optional[str] = None
 
     def encode(self) -> str:
         fields = {
@@ -76,6 +81,8 @@ class Handle:
         }
         if self.layout is not None:
             fields["layout"] = self.layout
+        if self.implementation is not None:
+            fields["implementation"] = self.implementation
         return json.dumps(fields)
 
     @classmethod
@@ -101,6 +108,7 @@ class Handle:
             spread=fields.get("spread") is True,
             group_rank=fields.get("group_rank"),
             layout=fields["layout"] if isinstance(fields.get("layout"), str) else None,
+            implementation=fields["implementation"] if isinstance(fields.get("implementation"), str) else None,
         )
 
 
@@ -119,7 +127,7 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
 
     Raises:
         ValueError: the handles are not an ordered sequence of distinct torchft handles with our own
-            among them.
+            among them, or their groups use different implementations of NCCL.
     """
     if not isinstance(handles, Sequence) or isinstance(handles, (str, bytes)):
         raise ValueError(
@@ -134,6 +142,9 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
         raise ValueError(
             f"this group's own handle {own_handle!r} is not among the reconfigure handles {list(handles)!r}"
         )
+    if len({peer.implementation for peer in peers}) > 1:
+        theirs = {rank: peer.implementation or LEGACY for rank, peer in enumerate(peers)}
+        raise ValueError(say_implementations(own.implementation or LEGACY, theirs))
 
     global_ranks = [peer.global_rank for peer in peers if peer.global_rank is not None]
     return Rendezvous(
@@ -141,6 +152,16 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
         rank=ids.index(own.id),
         world_size=len(peers),
         global_ranks=global_ranks if len(global_ranks) == len(peers) else None,
+    )
+
+
+def say_implementations(ours: str, theirs: Mapping[int, str]) -> str:
+    """The error of a group with peers, by rank, that use another implementation of NCCL."""
+    rank, other = next((rank, name) for rank, name in theirs.items() if name != ours)
+    return (
+        f"the groups of a quorum use different implementations of NCCL, which cannot connect: {ours!r} here, {other!r} "
+        f"in rank {rank}; set TORCHFT_NCCL_IMPLEMENTATION, or implementation=, to the same in all groups "
+        f"(the published package's is {LEGACY!r})"
     )
 
 
@@ -264,7 +285,7 @@ def reconfigure_with_store(
     store = create_store_client(store_addr, timeout=timeout)
     store.set(f"handle/{rank}", pg.get_reconfigure_handle())
     if rank == 0:
-        store.set("uuid", str(random.randint(1, _MAX_UUID)))
+        store.set("uuid", str(random.randint(1, MAX_UUID)))
 
     opts = ReconfigureOptions()
     opts.handles = [store.get(f"handle/{i}").decode() for i in range(world_size)]

@@ -20,17 +20,13 @@ class ProcessGroupXCCL(AcceleratorProcessGroup):
         # Not in every build of PyTorch, so not at the top.
         from torch.distributed import ProcessGroupXCCL as BaseProcessGroupXCCL
 
-        # Read from the package: a replacement put there must take effect.
-        from torchft import process_group
-
         opts = BaseProcessGroupXCCL.Options()
         opts._timeout = _NEVER
         pg = BaseProcessGroup(store, rank, world_size)
         pg._set_default_backend(BaseProcessGroup.BackendType.XCCL)
         backend = BaseProcessGroupXCCL(store, rank, world_size, opts)
         device = torch.device("xpu", torch.xpu.current_device())
-        with process_group.context_timeout(backend.abort, self._connect_timeout):
-            backend.eager_connect_single_device(device)
+        self._connect(backend, device)
         pg._register_backend(device, BaseProcessGroup.BackendType.XCCL, backend)
         return pg
 

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.unit.checkpointing.simulated_device import BLOCK, Simulated
-from torchft.checkpointing import _receive, _staging
+from torchft.checkpointing import _receive
 from torchft.http import _IPv6HTTPServer
 
 
@@ -20,15 +17,3 @@ def servers_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A target asks a source that failed again without a pause."""
     monkeypatch.setattr(_receive, "_PAUSE", 0.01)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Simulated]]:
-    Simulated.made = []
-    monkeypatch.setattr(Simulated, "late", 0.002)
-    monkeypatch.setitem(_staging.KINDS, "cpu", Simulated)
-    monkeypatch.setattr(_staging, "_free", {})
-    monkeypatch.setattr(_staging, "BLOCK", BLOCK)
-    yield Simulated
-    for each in Simulated.made:
-        each.close()

@@ -151,7 +151,7 @@ def test_a_mesh_may_be_named_like_tags_of_the_encoding(four_ranks: None) -> None
     encoded = Encoded({"w": want})
     sizes = [storage.nbytes() for storage in encoded.storages]
     tree = json.loads(encoded.structure)
-    places = Places(tree, sizes, {"w": mine}, "the state")
+    places = Places(tree, sizes, {("['w']",): mine}, "the state", fills=lambda device: True)
     placed_at = places.region(0)  # straight into the tensor that is here
     assert (placed_at.data_ptr(), placed_at.numel()) == (mine.to_local().data_ptr(), 24)
 

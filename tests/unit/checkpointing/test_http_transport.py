@@ -331,7 +331,7 @@ def test_the_setting_decides(make: Any, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("state", [{"small": torch.ones(2)}, {"large": torch.ones(1 << 20)}])
 def test_no_memory_for_the_copy(make: Any, monkeypatch: Any, state: Any, caplog: Any) -> None:
-    def fail(self: Any) -> None:
+    def fail(self: Any, memory: Any) -> None:
         raise RuntimeError("not enough memory")
 
     monkeypatch.setattr("torchft.checkpointing._offer._Block.copy", fail)
@@ -363,6 +363,22 @@ def test_a_long_heal_is_copied_meanwhile(make: Any, monkeypatch: Any) -> None:
     source.send_checkpoint([1], 1, state, TIMEOUT)
     wait_until(lambda: source._source._offer.complete)
     source.disallow_checkpoint()
+    fill(state, 3.0)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
+
+
+def test_a_long_heal_is_not_copied_while_its_target_reads(make: Any, monkeypatch: Any) -> None:
+    """The source meets that target in the step, before it changes its state."""
+    monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 0.05)
+    source = make()
+    state = large_state()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    offer = source._source._offer
+    offer.want()
+    time.sleep(0.3)
+    large = [block for block in offer._blocks.values() if block.nbytes > MB]
+    assert len(large) == 4 and all(block.coming is None for block in large)
+    source.disallow_checkpoint()  # it is about to change even so
     fill(state, 3.0)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from torchft.checkpointing._memory import available_memory
+from torchft.checkpointing._memory import HostMemory, available_memory
 
 GB = 1 << 30
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def write(folder: Path, **files: str) -> None:
@@ -46,3 +47,28 @@ def test_the_smallest_limit_counts(tmp_path: Path, v2: dict[str, str], v1: dict[
 def test_here() -> None:
     free = available_memory()
     assert free is not None and free > 1 << 20
+
+
+def in_huge_pages() -> int:
+    """Bytes of this process that lie in huge pages."""
+    smaps = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in smaps if line.startswith("AnonHugePages:"))
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="here are no huge pages")
+@pytest.mark.parametrize("sizes", [[65 << 20], [1 << 20] * 70, [1000, (5 << 20) + 1, 200_001] * 12])
+def test_what_arrives_lies_in_huge_pages(sizes: list[int]) -> None:
+    """Large tensors, and neighbours that are smaller than a page of 2 MB. The first touch of 4 KB pages is slow."""
+    before, memory = in_huge_pages(), HostMemory()
+    taken = [memory.take(size) for size in sizes]
+    for i, flat in enumerate(taken):
+        flat.fill_(i)
+    assert in_huge_pages() - before > 0.8 * sum(sizes)
+    for i, (flat, size) in enumerate(zip(taken, sizes)):
+        assert flat.untyped_storage().nbytes() == size and bool((flat == i).all())
+
+
+def test_no_memory() -> None:
+    for nbytes in (1 << 62, 1 << 100):
+        with pytest.raises((RuntimeError, MemoryError)):
+            HostMemory().take(nbytes)

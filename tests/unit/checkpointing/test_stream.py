@@ -16,8 +16,15 @@ import torch.utils._pytree as pytree
 from torch.distributed._serialization import _Entry
 
 from tests.unit.checkpointing.checkpoint_states import Evil, assert_same, odd_tensors, plain_values, training_state
-from torchft.checkpointing._serialization import _streaming_load, _streaming_save
-from torchft.checkpointing._stream import pickle_object, read_object, storage_bytes, tensor_memory
+from torchft.checkpointing._serialization import _streaming_load, _streaming_save, allow_checkpoint_types
+from torchft.checkpointing._stream import (
+    _make_object,
+    _Records,
+    pickle_object,
+    read_object,
+    storage_bytes,
+    tensor_memory,
+)
 from torchft.checkpointing.transport import CheckpointError
 
 
@@ -88,6 +95,18 @@ def test_tree_spec(tree: Any) -> None:
     leaves, spec = pytree.tree_flatten(tree)
     got = pytree.tree_unflatten(leaves, read(written(spec)))
     assert got == tree and type(got) is type(tree)
+
+
+def test_a_spec_that_pytorch_2_11_has_pickled() -> None:
+    """Its leaves are objects of a class; those of later versions are calls of a function."""
+    pickled = (
+        b"\x80\x02ctorch.utils._pytree\nTreeSpec\n)\x81](c__builtin__\nlist\nN]ctorch.utils._pytree\nLeafSpec\n)\x81]"
+        b"(NN]K\x01K\x01K\x00ebaK\x02K\x01K\x01eb."
+    )
+    records = _Records(data={"data.pkl": pickled, "byteorder": b"little"})
+    allow_checkpoint_types()
+    spec = _make_object(records, "a spec", any_type=False)
+    assert pytree.tree_unflatten([7], spec) == [7]
 
 
 def test_a_forged_spec_cannot_change_the_leaf_that_all_share() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from torchft._torchft import MemberFailure
+from torchft.checkpointing.transport import CheckpointError
 from torchft.manager import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
     ExceptionWithTraceback,
@@ -447,24 +448,6 @@ def test_source_serves_its_state(fixture: Fixture, make_quorum: Quorum) -> None:
         state_dict={"user": {"default": {"weights": 1}}, "torchft": {"step": 0, "batches_committed": 0}},
         timeout=timedelta(seconds=10),
     )
-
-
-def test_what_is_served_comes_after_what_the_training_has_queued(
-    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a device the last step's optimizer may run still when the next quorum knows who heals."""
-    calls: list[Any] = []
-    fixture.client._quorum.return_value = make_quorum(recover_dst_replica_ranks=[0], max_replica_rank=1)
-    fixture.transport.send_checkpoint.side_effect = lambda *args, **kwargs: calls.append("send")
-    manager = fixture.manager()
-    training = threading.local()
-    training.stream = "of the training"
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: training.stream)  # no other thread has it
-    manager._recovery_stream = MagicMock()
-    manager._recovery_stream.wait_stream.side_effect = calls.append
-    manager.start_quorum()
-    manager.wait_quorum()
-    assert calls == ["of the training", "send"]
 
 
 def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
@@ -971,3 +954,19 @@ def test_finish_serving_waits_for_the_step_and_then_for_the_readers(fixture: Fix
     work.wait = lambda *timeout: (order.append("collective"), wait(*timeout))[1]  # type: ignore[method-assign]
     manager.finish_serving()
     assert order == ["collective", "not served any more"]
+
+
+@pytest.mark.parametrize("in_mid_step", [False, True])
+def test_a_source_trains_on_when_its_target_has_failed(
+    fixture: Fixture, make_quorum: Quorum, in_mid_step: bool
+) -> None:
+    """A transfer by a process group on a device is known to have failed only when its end is waited for."""
+    fixture.pg.abort = MagicMock()  # type: ignore[method-assign]
+    manager = fixture.manager(use_async_quorum=False)
+    fixture.client._quorum.return_value = make_quorum(recover_dst_replica_ranks=[0])
+    fixture.transport.disallow_checkpoint.side_effect = CheckpointError("the group was aborted")
+    manager.start_quorum()
+    if in_mid_step:
+        manager.finish_serving()
+    assert manager.should_commit()
+    fixture.pg.abort.assert_called_once()  # it must not end with a state that changes meanwhile

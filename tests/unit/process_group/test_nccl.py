@@ -123,15 +123,8 @@ def test_the_pipe_is_that_of_whichever_group_was_first(
 def test_they_can_be_made_without_a_device() -> None:
     assert ProcessGroupNCCL(timedelta(seconds=90)).getBackendName() == "torchft-nccl"
     assert ProcessGroupXCCL().getBackendName() == "torchft-xccl"
-    # An error in NCCL must not end the process, a connection must not be waited for half an hour.
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    # A connection must not be waited for half an hour.
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "90"
-
-
-def test_settings_of_the_user_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    ProcessGroupNCCL()
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 @pytest.mark.no_device
@@ -355,6 +348,7 @@ class Nccl:
 
     def __init__(self, store: object, rank: int, world_size: int, opts: Any) -> None:
         self.opts = opts
+        self.error_handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
         self.connected: list[torch.device] = []
         self.made.append(self)
 
@@ -389,6 +383,17 @@ def test_nccl_connects_at_once_without_blocking(nccl: type[Nccl]) -> None:
     assert made.connected == [torch.device("cuda", 1)]
 
 
+@pytest.mark.parametrize("users", [None, "1"])
+def test_only_our_backend_aborts_on_an_error_instead_of_ending_the_process(
+    nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch, users: Optional[str]
+) -> None:
+    if users is not None:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", users)
+    ProcessGroupNCCL()._create_pg(dist.HashStore(), 0, 2)
+    assert nccl.made[0].error_handling == (users or "2")
+    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == users, "groups made later are not ours"
+
+
 def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group.ProcessGroupBabyNCCL, "_worker_timeout", timedelta(seconds=7))
     monkeypatch.setattr(process_group.ProcessGroupBabyNCCL, "_worker_global_ranks", [4, 9])
@@ -400,12 +405,13 @@ def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch)
     assert made.connected == [torch.device("cuda", 1)]
 
 
-def test_an_overdue_worker_ends_whatever_its_trainer_has_set(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else NCCL ends the operation as if it had finished, and nobody hears of it."""
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    ProcessGroupNCCL()
+def test_a_worker_can_be_asked_for_its_error_whatever_its_trainer_has_set(
+    nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not end with it: its events would pass or not, and say nothing."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     process_group.ProcessGroupBabyNCCL._create_pg(dist.HashStore(), 0, 2)
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert nccl.made[0].error_handling == "2"
 
 
 @pytest.mark.parametrize("isolated", [False, True])

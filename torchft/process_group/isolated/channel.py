@@ -24,6 +24,7 @@ from torchft.process_group.isolated.devices import Devices, MakeSharing
 from torchft.process_group.isolated.operation import WorkerDied, _FutureMetadata, _OpMetadata, release
 from torchft.process_group.isolated.sharing import Lease
 from torchft.process_group.isolated.wire import Wire
+from torchft.utils import poll
 
 # A worker whose operation is overdue is asked for a sign of life this often, and given up without one. It
 # reads its requests all the time, whatever its operations do.
@@ -53,7 +54,10 @@ class Channel:
     Attributes:
         wire: what connects the two; `wire.theirs` is for the worker.
         devices: what the two share.
+        asks: whether the worker's backend may fail after it has answered that an operation is queued.
     """
+
+    asks = False
 
     def __init__(self, name: str, sharings: MakeSharing, on_broken: Callable[[], None]) -> None:
         self._name = name
@@ -74,7 +78,7 @@ class Channel:
         self._broken: Optional[Exception] = None
         self._heard = 0.0
         self._completer = Completer(
-            name, self.devices, self._lock, self._lead_for_futures, lambda: self._broken is not None
+            name, self.devices, self._lock, self._lead_for_futures, lambda: self._broken is not None, self.check
         )
         _channels.add(self)
 
@@ -299,13 +303,38 @@ class Channel:
         Raises:
             Exception: why the worker is of no use.
         """
-        while not self.devices.reached(op):
+
+        def ended() -> bool:
+            if self.devices.reached(op):
+                return True
             if self.lost():
                 raise self._error()
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_ASK_DEVICE_EVERY_SEC)
-        return True
+            return False
+
+        return poll(ended, deadline - time.monotonic())
+
+    def check(self, timeout: Optional[float] = None) -> None:
+        """Asks the worker's backend for an error. After the device has passed an operation, that is one of it, too.
+
+        Args:
+            timeout: in seconds.
+
+        Raises:
+            Exception: what it reports, why the worker is of no use, or TimeoutError.
+        """
+        if not self.asks:
+            return
+        op = self.start(protocol.CHECK, (), [], None, _UNRESPONSIVE_SEC)
+        if not self.wait(op, timeout):
+            raise TimeoutError(f"{self._name}: the worker did not say in {timeout} s whether it has failed")
+        if op.error is not None:
+            raise copied(op.error)
+
+    def is_over(self, op: _OpMetadata) -> bool:
+        """Whether an operation has ended, and the device has done it; does not wait."""
+        if not self.is_done(op):
+            return False
+        return op.error is not None or self._broken is not None or self.devices.reached(op)
 
     def drain(self, timeout: float) -> bool:
         """Waits until the worker's device has done what was queued; False when it has not in `timeout` seconds."""

@@ -21,6 +21,7 @@ class Completer:
         lock: of the channel. `begin`, `wake` and `ended` are called with it.
         lead: reads answers until something is true; False at once when somebody else does, or no future is open.
         broken: whether no operation will end any more.
+        check: raises if the worker's backend has failed.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class Completer:
         lock: ContextManager[object],
         lead: Callable[[Callable[[], bool]], bool],
         broken: Callable[[], bool],
+        check: Callable[[], None],
     ) -> None:
         self._name = name
         self._devices = devices
         self._lock = lock
         self._lead = lead
         self._broken = broken
+        self._check = check
         # Operations that have ended, whose future is still to be completed.
         self._ended: list[_OpMetadata] = []
         self._thread: Optional[threading.Thread] = None
@@ -89,6 +92,8 @@ class Completer:
                 if error is None:
                     try:
                         self._devices.follow(op)
+                        if op.marks:
+                            self._check()
                     except Exception as e:
                         error = e
                 if error is None:

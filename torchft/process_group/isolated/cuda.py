@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
 import struct
 import threading
 import time
@@ -73,6 +74,7 @@ class _Export:
         self.id = next(_ids)
         self.storage = weakref.ref(storage, self._died)
         self.key = id(storage)
+        self.device = storage.device
         self.holders: set[TrainerEnd] = set()
         self.dead = False
         (_, handle, size, offset, counter, counter_offset, _, _) = storage._share_cuda_()
@@ -96,11 +98,52 @@ class _Export:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.ipc_collect()
 
+    def give_back(self) -> None:
+        """PyTorch may use the memory again when the device has done what is queued: see `_Returns`."""
+        if self._counter is not None:
+            _returns.put(self)
+
     def forget(self) -> None:
         """In a forked child: the counter is the parent's, who still counts."""
         self._counter = None
 
 
+class _Returns:
+    """A thread that gives memory back to PyTorch, after the device has done all that was queued when it was freed.
+
+    PyTorch's allocator does not know a shared storage any more, so `record_stream` does nothing for it: it would hand
+    out the memory in the order of one stream, while another one that the user has recorded still reads it.
+    """
+
+    def __init__(self) -> None:
+        # The garbage collector may put something on a thread that is in here: a SimpleQueue allows that.
+        self._freed: queue.SimpleQueue[_Export] = queue.SimpleQueue()
+        self._started = False
+
+    def start(self) -> None:
+        """Not by `put`: the garbage collector may have called that where no thread can be started."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name="torchft_shared_memory", daemon=True).start()
+
+    def put(self, export: _Export) -> None:
+        self._freed.put(export)
+
+    def _run(self) -> None:
+        while True:
+            exports = [self._freed.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    exports.append(self._freed.get_nowait())
+            for device in {export.device for export in exports}:
+                # A device that has failed does nothing any more.
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.synchronize(device)
+            while exports:
+                exports.pop().let_go()
+
+
+_returns = _Returns()
 _ids = itertools.count(1)
 _lock = threading.Lock()
 _exports: dict[int, _Export] = {}
@@ -125,10 +168,11 @@ def _bury() -> None:
         for holder in export.holders:
             holder._doomed.append(export)
         if not export.holders:
-            export.let_go()
+            export.give_back()
 
 
 def _hold(storage: torch.UntypedStorage, holder: TrainerEnd) -> _Export:
+    _returns.start()
     with _lock:
         _bury()
         export = _exports.get(id(storage))
@@ -145,13 +189,14 @@ def _leave(exports: list[_Export], holder: TrainerEnd) -> None:
         for export in exports:
             export.holders.discard(holder)
             if export.dead and not export.holders:
-                export.let_go()
+                export.give_back()
     _settle()
 
 
 def _forget_all() -> None:
-    global _lock
+    global _lock, _returns
     _lock = threading.Lock()
+    _returns = _Returns()
     for export in (*_exports.values(), *_dead):
         export.forget()
     _exports.clear()

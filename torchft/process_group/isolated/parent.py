@@ -36,6 +36,7 @@ from torchft.process_group.isolated.operation import _OpMetadata
 from torchft.process_group.isolated.sharing import Sharing
 from torchft.process_group.isolated.standby import Worker, Workers, started
 from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
+from torchft.utils import refuse_capture
 
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
 STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
@@ -133,6 +134,7 @@ class ProcessGroupBaby(ProcessGroup):
         }
         try:
             worker = started(self._take)
+            worker.channel.asks = self._queues
             request = json.dumps(message).encode()
             # The next one forks while this one connects.
             prepare = self._workers.prepare
@@ -203,13 +205,18 @@ class ProcessGroupBaby(ProcessGroup):
             worker.channel.tell(protocol.SET_TIMEOUT, protocol.seconds(timeout.total_seconds()))
 
     def errored(self) -> Optional[Exception]:
-        """Waits for the device, so that an operation that hangs shows."""
+        """Waits for the device, so that an operation that hangs shows, and asks the worker's backend after it."""
         worker = self._worker
         if worker is None:
             return self._aborted
         channel = worker.channel
         if not channel.lost() and not channel.drain(self._timeout.total_seconds()):
             return RuntimeError(f"{self._name}: timed out: the device is not done within {self._timeout}")
+        if self._aborted is None and channel.broken is None:
+            try:
+                channel.check(self._timeout.total_seconds())
+            except Exception as e:
+                return e
         return self._aborted or channel.broken
 
     def share_buffer(self, tensor: torch.Tensor) -> bool:
@@ -279,6 +286,12 @@ class ProcessGroupBaby(ProcessGroup):
             # So that it says who refuses what.
             kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
             raise kind(f"{self._name}: {name}: {e}") from e
+        if call.on_device:
+            try:
+                refuse_capture(f"{self._name}: {name}")
+            except RuntimeError:
+                call.release()
+                raise
         result = flat(arguments[0]) if call.leases else []
         if seconds <= 0:
             seconds = self._timeout.total_seconds()

@@ -27,6 +27,7 @@ RUN = 2  # marks, then a body
 TELL = 3  # device, note; perhaps with a file descriptor: see `sharing.Tell`
 SET_TIMEOUT = 4  # seconds, f64
 PING = 5
+CHECK = 6  # answered like an operation: it fails with what the worker's backend reports
 
 # Kinds of answers
 DONE = 1  # marks
@@ -78,7 +79,7 @@ _ATOMIC = 4096
 _TENSOR, _TENSORS, _LISTS, _INTEGER, _INTEGERS, _OPTIONS = range(6)
 _ONE_TENSOR = bytes((_TENSOR,))
 
-# The devices whose tensors can be lent, as numbers in a ref. Others are simulated ones of tests, as "cpu".
+# The devices whose tensors can be lent, as numbers in a ref. Tests add their own.
 DEVICES = ("cpu", "cuda", "xpu")
 
 # (device, ref or mark)

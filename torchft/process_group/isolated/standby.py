@@ -234,8 +234,12 @@ class Worker:
         self.channel = channel = Channel(name, sharings, self._broken)
         requests, answers = channel.wire.theirs
         try:
-            self._server = servers.get()
-            self._number, self._ended = self._server.spawn(message, requests.fileno(), answers)
+            try:
+                self._spawn(message, requests.fileno(), answers)
+            except ConnectionError:
+                # The server has been killed, and counts as alive until the kernel is through with it.
+                servers.retire(self._server)
+                self._spawn(message, requests.fileno(), answers)
         except OSError as e:
             # The server died in this moment, say.
             channel.close(WorkerDied(f"{name}: the worker could not be started: {e}"))
@@ -245,6 +249,10 @@ class Worker:
         finally:
             requests.close()
             os.close(answers)
+
+    def _spawn(self, message: dict[str, Any], requests: int, answers: int) -> None:
+        self._server = servers.get()
+        self._number, self._ended = self._server.spawn(message, requests, answers)
 
     def ask(
         self, kind: int, rest: bytes, timeout: float, what: str, meanwhile: Callable[[], None] = lambda: None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Optional
 import torch
 from torch.distributed import Work
 
-from torchft.futures import _devices
 from torchft.process_group._operations import copied
+from torchft.utils import devices_of
 
 if TYPE_CHECKING:
     from torchft.process_group.isolated.parent import ProcessGroupBaby
@@ -46,9 +46,17 @@ class _BabyWork(Work):
         if op.error is not None:
             raise copied(op.error)
         if op.marks:
-            if seconds is not None and not self._channel.reach(op, began + seconds):
-                raise _timed_out(seconds)
+            # NCCL knows the group's timeout alone: who has none of his own waits for that of the operation, and then
+            # the worker is ended.
+            deadline = op.started + op.patience if seconds is None else began + seconds
+            if not self._channel.reach(op, deadline):
+                error = _timed_out(op.patience if seconds is None else seconds)
+                if seconds is None:
+                    self._channel.close(error)
+                raise error
             self._channel.devices.follow(op)
+            # On a device an operation also ends when the backend has failed, as if it had succeeded.
+            self._channel.check()
         return True
 
     def synchronize(self) -> None:
@@ -58,17 +66,19 @@ class _BabyWork(Work):
         self.wait(timeout)
 
     def get_future(self) -> torch.futures.Future[object]:
-        stream = self._stream
-        return self._channel.get_future(self._op, [] if stream is None else _devices(), stream)
+        return self._channel.get_future(self._op, [*devices_of(self._op.result)], self._stream)
 
     def is_completed(self) -> bool:
-        return self._channel.is_done(self._op)
+        return self._channel.is_over(self._op)
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._op.error is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Optional[Exception]:
-        return self._op.error if self.is_completed() else None
+        if not self.is_completed():
+            return None
+        # What was only queued when the worker was lost has not succeeded.
+        return self._op.error or (self._channel.broken if self._op.marks else None)
 
     def result(self) -> list[torch.Tensor]:
         return self._op.result

@@ -27,6 +27,7 @@ from torchft.process_group.isolated import _native, protocol
 from torchft.process_group.isolated.messages import unpack
 from torchft.process_group.isolated.scheduling import calm_loops
 from torchft.process_group.isolated.sharing import Sharing, is_plain
+from torchft.process_group.native import native_error
 from torchft.process_group.reconfigure import meeting_store
 from torchft.process_group.wrapper import _set_timeout
 
@@ -132,6 +133,12 @@ class Worker:
                 self._sharing(operation).told(rest, descriptors[0] if descriptors else None)
             elif kind == protocol.PING:
                 self.answer(protocol.PONG, operation)
+            elif kind == protocol.CHECK:
+                error = None if self._pg is None else native_error(self._pg)
+                if error is None:
+                    self.answer(protocol.DONE, operation)
+                else:
+                    self.answer(protocol.FAILED, operation, protocol.encode_error(error))
             elif kind == protocol.SET_TIMEOUT:
                 if self._pg is not None:
                     _set_timeout(self._pg, timedelta(seconds=protocol.read_seconds(rest)))
@@ -165,7 +172,9 @@ class Worker:
         group._worker_global_ranks = global_ranks
         store = meeting_store(store_addr, world_size, timedelta(seconds=connect_timeout))
         self._pg = group._create_pg(store, rank, world_size)
-        if not group._queues:
+        if group._queues:
+            threading.Thread(target=self._watch_backend, args=(self._pg,), daemon=True).start()
+        else:
             calm_loops()
             operations = Operations(group._name, Connections(store, rank, world_size))
             if operations.connections:
@@ -182,6 +191,13 @@ class Worker:
             if names and (error := operations.over(not set(names).issubset(POINT_TO_POINT))) is not None:
                 self.answer(protocol.FATAL, 0, protocol.encode_error(error))
                 return
+
+    def _watch_backend(self, pg: BaseProcessGroup) -> None:
+        """Ends this process when its backend has failed, and says why: the device may not get to the next event."""
+        while (error := native_error(pg)) is None:
+            time.sleep(_LOOK_SEC)
+        self.answer(protocol.FATAL, 0, protocol.encode_error(error))
+        os._exit(1)
 
     # Operations
 
@@ -200,8 +216,9 @@ class Worker:
         if plain:
             self._answer_when_finished(operation, work, call)
         elif self._group._queues:
-            # That makes the current stream wait, not this thread.
-            work.wait()
+            if work is not None:  # none for what NCCL queued on the current stream itself (`asyncOp=False`)
+                # That makes the current stream wait, not this thread.
+                work.wait()
             self.answer(protocol.DONE, operation, self._marks([d for d, _ in marks]))
         else:
             self._in_flight[operation] = name

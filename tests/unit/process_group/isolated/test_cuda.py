@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 import weakref
+from types import SimpleNamespace
 from typing import Any, Iterator, Optional
 
 import pytest
@@ -30,6 +32,9 @@ class Cuda:
         self.stream: object = "default"
         self.streams = 0
         self.devices: list[int] = []
+        # Whether the device has done what is queued on it.
+        self.finished = threading.Event()
+        self.finished.set()
 
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         number = len(self.shared)
@@ -115,8 +120,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
         "stream": Within,
         "device": Within,
         "ipc_collect": lambda: None,
+        "synchronize": lambda device: fake.finished.wait(20),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    at_once = SimpleNamespace(start=lambda: None, put=lambda export: export.let_go())
+    monkeypatch.setattr(cuda, "_returns", at_once)
     yield fake
     gc.collect()
     assert not cuda._dead
@@ -272,6 +280,24 @@ def test_memory_waits_for_all_workers_that_use_it(fake: Cuda) -> None:
     one.close()
     assert not fake.released
     two.close()
+    assert fake.released == [(b"counters", 0)]
+
+
+def test_memory_goes_back_when_all_streams_are_done_with_it(fake: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator knows a shared storage no more: `record_stream` of a stream that still reads it did nothing."""
+    monkeypatch.setattr(cuda, "_returns", cuda._Returns())
+    trainer, _, _ = ends()
+    fake.finished.clear()
+    tensor = torch.ones(4)
+    trainer.lend(tensor, True, True).release()
+    trainer.close()
+    del tensor
+    time.sleep(0.02)
+    assert not fake.released
+    fake.finished.set()
+    deadline = time.monotonic() + 20
+    while not fake.released and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert fake.released == [(b"counters", 0)]
 
 

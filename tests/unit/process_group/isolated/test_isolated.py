@@ -538,6 +538,21 @@ def test_a_server_that_dies_while_it_is_asked_is_replaced(
     group.shutdown()
 
 
+def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed counts as alive until the kernel is through with it."""
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
+    old = standby.servers.get()
+    os.kill(old.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, old.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(old, "alive", lambda: True)
+    group.configure(meeting(store), "replica", 0, 1)
+    assert server() != old.pid
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
 @pytest.mark.parametrize("standby_too", [False, True])
 def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)

@@ -1,4 +1,4 @@
-"""Transfers over the native core whose tensors are on a device on both ends: a simulated one."""
+"""Transfers over the native core whose tensors are on the test device on both ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
+from tests.late.observed import Observed, numbers, until
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 from tests.unit.checkpointing.faulty_proxy import Fault, random_faults
-from tests.unit.checkpointing.simulated_device import Simulated, numbers, until
 from tests.unit.checkpointing.test_faults import Wire
 from torchft._torchft import _load
-from torchft.checkpointing import HTTPTransport, _checkpoint, _landing, _lending, _offer, _receive, _staging
+from torchft.checkpointing import HTTPTransport, _checkpoint, _lending, _offer, _receive, _staging
 from torchft.checkpointing._landing import Landing
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing.transport import CheckpointError
@@ -32,8 +33,8 @@ MB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def native_only(device: type[Simulated], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A simulated device, with blocks of a size for the network; the published format is taken for an error."""
+def native_only(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a size for the network; the published format is taken for an error."""
     monkeypatch.setattr(_staging, "BLOCK", BLOCK)
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
 
@@ -64,8 +65,8 @@ def on_device(seed: int = 0) -> dict[str, Any]:
     return {
         "large": torch.roll(numbers(5 * BLOCK // 2 + 7), seed),
         "exact": numbers(BLOCK).view(torch.float16),
-        "small": [torch.full((i,), i + seed) for i in range(40)],
-        "empty": torch.empty(0, 3),
+        "small": [torch.full((i,), i + seed, device="late") for i in range(40)],
+        "empty": torch.empty(0, 3, device="late"),
         "step": seed,
     }
 
@@ -75,10 +76,14 @@ def size_of(state: dict[str, Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+def on_the_device(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().to("late") if type(t) is torch.Tensor and t.layout is torch.strided else t
+
+
 # Both ways through stages
 
 
-def test_a_heal_from_device_to_device(make: Any, device: type[Simulated], stock: list[str], caplog: Any) -> None:
+def test_a_heal_from_device_to_device(make: Any, device: type[Observed], stock: list[str], caplog: Any) -> None:
     caplog.set_level("INFO")
     state, source, target = on_device(), make(), make()
     for step in (1, 2):
@@ -93,23 +98,18 @@ def test_a_heal_from_device_to_device(make: Any, device: type[Simulated], stock:
 
 def test_all_kinds_of_leaves(make: Any) -> None:
     source = make()
-    source.send_checkpoint([1], 1, training_state(), TIMEOUT)
-    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), training_state())
+    state = pytree.tree_map_only(torch.Tensor, on_the_device, training_state())
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
 
 
-def test_a_state_of_which_some_is_on_the_device(make: Any, device: type[Simulated], monkeypatch: Any) -> None:
+def test_a_state_of_which_some_is_on_the_device(make: Any, device: type[Observed]) -> None:
     """Here what is large: what lies between goes straight to its place, of which the device sees nothing."""
     large = 100_000
-    init = _offer._Block.__init__
-    monkeypatch.setattr(
-        _offer._Block,
-        "__init__",
-        lambda self, storage, after, copies: init(self, storage, after, copies if storage.nbytes() > large else None),
-    )
-    for module in (_landing, _receive):
-        monkeypatch.setattr(module, "is_staged", lambda region: region.numel() > large)
     sizes = [10, 3 * BLOCK // 2, 0, 700, BLOCK, 99_999, large + 1, 5]
-    state = {f"t{i}": torch.roll(numbers(size), i) for i, size in enumerate(sizes)}
+    state = {
+        f"t{i}": torch.roll(numbers(size), i).to("late" if size > large else "cpu") for i, size in enumerate(sizes)
+    }
     source = make()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
@@ -117,7 +117,7 @@ def test_a_state_of_which_some_is_on_the_device(make: Any, device: type[Simulate
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_in_place(make: Any, device: type[Simulated], stock: list[str], checksum: bool) -> None:
+def test_in_place(make: Any, device: type[Observed], stock: list[str], checksum: bool) -> None:
     own, state, source = on_device(1), on_device(2), make()
     own["exact"] = own["exact"].reshape(2, -1).T.reshape(-1, 2)  # other strides: received beside it, and copied
     state["exact"] = state["exact"].reshape(-1, 2)
@@ -128,7 +128,7 @@ def test_in_place(make: Any, device: type[Simulated], stock: list[str], checksum
     assert all(mine is theirs for mine, theirs in zip(got["small"], own["small"]))
 
 
-def test_the_network_fetches_while_the_source_copies(make: Any, device: type[Simulated]) -> None:
+def test_the_network_fetches_while_the_source_copies(make: Any, device: type[Observed]) -> None:
     """What was staged is at the target's device before the source has staged the rest."""
     device.late = None
     state, source, target = {"w": numbers(8 * BLOCK)}, make(), make()
@@ -146,7 +146,7 @@ def test_the_network_fetches_while_the_source_copies(make: Any, device: type[Sim
         assert_same(got.result(60), state)
 
 
-def test_the_source_is_not_copied_before_somebody_asks(make: Any, device: type[Simulated], monkeypatch: Any) -> None:
+def test_the_source_is_not_copied_before_somebody_asks(make: Any, device: type[Observed], monkeypatch: Any) -> None:
     monkeypatch.setattr(_offer, "_COPY_DELAY", 60)
     source, helper, state = make(), make(), {"w": numbers(4 * BLOCK)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -156,9 +156,9 @@ def test_the_source_is_not_copied_before_somebody_asks(make: Any, device: type[S
     assert [each.nbytes for each in device.made] == [4 * BLOCK, 0, 4 * BLOCK]
 
 
-def test_the_source_trains_on(make: Any, device: type[Simulated]) -> None:
+def test_the_source_trains_on(make: Any, device: type[Observed]) -> None:
     """Every step changes everything; whoever reads gets the state of the step that it asked for."""
-    source, state = make(), {f"w{i}": torch.full((BLOCK,), 0, dtype=torch.uint8) for i in range(4)}
+    source, state = make(), {f"w{i}": torch.full((BLOCK,), 0, dtype=torch.uint8, device="late") for i in range(4)}
     done, steps, reads = threading.Event(), [0], []
     source.send_checkpoint([1], 0, state, TIMEOUT)
 
@@ -213,15 +213,18 @@ def wire(make: Any) -> Iterator[Callable[..., Wire]]:
         one.close()
 
 
-def test_a_flipped_bit_never_reaches_the_device(
-    make: Any, wire: Any, device: type[Simulated], monkeypatch: Any
-) -> None:
-    own, state, source = {"w": torch.zeros(10 * BLOCK, dtype=torch.uint8)}, {"w": numbers(10 * BLOCK)}, make()
+def test_a_flipped_bit_never_reaches_the_device(make: Any, wire: Any, device: type[Observed], monkeypatch: Any) -> None:
+    own, state, source = (
+        {"w": torch.zeros(10 * BLOCK, dtype=torch.uint8, device="late")},
+        {"w": numbers(10 * BLOCK)},
+        make(),
+    )
     wrong: list[int] = []
+    expected = state["w"].cpu()
 
     def check(target: torch.Tensor, block: torch.Tensor) -> None:
         at = target.data_ptr() - own["w"].data_ptr()
-        if 0 <= at < own["w"].numel() and not torch.equal(block, state["w"][at : at + block.numel()]):
+        if 0 <= at < own["w"].numel() and not torch.equal(block, expected[at : at + block.numel()]):
             wrong.append(at)
 
     monkeypatch.setattr(device, "check", staticmethod(check))
@@ -280,7 +283,7 @@ def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
         assert_same(got.result(60), state)
 
 
-def test_a_helper_takes_its_memory_back_while_it_is_copied(make: Any, device: type[Simulated]) -> None:
+def test_a_helper_takes_its_memory_back_while_it_is_copied(make: Any, device: type[Observed]) -> None:
     source, helper = make(bandwidth_limit=3 * MB), make()  # time enough for the helper to come
     state = {"w": numbers(16 * BLOCK)}
     source.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
@@ -302,7 +305,7 @@ def test_when_the_state_cannot_be_staged(make: Any, stock: list[str], caplog: An
     caplog.set_level("INFO")
     started = threading.Event()
 
-    def fail(self: Any) -> Iterator[None]:
+    def fail(self: Any, memory: Any) -> Iterator[None]:
         assert started.wait(60)
         raise RuntimeError("not enough memory")
         yield
@@ -311,7 +314,7 @@ def test_when_the_state_cannot_be_staged(make: Any, stock: list[str], caplog: An
     leased = Offer.want
     monkeypatch.setattr(Offer, "want", lambda self: leased(self) or started.set())
     state, source = {"w": numbers(3 * BLOCK)}, make()
-    own = {"w": torch.zeros(3 * BLOCK, dtype=torch.uint8)}
+    own = {"w": torch.zeros(3 * BLOCK, dtype=torch.uint8, device="late")}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert_same(got, state)
@@ -319,32 +322,32 @@ def test_when_the_state_cannot_be_staged(make: Any, stock: list[str], caplog: An
     assert "could not copy its state from the device: not enough memory; trying again" in caplog.text
 
 
-def test_a_device_that_fails_at_the_target(make: Any, device: type[Simulated], monkeypatch: Any) -> None:
+def test_a_device_that_fails_at_the_target(make: Any, device: type[Observed], monkeypatch: Any) -> None:
     source, state = make(), {"w": numbers(9 * BLOCK)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    start = Simulated.start
+    start = Observed.start
 
-    def fail(self: Simulated, target: torch.Tensor, block: torch.Tensor) -> Any:
+    def fail(self: Observed, target: torch.Tensor, block: torch.Tensor) -> Any:
         if self is device.made[0]:
             return start(self, target, block)
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Simulated, "start", fail)
+        patch.setattr(Observed, "start", fail)
         with pytest.raises(CheckpointError, match=r"step 1 .*could not be copied to the device: CUDA error"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert not _lending._lent
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)  # the source is unharmed
 
 
-def test_no_memory_for_the_stages(make: Any, device: type[Simulated], monkeypatch: Any) -> None:
+def test_no_memory_for_the_stages(make: Any, device: type[Observed], monkeypatch: Any) -> None:
     source = make()
     source.send_checkpoint([1], 1, {"w": numbers(4 * BLOCK)}, TIMEOUT)
 
-    def fail(self: Simulated, nbytes: int) -> torch.Tensor:
+    def fail(self: Observed, nbytes: int) -> torch.Tensor:
         raise RuntimeError("cudaHostAlloc: out of memory")
 
-    monkeypatch.setattr(Simulated, "block", fail)
+    monkeypatch.setattr(Observed, "block", fail)
     with pytest.raises(CheckpointError, match=r"no memory for blocks of \d+ bytes: cudaHostAlloc"):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
 
@@ -352,8 +355,8 @@ def test_no_memory_for_the_stages(make: Any, device: type[Simulated], monkeypatc
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        pytest.param("cuda:0", "on cuda:0: ", marks=pytest.mark.no_device),
-        ("mps", "has tensors on 'mps', where nothing"),
+        pytest.param("cuda:0", "tensors on cuda:0, this process has no", marks=pytest.mark.no_device),
+        ("mps", "has tensors on mps, this process has no device of that kind"),
     ],
 )
 def test_a_device_that_is_not_here(make: Any, monkeypatch: Any, where: str, error: str) -> None:
@@ -364,20 +367,24 @@ def test_a_device_that_is_not_here(make: Any, monkeypatch: Any, where: str, erro
     source.send_checkpoint([1], 1, {"w": numbers(5)}, TIMEOUT)
     with pytest.raises(CheckpointError, match=error):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    own = {"w": torch.zeros(5, dtype=torch.uint8)}  # a tensor that is here already says itself where it is
+    own = {
+        "w": torch.zeros(5, dtype=torch.uint8, device="late")
+    }  # a tensor that is here already says itself where it is
     got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert got["w"] is own["w"] and torch.equal(own["w"], numbers(5))
 
 
 @pytest.mark.timeout(600)
-def test_random_transfers(make: Any, device: type[Simulated], stock: list[str]) -> None:
+def test_random_transfers(make: Any, device: type[Observed], stock: list[str]) -> None:
     device.late = 0.0
     seed = random.randrange(2**32)
     source, helper = make(), make()
     for number in range(20):
         rng = random.Random(seed + number)
         sizes = [rng.choice([0, 1, 100, 5000, 70_000, 600_000]) for _ in range(rng.randrange(1, 12))]
-        state = {f"t{i}": torch.randint(-128, 128, (size,), dtype=torch.int8) for i, size in enumerate(sizes)}
+        state = {
+            f"t{i}": torch.randint(-128, 128, (size,), dtype=torch.int8).to("late") for i, size in enumerate(sizes)
+        }
         own = {name: torch.zeros_like(t) for name, t in state.items()}
         helping = {name: t.clone() for name, t in state.items()}
         next(iter(helping.values())).fill_(5)  # which the assigned source has otherwise
@@ -401,7 +408,7 @@ def test_random_transfers(make: Any, device: type[Simulated], stock: list[str]) 
     assert not stock
 
 
-def test_nothing_is_left(make: Any, device: type[Simulated]) -> None:
+def test_nothing_is_left(make: Any, device: type[Observed]) -> None:
     go = _load()
     gc.collect()
     before = go.pyapi_Handles()
@@ -414,4 +421,4 @@ def test_nothing_is_left(make: Any, device: type[Simulated]) -> None:
         transport.shutdown()
     gc.collect()
     until(lambda: go.pyapi_Handles() <= before)
-    assert not _lending._lent and 2 <= len(_staging._free["cpu"]) <= 4
+    assert not _lending._lent and 2 <= len(_staging._free["late"]) <= 4

@@ -1,4 +1,4 @@
-"""Staging on a simulated device."""
+"""Staging on the test device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.checkpointing.simulated_device import BLOCK, Simulated, numbers, until
+from tests.late.observed import BLOCK, Observed, numbers, until
 from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing._checkpoint import FULL, Checkpoint
 from torchft.checkpointing._offer import Offer
@@ -19,16 +19,16 @@ TIMEOUT = timedelta(seconds=20)
 
 @pytest.mark.parametrize("nbytes", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
 @pytest.mark.parametrize("start", [0, 1, BLOCK])
-def test_every_byte_once(device: type[Simulated], nbytes: int, start: int) -> None:
-    source, copies = numbers(nbytes), Simulated(torch.device("cpu"))
+def test_every_byte_once(device: type[Observed], nbytes: int, start: int) -> None:
+    source, copies = numbers(nbytes), Observed(torch.device("late:0"))
     pieces = [piece.clone() for piece in Staged(source, copies).read(start)]
     got = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    assert torch.equal(got, source[start:])
+    assert torch.equal(got, source[start:].cpu())
     assert copies.most_under_way <= 2
 
 
-def test_the_next_block_is_copied_while_one_is_sent(device: type[Simulated]) -> None:
-    copies = Simulated(torch.device("cpu"))
+def test_the_next_block_is_copied_while_one_is_sent(device: type[Observed]) -> None:
+    copies = Observed(torch.device("late:0"))
     reader = Staged(numbers(5 * BLOCK), copies).read(0)
     for sent in range(1, 5):
         piece = next(reader)
@@ -39,8 +39,8 @@ def test_the_next_block_is_copied_while_one_is_sent(device: type[Simulated]) -> 
     assert copies.blocks == 2
 
 
-def test_blocks_are_reused(device: type[Simulated]) -> None:
-    copies = Simulated(torch.device("cpu"))
+def test_blocks_are_reused(device: type[Observed]) -> None:
+    copies = Observed(torch.device("late:0"))
     staged = Staged(numbers(3 * BLOCK), copies)
     for _ in range(3):
         assert sum(piece.numel() for piece in staged.read(0)) == 3 * BLOCK
@@ -48,21 +48,21 @@ def test_blocks_are_reused(device: type[Simulated]) -> None:
 
 
 def test_a_block_that_is_written_still_is_not_given_to_others(
-    device: type[Simulated], monkeypatch: pytest.MonkeyPatch
+    device: type[Observed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Simulated, "late", 0.2)
-    copies = Simulated(torch.device("cpu"))
+    monkeypatch.setattr(Observed, "late", 0.2)
+    copies = Observed(torch.device("late:0"))
     reader = Staged(numbers(3 * BLOCK), copies).read(0)
     next(reader)
     reader.close()  # type: ignore[attr-defined]  the peer is gone; the second block's copy was under way
     assert copies.under_way == 0
 
 
-def test_close_waits_for_copies_and_ends_readers(device: type[Simulated], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Simulated, "late", 0.2)
+def test_close_waits_for_copies_and_ends_readers(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Observed, "late", 0.2)
     source = numbers(4 * BLOCK)
-    expected = source.clone()
-    staged = Staged(source, Simulated(torch.device("cpu")))
+    expected = source.cpu()
+    staged = Staged(source, Observed(torch.device("late:0")))
     reader = staged.read(0)
     got = [next(reader).clone()]
     staged.close()
@@ -73,10 +73,10 @@ def test_close_waits_for_copies_and_ends_readers(device: type[Simulated], monkey
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_an_offer_of_device_memory(device: type[Simulated], copy: bool) -> None:
+def test_an_offer_of_device_memory(device: type[Observed], copy: bool) -> None:
     """A reader in the middle of a tensor goes on with the copy, or hears that there is none."""
     state = {"w": numbers(4 * BLOCK)}
-    expected = state["w"].clone()
+    expected = state["w"].cpu()
     checkpoint = Checkpoint(state, 0)
     offer = Offer(checkpoint, copy)
     stream = checkpoint.stream(FULL)
@@ -97,8 +97,13 @@ def test_an_offer_of_device_memory(device: type[Simulated], copy: bool) -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
-def test_a_heal_from_device_memory(device: type[Simulated], num_chunks: int) -> None:
-    state = {"w": numbers(3 * BLOCK + 7), "b": torch.ones(3), "empty": torch.empty(0), "lr": 0.1}
+def test_a_heal_from_device_memory(device: type[Observed], num_chunks: int) -> None:
+    state = {
+        "w": numbers(3 * BLOCK + 7),
+        "b": torch.ones(3, device="late"),
+        "empty": torch.empty(0, device="late"),
+        "lr": 0.1,
+    }
     source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, snapshot=False)
     target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
     try:
@@ -108,4 +113,4 @@ def test_a_heal_from_device_memory(device: type[Simulated], num_chunks: int) -> 
         source.shutdown()
         target.shutdown()
     assert got["lr"] == 0.1 and all(torch.equal(got[key], state[key]) for key in ("w", "b", "empty"))
-    assert 2 <= sum(each.blocks for each in Simulated.made) <= 4
+    assert 2 <= sum(each.blocks for each in Observed.made) <= 4

@@ -1,0 +1,158 @@
+"""One rank of a process group on a device, a process of its own, told over stdin what to do.
+
+Times are those of the monotonic clock, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Callable
+
+# PyTorch's TCPStore asks the name server for the name of every peer. One that loses a question costs 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+import torch
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, ReduceScatterOptions
+
+from tests.gpu.device import MB, busy
+from tests.process.events import Commands, emit
+from torchft import process_group
+from torchft.process_group import reconfigure_with_store
+
+# Of each operation: NCCL notices by it alone that a peer is gone.
+TIMEOUT = timedelta(seconds=10)
+CONNECT = timedelta(seconds=60)
+COUNT = 4 * MB
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "gloo": lambda: process_group.ProcessGroupGloo(timeout=TIMEOUT),
+    "isolated gloo": lambda: process_group.ProcessGroupBabyGloo(timeout=TIMEOUT),
+    "nccl": lambda: process_group.ProcessGroupNCCL(timeout=TIMEOUT),
+    "nccl2": lambda: process_group.ProcessGroupNCCL(timeout=TIMEOUT, implementation="nccl2"),
+    "isolated nccl": lambda: process_group.ProcessGroupBabyNCCL(timeout=TIMEOUT),
+}
+
+
+class Rank:
+    def __init__(self, kind: str, device: int) -> None:
+        self.device = torch.device("cuda", device)
+        torch.cuda.set_device(self.device)
+        self.nccl = "nccl" in kind
+        self.group = KINDS[kind]()
+        self.thread = threading.Thread()
+        self.end: dict[str, Any] = {}
+
+    def _full(self, value: float, *shape: int) -> torch.Tensor:
+        return torch.full(shape, float(value), device=self.device)
+
+    def connect(self, where: str, rank: int, n: int) -> dict[str, Any]:
+        """New peers, until a first allreduce among them has finished: of rank + 1."""
+        began = time.monotonic()
+        reconfigure_with_store(self.group, where, rank, n, CONNECT)
+        tensor = self._full(rank + 1.0, 4)
+        self.group.allreduce([tensor], ReduceOp.SUM).wait()
+        got = tensor.unique().tolist()
+        return {"ms": 1000 * (time.monotonic() - began), "sum": got}
+
+    def collectives(self, rank: int) -> dict[str, Any]:
+        """Every collective between two ranks that the kind has, each queued behind work on the same stream."""
+        group, full, got = self.group, self._full, {}
+
+        def late(value: float) -> torch.Tensor:
+            tensor = full(float("nan"), 4)
+            busy(0.02)
+            return tensor.fill_(value)
+
+        tensor = late(rank + 1)
+        group.broadcast_one(tensor, 1).wait()
+        got["broadcast"] = tensor.tolist()
+        out = [full(0, 4) for _ in range(2)]
+        group.allgather([out], [late(rank + 1)], AllgatherOptions()).wait()
+        got["allgather"] = [t.unique().tolist() for t in out]
+        tensor = late(rank + 1)
+        group.allreduce([tensor], ReduceOp.MAX).wait()
+        got["maximum"] = tensor.tolist()
+        group.barrier(BarrierOptions()).wait()
+        if not self.nccl:
+            return got
+        both = torch.cat([late(rank + 1), late(rank + 3)])
+        out8, out4 = full(0, 8), full(0, 4)
+        group.allgather_into_tensor_coalesced([out8], [late(rank + 1)], AllgatherOptions()).wait()
+        got["allgather_into_tensor_coalesced"] = out8.tolist()
+        group.reduce_scatter_tensor_coalesced([out4], [both], ReduceScatterOptions()).wait()
+        got["reduce_scatter_tensor_coalesced"] = out4.tolist()
+        group.reduce_scatter([out4], [[late(rank + 1), late(rank + 3)]], ReduceScatterOptions()).wait()
+        got["reduce_scatter"] = out4.tolist()
+        group.alltoall_base(out8, both, [], [], AllToAllOptions()).wait()
+        got["alltoall_base"] = out8.tolist()
+        if rank == 0:
+            group.send([late(7)], 1, 0).wait()
+        else:
+            group.recv([out4], 0, 0).wait()
+            got["recv"] = out4.tolist()
+        return got
+
+    def begin(self, busy_s: float = 0.0) -> dict[str, Any]:
+        """An allreduce on another thread, behind `busy_s` seconds of work on its stream; answers when it is queued."""
+        queued = threading.Event()
+
+        def run() -> None:
+            error: object = None
+            try:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    tensor = self._full(1.0, COUNT)
+                    torch.cuda.current_stream().synchronize()
+                    busy(busy_s)
+                    work = self.group.allreduce([tensor], ReduceOp.SUM)
+                    queued.set()
+                    work.wait()
+                    torch.cuda.current_stream().synchronize()
+                error = self.group.errored()
+            except Exception as e:
+                error = e
+            queued.set()
+            self.end = {"at": time.monotonic(), "error": None if error is None else f"{type(error).__name__}: {error}"}
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+        queued.wait()
+        return {"at": time.monotonic()}
+
+    def ended(self) -> dict[str, Any]:
+        """How and when the allreduce ended."""
+        self.thread.join(60)
+        return {"running": self.thread.is_alive(), **self.end}
+
+    def abort(self) -> dict[str, Any]:
+        began = time.monotonic()
+        self.group.abort()
+        return {"began": began, "ms": 1000 * (time.monotonic() - began)}
+
+    def usable(self) -> dict[str, Any]:
+        """Whether the device still computes for this process."""
+        tensor = self._full(2.0, COUNT)
+        return {"sum": tensor.mul_(2).sum().item() / COUNT}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    kind, device = sys.argv[1:]
+    commands = Commands()
+    rank = Rank(kind, int(device))
+    emit("imported")
+    while True:
+        command = commands.next()
+        do = command.pop("do")
+        if do == "leave":
+            rank.group.shutdown()
+            return
+        emit(do, **getattr(rank, do)(**command))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""FSDP2 over a mesh of replica groups while one of them dies, twice: a job that deadlocks when nobody ends collectives.
+
+The shards of a group are gathered over NCCL, gradients are averaged over the groups by the kind of group under test.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torch.distributed.fsdp", reason="needs FSDP2")
+
+from hsdp_job import kill_and_heal
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fork_server")]
+
+
+@pytest.mark.parametrize("kind", ["ProcessGroupGloo", "ProcessGroupBabyGloo"])
+def test_groups_of_one_rank_that_share_a_device(kind: str) -> None:
+    kill_and_heal(1, deaths=2, device="cuda", kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["ProcessGroupNCCL", "ProcessGroupBabyNCCL"])
+@pytest.mark.parametrize(
+    "shards", [pytest.param(count, marks=pytest.mark.devices(2 * count)) for count in (1, 2)], ids=["1", "2"]
+)
+def test_nccl_between_groups(shards: int, kind: str) -> None:
+    assert torch.cuda.device_count() >= 2 * shards
+    kill_and_heal(shards, deaths=2, device="cuda", kind=kind)

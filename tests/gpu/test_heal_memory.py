@@ -1,0 +1,73 @@
+"""A job whose second group heals on a device: in its own tensors, with little memory of the device besides.
+
+One device is enough, for both groups. With two, the second group is on the other one: nothing may come to the source's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.device import DEVICE
+from tests.integration.cluster import DEADLINE, Rank
+from tests.integration.heal_memory import check_heal
+from torchft.checkpointing import CheckpointTransport, HTTPTransport
+from torchft.checkpointing._target import Target
+from torchft.checkpointing.pg_transport import PGTransport
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
+
+WIDTH = 4096  # 67 MB a matrix, 805 MB in all
+
+
+def http(rank: Rank) -> CheckpointTransport[Any]:
+    return HTTPTransport(DEADLINE, 0)
+
+
+def http_without_a_copy(rank: Rank) -> CheckpointTransport[Any]:
+    """The published format."""
+    return HTTPTransport(DEADLINE, 0, snapshot=False)
+
+
+def by_group(rank: Rank) -> CheckpointTransport[Any]:
+    return PGTransport(rank.pg, DEADLINE, torch.device("cpu"))
+
+
+def gloo(group: int) -> ProcessGroup:
+    return ProcessGroupGloo(timeout=DEADLINE)
+
+
+@pytest.mark.parametrize("transport", [http, http_without_a_copy, by_group])
+@pytest.mark.parametrize("in_background", [True, False], ids=["asynchronous quorum", "synchronous quorum"])
+@pytest.mark.parametrize("has_stepped", [True, False], ids=["own Adam", "fresh Adam"])
+@pytest.mark.parametrize("second", [0, 1], ids=["one device", "two devices"])
+def test_a_heal_takes_no_second_copy_on_the_device(
+    transport: Callable[[Rank], CheckpointTransport[Any]], in_background: bool, has_stepped: bool, second: int
+) -> None:
+    if second >= torch.cuda.device_count():
+        pytest.skip("needs two devices")
+    devices = DEVICE, torch.device("cuda", second)
+    check_heal(gloo, transport, devices, width=WIDTH, in_background=in_background, has_stepped=has_stepped)
+
+
+@pytest.mark.parametrize("writable", [None, True, False], ids=["no target", "in place", "settled"])
+@pytest.mark.parametrize("snapshot", [None, False], ids=["native", "published format"])
+def test_a_sparse_tensor_heals(snapshot: bool | None, writable: bool | None) -> None:
+    """It travels as a pickle. A target gets it in memory of the host, and its own function puts it on the device."""
+    state = {"s": torch.eye(300, device=DEVICE).to_sparse(), "w": torch.full((300,), 2.0, device=DEVICE)}
+    own = {"s": torch.zeros(300, 300, device=DEVICE).to_sparse(), "w": torch.zeros(300, device=DEVICE)}
+    target = None if writable is None else Target(lambda: own, writable)
+    ends = HTTPTransport[Any](DEADLINE, 0, snapshot), HTTPTransport[Any](DEADLINE, 0)
+    try:
+        ends[0].send_checkpoint([1], 1, state, DEADLINE)
+        got = ends[1].recv_checkpoint(0, ends[0].metadata(), 1, DEADLINE, target=target)
+    finally:
+        for end in ends:
+            end.shutdown()
+    if target is not None:
+        got = target.settle(got)
+        assert got["w"] is own["w"]
+    assert got["w"].device == DEVICE and bool((got["w"] == 2).all())
+    assert got["s"].is_sparse and torch.equal(got["s"].to_dense().cpu(), torch.eye(300))

@@ -1,0 +1,41 @@
+"""Groups of a job that use different implementations of NCCL: nothing is committed, and each says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.integration.cluster import DEADLINE, Cluster, Rank, results
+from torchft.process_group import ProcessGroup, ProcessGroupNCCL
+
+
+@pytest.mark.no_device
+def test_each_group_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    # Any other PyTorch would refuse the setting.
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
+    names = ["legacy", "nccl2"]
+
+    def make_pg(group: int) -> ProcessGroup:
+        return ProcessGroupNCCL(DEADLINE, implementation=names[group])
+
+    def loop(rank: Rank) -> list[str]:
+        manager = rank.start_manager(min_replica_size=2, init_sync=False)
+        said = []
+        for _ in range(2):
+            manager.start_quorum()
+            assert not manager.should_commit()
+            error = manager.errored()
+            assert error is not None
+            said.append(str(error.original_exception))
+        assert manager.current_step() == 0
+        return said
+
+    with Cluster(min_replicas=2, make_pg=make_pg) as cluster:
+        said = results(*(cluster.start(loop, group) for group in range(2)))
+    for group, errors in enumerate(said):
+        for error in errors:
+            assert f"{names[group]!r} here, {names[1 - group]!r} in rank" in error
+            assert "TORCHFT_NCCL_IMPLEMENTATION" in error

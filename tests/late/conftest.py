@@ -1,0 +1,84 @@
+"""The fixture `late`: the test accelerator, for one test.
+
+These tests run by themselves (`pytest tests/late`, and as a part of `make test`): registering a device is for the whole
+process, and others are about hosts without one. And they need the newest PyTorch. One line says so where they are left
+out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import processes
+import pytest
+from forkserver import ForkServer
+
+from tests.late import OLDEST_TORCH, load, torch_version
+from torchft.checkpointing import _landing, _offer, _receive, _staging
+
+if TYPE_CHECKING:
+    from tests.late.observed import Observed
+
+_HERE = Path(__file__).parent
+
+
+def _left_out(config: pytest.Config) -> str | None:
+    if torch_version() < OLDEST_TORCH:
+        return f"need PyTorch {'.'.join(map(str, OLDEST_TORCH))}"
+    paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    if not all(path == _HERE or _HERE in path.parents for path in paths):
+        return "run by themselves: pytest tests/late"
+    return None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path.name.startswith("test_") and _left_out(config) else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if why := _left_out(config):
+        terminalreporter.write_line(f"left out: those of tests/late {why}")
+
+
+@pytest.fixture
+def late() -> Iterator[ModuleType]:
+    device = load()
+    try:
+        yield device
+    finally:
+        device.reset()
+
+
+@pytest.fixture(scope="session")
+def job_server() -> Iterator[None]:
+    """Children of `processes.Job` are forked from one process that has PyTorch imported, as in tests/process."""
+    if os.environ.get("FORK_SERVER") == "0":
+        yield
+        return
+    server = processes.fork_server = ForkServer(processes.child_environment(processes.HERE))
+    try:
+        yield
+    finally:
+        processes.fork_server = None
+        server.close()
+
+
+@pytest.fixture
+def device(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Observed]]:
+    """The copies that checkpointing makes, to be looked at."""
+    from tests.late.observed import BLOCK, Observed
+
+    Observed.made = []
+    monkeypatch.setattr(Observed, "late", 0.002)
+    for module in (_landing, _offer, _receive, _staging):
+        if hasattr(module, "copies_for"):
+            monkeypatch.setattr(module, "copies_for", lambda kind: Observed if kind == "late" else None)
+    monkeypatch.setattr(_staging, "_free", {})
+    monkeypatch.setattr(_staging, "BLOCK", BLOCK)
+    yield Observed
+    for each in Observed.made:
+        each.close()

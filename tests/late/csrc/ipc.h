@@ -1,0 +1,70 @@
+// What two processes share, as CUDA's IPC does: memory, by the file that it lies in, and events.
+#pragma once
+
+#include "device.h"
+
+namespace late {
+
+inline std::string region_name() {
+  check_usable();
+  return "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(own_file);
+}
+
+inline Region import_region(const std::string& name) {
+  if (name == region_name()) return own;
+  Lock lock(imported_mutex);
+  auto known = imported.find(name);
+  if (known == imported.end()) {
+    int file = ::open(name.c_str(), O_RDWR | O_CLOEXEC);
+    TORCH_CHECK(file >= 0, "late: ", name, ": ", std::strerror(errno));
+    known = imported.emplace(name, map_region(file, ::lseek(file, 0, SEEK_END))).first;
+    ::close(file);
+  }
+  return known->second;
+}
+
+// Where a storage lies in its region. Its memory is kept until unshare() of the same place.
+inline size_t share(const c10::Storage& s) {
+  Block* block = Allocator::block_of(s.data_ptr());
+  TORCH_CHECK(block, "late: this memory cannot be shared");
+  return allocator.share(block);
+}
+
+// Memory of another process, as bytes. To let it go waits for the current stream, as CUDA does.
+inline Tensor import_bytes(const std::string& name, size_t place, size_t bytes, int device) {
+  char* address = import_region(name).device + place;
+  c10::DataPtr p(address, address, [](void*) { synchronize(current()); }, {kDevice, c10::DeviceIndex(device)});
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(p), &allocator, false);
+  Tensor t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(kKey), caffe2::TypeMeta::Make<uint8_t>());
+  t.unsafeGetTensorImpl()->set_sizes_contiguous({int64_t(bytes)});
+  return t;
+}
+
+// An event that other processes may wait for: a place in the header of the process that made it.
+struct IpcEvent {
+  std::string region;
+  int64_t place;
+
+  static IpcEvent make() {
+    auto region = region_name();
+    auto place = header->next_event++;
+    TORCH_CHECK(size_t(place) < kEvents, "late: more than ", kEvents, " interprocess events");
+    return {region, place};
+  }
+  Shared* shared() const { return reinterpret_cast<Shared*>(import_region(region).tasks); }
+  void record(Stream* s) const { shared()->events[place] = uint64_t(s->slot) << 48 | uint64_t(last_queued(s)); }
+  bool query() const { return passed(shared(), shared()->events[place]); }
+  // For what is recorded now. If that process is killed before it gets there, the stream waits for ever.
+  void wait(Stream* s) const {
+    push(s, [in = shared(), recorded = shared()->events[place].load()] {
+      while (!passed(in, recorded)) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    });
+  }
+
+ private:
+  static bool passed(const Shared* in, uint64_t recorded) {
+    return in->done[recorded >> 48] >= int64_t(recorded & ((1ull << 48) - 1));
+  }
+};
+
+}  // namespace late

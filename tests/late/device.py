@@ -1,0 +1,162 @@
+"""Registers the device "late" with PyTorch: importing this is irrevocable for the process. See the package."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tests.late.build import library
+
+
+def _import_library() -> Any:
+    spec = importlib.util.spec_from_file_location("_late", library())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+C = _import_library()
+torch.utils.rename_privateuse1_backend("late")
+
+
+def _index(device: Any = None) -> int:
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+class _CurrentDevice:
+    def __init__(self, device: Any) -> None:
+        self._index = _index(device)
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_device_index()
+        torch.accelerator.set_device_index(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_device_index(self._before)
+
+
+def _stream(device: Any = None, priority: int = 0) -> torch.Stream:
+    return torch.Stream(torch.device("late", _index(device)), priority=priority)
+
+
+def _default_stream(device: Any = None) -> torch.Stream:
+    kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=kind)
+
+
+def _manual_seed_all(seed: int) -> None:
+    for index in range(C.device_count()):
+        C.default_generator(index).manual_seed(seed)
+
+
+def _module() -> types.ModuleType:
+    """`torch.late`: what PyTorch and users ask of `torch.cuda`."""
+    m: Any = types.ModuleType("torch.late")
+    m.is_available = lambda: True
+    m.is_initialized = C.initialized
+    m.init = lambda: None
+    m.is_bf16_supported = lambda: True
+    m._is_in_bad_fork = C.bad_fork
+    m.device_count = C.device_count
+    m.current_device = lambda: torch.accelerator.current_device_index()
+    m.set_device = lambda device: torch.accelerator.set_device_index(_index(device))
+    m.device = _CurrentDevice
+    m.synchronize = lambda device=None: torch.accelerator.synchronize(_index(device))
+    m.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
+    m.set_stream = torch.accelerator.set_stream
+    m.default_stream = _default_stream
+    m.Stream = _stream
+    m.Event = lambda enable_timing=False, blocking=False, interprocess=False: torch.Event(
+        "late", enable_timing=enable_timing
+    )
+    m.stream = lambda s: s if s is not None else contextlib.nullcontext()
+    m.default_generator = C.default_generator
+    m.get_rng_state = lambda device=None: C.default_generator(_index(device)).get_state()
+    m.set_rng_state = lambda state, device=None: C.default_generator(_index(device)).set_state(state)
+    m.manual_seed = lambda seed: C.default_generator(_index()).manual_seed(seed) and None
+    m.manual_seed_all = _manual_seed_all
+    m.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    m.empty_cache = lambda: None
+    return m
+
+
+torch._register_device_module("late", _module())
+
+
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+# What a test controls. The package says what each is for.
+
+delays, lazy, poison, stats, host_timeout_ms, cpu_view = (
+    C.delays,
+    C.lazy,
+    C.poison,
+    C.stats,
+    C.host_timeout_ms,
+    C.cpu_view,
+)
+
+
+def _ids(stream: torch.Stream | None) -> tuple[int, int]:
+    return (-1, -1) if stream is None else (stream.device_index, stream.stream_id)
+
+
+def hold(stream: torch.Stream | None = None) -> None:
+    C.hold(*_ids(stream))
+
+
+def release(stream: torch.Stream | None = None) -> None:
+    C.release(*_ids(stream))
+
+
+def step(stream: torch.Stream | None = None, n: int = 1) -> None:
+    C.step(*_ids(stream), n)
+
+
+def pending(stream: torch.Stream | None = None) -> int:
+    return C.pending(*_ids(stream or torch.accelerator.current_stream()))
+
+
+def enqueue(function: Callable[[], object], stream: torch.Stream | None = None) -> int:
+    return C.enqueue(function, *_ids(stream or torch.accelerator.current_stream()))
+
+
+@contextlib.contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    hold(stream)
+    try:
+        yield
+    finally:
+        release(stream)
+
+
+def reset() -> None:
+    """Ends what a test has set: nothing is held or delayed, all streams are done, and no error is left."""
+    release()
+    lazy(0)
+    delays(0, 0, 0)
+    poison(True)
+    host_timeout_ms(60000)
+    if C.initialized():
+        for index in range(C.device_count()):
+            torch.accelerator.synchronize(index)
+
+
+@atexit.register
+def _drain() -> None:
+    if C.initialized() and not C.bad_fork():
+        try:
+            reset()
+        except RuntimeError as e:
+            print("late: at exit:", e, file=sys.stderr)

@@ -1,0 +1,130 @@
+"""Isolated groups on the test device: the very code that shares memory and events of CUDA, with this device below it.
+
+What PyTorch gives that code of CUDA is given here of the test device: a storage's memory by name, for another process
+to map, which is kept until it is told that nobody uses it; and events that another process may wait for. As with CUDA,
+a stream that waits for an event of a process that was killed waits for ever.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import types
+from typing import Any, ClassVar, Optional
+
+import torch
+from torch.distributed import ProcessGroup, Store
+
+from tests.late import load
+from torchft.process_group.isolated import cuda, protocol
+from torchft.process_group.isolated.parent import ProcessGroupBaby
+from torchft.process_group.isolated.sharing import Sharing, Tell
+
+_late = load()
+
+
+class _Event:
+    """As `torch.cuda.Event`."""
+
+    def __init__(self, event: Any = None, interprocess: bool = True) -> None:
+        assert interprocess
+        self._event = _late.C.IpcEvent() if event is None else event
+
+    def record(self, stream: torch.Stream) -> None:
+        self._event.record(stream.device_index, stream.stream_id)
+
+    def wait(self, stream: torch.Stream) -> None:
+        self._event.wait(stream.device_index, stream.stream_id)
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def ipc_handle(self) -> bytes:
+        return f"{self._event.region} {self._event.place}".encode()
+
+    @classmethod
+    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> _Event:
+        name, place = handle.decode().split()
+        return cls(_late.C.IpcEvent(name, int(place)))
+
+
+def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """As `UntypedStorage._share_cuda_`."""
+    size = storage.nbytes()
+    if size == 0:
+        return storage.device.index, None, 0, 0, None, 0, b"", False
+    name, offset = _late.C.share(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    return storage.device.index, f"{name} {offset}".encode(), size, 0, name.encode(), offset, b"", False
+
+
+def _new_shared(device: int, handle: bytes, size: int, *_: Any) -> torch.UntypedStorage:
+    name, offset = handle.decode().split()
+    return _late.C.import_bytes(name, int(offset), size, device).untyped_storage()
+
+
+class _Torch(types.ModuleType):
+    """PyTorch, whose CUDA is the test device."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda: Any = types.SimpleNamespace(
+            **{name: getattr(torch.late, name) for name in ("current_device", "current_stream", "device", "stream")},  # type: ignore[attr-defined]
+            **{name: getattr(torch.late, name) for name in ("set_device", "set_stream", "Stream")},  # type: ignore[attr-defined]
+            Event=_Event,
+            ipc_collect=lambda: None,
+            synchronize=torch.late.synchronize,  # type: ignore[attr-defined]
+        )
+        self.UntypedStorage: Any = types.SimpleNamespace(
+            _new_shared_cuda=_new_shared,
+            _release_ipc_counter_cuda=lambda name, offset: _late.C.unshare(offset),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _adapted() -> Any:
+    """The module for CUDA once more, for this device."""
+    assert cuda.__spec__ is not None and cuda.__file__ is not None
+    spec = importlib.util.spec_from_file_location(f"{__name__}_sharing", cuda.__file__)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.torch, module._DEVICE = _Torch(), "late"
+    return module
+
+
+sharing = _adapted()
+protocol.DEVICES += ("late",)  # in the trainer and in its workers
+torch.UntypedStorage._share_cuda_ = _share  # type: ignore[method-assign, assignment]
+
+
+def trainer(tell: Tell) -> Sharing:
+    return sharing.trainer(tell)
+
+
+def worker() -> Sharing:
+    return sharing.worker()
+
+
+def prepare(device: torch.device) -> None:
+    sharing.prepare(device)
+
+
+class ProcessGroupBabyLate(ProcessGroupBaby):
+    """As `ProcessGroupBabyNCCL`: the backend with NCCL's rules, in a worker."""
+
+    _name: ClassVar[str] = "torchft-baby-late"
+    _device: ClassVar[Optional[str]] = "late"  # type: ignore[assignment]
+    _queues: ClassVar[bool] = True
+    _sharing: ClassVar[dict[str, str]] = {"late": __name__}
+    # Of each task of the worker's device, from and to.
+    delays_us: ClassVar[tuple[int, int]] = (0, 0)
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
+        from tests.late.group import native_group
+
+        _late.delays(1, *cls.delays_us)
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+        return native_group(store, rank, world_size)

@@ -1,0 +1,153 @@
+"""A replica group of one process that trains a small model on the test device; one script for every kind of job.
+
+Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager, {"do": "finish", "step": N} ends after
+step N. Each step prints the digest of the weights. --dies: in a last bucket this process kills itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT), str(ROOT / "tests/process")]
+
+import torch  # noqa: E402
+from events import Commands, emit  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed import TCPStore  # noqa: E402
+
+from tests.late import load  # noqa: E402
+from torchft import DistributedDataParallel, Manager, Optimizer  # noqa: E402
+from torchft.checkpointing.pg_transport import PGTransport  # noqa: E402
+from torchft.local_sgd import DiLoCo, LocalSGD  # noqa: E402
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--group", type=int, required=True)
+parser.add_argument("--seed", type=int, required=True, help="of the first weights, and of the delays")
+parser.add_argument("--kind", choices=["ddp", "local_sgd", "diloco"], default="ddp")
+parser.add_argument("--pg", choices=["late", "isolated"], default="late")
+parser.add_argument("--transport", choices=["http", "pg"], default="http")
+parser.add_argument("--timeout_s", type=float, default=10.0)
+parser.add_argument("--dies", type=int, default=0, help="in the last bucket of the second step of so many groups")
+args = parser.parse_args()
+TIMEOUT = timedelta(seconds=args.timeout_s)
+
+
+def main() -> None:
+    commands = Commands()
+    late = load()
+    torch.set_num_threads(1)
+    late.delays(args.seed, 0, 300)
+    device = torch.device("late:0")
+    torch.manual_seed(args.seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def load_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        adam.load_state_dict(state["adam"])
+
+    pg = make_pg(args.pg)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    emit("imported")
+    manager = Manager(
+        pg=pg,
+        load_state_dict=load_state,
+        state_dict=lambda: {"model": model.state_dict(), "adam": adam.state_dict()},
+        min_replica_size=1,
+        use_async_quorum=args.kind == "ddp",
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        connect_timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=commands.next()["lighthouse"],
+        replica_id=f"late_{args.group}",
+        checkpoint_transport=PGTransport(pg, timeout=TIMEOUT, device=device) if args.transport == "pg" else None,
+    )
+    if args.dies:
+        die_in_the_last_bucket(pg, manager, args.dies)
+    ddp = DistributedDataParallel(manager, model) if args.kind == "ddp" else model
+    optimizer = Optimizer(manager, adam) if args.kind == "ddp" else adam
+    last: int | None = None
+    batches = 0
+    with algorithm(args.kind, manager, model, adam):
+        while last is None or manager.current_step() < last:
+            if (command := commands.poll()) is not None:
+                last = command["step"]
+                continue
+            step = manager.current_step()
+            # The batch depends on the step and the group: a step that two groups did not share shows in the digest.
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * batches + args.group))
+            batches += 1
+            optimizer.zero_grad()
+            loss = ddp(x.to(device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            if manager.current_step() == step and args.kind != "ddp":
+                continue
+            committed = manager.current_step() > step
+            emit(
+                "step",
+                step=manager.current_step(),
+                committed=committed,
+                participants=manager.num_participants(),
+                digest=digest(model),
+            )
+    emit("finished", step=manager.current_step(), digest=digest(model))
+    manager.shutdown()
+    pg.shutdown()
+
+
+def make_pg(kind: str) -> Any:
+    from tests.late import group, isolated
+
+    return (isolated.ProcessGroupBabyLate if kind == "isolated" else group.ProcessGroupLate)(timeout=TIMEOUT)
+
+
+def die_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
+    """The model has one bucket. What was launched never runs, so that the peers' kernels wait for it."""
+    allreduce, steps = pg.allreduce, set()
+
+    def launch(*given: Any) -> Any:
+        if manager.num_participants() == groups:
+            steps.add(manager.current_step())
+        if len(steps) == 2:
+            load().hold()
+        work = allreduce(*given)
+        if len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return work
+
+    pg.allreduce = launch
+
+
+def algorithm(kind: str, manager: Manager, model: nn.Sequential, inner: torch.optim.Optimizer) -> Any:
+    if kind == "ddp":
+        return contextlib.nullcontext()
+    if kind == "local_sgd":
+        return LocalSGD(manager, model, inner, sync_every=2)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    return DiLoCo(manager, [model], inner, outer, sync_every=2)
+
+
+def digest(model: nn.Module) -> str:
+    sha = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        sha.update(name.encode())
+        sha.update(tensor.cpu().numpy().tobytes())
+    return sha.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

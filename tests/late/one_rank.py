@@ -1,0 +1,147 @@
+"""A backend for one rank with NCCL's rules, whose kernels, failures and aborts a test controls.
+
+An allreduce adds a peer that has the same tensor: it doubles. Like NCCL's, it is queued on a stream of the backend's
+own, its work and its future are complete at launch, a failure is known only by asking (`get_error`), and an abort ends
+the kernels and leaves garbage in their outputs. `asyncOp=False` queues it on the current stream and gives no work.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar, Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+from torch.futures import Future
+
+from tests.late import load
+from torchft.process_group.accelerator import AcceleratorProcessGroup
+from torchft.process_group.base import BaseProcessGroup
+
+late = load()
+
+_HOST_WAITS_SEC = 20
+
+
+class Kernel(dist._Work):
+    """A collective in the backend. It holds its tensors until somebody waits, as NCCL's does."""
+
+    def __init__(self, event: torch.Event, tensors: list[torch.Tensor], future: Future[Any]) -> None:
+        super().__init__()
+        self._event = event
+        self._stash = tensors
+        self._future = future
+        self.timeouts: list[Optional[timedelta]] = []
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        self.timeouts.append(timeout)
+        torch.accelerator.current_stream().wait_event(self._event)
+        if timeout is not None:  # NCCL's then waits on the host
+            self._event.synchronize()
+        self._stash = []
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+
+class OneRank(dist.ProcessGroup):
+    """Group and backend in one."""
+
+    _device_types: ClassVar[list[torch.device]] = [torch.device("late")]
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.stream = torch.Stream("late")
+        self.error = "SUCCESS"
+        self.aborts = 0
+        self._may_run = threading.Event()
+        self._may_run.set()
+
+    # What a test does
+
+    def hang(self) -> None:
+        """The kernels from now on wait for a peer that does not come, until `peer_comes` or an abort."""
+        self._may_run.clear()
+
+    def peer_comes(self) -> None:
+        self._may_run.set()
+
+    def fail(self) -> None:
+        """The backend finds an error, and aborts its communicator by itself: what PyTorch's watchdog does."""
+        self.error = "COMM_ERROR"
+        self.abort()
+
+    # What PyTorch does
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self._may_run.set()
+
+    def _get_backend(self, device: torch.device) -> OneRank:
+        return self
+
+    def get_error(self) -> SimpleNamespace:
+        return SimpleNamespace(name=self.error)
+
+    def name(self) -> str:
+        return "late"
+
+    supports_reconfigure: ClassVar[bool] = True
+
+    def get_reconfigure_handle(self) -> str:
+        return "late"
+
+    def reconfigure(self, opts: object) -> None: ...
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Optional[Kernel]:
+        if not getattr(opts, "asyncOp", True):
+            self._queue(tensors)
+            return None
+        self.stream.wait_event(torch.accelerator.current_stream().record_event())
+        with self.stream:
+            self._queue(tensors)
+            event = self.stream.record_event()
+            future: Future[Any] = Future(devices=[tensors[0].device])
+            future.set_result(tensors)
+        return Kernel(event, list(tensors), future)
+
+    def _queue(self, tensors: list[torch.Tensor]) -> None:
+        factor = torch.full((1,), 2.0, device=tensors[0].device)
+        view = late.cpu_view(factor)
+
+        def run() -> None:
+            assert self._may_run.wait(_HOST_WAITS_SEC)
+            if self.aborts:
+                view.fill_(float("nan"))
+
+        late.enqueue(run)
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+class Group(AcceleratorProcessGroup):
+    """A group of torchft over it. `configure` makes a new one.
+
+    Attributes:
+        backend: the present one.
+    """
+
+    backend: OneRank
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=20)) -> None:
+        super().__init__(timeout)
+        self._pg = self.backend = OneRank()
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        self.backend = OneRank()
+        return self.backend
+
+    def getBackendName(self) -> str:
+        return "torchft-late"

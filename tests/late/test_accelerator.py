@@ -1,0 +1,156 @@
+"""Operations of a group on a device: their deadlines, what these keep alive, and errors that only the backend knows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import AllreduceOptions
+
+from tests.late.one_rank import Group, OneRank
+from torchft import futures
+from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupWrapper
+
+
+@pytest.fixture
+def group(late: ModuleType) -> Iterator[Group]:
+    group = Group()
+    yield group
+    group.backend.peer_comes()
+    group.shutdown()
+
+
+def ones(n: int = 4) -> torch.Tensor:
+    return torch.ones(n, device="late")
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("through_future", [False, True])
+def test_what_was_reduced_is_free_long_before_the_deadline(group: Group, through_future: bool) -> None:
+    """Else a minute's worth of gradients piles up."""
+
+    def live() -> int:
+        torch.accelerator.synchronize()
+        return torch.accelerator.memory_allocated()
+
+    def step() -> None:
+        tensor = ones(1 << 18)
+        work = group.allreduce([tensor], ReduceOp.SUM)
+        if through_future:
+            work.get_future().wait()
+        else:
+            work.wait()
+
+    for _ in range(3):
+        step()
+    before = live()
+    for _ in range(100):
+        step()
+    assert live() <= before
+
+
+def test_timers_of_operations_that_are_over_do_not_pile_up(group: Group) -> None:
+    timers = futures._TIMEOUT_MANAGER
+    tensor = ones()
+    for _ in range(2000):
+        group.allreduce([tensor], ReduceOp.SUM).wait()
+        torch.accelerator.synchronize()
+    assert sum(not timer.cancelled for _, _, timer in timers._heap) < 100
+
+
+def test_an_operation_that_hangs_is_aborted_at_its_deadline(group: Group) -> None:
+    group.backend.hang()
+    backend = group.backend
+    opts = AllreduceOptions()
+    opts.timeout = timedelta(milliseconds=50)
+    work = group.allreduce([ones()], opts)
+    work.wait()
+    del work  # nobody holds it: the deadline holds all the same
+    eventually(lambda: backend.aborts == 1)
+    assert "aborted" in str(group.errored())
+
+
+@pytest.mark.parametrize("deadline", [None, timedelta(milliseconds=50)])
+def test_a_synchronous_operation_is_one_that_can_be_waited_for(group: Group, deadline: timedelta | None) -> None:
+    """`dist.all_reduce(tensor, group=...)`: PyTorch's NCCL gives no work for it."""
+    opts = AllreduceOptions()
+    opts.asyncOp = False
+    if deadline is not None:
+        opts.timeout = deadline
+        group.backend.hang()
+    backend, tensor = group.backend, ones()
+    work = group.allreduce([tensor], opts)
+    assert work.wait()
+    if deadline is None:
+        assert tensor.tolist() == [2, 2, 2, 2]
+        assert work.is_completed()
+    else:
+        assert not work.is_completed()
+        eventually(lambda: backend.aborts == 1)
+
+
+def test_a_failure_that_the_backend_handles_itself_is_known(group: Group) -> None:
+    """It aborts its communicator, and the operation ends as if it had succeeded."""
+    group.backend.hang()
+    tensor = ones()
+    work = group.allreduce([tensor], ReduceOp.SUM)
+    work.wait()
+    assert not work.is_completed()
+    group.backend.fail()
+    assert "late reports COMM_ERROR" in str(group.errored())
+    assert tensor.isnan().all()
+
+
+def test_the_deadline_of_a_future_names_the_devices_of_its_tensors_alone(late: ModuleType) -> None:
+    """Each device that a future names gets a stream, on CUDA also a context of hundreds of MB."""
+    pending: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[torch.device("late", 0)])
+    with patch.object(futures, "_devices", side_effect=AssertionError("it asks for all devices")):
+        timed = futures.timed(pending, timedelta(seconds=20), [torch.device("late", 0)])
+    pending.set_result(ones())
+    assert timed.wait().tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "what"),
+    [
+        (lambda: [torch.ones(2, device="meta")], "on the meta device"),
+        (lambda: [torch.eye(2).to_sparse()], "of layout torch.sparse_coo"),
+        (lambda: [ones(), torch.ones(4)], "on cpu, late:0"),
+    ],
+    ids=["meta", "sparse", "two devices"],
+)
+def test_tensors_that_cannot_be_reduced_are_refused_by_name(
+    group: Group, tensors: Callable[[], list[torch.Tensor]], what: str
+) -> None:
+    with pytest.raises(ValueError, match=f"torchft-late: allreduce of .* {what}"):
+        group.allreduce(tensors(), ReduceOp.SUM)
+
+
+def test_a_graph_that_captures_an_operation_is_refused_by_name(group: Group) -> None:
+    with (
+        patch.object(torch.get_device_module(), "is_current_stream_capturing", lambda: True, create=True),
+        pytest.raises(RuntimeError, match="torchft-late: allreduce cannot be captured into a graph"),
+    ):
+        group.allreduce([ones()], ReduceOp.SUM)
+
+
+def test_a_synchronous_operation_of_a_native_group_is_no_error(late: ModuleType) -> None:
+    opts = AllreduceOptions()
+    opts.asyncOp = False
+    group = ErrorSwallowingProcessGroupWrapper(Group())
+    group._pg = ProcessGroupWrapper(pg=OneRank())
+    tensor = ones()
+    assert group.allreduce([tensor], opts).wait()
+    assert group.error() is None and tensor.tolist() == [2, 2, 2, 2]

@@ -1,0 +1,125 @@
+"""Connecting with a peer that never comes. NCCL's first operation waits for it, and holds the lock of an abort."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, Optional
+
+import torch
+from torch.distributed import ReduceOp, Store, TCPStore
+
+from tests.late.one_rank import Kernel, OneRank
+from tests.promises import ABORT_S, within
+from tests.unit.process_group.ranks import meeting
+from torchft.futures import context_timeout
+from torchft.process_group.accelerator import AcceleratorProcessGroup
+from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.reconfigure import ReconfigureOptions
+
+# PyTorch's own deadline of a communicator that connects.
+CONNECTS_SEC = 3.0
+
+
+class Connecting(OneRank):
+    """As a communicator that does not block: on its way at once, and waited for by whoever needs it first."""
+
+    def __init__(self, peer: threading.Event) -> None:
+        super().__init__()
+        self._peer = peer
+        self._lock = threading.Lock()
+        self.waited = threading.Event()
+
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Optional[Kernel]:
+        with self._lock:
+            self.waited.set()
+            if not self._peer.wait(CONNECTS_SEC):
+                raise RuntimeError("NCCL timeout")
+        return super().allreduce(tensors, opts)
+
+    def abort(self) -> None:
+        with self._lock:
+            super().abort()
+
+
+class Group(AcceleratorProcessGroup):
+    def __init__(self, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self.peer = threading.Event()
+        self.made: list[Connecting] = []
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+        backend = Connecting(self.peer)
+        self.made.append(backend)
+        self._connect(backend, torch.device("late", 0))
+        return backend
+
+    def getBackendName(self) -> str:
+        return "torchft-late"
+
+
+def reconfigure(group: Group, errors: list[Exception]) -> None:
+    opts = ReconfigureOptions()
+    opts.handles, opts.uuid = [group.get_reconfigure_handle()], time.monotonic_ns()
+    try:
+        group.reconfigure(opts)
+    except Exception as e:
+        errors.append(e)
+
+
+def test_an_abort_ends_the_connection_with_a_peer_that_does_not_come(late: ModuleType) -> None:
+    group = Group(timedelta(seconds=20))
+    errors: list[Exception] = []
+    thread = threading.Thread(target=reconfigure, args=(group, errors))
+    thread.start()
+    while not group.made:
+        time.sleep(0.001)
+    assert group.made[0].waited.wait(20)
+    began = time.monotonic()
+    group.abort()
+    thread.join(20)
+    assert time.monotonic() - began < within(ABORT_S)
+    assert "aborted" in str(errors)
+    group.peer.set()
+
+
+def test_who_is_connected_can_begin_at_once(late: ModuleType) -> None:
+    group = Group(timedelta(seconds=20))
+    group.peer.set()
+    errors: list[Exception] = []
+    reconfigure(group, errors)
+    assert not errors and group.made[0].waited.is_set()
+    tensor = torch.ones(2, device="late")
+    group.allreduce([tensor], ReduceOp.SUM).wait()
+    assert tensor.tolist() == [2, 2]
+
+
+def test_peers_of_the_published_package_find_no_operation_that_they_do_not_know(
+    late: ModuleType,
+) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group = Group(timedelta(seconds=20))
+    group.configure(meeting(store), "replica", 0, 1)
+    assert not group.made[0].waited.is_set()
+
+
+def test_a_connection_that_takes_too_long_does_not_hold_up_other_deadlines(late: ModuleType) -> None:
+    """Its abort hangs with it, and the one thread of all timers must not."""
+    group = Group(timedelta(milliseconds=50))
+    other = threading.Event()
+    errors: list[Exception] = []
+    thread = threading.Thread(target=reconfigure, args=(group, errors))
+    thread.start()
+    while not group.made:
+        time.sleep(0.001)
+    assert group.made[0].waited.wait(20)
+    time.sleep(0.1)  # its deadline has passed
+    with context_timeout(other.set, timedelta(milliseconds=10)):
+        assert other.wait(CONNECTS_SEC / 2)
+    group.peer.set()
+    thread.join(20)
+    assert "not all peers connected within 0.05 s" in str(errors)

@@ -1,0 +1,257 @@
+"""Isolated groups on the test device: neither the trainer nor its worker runs ahead of the other's device.
+
+There is one rank, whose sums are doubled; each task of the worker's device takes its time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore, Work
+
+from tests.late import load
+from tests.promises import ABORT_S, within
+from torchft.futures import future_wait
+
+load()
+from tests.late.isolated import ProcessGroupBabyLate, sharing  # noqa: E402
+from tests.late.observed import until  # noqa: E402
+from tests.late.workers import (  # noqa: E402
+    ProcessGroupBabyFailing,
+    ProcessGroupBabyHanging,
+    ProcessGroupBabyHasty,
+    ProcessGroupBabySlow,
+)
+
+TIMEOUT = timedelta(seconds=30)
+COUNT = 1000
+
+pytestmark = pytest.mark.processes
+
+
+def started(kind: type[ProcessGroupBabyLate]) -> Iterator[ProcessGroupBabyLate]:
+    group = kind(timeout=TIMEOUT)
+    configure(group)
+    yield group
+    group.shutdown()
+
+
+def configure(group: ProcessGroupBabyLate) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group.configure(f"localhost:{store.port}/isolated", "replica", 0, 1)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ProcessGroupBabyLate]:
+    yield from started(ProcessGroupBabySlow)
+
+
+@pytest.fixture
+def group(late, shared: ProcessGroupBabyLate) -> ProcessGroupBabyLate:
+    if shared.errored() is not None:
+        configure(shared)
+    return shared
+
+
+def full(value: float) -> torch.Tensor:
+    return torch.full((COUNT,), value, device="late")
+
+
+def double(group: ProcessGroupBabyLate, tensor: torch.Tensor) -> Work:
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = dist._make_nccl_premul_sum(2.0)
+    return group.allreduce([tensor], opts)
+
+
+def queued(work: Any) -> None:
+    """Returns when the worker has queued it."""
+    until(lambda: work._channel.is_done(work._op))
+
+
+def test_the_worker_follows_the_trainers_device(group, late):
+    x = full(0)
+    torch.accelerator.synchronize()
+    with late.held():
+        x.fill_(3)
+        work = double(group, x)
+        queued(work)
+    work.wait()
+    assert x.tolist() == [6] * COUNT
+
+
+def test_a_worker_that_does_not_follow_is_noticed(late):
+    groups = started(ProcessGroupBabyHasty)
+    group = next(groups)
+    x = full(1)
+    torch.accelerator.synchronize()
+    with late.held():
+        x.fill_(3)
+        double(group, x)
+        until(lambda: late.cpu_view(x)[-1].item() == 2)
+    groups.close()
+
+
+def test_the_trainer_follows_the_workers_device(group):
+    x = full(3)
+    double(group, x).wait()
+    y = x * 1
+    x.fill_(5)
+    assert y.tolist() == [6] * COUNT
+    double(group, x).wait()
+    assert x.tolist() == [10] * COUNT
+
+
+def test_a_trainer_that_does_not_follow_is_noticed(group, monkeypatch):
+    x = full(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(sharing.TrainerEnd, "follow", lambda end, mark: None)
+        patch.setattr(sharing.TrainerEnd, "reached", lambda end, mark: True)
+        double(group, x).wait()
+        assert (x * 1).tolist() == [3] * COUNT
+    double(group, full(1)).wait()
+
+
+def reuse(group: ProcessGroupBabyLate) -> list[float]:
+    """Nobody waits for an operation or keeps its tensor; then somebody else has memory of the same size."""
+    another = full(1)
+    double(group, another).wait()
+    x = full(3)
+    queued(double(group, x))
+    del x
+    queued(double(group, another))
+    other = full(7)
+    double(group, another).wait()
+    return other.tolist()
+
+
+def test_memory_is_not_used_again_while_the_worker_may_write(group):
+    assert reuse(group) == [7] * COUNT
+
+
+def test_memory_that_is_used_too_early_is_noticed(group, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sharing.TrainerEnd, "reached", lambda end, mark: True)
+        # With its storage the memory would still be kept for the worker, which may have mapped it.
+        patch.setattr(sharing, "_hold", lambda storage, holder: _unkept(storage, holder))
+        assert reuse(group) != [7] * COUNT
+
+
+def _unkept(storage: torch.UntypedStorage, holder: object) -> object:
+    export = sharing._Export(storage)
+    export.let_go()
+    export.holders.add(holder)
+    return export
+
+
+def test_a_future_waits_too(group):
+    done = double(group, full(3)).get_future().then(lambda f: f.value()[0] * 1)
+    assert future_wait(done, TIMEOUT).tolist() == [6] * COUNT
+
+
+def test_memory_is_given_back(group):
+    def used() -> int:
+        return torch.accelerator.memory_allocated()
+
+    double(group, full(1)).wait()
+    before = used()
+    for _ in range(10):
+        double(group, full(1)).wait()
+    # What was freed is known to be unmapped with one of the next operations.
+    assert used() <= before + 3 * 4 * COUNT
+
+
+# The worker's device does not get there
+
+
+@pytest.fixture(scope="module")
+def hanging() -> Iterator[ProcessGroupBabyLate]:
+    yield from started(ProcessGroupBabyHanging)
+
+
+@pytest.fixture
+def stuck(late, hanging: ProcessGroupBabyLate) -> ProcessGroupBabyLate:
+    configure(hanging)  # a new worker: the last one may hang still
+    return hanging
+
+
+def test_a_wait_has_a_deadline(stuck):
+    work = double(stuck, full(3))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="timed out"):
+        work.wait(timedelta(milliseconds=50))
+    assert time.monotonic() - began < within(0.05)
+
+
+def test_who_waits_is_told_of_the_workers_end(stuck):
+    work = double(stuck, full(3))
+    queued(work)
+    worker = stuck._worker
+    threading.Timer(0.05, worker._server.kill, (worker._number,)).start()
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        work.wait()
+    assert isinstance(stuck.errored(), RuntimeError)
+
+
+def test_a_future_ends_with_the_worker(stuck):
+    work = double(stuck, full(3))
+    future = work.get_future()
+    queued(work)
+    worker = stuck._worker
+    worker._server.kill(worker._number)
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        future_wait(future, TIMEOUT / 2)
+
+
+def test_an_abort_gives_the_memory_back(stuck):
+    before = torch.accelerator.memory_allocated()
+    work = double(stuck, full(3))
+    queued(work)
+    began = time.monotonic()
+    stuck.abort()
+    assert time.monotonic() - began < within(ABORT_S)
+    del work
+    until(lambda: torch.accelerator.memory_allocated() <= before)
+
+
+@pytest.mark.parametrize("how", ["wait", "future", "errored"])
+def test_a_failure_that_the_workers_backend_handles_itself_is_told(late, how: str) -> None:
+    """Its event passes as that of an operation that has succeeded."""
+    for group in started(ProcessGroupBabyFailing):
+        group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
+        assert group.errored() is None
+        work = group.allreduce([full(1.0)], dist.ReduceOp.SUM)
+        if how == "errored":
+            queued(work)
+            assert "COMM_ERROR" in str(group.errored())
+        else:
+            with pytest.raises(RuntimeError, match="COMM_ERROR"):
+                work.wait() if how == "wait" else future_wait(work.get_future(), TIMEOUT)
+
+
+def test_what_the_workers_device_has_not_done_is_in_flight(late) -> None:
+    """The failure bus ends what is."""
+    for group in started(ProcessGroupBabyHanging):
+        work = group.allreduce([full(1.0)], dist.ReduceOp.SUM)
+        queued(work)
+        assert not work.is_completed() and not work.is_success()
+        group.abort()
+        until(work.is_completed)
+        assert not work.is_success() and work.exception() is not None
+
+
+def test_an_operation_that_is_overdue_ends_the_worker(late) -> None:
+    """NCCL in the worker knows the group's timeout alone."""
+    for group in started(ProcessGroupBabyHanging):
+        opts = dist.AllreduceOptions()
+        opts.timeout = timedelta(seconds=0.2)
+        work = group.allreduce([full(1.0)], opts)
+        with pytest.raises(RuntimeError, match=r"timed out: it did not complete within 0\.2 s"):
+            work.wait()
+        assert group.errored() is not None

@@ -1,0 +1,110 @@
+"""Jobs on the test device in real processes, one of which is killed: the others go on, and no step has two outcomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import START_TIMEOUT_S, Child, Job, ours_path
+
+HERE = Path(__file__).parent
+PHASE_TIMEOUT_S = 60
+
+
+def start(job: Job, number: int, life: int, *args: str, env: dict[str, str] | None = None) -> Child:
+    return job.python(
+        f"group{number}.{life}",
+        HERE / "job.py",
+        f"--group={number}",
+        f"--seed={10 * number + life}",
+        *args,
+        path=ours_path(),
+        env=env,
+    )
+
+
+def join(job: Job, child: Child, lighthouse: str) -> None:
+    job.wait(lambda: child.of("imported"), START_TIMEOUT_S, "it has imported torchft")
+    child.send(do="join", lighthouse=lighthouse)
+
+
+def finish(job: Job, *children: Child) -> None:
+    """Ends groups that train together: they end with the same weights."""
+    last = max(child.of("step")[-1]["step"] for child in children) + 6
+    for child in children:
+        child.send(do="finish", step=last)
+    job.wait_exit(list(children), PHASE_TIMEOUT_S)
+    ends = [(e["step"], e["digest"]) for child in children for e in child.of("finished")]
+    assert ends == [(last, ends[0][1])] * len(children)
+
+
+def check_steps(*children: Child) -> None:
+    """A step that several groups committed left the same weights with all of them."""
+    weights: dict[int, dict[str, str]] = {}
+    for child in children:
+        for e in child.of("step"):
+            if e["committed"]:
+                weights.setdefault(e["step"], {})[child.name] = e["digest"][:8]
+    assert {step: of for step, of in weights.items() if len(set(of.values())) > 1} == {}
+
+
+def committed(child: Child, participants: int, after: int = 0) -> list[int]:
+    return [
+        e["step"]
+        for e in child.of("step")
+        if e["committed"] and e["participants"] == participants and e["step"] > after
+    ]
+
+
+def run_with_a_kill(*args: str) -> None:
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
+        survivor, victim, spare = start(job, 0, 0, *args), start(job, 1, 0, *args), start(job, 1, 1, *args)
+        join(job, survivor, lighthouse)
+        join(job, victim, lighthouse)
+        job.wait(lambda: len(committed(victim, 2)) >= 3, PHASE_TIMEOUT_S, "both train")
+        victim.kill()
+        at = survivor.of("step")[-1]["step"]
+        job.wait(lambda: len(committed(survivor, 1, at)) >= 2, PHASE_TIMEOUT_S, "one goes on alone")
+        join(job, spare, lighthouse)
+        job.wait(lambda: len(committed(spare, 2)) >= 3, PHASE_TIMEOUT_S, "both train at the end")
+        finish(job, survivor, spare)
+        check_steps(survivor, victim, spare)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--transport=http",),
+        ("--transport=pg",),
+        ("--kind=diloco",),
+        ("--kind=local_sgd",),
+        # Each of the groups imports PyTorch once more, for its workers. test_isolated.py kills a worker.
+        pytest.param(("--pg=isolated", "--timeout_s=40"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_group_is_killed_and_comes_back(job_server: None, args: tuple[str, ...]) -> None:
+    run_with_a_kill(*args)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("bus", ["1", "0"], ids=["failure bus", "no failure bus"])
+def test_a_group_that_dies_in_the_last_bucket_leaves_its_peers_with_the_same_weights(
+    job_server: None, bus: str
+) -> None:
+    """The kernels of both peers are ended, with other garbage on each, and their works have no error."""
+    env = {"TORCHFT_FAILURE_BUS": bus}
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
+        peers = start(job, 0, 0, env=env), start(job, 1, 0, env=env)
+        victim = start(job, 2, 0, "--dies=3", env=env)
+        victim.expected_to_live = False
+        for child in (*peers, victim):
+            join(job, child, lighthouse)
+        job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it dies")
+        at = max(committed(victim, 3))
+        job.wait(lambda: all(len(committed(peer, 2, at)) >= 2 for peer in peers), PHASE_TIMEOUT_S, "its peers go on")
+        finish(job, *peers)
+        check_steps(*peers, victim)

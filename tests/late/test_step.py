@@ -1,0 +1,238 @@
+"""A step on a device: it is not over before the device is, whatever kind of group reduces it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.late.one_rank import Group, OneRank
+from tests.promises import ABORT_S, within
+from tests.unit.manager.conftest import Fixture, fixture, quorum
+from torchft._torchft import MemberFailure
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroup
+from torchft.work import _DummyWork
+
+__all__ = ["fixture"]
+
+
+class Torchfts(Group):
+    """A group of torchft's, as that of NCCL."""
+
+    def get_reconfigure_handle(self) -> str:
+        return "late"
+
+    def reconfigure(self, opts: object) -> Any:
+        self._reset()
+        self._pg = self.backend = OneRank()
+        return _DummyWork(None)
+
+
+class Custom(ProcessGroup):
+    """A group of a user's, which gives its backend's works, and never says that it has errored."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.backend = OneRank()
+
+    def get_reconfigure_handle(self) -> str:
+        return "late"
+
+    def reconfigure(self, opts: object) -> Any:
+        return _DummyWork(None)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        return self.backend.allreduce(tensors, opts)
+
+    def abort(self) -> None:
+        self.backend.abort()
+
+
+KINDS = ["torchft", "native", "custom"]
+
+
+@contextmanager
+def started(fixture: Fixture, kind: str = "torchft", **given: Any) -> Iterator[tuple[Manager, OneRank]]:
+    pg: Any = {"torchft": Torchfts, "native": OneRank, "custom": Custom}[kind]()
+    fixture.client._quorum.return_value = quorum(reconfigure_handles=["late", "late of another"])
+    manager = fixture.manager(pg=pg, **given)
+    manager.start_quorum()
+    manager.wait_quorum()
+    backend = pg if kind == "native" else pg.backend
+    yield manager, backend
+    backend.peer_comes()
+
+
+class Vote:
+    """`should_commit` on a thread of its own."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._answers: list[bool] = []
+        self._thread = threading.Thread(target=lambda: self._answers.append(manager.should_commit()))
+        self.began = time.monotonic()
+        self._thread.start()
+
+    def answer(self) -> bool:
+        self._thread.join(20)
+        return self._answers[0]
+
+
+def ones(n: int = 4) -> torch.Tensor:
+    return torch.ones(n, device="late")
+
+
+def failure() -> MemberFailure:
+    return MemberFailure(1, "group_0:uuid", "its connection broke")
+
+
+@pytest.mark.parametrize("through_future", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_vote_comes_after_the_device(fixture: Fixture, late: ModuleType, kind: str, through_future: bool) -> None:
+    with started(fixture, kind) as (manager, backend):
+        backend.hang()
+        tensor = ones()
+        work = manager.allreduce(tensor)
+        assert work.get_future().done() if through_future else work.wait()
+        vote = Vote(manager)
+        time.sleep(0.05)
+        assert fixture.votes() == []
+        backend.peer_comes()
+        assert vote.answer()
+        assert tensor.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["torchft", "native"])  # nothing is known of the backend of a user's group
+def test_a_failure_in_the_last_collective_that_the_backend_handles_costs_the_step(
+    fixture: Fixture, late: ModuleType, kind: str
+) -> None:
+    with started(fixture, kind) as (manager, backend):
+        backend.hang()
+        manager.allreduce(ones()).wait()
+        vote = Vote(manager)
+        time.sleep(0.02)
+        backend.fail()
+        assert not vote.answer() and fixture.votes() == [False]
+        assert "COMM_ERROR" in str(manager.errored())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_that_does_not_finish_is_given_up_at_the_deadline(
+    fixture: Fixture, late: ModuleType, kind: str
+) -> None:
+    with started(fixture, kind, timeout=timedelta(seconds=0.2)) as (manager, backend):
+        backend.hang()
+        manager.allreduce(ones()).wait()
+        vote = Vote(manager)
+        assert not vote.answer()
+        assert time.monotonic() - vote.began < within(0.2 + ABORT_S)
+        assert backend.aborts == 1
+
+
+@pytest.mark.parametrize("while_voting", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_that_is_told_ends_what_is_queued(
+    fixture: Fixture, late: ModuleType, kind: str, while_voting: bool
+) -> None:
+    """The last collective, say: all works have been waited for, and the device waits for the peer."""
+    with started(fixture, kind) as (manager, backend):
+        backend.hang()
+        manager.allreduce(ones()).wait()
+        assert manager._failures.progress()[0], "it waits for its peers"
+        vote = Vote(manager) if while_voting else None
+        began = time.monotonic()
+        manager._failures.died(failure())
+        assert backend.aborts == 1
+        assert not (vote or Vote(manager)).answer()
+        assert time.monotonic() - began < within(ABORT_S)
+        assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+
+
+def test_a_failure_after_the_device_has_finished_costs_nothing(fixture: Fixture, late: ModuleType) -> None:
+    with started(fixture) as (manager, backend):
+        manager.allreduce(ones()).wait()
+        torch.accelerator.synchronize()
+        manager._failures.died(failure())
+        assert backend.aborts == 0
+        assert manager.should_commit()
+
+
+@pytest.mark.parametrize("through_future", [False, True])
+def test_results_are_not_held_until_the_vote(fixture: Fixture, late: ModuleType, through_future: bool) -> None:
+    with started(fixture) as (manager, _):
+        tensor = ones()
+        kept = weakref.ref(tensor)
+        work = manager.allreduce(tensor)
+        if through_future:
+            work.get_future().wait()
+        else:
+            work.wait()
+        del tensor, work
+        assert kept() is None
+        assert manager.should_commit()
+
+
+def test_a_second_waiter_on_another_stream_reads_the_average(fixture: Fixture, late: ModuleType) -> None:
+    first, second = torch.Stream("late"), torch.Stream("late")
+    with started(fixture) as (manager, _):
+        tensor = ones()
+        work = manager.allreduce(tensor)
+        with late.held(first):
+            with first:
+                work.wait()
+            with second:
+                work.wait()
+                read = tensor + 0
+                done = second.record_event()
+            deadline = time.monotonic() + 0.2  # it has that long to read too early
+            while not done.query() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        done.synchronize()
+        assert read.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wait_without_a_timeout_leaves_the_host_free(
+    fixture: Fixture, late: ModuleType, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's NCCL polls on the host when its work is given one, and FSDP then overlaps nothing."""
+    with started(fixture, kind) as (manager, backend):
+        backend.hang()
+        waited = threading.Event()
+        work = manager.allreduce(ones())
+        threading.Thread(target=lambda: (work.wait(), waited.set())).start()
+        assert waited.wait(5)
+        backend.peer_comes()
+        assert manager.should_commit()
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: torch.ones(2, device="meta"), "on the meta device"),
+        (lambda: torch.eye(2).to_sparse(), "of layout torch.sparse_coo"),
+    ],
+    ids=["meta", "sparse"],
+)
+def test_a_tensor_that_cannot_be_reduced_costs_the_step_and_holds_up_nobody(
+    fixture: Fixture, late: ModuleType, make: Callable[[], torch.Tensor], what: str
+) -> None:
+    with started(fixture) as (manager, backend):
+        manager.allreduce(make()).wait()
+        assert backend.aborts == 1, "the peers wait for what is not reduced here"
+        assert not manager.should_commit()
+        assert "torchft-late: allreduce of a tensor " + what in str(manager.errored())
+
+
+def test_a_captured_allreduce_is_refused(fixture: Fixture, late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.get_device_module(), "is_current_stream_capturing", lambda: True, raising=False)
+    with started(fixture) as (manager, _), pytest.raises(RuntimeError, match=r"Manager.allreduce cannot be captured"):
+        manager.allreduce(ones())

@@ -1,0 +1,235 @@
+"""Transports between groups whose devices differ: what arrives goes to the devices of the target's own state."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+
+from tests.late import load
+from torchft.checkpointing import CheckpointTransport, HTTPTransport, _lending, _memory, pg_transport
+from torchft.checkpointing._target import Target
+from torchft.checkpointing.pg_transport import PGTransport
+from torchft.checkpointing.transport import CheckpointError, Unsendable
+from torchft.process_group import ProcessGroupGloo
+
+load()
+from tests.late.group import ProcessGroupLate  # noqa: E402
+
+TIMEOUT = timedelta(seconds=30)
+Pair = tuple[CheckpointTransport[Any], CheckpointTransport[Any]]
+
+
+def http(stack: ExitStack, num_chunks: int = 0, native: bool = True) -> Pair:
+    if not native:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(_lending, "native", lambda: None)
+    pair = HTTPTransport[Any](TIMEOUT, num_chunks), HTTPTransport[Any](TIMEOUT, num_chunks)
+    for transport in pair:
+        stack.callback(transport.shutdown)
+    return pair
+
+
+def process_group(stack: ExitStack, on_device: bool) -> Pair:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def end(rank: int) -> PGTransport[Any]:
+        torch.accelerator.set_device_index(rank)
+        group = ProcessGroupLate(timeout=TIMEOUT) if on_device else ProcessGroupGloo(timeout=TIMEOUT)
+        stack.callback(group.shutdown)
+        group.configure(f"localhost:{store.port}/test", f"rank{rank}", rank, 2)
+        return PGTransport(group, TIMEOUT, torch.device("late", rank) if on_device else torch.device("cpu"))
+
+    with ThreadPoolExecutor(2) as pool:
+        source, target = pool.map(end, range(2))
+    return source, target
+
+
+PAIRS: dict[str, Callable[[ExitStack], Pair]] = {
+    "http": http,
+    "http, published format": lambda stack: http(stack, native=False),
+    "http, published format in chunks": lambda stack: http(stack, 3, native=False),
+    "Gloo": lambda stack: process_group(stack, on_device=False),
+    "process group on the device": lambda stack: process_group(stack, on_device=True),
+}
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest, late: Any) -> Iterator[Pair]:
+    late.delays(11, 0, 200)
+    with ExitStack() as stack:
+        yield PAIRS[request.param](stack)
+
+
+def transfer(pair: Pair, state: Any, own: Any, writable: bool) -> Any:
+    """What a group with a state of its own gets of another's, each end on a thread with a device as the current one."""
+    source, target = pair
+
+    def send() -> None:
+        torch.accelerator.set_device_index(0)
+        source.send_checkpoint([1], 3, state, TIMEOUT)
+
+    def receive() -> Any:
+        torch.accelerator.set_device_index(1)
+        where = Target(lambda: own, writable)
+        got = target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=where)
+        if not writable:
+            assert all(leaf.device.type == "cpu" for leaf in tensors(got)), "on a device before it is settled"
+        return where.settle(got)
+
+    with ThreadPoolExecutor(2) as pool:
+        sent, got = pool.submit(send), pool.submit(receive)
+        sent.result(60)
+        result = got.result(60)
+    source.disallow_checkpoint()
+    return result
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+def state_on(first: str, second: str, value: float) -> dict[str, Any]:
+    """Some on two devices, and some on the host."""
+    return {
+        "first": torch.full((300, 1000), value, device=first),
+        "second": [torch.full((50, 7), value + 1, device=second), torch.full((), 2 * value, device=second)],
+        "transposed": torch.arange(12.0).reshape(3, 4).mul(value).to(first).t(),
+        "other shape": torch.full((5,), value, device=first),
+        "host": torch.full((9,), value),
+        "step": value,
+    }
+
+
+@pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])
+def test_each_tensor_goes_to_the_targets_device_for_it(pair: Pair, writable: bool) -> None:
+    """The source is on the devices 0 and 2, the target on 1 and 3; the fresh Adam of the target has no state yet."""
+    state = state_on("late:0", "late:2", 5.0)
+    state["adam"] = {0: {"exp_avg": torch.full((100, 100), 7.0, device="late:0"), "step": torch.tensor(3.0)}}
+    state["adam"][1] = {"exp_avg": torch.full((10,), 8.0, device="late:2")}
+    own = state_on("late:1", "late:3", 1.0)
+    own["other shape"] = torch.zeros(6, device="late:1")
+    got = transfer(pair, state, own, writable)
+    assert got["first"] is own["first"] and got["transposed"] is own["transposed"]
+    assert got["second"][0] is own["second"][0] and got["second"][1] is own["second"][1]
+    for theirs, mine in zip(tensors(state), tensors(got), strict=True):
+        expected = {"late:0": "late:1", "late:2": "late:3", "cpu": "cpu"}[str(theirs.device)]
+        assert str(mine.device) == expected and torch.equal(theirs.cpu(), mine.cpu())
+    assert got["step"] == 5.0
+
+
+@pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])
+def test_a_target_without_the_devices_of_the_source(pair: Pair, writable: bool) -> None:
+    """Its tensors are filled where they are; what it has not stays with the host, for its own function to place."""
+    state, own = state_on("late:0", "late:2", 5.0), state_on("cpu", "cpu", 1.0)
+    del own["second"]
+    got = transfer(pair, state, own, writable)
+    for theirs, mine in zip(tensors(state), tensors(got), strict=True):
+        assert mine.device.type == "cpu" and torch.equal(theirs.cpu(), mine)
+
+
+def test_a_target_whose_state_cannot_be_read_heals_in_memory_of_the_host(pair: Pair) -> None:
+    source, target = pair
+
+    def fail() -> Any:
+        raise AttributeError("no optimizer yet")
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(source.send_checkpoint, [1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
+        got = target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(fail, writable=True))
+        sent.result(60)
+    assert got["w"].device.type == "cpu" and got["w"].tolist() == [1] * 5
+
+
+def test_a_transport_without_a_target_uses_the_current_device(late: Any) -> None:
+    with ExitStack() as stack:
+        for make in (http, PAIRS["http, published format"]):
+            source, target = make(stack)
+            source.send_checkpoint([1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
+            torch.accelerator.set_device_index(2)
+            try:
+                got = target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT)
+            finally:
+                torch.accelerator.set_device_index(0)
+            assert str(got["w"].device) == "late:2" and got["w"].tolist() == [1] * 5
+
+
+def test_a_tensor_without_data_is_refused_and_the_target_hears_why(pair: Pair) -> None:
+    """At once: it need not wait for the timeout."""
+    source, target = pair
+    state = {"model": {"w": torch.empty(3, device="meta")}}
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(target.recv_checkpoint, 0, source.metadata(), 3, TIMEOUT)
+        with pytest.raises(Unsendable, match=r"\['model'\]\['w'\] is on the meta device: it has no data to send"):
+            source.send_checkpoint([1], 3, state, TIMEOUT)
+        with pytest.raises(CheckpointError, match=r"cannot send its state.*\['model'\]\['w'\] is on the meta device"):
+            got.result(60)
+    assert time.monotonic() - begun < TIMEOUT.total_seconds() / 2
+
+
+@pytest.fixture
+def held_at_the_tensors(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices stop when a source of a process group has sent its header; what follows is queued and no more."""
+    announced = pg_transport._Channel.announced
+
+    def stop(self: Any, nbytes: int) -> None:
+        announced(self, nbytes)
+        if self.meter is None:  # the source's
+            torch.accelerator.synchronize()
+            late.hold()
+
+    monkeypatch.setattr(pg_transport._Channel, "announced", stop)
+
+
+def test_the_source_may_train_on_when_the_device_has_sent(late: Any, held_at_the_tensors: None) -> None:
+    """`send_checkpoint` returns when all is queued; `disallow_checkpoint`, when the device has read it."""
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        source, target = process_group(stack, on_device=True)
+        torch.accelerator.set_device_index(0)
+        weights = torch.full((1000,), 3.0, device="late:0")
+        may_change = threading.Event()
+        got = pool.submit(target.recv_checkpoint, 0, "", 3, TIMEOUT)
+        source.send_checkpoint([1], 3, {"w": weights}, TIMEOUT)
+        pool.submit(lambda: (source.disallow_checkpoint(), may_change.set()))
+        assert not may_change.wait(0.3)
+        late.release()
+        assert may_change.wait(60)
+        weights.fill_(-1)
+        assert got.result(60)["w"].tolist() == [3.0] * 1000
+
+
+def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
+    """A peer that died does not take them."""
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        source, target = process_group(stack, on_device=True)
+        torch.accelerator.set_device_index(0)
+        got = pool.submit(target.recv_checkpoint, 0, "", 3, TIMEOUT)
+        source.send_checkpoint([1], 3, {"w": torch.ones(5, device="late:0")}, timedelta(seconds=3))
+        with pytest.raises(TimeoutError, match=r"checkpoint of step 3 to \[1\]: the device has not ended it after 3 s"):
+            source.disallow_checkpoint()
+        late.release()
+        got.exception(60)  # its group was aborted
+
+
+@pytest.mark.parametrize("name", ["http", "Gloo", "process group on the device"])
+def test_no_memory_of_the_host_for_what_is_on_a_device(late: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A stream in the published format says only when it arrives where its tensors are."""
+    monkeypatch.setattr(_memory, "available_memory", lambda: 1000)
+    own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        source, target = PAIRS[name](stack)
+        sent = pool.submit(source.send_checkpoint, [1], 3, state, timedelta(seconds=3))
+        with pytest.raises(
+            CheckpointError, match=r"4000 bytes of it are on a device.*1000 free.*use_async_quorum=False"
+        ):
+            target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(lambda: own, writable=False))
+        sent.exception(60)

@@ -1,0 +1,56 @@
+"""Isolated groups whose worker's device is slow or hangs, or whose worker does not wait as it should."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import ProcessGroup, Store
+
+from tests.late import isolated
+from tests.late.one_rank import OneRank
+from torchft.process_group.isolated.sharing import Sharing, Tell
+
+
+class ProcessGroupBabySlow(isolated.ProcessGroupBabyLate):
+    delays_us: ClassVar[tuple[int, int]] = (10_000, 20_000)
+
+
+class ProcessGroupBabyHanging(isolated.ProcessGroupBabyLate):
+    delays_us: ClassVar[tuple[int, int]] = (30_000_000, 30_000_000)
+
+
+class ProcessGroupBabyFailing(isolated.ProcessGroupBabyLate):
+    """Its backend fails in the second operation, and handles that itself: what is in flight ends with garbage."""
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
+        return Failing()
+
+
+class Failing(OneRank):
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 1:
+            return super().allreduce(tensors, opts)
+        self.hang()
+        work = super().allreduce(tensors, opts)
+        threading.Timer(0.1, self.fail).start()
+        return work
+
+
+class ProcessGroupBabyHasty(isolated.ProcessGroupBabyLate):
+    """The worker does not wait for what the trainer has queued: a test shows that this is noticed."""
+
+    _sharing: ClassVar[dict[str, str]] = {"late": __name__}
+
+
+def trainer(tell: Tell) -> Sharing:
+    return isolated.trainer(tell)
+
+
+def worker() -> Sharing:
+    end = isolated.worker()
+    end._marks.event = lambda mark, device: None  # type: ignore[attr-defined]
+    return end

@@ -1,0 +1,63 @@
+"""How far an average in 16 bits may be off: the bounds that `Manager.allreduce` states."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed import ReduceOp, TCPStore
+
+from tests.unit.manager.conftest import Fixture, fixture, quorum
+from tests.unit.process_group.ranks import TIMEOUT, connect, on_ranks
+from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
+
+__all__ = ["fixture"]
+
+GROUPS = 4
+
+
+class Sums(ProcessGroupDummy):
+    """Adds what the others have, as Gloo does with real peers."""
+
+    def __init__(self, store: TCPStore, others: list[torch.Tensor]) -> None:
+        super().__init__(0, 1)
+        self._store, self._others = store, others
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        groups = [ProcessGroupGloo(TIMEOUT) for _ in range(GROUPS)]
+        connect(groups, self._store)
+        mine = [tensors[0], *self._others]
+        on_ranks(GROUPS, lambda rank: groups[rank].allreduce([mine[rank]], ReduceOp.SUM).wait())
+        for group in groups:
+            group.shutdown()
+        return super().allreduce(tensors, opts)
+
+
+def average(fixture: Fixture, store: TCPStore, values: list[torch.Tensor]) -> torch.Tensor:
+    """What the first group gets."""
+    fixture.client._quorum.return_value = quorum(
+        replica_world_size=GROUPS, max_world_size=GROUPS, replica_ids=[f"group_{i}:uuid" for i in range(GROUPS)]
+    )
+    first, *others = [value.clone() for value in values]
+    manager = fixture.manager(pg=Sums(store, others))
+    manager.start_quorum()
+    return cast(torch.Tensor, manager.allreduce(first).get_future().wait())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_average_in_16_bits_is_within_its_bounds(fixture: Fixture, store: TCPStore, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = [(torch.randn(4096, generator=generator) * 100).to(dtype) for _ in range(GROUPS)]
+    exact = torch.stack([value.double() for value in values])
+    error = (average(fixture, store, values).double() - exact.mean(0)).abs()
+    bound = GROUPS / 2 * torch.finfo(dtype).eps * exact.abs().mean(0)
+    assert (error <= bound).all()
+    assert error.max() > 0, "it tests nothing"
+
+
+def test_a_sum_beyond_float16_is_seen(fixture: Fixture, store: TCPStore) -> None:
+    """No wrong number: gradient scalers skip the step, and LocalSGD counts it."""
+    values = [torch.full((2,), 20000.0, dtype=torch.float16) for _ in range(GROUPS)]
+    assert average(fixture, store, values).isinf().all()
+    assert average(fixture, store, [value.bfloat16() for value in values]).tolist() == [19968.0] * 2

@@ -1,0 +1,246 @@
+"""PyTorch's newer NCCL backend: which one is used, what it is told, and groups that differ. No device is needed."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar, Optional
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting, on_ranks, run_python
+from torchft.process_group import ProcessGroupBabyNCCL, ProcessGroupNCCL, create_store_client, nccl, nccl2
+from torchft.process_group.reconfigure import Handle, plan_rendezvous
+
+
+class Nccl2:
+    """PyTorch's backend, without a device: notes what it is told."""
+
+    made: ClassVar[list[Nccl2]] = []
+    supports_reconfigure = True
+
+    def __init__(self, store: object, rank: int, world_size: int, opts: Any) -> None:
+        self.rank, self.opts = rank, opts
+        self.told: Any = None
+        self.made.append(self)
+
+    def get_reconfigure_handle(self) -> str:
+        return f"nccl2:{self.rank}:-1"
+
+    def reconfigure(self, opts: Any) -> Any:
+        self.told = opts
+        return MagicMock()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the constructors set for PyTorch ends with the test, and every PyTorch has the backend."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(Nccl2, "made", [])
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", Nccl2, raising=False)
+    if not hasattr(dist, "ProcessGroupNCCL") or not hasattr(dist.ProcessGroupNCCL.Options(), "enable_reconfigure"):
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(nccl2.dist, "ProcessGroup", MagicMock())
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable", "expected"),
+    [
+        (None, None, "legacy"),
+        (None, "", "legacy"),
+        (None, "legacy", "legacy"),
+        (None, "nccl2", "nccl2"),
+        ("legacy", "nccl2", "legacy"),
+        ("nccl2", "legacy", "nccl2"),
+    ],
+)
+def test_the_argument_counts_then_the_environment(
+    monkeypatch: pytest.MonkeyPatch, argument: Optional[str], variable: Optional[str], expected: str
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv(nccl2.IMPLEMENTATION_ENV, variable)
+    group = ProcessGroupNCCL(implementation=argument)
+    assert group._implementation == expected
+    assert group.getBackendName() == {"legacy": "torchft-nccl", "nccl2": "torchft-nccl2"}[expected]
+
+
+def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="implementation='new': allowed are 'legacy' and 'nccl2'"):
+        ProcessGroupNCCL(implementation="new")
+    monkeypatch.setenv(nccl2.IMPLEMENTATION_ENV, "NCCL2")
+    with pytest.raises(ValueError, match="TORCHFT_NCCL_IMPLEMENTATION='NCCL2': allowed are 'legacy' and 'nccl2'"):
+        ProcessGroupNCCL()
+
+
+def test_a_pytorch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "ProcessGroupNCCL2")
+    with pytest.raises(RuntimeError, match=rf"implementation='nccl2': PyTorch {torch.__version__[:4]}.* has no Proc"):
+        ProcessGroupNCCL(implementation="nccl2")
+    monkeypatch.setenv(nccl2.IMPLEMENTATION_ENV, "nccl2")
+    with pytest.raises(RuntimeError, match="TORCHFT_NCCL_IMPLEMENTATION='nccl2'"):
+        ProcessGroupNCCL()
+    assert ProcessGroupNCCL(implementation="legacy")._implementation == "legacy"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_pytorch_is_told(store: TCPStore, world_size: int) -> None:
+    where = meeting(store)
+
+    def connect(rank: int) -> None:
+        group = ProcessGroupNCCL(TIMEOUT, implementation="nccl2")
+        group.configure(where, "replica", rank, world_size, global_ranks=[4, 9, 2][:world_size])
+
+    on_ranks(world_size, connect)
+    made = sorted(Nccl2.made, key=lambda backend: backend.rank)
+    assert [backend.rank for backend in made] == list(range(world_size))
+    for backend in made:
+        assert backend.opts.enable_reconfigure, "an error ends the process otherwise"
+        assert backend.opts._timeout >= timedelta(days=1), "the deadline is torchft's"
+        assert backend.opts.global_ranks_in_group == [4, 9, 2][:world_size]
+        assert list(backend.told.handles) == [f"nccl2:{rank}:-1" for rank in range(world_size)]
+        assert backend.told.uuid == made[0].told.uuid > 0
+        assert backend.told.timeout == TIMEOUT
+
+
+def test_an_nccl_that_cannot_revoke_is_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Nccl2, "supports_reconfigure", False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    group = ProcessGroupNCCL(implementation="nccl2")
+    with pytest.raises(RuntimeError, match=r"needs NCCL 2\.28 or newer.* this is NCCL 2\.27\.5"):
+        group.configure(meeting(store), "replica", 0, 1)
+
+
+def test_without_a_device_no_backend_is_made(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch ends the process when one is destroyed that has no device."""
+
+    def no_device() -> int:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(torch.cuda, "current_device", no_device)
+    with pytest.raises(RuntimeError, match="no NVIDIA driver"):
+        ProcessGroupNCCL(implementation="nccl2").configure(meeting(store), "replica", 0, 1)
+    assert Nccl2.made == []
+
+
+# Groups that differ
+
+
+def test_handles_name_the_newer_one_only() -> None:
+    """So those of the older one are as they were, and as the published package's, which has no other."""
+    for group, expected in (
+        (ProcessGroupNCCL(implementation="nccl2"), "nccl2"),
+        (ProcessGroupNCCL(), None),
+        (ProcessGroupBabyNCCL(), None),
+    ):
+        handle = group.get_reconfigure_handle()
+        assert Handle.decode(handle).implementation == expected
+        assert ("implementation" in handle) == (expected is not None)
+        group.shutdown()
+
+
+def test_a_quorum_of_both_is_refused_on_every_rank_at_once() -> None:
+    groups = [ProcessGroupNCCL(TIMEOUT, implementation=name) for name in ("legacy", "nccl2", "legacy")]
+    handles = [group.get_reconfigure_handle() for group in groups]
+    for rank, expected in enumerate(("'legacy' here, 'nccl2' in rank 1", "'nccl2' here, 'legacy' in rank 0") * 2):
+        if rank < 3:
+            with pytest.raises(ValueError, match=expected + ".*TORCHFT_NCCL_IMPLEMENTATION"):
+                plan_rendezvous(handles, handles[rank], 0)
+    assert plan_rendezvous([handles[0], handles[2]], handles[2], 0).rank == 1
+    assert plan_rendezvous([handles[1]], handles[1], 0).world_size == 1
+    assert Nccl2.made == []
+    for group in groups:
+        group.shutdown()
+
+
+def test_a_handle_of_a_release_to_come_is_read() -> None:
+    handle = Handle.decode('{"id": "a", "store": "host:1", "implementation": 3}')
+    assert handle.implementation is None
+
+
+def test_over_a_store_the_one_that_comes_later_says_so(store: TCPStore) -> None:
+    where = meeting(store)
+    create_store_client(f"{where}/implementation", TIMEOUT).set("1", "legacy")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="'nccl2' here, 'legacy' in rank 1"):
+        ProcessGroupNCCL(TIMEOUT, implementation="nccl2").configure(where, "replica", 0, 2)
+    assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
+    assert Nccl2.made == []
+
+
+def test_over_a_store_the_others_say_so_when_they_cannot_connect(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = meeting(store)
+    short = timedelta(seconds=2)
+
+    def no_peer(self: object, own: dist.Store, rank: int, world_size: int) -> Any:
+        own.wait(["never"], short)
+
+    monkeypatch.setattr(nccl.ProcessGroupNCCL, "_create_legacy", no_peer)
+    names = ("nccl2", "legacy")
+    results = in_threads(
+        [
+            lambda rank=rank: ProcessGroupNCCL(short, implementation=names[rank]).configure(where, "replica", rank, 2)
+            for rank in range(2)
+        ]
+    )
+    for rank, error in enumerate(results):
+        assert isinstance(error, ValueError) and f"{names[rank]!r} here, {names[1 - rank]!r}" in str(error), error
+
+
+def test_another_error_stays_as_it_is(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Any:
+        raise RuntimeError("no route")
+
+    monkeypatch.setattr(nccl.ProcessGroupNCCL, "_create_legacy", fails)
+    with pytest.raises(RuntimeError, match=r"^no route$"):
+        ProcessGroupNCCL(TIMEOUT).configure(meeting(store), "replica", 0, 2)
+
+
+# PyTorch itself, as far as it goes without a device
+
+PYTORCH = """
+import os, torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ReconfigureOptions
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+backends = []
+for rank in range(2):
+    opts = dist.ProcessGroupNCCL.Options()
+    opts.enable_reconfigure = True
+    backends.append(dist.ProcessGroupNCCL2(dist.PrefixStore("a", store), rank, 2, opts))
+handles = [backend.get_reconfigure_handle() for backend in backends]
+print([backend.supports_reconfigure for backend in backends], len(set(handles)))
+print([handle.split(":")[:2] for handle in handles], str(store.port) in handles[0])
+for given in ([handles[0], handles[0]], handles[1:]):
+    told = ReconfigureOptions()
+    told.handles, told.uuid = given, 7
+    try:
+        backends[0].reconfigure(told)
+    except Exception as e:
+        print(type(e).__name__, str(e).splitlines()[0])
+print(backends[0].get_error().name, flush=True)
+os._exit(0)  # without a device they cannot be destroyed
+"""
+
+
+@pytest.mark.no_device
+def test_pytorchs_own_is_as_this_module_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    if not hasattr(dist, "ProcessGroupNCCL2"):
+        pytest.skip("this PyTorch has no ProcessGroupNCCL2")
+    done = run_python(PYTORCH)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "[True, True] 2"
+    assert lines[1] == "[['nccl2', '0'], ['nccl2', '1']] True"
+    assert "must be unique" in lines[2] and "not part of the new communicator" in lines[3]
+    assert lines[-1] == "SUCCESS"

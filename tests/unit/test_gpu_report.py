@@ -1,0 +1,89 @@
+"""The table of what ran on a device: `make test-gpu`. Without one, over files that only look like its tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.report import Row, table
+from tests.gpu.run import run
+
+CONFTEST = """
+from tests.gpu.report import Report
+pytest_plugins = ["tests.policy"]
+def pytest_configure(config):
+    config.pluginmanager.register(Report(config))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RERUNS", "0")
+    monkeypatch.delenv("CI", raising=False)
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    return folder
+
+
+def file(folder: Path, text: str) -> Path:
+    path = folder / "test_some.py"
+    path.write_text(f"import os, signal, time, pytest\n{text}\n")
+    return path
+
+
+def test_counts_and_reasons(folder: Path) -> None:
+    text = """
+def test_one(): pass
+def test_two(): assert False
+@pytest.fixture
+def breaks(): 1 / 0
+def test_three(breaks): pass
+def test_four(): pytest.skip("no such tool")
+@pytest.mark.devices(99)
+@pytest.mark.parametrize("i", range(3))
+def test_five(i): pass
+"""
+    (row,), status = run(file(folder, text), 60)
+    assert status == 1
+    assert (row.file, row.passed, row.skipped, row.deselected) == ("test_some.py", 1, 1, 3)
+    assert row.failures == ["test_two", "test_three"]
+    assert row.reasons["no such tool"] == 1
+    (needs,) = (count for why, count in row.reasons.items() if "need 99 CUDA devices" in why)
+    assert needs == 3 and row.seconds > 0
+
+
+def test_what_ran_before_a_crash_is_kept(folder: Path) -> None:
+    text = "def test_one(): pass\ndef test_two(): os.kill(os.getpid(), signal.SIGKILL)\ndef test_three(): pass"
+    (row,), status = run(file(folder, text), 60)
+    assert status != 0 and row.passed == 1
+    assert row.failures == ["test_two (ended by SIGKILL)"]
+
+
+@pytest.mark.slow  # the crash above goes the same way, but for the limit
+def test_what_hangs_is_ended(folder: Path) -> None:
+    """Also where the interpreter does not get to run: pytest-timeout cannot end that."""
+    text = "def test_one(): pass\ndef test_two():\n"
+    text += "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGABRT}); time.sleep(60)"
+    (row,), status = run(file(folder, text), 8)
+    assert status != 0
+    assert row.passed == 1 and row.failures == ["test_two (not ended after 8 s)"]
+
+
+def test_a_file_that_cannot_be_imported_fails(folder: Path) -> None:
+    (row,), status = run(file(folder, "import no_such_module"), 60)
+    assert status != 0 and len(row.failures) == 1
+
+
+def test_the_table() -> None:
+    rows = [
+        Row("test_a.py", passed=3, seconds=1.6),
+        Row("test_b.py", passed=1, skipped=1, deselected=2, seconds=2.0, reasons={"why": 3}, failures=["test_x"]),
+    ]
+    assert table(rows).splitlines()[2:] == [
+        "| test_a.py | 3 | 0 | 0 | 2 |  |",
+        "| test_b.py | 1 | 1 | 3 | 2 | failed: test_x; 3 why |",
+        "| all | 4 | 1 | 3 | 4 |  |",
+    ]

@@ -1,0 +1,82 @@
+"""Where a heal runs on a device: on a stream of its own, while the training thread's stream goes on.
+
+The device is the training thread's current one when the step begins: a training loop may choose it after the Manager is
+made, and the thread that follows a quorum has another one. Where nothing uses a device, nothing is made there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch.utils import _pytree
+
+from torchft.utils import Mark, get_stream_context
+
+
+class Background:
+    """The stream of a heal, and its order among what the training thread queues."""
+
+    def __init__(self) -> None:
+        self._stream: Optional[torch.Stream] = None
+        self._trainer: Optional[int] = None  # the thread
+        self._device: Optional[torch.device] = None
+        self._before: Optional[Mark] = None  # what the training thread had queued when the step began
+        self._used = False
+
+    def begin(self) -> None:
+        """A step begins, on the training thread."""
+        self._trainer = threading.get_ident()
+        if _in_use():
+            self._device = torch.accelerator.current_stream().device
+            self._before = Mark([self._device])
+
+    def enter_thread(self) -> None:
+        """On the thread that follows a quorum: the training thread's device is the current one. It may be that thread,
+        whose device is its own.
+        """
+        if self._device is not None and threading.get_ident() != self._trainer:
+            torch.accelerator.set_device_index(self._device.index)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The stream is the current one, and comes after what the training thread had queued when the step began: that
+        made the state that is served, or may still read what a heal overwrites.
+        """
+        if self._before is None:
+            yield
+            return
+        if self._stream is None or self._stream.device != self._device:
+            self._stream = torch.Stream(self._device)
+        self._used = True
+        with get_stream_context(self._stream):
+            self._before.follow()
+            yield
+
+    def join(self, state: object = None) -> None:
+        """Waits on the host until the stream has done what was queued on it.
+
+        Args:
+            state: was made there; its memory is not used again before the current stream is done with it.
+        """
+        if not self._used or self._stream is None:
+            return
+        self._stream.synchronize()
+        self._used = False
+        for leaf in _pytree.tree_leaves(state):
+            _share(leaf, self._stream.device)
+
+
+def _in_use() -> bool:
+    return torch.accelerator.is_available() and torch.get_device_module().is_initialized()
+
+
+def _share(leaf: Any, device: torch.device) -> None:
+    """The allocator knows that the current stream uses a tensor that was made on another one."""
+    if isinstance(leaf, torch.Tensor):
+        tensor = getattr(leaf, "_local_tensor", leaf)  # of a DTensor
+        if tensor.device == device:
+            tensor.record_stream(torch.accelerator.current_stream(device))

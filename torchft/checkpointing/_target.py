@@ -1,0 +1,123 @@
+"""The state of the group that heals: where what arrives belongs, and on which devices it may lie."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from typing import Any, Callable, Dict, Mapping
+
+import torch
+
+from torchft.checkpointing._encoding import Path, is_dtensor, with_flags
+from torchft.checkpointing._places import local_part, tensors_by_path
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+class Target:
+    """What a group that heals has already.
+
+    Args:
+        read: gives its state, built as the one that arrives
+        writable: whether its tensors may be filled while the state arrives: nobody reads them, and nothing is lost if
+            the transfer fails. Otherwise what arrives stays in memory of the host until `settle`.
+    """
+
+    def __init__(self, read: Callable[[], object], writable: bool) -> None:
+        self._read = read
+        self.writable = writable
+        # Where the source has what arrived in memory of the host, if that is a device.
+        self.devices: Dict[Path, str] = {}
+
+    def own(self) -> Dict[Path, torch.Tensor]:
+        """Its tensors. A group whose state cannot be read heals as well: then all of it is new."""
+        try:
+            return tensors_by_path(self._read())
+        except Exception as error:
+            logger.warning("what this group has cannot be read, so its state is received beside it: %r", error)
+            return {}
+
+    def settle(self, state: Any) -> Any:
+        """Takes a state from memory of the host to the devices: into the tensors that are there, where those are alike,
+        else into new ones. For the thread that trains, when nobody else reads them.
+
+        Returns:
+            the state with those tensors. What belongs to this host's memory is as it was.
+        """
+        if not self.devices:
+            return state
+        own = self.own()
+        return _Settling(own, Homes(own, self.devices), self.devices).walk(state, ())
+
+
+class Homes:
+    """The device for a tensor that a group does not have yet.
+
+    It is where the group has the other tensors that the source has on that device: the source's indices say nothing
+    here. No device is used that the group's own tensors do not use.
+
+    Args:
+        own: the group's tensors
+        devices: where the source has tensors
+    """
+
+    def __init__(self, own: Mapping[Path, torch.Tensor], devices: Mapping[Path, str]) -> None:
+        self._used = {tensor.device for tensor in own.values()}
+        self._counts: Dict[str, Counter[torch.device]] = {}
+        for path in own.keys() & devices.keys():
+            self._counts.setdefault(devices[path], Counter())[own[path].device] += 1
+
+    def of(self, device: str) -> torch.device:
+        """Where a tensor goes that the source has on this device; memory of the host if that cannot be told."""
+        if device == "cpu":
+            return CPU
+        if device in self._counts:
+            return self._counts[device].most_common(1)[0][0]
+        alike = [used for used in self._used if used.type == device.partition(":")[0]]
+        return alike[0] if len(alike) == 1 else CPU
+
+
+class _Settling:
+    def __init__(self, own: Dict[Path, torch.Tensor], homes: Homes, devices: Dict[Path, str]) -> None:
+        self._own = own
+        self._homes = homes
+        self._devices = devices
+
+    def walk(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind in (dict, OrderedDict):
+            for key in value:
+                value[key] = self.walk(value[key], (*path, f"[{key!r}]"))
+            return value
+        if kind in (list, tuple):
+            return kind(self.walk(item, (*path, f"[{i}]")) for i, item in enumerate(value))
+        return self._settle(value, path) if isinstance(value, torch.Tensor) else value
+
+    def _settle(self, arrived: torch.Tensor, path: Path) -> torch.Tensor:
+        mine = self._own.get(path)
+        if mine is not None and mine.device != CPU and alike(mine, arrived):
+            with torch.no_grad():
+                local_part(mine).copy_(local_part(arrived))
+            return mine
+        home = self._homes.of(self._devices.get(path, "cpu"))
+        return arrived if home == CPU else moved(arrived, home)
+
+
+def alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether one can be filled with the other."""
+    if is_dtensor(mine) != is_dtensor(theirs):
+        return False
+    a, b = local_part(mine), local_part(theirs)
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor in new memory on a device."""
+    flags = tensor.requires_grad + 2 * isinstance(tensor, torch.nn.Parameter)
+    if not is_dtensor(tensor):
+        return with_flags(tensor.detach().to(device), flags)
+    from torch.distributed.tensor import DTensor
+
+    return with_flags(DTensor(local_part(tensor).to(device), tensor._spec, requires_grad=False), flags)  # type: ignore

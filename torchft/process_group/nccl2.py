@@ -1,0 +1,128 @@
+"""PyTorch's newer NCCL backend, ProcessGroupNCCL2: what `init_process_group("nccl")` makes since PyTorch 2.15.
+
+It is made so that it can be reconfigured: an error, a deadline or an abort then revokes the communicator, whatever
+TORCH_NCCL_ASYNC_ERROR_HANDLING says. Operations in flight end, later ones are refused, and the process lives. The
+older backend, which PyTorch now calls `nccl-legacy`, takes the communicator down instead.
+
+The two do not find each other: each waits for a key in the store that the other never sets. So peers announce which one
+they use, in their handles and in the store. The published package builds the older one and announces nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Generator, Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from torchft.process_group.accelerator import _NEVER
+from torchft.process_group.reconfigure import (
+    LEGACY,
+    MAX_UUID,
+    NCCL2,
+    ReconfigureOptions,
+    host_store,
+    say_implementations,
+)
+
+IMPLEMENTATION_ENV = "TORCHFT_NCCL_IMPLEMENTATION"
+
+
+def chosen(implementation: Optional[str]) -> str:
+    """The implementation that an argument, or else the environment, asks for.
+
+    Raises:
+        ValueError: there is none of that name.
+        RuntimeError: this PyTorch does not have it.
+    """
+    said = "implementation"
+    if implementation is None:
+        said = IMPLEMENTATION_ENV
+        implementation = os.environ.get(IMPLEMENTATION_ENV) or LEGACY
+    if implementation not in (LEGACY, NCCL2):
+        raise ValueError(f"{said}={implementation!r}: allowed are {LEGACY!r} and {NCCL2!r}")
+    if implementation == NCCL2 and not hasattr(dist, "ProcessGroupNCCL2"):
+        raise RuntimeError(
+            f"{said}={NCCL2!r}: PyTorch {torch.__version__} has no ProcessGroupNCCL2; builds of PyTorch 2.15 with NCCL "
+            f"have it; use {LEGACY!r}"
+        )
+    return implementation
+
+
+@contextmanager
+def announced(store: Store, rank: int, world_size: int, implementation: str) -> Generator[None, None, None]:
+    """Surrounds connecting with peers: an error says so if some of them have announced another implementation.
+
+    Raises:
+        ValueError: they have.
+    """
+    store = PrefixStore("implementation", store)
+    store.set(str(rank), implementation)
+
+    def compare(cause: Optional[Exception] = None) -> None:
+        others = [peer for peer in range(world_size) if peer != rank and store.check([str(peer)])]
+        theirs = {peer: store.get(str(peer)).decode() for peer in others}
+        if set(theirs.values()) - {implementation}:
+            raise ValueError(say_implementations(implementation, theirs)) from cause
+
+    if implementation == NCCL2:  # the older one is the usual one, and connects as quickly as before
+        compare()
+    try:
+        yield
+    except Exception as e:
+        with suppress(RuntimeError):  # the store is gone
+            compare(e)
+        raise
+
+
+def connect(
+    store: Store, rank: int, world_size: int, timeout: timedelta, global_ranks: Optional[list[int]]
+) -> dist.ProcessGroup:
+    """A group on the current CUDA device, connected with its peers.
+
+    Args:
+        timeout: for connecting; operations have no deadline of PyTorch's.
+
+    Raises:
+        RuntimeError: there is no device, NCCL is too old, or a peer did not come.
+    """
+    from torch.distributed import ProcessGroupNCCL, ProcessGroupNCCL2
+
+    # First: without a device PyTorch ends the process when the backend is destroyed.
+    device = torch.device("cuda", torch.cuda.current_device())
+    if world_size == 1:  # the handle names a store that other processes could reach
+        store, _ = host_store(timeout)
+    opts = ProcessGroupNCCL.Options()
+    opts.enable_reconfigure = True
+    opts._timeout = _NEVER
+    if global_ranks is not None:
+        opts.global_ranks_in_group = global_ranks
+    backend: Any = ProcessGroupNCCL2(store, rank, world_size, opts)
+    if not backend.supports_reconfigure:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        raise RuntimeError(
+            f"implementation={NCCL2!r} needs NCCL 2.28 or newer, whose communicators can be revoked; this is NCCL "
+            f"{version}; use {LEGACY!r}"
+        )
+    backend.reconfigure(_options(backend, PrefixStore("nccl2", store), rank, world_size, timeout)).wait()
+    pg = dist.ProcessGroup(store, rank, world_size)
+    pg._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    pg._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+    return pg
+
+
+def _options(backend: Any, store: Store, rank: int, world_size: int, timeout: timedelta) -> ReconfigureOptions:
+    """The handles of all peers, and a number that rank 0 has drawn."""
+    store.set(str(rank), backend.get_reconfigure_handle())
+    if rank == 0:
+        store.set("uuid", str(random.randint(1, MAX_UUID)))
+    opts = ReconfigureOptions()
+    opts.handles = [store.get(str(peer)).decode() for peer in range(world_size)]
+    opts.uuid = int(store.get("uuid"))
+    opts.timeout = timeout
+    return opts

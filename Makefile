@@ -53,7 +53,7 @@ GO_PURE := ./quorum ./recovery ./round ./sim
 # These read files outside of the module, which Go's cache of results does not notice: they always run.
 GO_READERS := ./internal ./torchftpb
 # Servers and clients, with the race detector. A test in go/internal compares the three lists with the packages.
-GO_RACE := ./cmd/... ./dashboard ./heal ./internal/rpc ./internal/testmain ./internal/tracing ./lighthouse ./manager ./pyapi/...
+GO_RACE := ./cmd/... ./dashboard ./heal ./internal/fttest ./internal/rpc ./internal/testmain ./internal/tracing ./lighthouse ./manager ./pyapi/... ./sim/servers
 # -trimpath: the compiled packages are those that the library is built from, and those of a clone in another folder.
 GO_TEST = $(GO) test -trimpath -vet=off -timeout 10m
 # A tool of a module of its own, so that its requirements are not those of the library.
@@ -93,8 +93,8 @@ test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
 	cd go && $(GO_TEST) -count=1 $(GO_READERS)
 	cd go && $(GO_ENV) DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(GO_TEST) -race -p 2 $(GO_RACE)
 
-test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need a CUDA device; without one they are deselected
-	$(PY) -m pytest -rs tests/gpu
+test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and a table of what ran; without a device none does
+	$(PY) -m tests.gpu.run
 
 soak: ## simulate for SOAK=1h, print progress, and a seed to replay if a rule breaks
 	cd go && $(GO) test ./sim -count=1 -timeout 0 -run '^TestSoak$$' -v -soak $(SOAK)
@@ -129,7 +129,7 @@ bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pya
 lint: lint-go lint-style lint-imports lint-types lint-docker ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint (-k: all of them)
 
 lint-go: $(PY)
-	@unformatted="$$(gofmt -l go)"; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
+	@unformatted="$$(gofmt -l go)" || exit; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
 	cd go && $(GO_ENV) $(GO) vet -trimpath ./...
 	cd go && $(GO_ENV) $(GOLANGCI) run ./...
 

@@ -3,8 +3,9 @@
 - A test with real processes that fails is run once more, so that a busy machine does not cost a whole run: never after
   a timeout, which is a wait that nothing ended, and never with RERUNS=0. Each is recorded with its first failure in
   build/test/flaky.jsonl, a JSON object a line. More than one fails the run.
-- A test that needs a CUDA device or network namespaces is left out where there are none, and one line says so. Any
-  other skip fails the run under CI=true: there everything that can be installed is.
+- A test that needs CUDA devices or network namespaces is left out where there are none, and one line says so. Any
+  other skip fails the run under CI=true: there everything that can be installed is. A run of nothing but such tests
+  passes, as it would with others beside them: the line says what was not shown.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -22,16 +24,33 @@ import pytest
 TIMEOUTS = [r"\A[^\n]*(from pytest-timeout|\d s passed before|timed out)", r"\A\w*Timeout\w*:"]
 
 
+@functools.cache
+def devices() -> int:
+    """The number of CUDA devices."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # an old driver is a reason to leave tests out, and no error
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _no_device() -> str | None:
     import torch
 
-    return None if torch.cuda.is_available() else "torch.cuda.is_available() is False"
+    if devices():
+        return None
+    why = f"PyTorch for CUDA {torch.version.cuda} finds none" if torch.version.cuda else "this PyTorch has no CUDA"
+    return f"{why}; docs/gpu.md says what they take"
 
 
 def _device() -> str | None:
     import torch
 
-    return "there is one here" if torch.accelerator.is_available() else None
+    if not torch.accelerator.is_available():  # a build for CUDA names its accelerator without one, too
+        return None
+    device = torch.accelerator.current_accelerator()
+    # That of tests/late is no device of the host.
+    return None if device is None or device.type == "late" else "there is one here"
 
 
 def _no_hosts() -> str | None:
@@ -54,17 +73,20 @@ NEEDS: dict[str, tuple[str, Callable[[], str | None]]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "processes: starts and kills real processes; one more run if it fails")
+    config.addinivalue_line("markers", "devices(count): needs that many CUDA devices")
     for mark, (what, _) in NEEDS.items():
         config.addinivalue_line("markers", f"{mark}: needs {what}")
-    config.pluginmanager.register(Policy(config))
+    config.pluginmanager.register(Policy(config), "policy")
 
 
 class Policy:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.reruns = int(os.environ.get("RERUNS", "1"))
+        # Where pytest is that of the system, and not the one that the test extra installs.
+        self.no_reruns = self.reruns > 0 and not config.pluginmanager.hasplugin("rerunfailures")
         self.strict = os.environ.get("CI", "").lower() in ("1", "true")
-        self.deselected: Counter[str] = Counter()
+        self.deselected: dict[str, str] = {}  # test: why
         self.run_again: list[pytest.TestReport] = []
         self.skipped: list[str] = []
 
@@ -73,11 +95,11 @@ class Policy:
         kept, deselected = [], []
         for item in items:
             if why := self._missing(item):
-                self.deselected[why] += 1
+                self.deselected[item.nodeid] = why
                 deselected.append(item)
                 continue
             kept.append(item)
-            if self.reruns and self._has_processes(item):
+            if self.reruns and not self.no_reruns and self._has_processes(item):
                 item.add_marker(pytest.mark.flaky(reruns=self.reruns, rerun_except=TIMEOUTS))
         if deselected:
             self.config.hook.pytest_deselected(items=deselected)
@@ -91,6 +113,9 @@ class Policy:
         for mark, (what, missing) in NEEDS.items():
             if item.get_closest_marker(mark) is not None and (why := missing()) is not None:
                 return f"need {what} ({why})"
+        mark = item.get_closest_marker("devices")
+        if mark is not None and devices() < mark.args[0]:
+            return f"need {mark.args[0]} CUDA devices (there {'is one' if devices() == 1 else f'are {devices()}'})"
         return None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -125,6 +150,8 @@ class Policy:
         return broken
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.deselected and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK
         if self._broken() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -138,6 +165,8 @@ class Policy:
                 terminalreporter.write_line(text)
         for line in self._broken():
             terminalreporter.write_line(line, red=True)
+        if self.no_reruns:
+            terminalreporter.write_line("no test has a second run: the plugin pytest-rerunfailures is not installed")
         if self.deselected:
-            parts = [f"{count} tests {why}" for why, count in self.deselected.items()]
+            parts = [f"{count} tests {why}" for why, count in Counter(self.deselected.values()).items()]
             terminalreporter.write_line("deselected: " + "; ".join(parts))

@@ -1,6 +1,6 @@
-"""Measure process groups on a GPU: `python python/bench/gpu.py`, on a device that nobody else uses.
+"""Measure on a GPU that nobody else uses: `python python/bench/gpu.py`, or `--quick` for about three minutes.
 
-Prints a table and writes it, with date, device and command, into docs/gpu.md. Each kind of group is measured in a fresh
+Prints tables and writes them, with date, device and command, into docs/gpu.md. Each subject is measured in a fresh
 process; NCCL refuses two ranks on one device, so every group has one rank.
 """
 
@@ -9,229 +9,177 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from datetime import date, timedelta
+from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY))
-
+WORKER = Path(__file__).resolve().parent / "gpu_worker.py"
 PAGE = REPOSITORY / "docs" / "gpu.md"
 BEGIN, END = "<!-- figures: written by gpu.py -->", "<!-- end of figures -->"
+CHILD_TIMEOUT_S = 300
 
-KINDS = {
-    "in-process": {},
-    "isolated": {"standby": False},
-    "isolated, standby": {"standby": True, "standby_context": False},
-    "isolated, standby with a context": {"standby": True, "standby_context": True},
-}
-KILLED = "killed"
-HEAL = "heal"
-HEAL_BYTES = 1 << 30
+
+@dataclass(frozen=True)
+class Group:
+    """A kind of group: its column, the class, and what it is made with."""
+
+    name: str
+    kind: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    published: bool = False
+    quick: bool = True
+
+
+GROUPS = [
+    Group("PyTorch"),
+    Group("ours", "ProcessGroupNCCL"),
+    Group("isolated, standby", "ProcessGroupBabyNCCL", {"standby": True, "standby_context": False}),
+    Group("isolated", "ProcessGroupBabyNCCL", {"standby": False}, quick=False),
+    Group("isolated, standby with a context", "ProcessGroupBabyNCCL", {"standby_context": True}, quick=False),
+    Group("published", "ProcessGroupNCCL", published=True),
+    Group("published, isolated", "ProcessGroupBabyNCCL", published=True),
+]
 FIGURES = {
     "issue_us": "begin an allreduce of 16 floats, µs",
     "done_us": "the same until the device has finished, µs",
     "large_ms": "allreduce of 25 MB until finished, ms",
+    "step_host_ms": "20 allreduces of 5 MB and their waits, on the host, ms",
+    "step_ms": "the same until finished, ms",
     "reconfigure_ms": "reconfigure until the first allreduce has finished, ms",
     "abort_ms": "abort, ms",
     "device_mb": "device memory, MB",
 }
-CHILD_TIMEOUT_S = 300
+RATES = {
+    "heal": {
+        "in_place_gb_s": "heal 1 GiB, device to device, in place",
+        "heal_gb_s": "the same into new memory, then copied to its place",
+        "format_gb_s": "in place, in the published format",
+    },
+    "quantization": {
+        "quantize_gb_s": "quantize float32 into fp8",
+        "reduce_gb_s": "reduce fp8 of two ranks",
+        "dequantize_gb_s": "dequantize fp8 into float32",
+    },
+}
+Results = dict[str, dict[str, Any]]
 
 
 def main() -> int:
     args = _parse()
-    if args.child:
-        others = {KILLED: _killed, HEAL: _heal}
-        figures = others[args.child]() if args.child in others else _measure(args.child, args.rounds)
-        print(json.dumps(figures), flush=True)
-        # A stream that waits for a killed process would keep a normal exit.
-        os._exit(0)
-
     import torch
 
     if not torch.cuda.is_available():
         print("needs a CUDA device: torch.cuda.is_available() is False", file=sys.stderr)
         return 1
-    results = {kind: _in_child(kind, args.rounds) for kind in (*KINDS, KILLED, HEAL)}
-    text = _page(results, torch.cuda.get_device_name(), torch.__version__, args.rounds)
+    began = time.monotonic()
+    rounds, pause = (3, 1.0) if args.quick else (args.rounds, 2.0)
+    groups = [g for g in GROUPS if (g.quick or not args.quick) and (args.published or not g.published)]
+    results: Results = {}
+
+    def measure(name: str, published: bool, *what: str) -> None:
+        print(f"[{time.monotonic() - began:5.1f} s] {name}", file=sys.stderr, flush=True)
+        results[name] = in_child(args.published if published else None, *what)
+        # A run that is cut short has its figures so far.
+        print(json.dumps(results[name]), file=sys.stderr, flush=True)
+
+    for g in groups:
+        what = ("group", f"--group={g.kind}", f"--settings={json.dumps(g.settings)}")
+        measure(g.name, g.published, *what, f"--rounds={rounds}", f"--pause={pause}")
+    for subject in RATES:
+        measure(subject, False, subject)
+        if args.published:
+            measure(f"{subject}, published", True, subject)
+    measure("killed", False, "killed")
+
+    command = "python python/bench/gpu.py" + (" --quick" if args.quick else f" --rounds {args.rounds}")
+    head = f"{date.today().isoformat()}, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
+    head += f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, `{command}`; medians."
+    if args.published:
+        head += f" Published: {_version(args.published)}."
+    text = page(results, groups, head, bool(args.published))
     print(text)
+    print(f"[{time.monotonic() - began:5.1f} s] done", file=sys.stderr)
     if not args.no_write:
-        page = PAGE.read_text()
-        begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-        PAGE.write_text(f"{page[:begin]}\n\n{text}\n\n{page[end:]}")
+        old = PAGE.read_text()
+        first, last = old.index(BEGIN) + len(BEGIN), old.index(END)
+        PAGE.write_text(f"{old[:first]}\n\n{text}\n\n{old[last:]}")
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure process groups on a GPU.")
+    parser = argparse.ArgumentParser(description="Measure process groups, heals and codes on a GPU.")
     parser.add_argument("--rounds", type=int, default=10, help="reconfigurations and aborts of each kind; default: 10")
+    parser.add_argument("--quick", action="store_true", help="3 rounds of fewer kinds: about three minutes")
+    parser.add_argument("--published", type=_directory, help="directory that holds the published torchft, to compare")
     parser.add_argument("--no-write", action="store_true", help="print only")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: allowed is 1 or more")
     return args
 
 
-def _in_child(kind: str, rounds: int) -> dict[str, Any]:
-    print(f"measuring: {kind}", file=sys.stderr, flush=True)
-    command = [sys.executable, __file__, "--child", kind, "--rounds", str(rounds)]
+def _directory(name: str) -> Path:
+    path = Path(name).resolve()
+    if not (path / "torchft").is_dir():
+        raise argparse.ArgumentTypeError(f"{name}: has no folder torchft")
+    return path
+
+
+def _version(published: Path) -> str:
+    names = [path.name.removesuffix(".dist-info") for path in published.glob("torchft*.dist-info")]
+    return names[0] if names else "of unknown version"
+
+
+def in_child(published: Path | None, *what: str) -> dict[str, Any]:
+    """The figures of gpu_worker.py; `error` where there are none."""
+    first = published or REPOSITORY
+    others = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(first), *others])}
+    command = [sys.executable, str(WORKER), *what]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=CHILD_TIMEOUT_S, check=True, text=True)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
-        return {"error": str(e)}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        done = subprocess.run(command, capture_output=True, timeout=CHILD_TIMEOUT_S, text=True, env=env)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not ended after {CHILD_TIMEOUT_S} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        said = done.stderr.strip().splitlines()
+        return {"error": f"ended with {done.returncode}: {said[-1] if said else 'no word'}"}
+    figures = json.loads(lines[-1])
+    if "torchft" in figures and Path(figures["torchft"]).parent != first:
+        return {"error": f"measured {figures['torchft']} and not {first}"}
+    return figures
 
 
-def _measure(kind: str, rounds: int) -> dict[str, float]:
-    import torch
-    from torch.distributed import ReduceOp, TCPStore
-
-    from tests.gpu.device import DEVICE, settled_mb
-    from torchft.process_group import ProcessGroupBabyNCCL, ProcessGroupNCCL
-
-    torch.cuda.set_device(DEVICE)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    small, large = torch.ones(16, device=DEVICE), torch.ones(25_000_000 // 4, device=DEVICE)
-    before = settled_mb()
-    timeout = timedelta(seconds=60)
-    group: Any = ProcessGroupNCCL(timeout) if kind == "in-process" else ProcessGroupBabyNCCL(timeout, **KINDS[kind])
-    number = 0
-
-    def reconfigure() -> None:
-        nonlocal number
-        number += 1
-        group.configure(f"localhost:{store.port}/{number}", "replica", 0, 1)
-        finish(small)
-
-    def finish(tensor: torch.Tensor) -> None:
-        group.allreduce([tensor], ReduceOp.SUM).wait()
-        torch.cuda.synchronize()
-
-    reconfigure()
-    # The worker that stands by has come up, too.
-    time.sleep(10)
-    device_mb = settled_mb() - before
-
-    issued = []
-    for _ in range(1000):
-        began = time.perf_counter()
-        work = group.allreduce([small], ReduceOp.SUM)
-        issued.append(time.perf_counter() - began)
-        work.wait()
-        torch.cuda.synchronize()
-    done = _times(lambda: finish(small), 1000)
-    large_done = _times(lambda: finish(large), 100)
-    reconfigured, aborted = [], []
-    for _ in range(rounds):
-        # Steps lie between two quorums: time enough for the next worker to come up.
-        time.sleep(2)
-        reconfigured += _times(reconfigure, 1)
-        aborted += _times(group.abort, 1)
-    group.shutdown()
-    return {
-        "issue_us": statistics.median(issued) * 1e6,
-        "done_us": statistics.median(done) * 1e6,
-        "large_ms": statistics.median(large_done) * 1e3,
-        "reconfigure_ms": statistics.median(reconfigured) * 1e3,
-        "abort_ms": statistics.median(aborted) * 1e3,
-        "device_mb": device_mb,
-    }
-
-
-def _times(call: Callable[[], object], count: int) -> list[float]:
-    """Seconds that each of `count` calls took."""
-    times = []
-    for _ in range(count):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return times
-
-
-def _killed() -> dict[str, Any]:
-    """Whether a stream goes on that waits for an event of a process that is killed before it got there."""
-    import torch
-
-    from tests.gpu.device import DEVICE
-    from tests.gpu.test_sharing import Pair
-
-    pair = Pair(queue=True)
-    tensor = torch.ones(16, device=DEVICE)
-    mark, _ = pair.start([tensor], seconds=60.0)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        pair.end.follow(mark)
-    time.sleep(0.5)
-    if stream.query():
-        return {"error": "the stream did not wait at all"}
-    pair.process.kill()
-    pair.process.join(60)
-    began = time.monotonic()
-    while time.monotonic() - began < 30:
-        if stream.query():
-            return {"released_s": time.monotonic() - began}
-        time.sleep(0.01)
-    return {"released_s": None}
-
-
-def _heal() -> dict[str, Any]:
-    """How fast a state on the device gets onto the device again, of a target in the same process."""
-    import torch
-
-    from tests.gpu.device import DEVICE
-    from torchft.checkpointing import HTTPTransport
-
-    timeout = timedelta(seconds=60)
-    state = {f"t{i}": torch.ones(HEAL_BYTES // 64, dtype=torch.uint8, device=DEVICE) for i in range(64)}
-    torch.cuda.synchronize()
-    own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-
-    def gb_s(snapshot: bool) -> float:
-        source: Any = HTTPTransport(timeout, 0, snapshot)
-        target: Any = HTTPTransport(timeout, 0, state_dict=lambda: own)
-        seconds = []
-        for step in range(4):
-            source.send_checkpoint([1], step, state, timeout)
-            seconds += _times(lambda step=step: target.recv_checkpoint(0, source.metadata(), step, timeout), 1)
-            source.disallow_checkpoint()
-        return HEAL_BYTES / 1e9 / statistics.median(seconds[1:])  # the first gets the blocks
-
-    return {"heal_gb_s": gb_s(snapshot=True), "heal_stock_gb_s": gb_s(snapshot=False)}
-
-
-def _page(results: dict[str, dict[str, Any]], device: str, torch_version: str, rounds: int) -> str:
-    lines = [
-        f"{date.today().isoformat()}, {device}, PyTorch {torch_version}, "
-        f"`python python/bench/gpu.py --rounds {rounds}`; medians.",
-        "",
-        "| | " + " | ".join(KINDS) + " |",
-        "|---" * (len(KINDS) + 1) + "|",
-    ]
+def page(results: Results, groups: list[Group], head: str, published: bool) -> str:
+    """The text between the markers."""
+    lines = [head, "", "| | " + " | ".join(g.name for g in groups) + " |", "|---" * (len(groups) + 1) + "|"]
     for name, what in FIGURES.items():
-        cells = [f"{results[kind][name]:.1f}" if name in results[kind] else "failed" for kind in KINDS]
-        lines.append(f"| {what} | " + " | ".join(cells) + " |")
-    errors = [f"- {kind}: {result['error']}" for kind, result in results.items() if "error" in result]
+        lines.append(f"| {what} | " + " | ".join(_cell(results[g.name], name) for g in groups) + " |")
+    columns = ["GB/s", "ours", *(["published"] if published else [])]
+    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for subject, rates in RATES.items():
+        for name, what in rates.items():
+            sides = [results[subject], *([results[f"{subject}, published"]] if published else [])]
+            lines.append(f"| {what} | " + " | ".join(_cell(side, name) for side in sides) + " |")
+    errors = [f"- {name}: {result['error']}" for name, result in results.items() if "error" in result]
     if errors:
         lines += ["", *errors]
-    if "released_s" in results[KILLED]:
-        seconds = results[KILLED]["released_s"]
-        fate = "never goes on (looked at for 30 s)" if seconds is None else f"goes on after {seconds:.2f} s"
+    if "released_s" in results["killed"]:
+        seconds = results["killed"]["released_s"]
+        fate = "never goes on (looked at for 20 s)" if seconds is None else f"goes on after {seconds:.2f} s"
         lines += ["", f"A stream that waits for an event of a worker that is killed before it got there {fate}."]
-    if "heal_gb_s" in results[HEAL]:
-        ours, stock = results[HEAL]["heal_gb_s"], results[HEAL]["heal_stock_gb_s"]
-        lines += [
-            "",
-            f"Healing {HEAL_BYTES / 1e9:.1f} GB in place, device to device: {ours:.2f} GB/s; "
-            f"{stock:.2f} GB/s in the published format.",
-        ]
     return "\n".join(lines)
+
+
+def _cell(figures: dict[str, Any], name: str) -> str:
+    if "error" in figures:
+        return "failed"
+    return f"{figures[name]:.2f}" if name in figures else "-"
 
 
 if __name__ == "__main__":

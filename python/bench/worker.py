@@ -54,6 +54,29 @@ class Worker:
         first = torch.randn(250_000)
         self.state = [first + i for i in range(mb)]
 
+    def do_adam(self, mb: int, trained: bool) -> dict[str, Any]:
+        """Make the state a model with Adam, of so many MB in all; one that has not trained has no state of Adam yet."""
+        from torchft import Manager, ProcessGroupGloo  # noqa: F401  a script has imported them when it makes its model
+
+        torch.manual_seed(GROUP)
+        width = 2048
+        self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(mb * 1_000_000 // (3 * 4 * width * width))])
+        self.optimizer = adam = optim.Adam(self.model.parameters(), lr=1e-3)
+        if trained:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            adam.step()
+            adam.zero_grad()
+        self.state = []
+        self._save = lambda: {"model": self.model.state_dict(), "adam": adam.state_dict()}
+        self._load = self._load_adam
+        return {"bytes": 3 * sum(p.nbytes for p in self.model.parameters())}
+
+    def _load_adam(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["adam"])
+        self.loaded_at = time.monotonic()
+
     def do_manager(self, lighthouse: str, kind: str = "plain") -> None:
         from torchft import Manager, ProcessGroupGloo
         from torchft.process_group import ProcessGroupBabyGloo
@@ -174,12 +197,21 @@ class Worker:
         self.do_manager(lighthouse)
         made = time.monotonic()
         together: list[float] = []
+        first = 0.0
         while len(together) < settle:
             _, end, committed, participants = self._step(compute_ms)
+            first = first or end * committed
             if committed and participants == 2:
                 together.append(end)
         # The last two are left out: the survivor's next step already waits for a group that is leaving.
-        return {"began": began, "made": made, "healed": self.loaded_at, "settled": together[-3]}
+        return {
+            "began": began,
+            "made": made,
+            "healed": self.loaded_at,
+            "committed": first,
+            "settled": together[-3],
+            "recovery": getattr(self.manager, "recovery_seconds", dict)(),
+        }
 
     # restart.py
 

@@ -221,7 +221,9 @@ def parts_of_test() -> list[Part]:
         Part("process", pytest("process", "tests/process")),
         Part("unit", pytest("unit", "tests/unit")),
         Part("go", [os.environ.get("MAKE", "make"), "--no-print-directory", "test-go"]),
-        Part("other", pytest("other", "--ignore=tests/process", "--ignore=tests/unit")),
+        # By themselves: where the test accelerator is registered, PyTorch has an accelerator.
+        Part("late", pytest("late", "tests/late")),
+        Part("other", pytest("other", "--ignore=tests/process", "--ignore=tests/unit", "--ignore=tests/late")),
     ]
 
 

@@ -23,15 +23,20 @@ import toolchain
 from lanes import ROOT, Part, Result, clock, ends_on_signals, pytest, run, show
 
 FOLDER = Path("build/night")
+# The parts that are pytest's: the test accelerator's tests run by themselves.
+PYTEST = ("pytest", "late")
 GO = os.environ.get("GO") or "go"
 # What still runs so long after the time is ended, so that TIME=10m is over in twelve.
 OVER_S = 90.0
 # One lane is one core. An input that reaches new code is made smaller for a minute if nothing else is said.
 FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
 # Shares of the time; Go's tests with the race detector take some four minutes, whatever the time is.
-FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.22
+FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
-SOAK_SHARE, SOAK_LEAST_S = 0.15, 10.0
+SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
+# What takes minutes and cannot be told to end sooner runs from this time on: the mistakes that are planted in machines
+# and shells, and the model check with one event more.
+LONG_S = 1800.0
 CHAOS = (
     ("gloo", "--kind=gloo", "--groups=4"),
     ("isolated", "--kind=isolated", "--groups=3"),
@@ -92,10 +97,19 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     go = ROOT / "go"
     settings = {"SEED": str(seed), "RERUNS": "0", "FORK_SERVER": "0", "NIGHT_UNTIL": f"{until:.0f}"}
     tests = Part("pytest", pytest("pytest", "-m", "", folder=FOLDER), env=settings)
+    late = Part("late", pytest("late", "-m", "", "tests/late", folder=FOLDER), env=settings, needs_s=60)
     cgo = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-O2 -I{toolchain.python_include()}"}
     test = [GO, "test", "-trimpath"]
     # Histories are the same each time, so that Go may take the result of an earlier run; schedules are not.
-    sim = Part("sim", [*test, "-vet=off", "-timeout=10m", "./sim"], go, needs_s=60)
+    mutants = ["-mutants"] if time_s >= LONG_S else []
+    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", *mutants], go, needs_s=60)
+    # All histories that are one event longer than those of `make test`.
+    model = Part(
+        "model",
+        [*test, "-vet=off", "-timeout=20m", "-run=^TestNoHistory", "-v", "./quorum", "-events=1"],
+        go,
+        needs_s=180,
+    )
     race = Part("race", [*test, "-race", "-vet=off", "-count=1", "-timeout=20m", "./..."], go, cgo, needs_s=240)
     fuzz = [
         Part(
@@ -119,15 +133,27 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         )
         for name, *options in CHAOS
     ]
-    soak = Part(
-        "soak",
-        [*test, "./sim", "-count=1", "-timeout=0", "-run=^TestSoak$", "-v", "-soak={seconds}s", f"-seed={seed}"],
-        go,
-        wants_s=SOAK_SHARE * time_s,
-        needs_s=SOAK_LEAST_S,
-        extra_s=10.0,
+    soaks = [
+        Part(
+            name,
+            [*test, package, "-count=1", "-timeout=0", "-run=^TestSoak$", "-v", "-soak={seconds}s", f"-seed={seed}"],
+            go,
+            wants_s=share * time_s,
+            needs_s=SOAK_LEAST_S,
+            extra_s=10.0,
+        )
+        for name, package, share in (
+            ("soak-servers", "./sim/servers", SERVERS_SHARE),
+            ("soak", "./sim", SOAK_SHARE),
+        )
+    ]
+    mistakes = Part(
+        "sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300
     )
-    return [tests, race, sim, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), soak]
+    sims = [sim, mistakes, model] if time_s >= LONG_S else [sim]
+    # `make test` runs most of it.
+    device = [late] if time_s >= LONG_S else []
+    return [tests, race, *sims, *device, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
 
 
 def last(pattern: str, text: str) -> str:
@@ -148,7 +174,7 @@ def failures(result: Result, text: str) -> list[tuple[str, str]]:
     """(what failed, how to repeat it); of pytest each test."""
     part = result.part
     found = []
-    if part.name == "pytest":
+    if part.name in PYTEST:
         base = command_line([sys.executable, "-m", "pytest", "-m", ""], part.env, part.cwd)
         for kind, nodeid, why in re.findall(r"^(FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - (.*))?$", text, re.MULTILINE):
             found.append((f"{kind} {nodeid}: {why}", f"{base} {shlex.quote(nodeid)}"))
@@ -168,8 +194,8 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
         how = "left out: no time" if r.status is None else "FAILED" if r.failed else "passed"
         what = last(WHAT, logs.get(r.part.name, "")).replace("|", "\\|")
         lines.append(f"| {r.part.name} | {clock(r.seconds)} | {what} | {how} |")
-    tests = logs.get("pytest", "")
-    said = re.findall(r"^(?:deselected|left for want of time|skipped under CI).*$", tests, re.MULTILINE)
+    tests = [logs.get(name, "") for name in PYTEST]
+    said = re.findall(r"^(?:deselected|left for want of time|skipped under CI).*$", "\n".join(tests), re.MULTILINE)
     if said:
         lines += ["", *said]
     wrong = [f for r in results if r.failed for f in failures(r, logs.get(r.part.name, ""))]
@@ -183,8 +209,9 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
             "",
         ]
     # Every part is a test of this one, as every test of pytest's.
-    passed = sum(r.status == 0 for r in results if r.part.name != "pytest") + _count("passed", tests)
-    failed = sum(r.failed for r in results if r.part.name != "pytest") + _count("failed|errors?", tests)
+    others = [r for r in results if r.part.name not in PYTEST]
+    passed = sum(r.status == 0 for r in others) + sum(_count("passed", text) for text in tests)
+    failed = sum(r.failed for r in others) + sum(_count("failed|errors?", text) for text in tests)
     if not failed and any(r.failed for r in results):
         failed = 1
     verdict = f"{failed} failed, {passed} passed" if failed else f"{passed} passed"

@@ -206,7 +206,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kill-at", type=int, help="step after which the last group is killed; a third of --steps")
     parser.add_argument("--kill-every", type=int, help="kill it again so many steps later, once it is back")
     parser.add_argument("--kill", choices=["group", "rank"], default="group", help="all of the last group, or a rank")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs a GPU for every rank")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda", "late"],
+        default="cpu",
+        help="cuda needs a GPU for every rank; late is the accelerator of the tests (tests/late), for train_ddp.py",
+    )
     parser.add_argument("--time-limit", type=float, default=170, help="seconds")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep logs and events here (must be new or empty)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)")
@@ -214,6 +219,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.kill_at is None:
         args.kill_at = args.kill_every or args.steps // 3
+    if args.device == "late":
+        if args.script != TRAIN_SCRIPT:
+            parser.error(f"--device late runs {TRAIN_SCRIPT.name} only, not --script {args.script}")
+        args.script = TRAIN_SCRIPT.parent / "tests" / "late" / "train.py"
     if args.groups < 2:
         parser.error(f"--groups must be at least 2, got {args.groups}: someone has to survive")
     if not args.script.is_file():

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from causes import check_killed, check_silenced, failures
+from causes import SILENCE_MS, check_killed, check_silenced, failures
 from chaos_history import Life, check_ended, check_history, check_nothing_left
 from chaos_worker import BUCKETS
 from flapping import Flapping
@@ -34,9 +34,10 @@ PHASES = [
     "before the vote",
     "after the vote",
 ]
-HEARTBEAT_TIMEOUT_S = 3.0
+# Of jobs in which somebody is stopped, or loses its network.
+HEARTBEAT_TIMEOUT_MS = 3000
 KILL_BOUND_S = within(KILL_S)
-STOP_BOUND_S = HEARTBEAT_TIMEOUT_S + KILL_BOUND_S
+STOP_BOUND_S = HEARTBEAT_TIMEOUT_MS / 1000 + KILL_BOUND_S
 # Of waits, with the start of processes in them: nothing is promised.
 HEAL_BOUND_S = 90.0
 
@@ -54,7 +55,8 @@ class Outcome:
 class Chaos:
     """A job of `groups` groups of `ranks` ranks. Close it with `finish`, which checks what must hold.
 
-    With `torchrun` an agent of it starts each group, of one rank, and starts a rank again that died.
+    With `torchrun` an agent of it starts each group, of one rank, and starts a rank again that died. `kills_only` is
+    for jobs in which nobody is stopped or loses its network: silence explains nothing in them.
     """
 
     job: Job
@@ -62,12 +64,17 @@ class Chaos:
     groups: int = 2
     ranks: int = 1
     torchrun: bool = False
+    kills_only: bool = False
     lighthouse_options: Sequence[str] = ()
     through: Flapping | None = None  # the groups reach the lighthouse through it
     hosts: Hosts | None = None  # one for each group; the lighthouse is on this machine
     lives: list[Life] = field(default_factory=list)
     past: list[Life] = field(default_factory=list)
     spares: list[Life] = field(default_factory=list)
+
+    @property
+    def heartbeat_timeout_ms(self) -> int:
+        return SILENCE_MS if self.kills_only else HEARTBEAT_TIMEOUT_MS
 
     def start(self) -> None:
         self.port = free_port()
@@ -93,7 +100,7 @@ class Chaos:
             for child in self.lives[victim].ranks:
                 child.kill()
         outcome = self._after(self._others(*victims), victims, at, KILL_BOUND_S)
-        check_killed(before, self._failures(), len(victims))
+        self._check_killed(before, len(victims))
         self._replace(victims)
         return outcome
 
@@ -104,7 +111,7 @@ class Chaos:
         before = self._failures()
         at = self._strike([agent], phase, signal.SIGKILL)
         outcome = self._after(self._others(victim), [victim], at, KILL_BOUND_S)
-        check_killed(before, self._failures(), 1)
+        self._check_killed(before, 1)
         self.job.wait(lambda: len(agent.of("imported")) > lives, START_TIMEOUT_S, "the agent starts the worker again")
         self._join(self.lives[victim])
         self.wait_together()
@@ -119,7 +126,7 @@ class Chaos:
         agent.expected_to_live = False
         os.kill(agent.pid, signal.SIGKILL)
         outcome = self._after(self._others(victim), [victim], at, KILL_BOUND_S)
-        check_killed(before, self._failures(), 1)
+        self._check_killed(before, 1)
         check_ended(agent)
         self._replace([victim])
         return outcome
@@ -182,8 +189,10 @@ class Chaos:
         bound_s = KILL_BOUND_S if number == signal.SIGKILL else STOP_BOUND_S
         try:
             outcome = self._after([other for other in others if other is not life], [life.group], at, bound_s)
-            check = check_killed if number == signal.SIGKILL else check_silenced
-            check(failed, self._failures(), 1)
+            if number == signal.SIGKILL:
+                self._check_killed(failed, 2)
+            else:
+                check_silenced(failed, self._failures(), 1)
         finally:
             if number != signal.SIGKILL:
                 os.kill(child.pid, signal.SIGCONT)
@@ -261,13 +270,16 @@ class Chaos:
     def _failures(self) -> Counter[str]:
         return failures(f"{self._address()}:{self.port}")
 
+    def _check_killed(self, before: Counter[str], members: int) -> None:
+        check_killed(before, self._failures(), members, self.heartbeat_timeout_ms)
+
     def _start_lighthouse(self) -> Child:
         argv: list[str | Path] = [
             sys.executable,
             HERE / "chaos_lighthouse.py",
             f"--bind={self._address()}:{self.port}",
             "--min_replicas=1",
-            f"--heartbeat_timeout_ms={int(1000 * HEARTBEAT_TIMEOUT_S)}",
+            f"--heartbeat_timeout_ms={self.heartbeat_timeout_ms}",
             "--state_dir=",
             *self.lighthouse_options,
         ]

@@ -25,7 +25,7 @@ from chaos import PHASES, STOP_BOUND_S, Chaos, Outcome
 from flapping import Flapping
 from processes import Job
 
-KINDS = ("gloo", "isolated", "native")
+KINDS = ("gloo", "isolated", "native", "late")  # late: tests/late, on its device
 # Of the lighthouse of groups that have several ranks: one that is stopped hangs while its manager server lives.
 EJECT = ("--stalled_after_ms=2000", "--eject_stalled_after_ms=3000")
 
@@ -103,6 +103,10 @@ def possible_in(groups: int, ranks: int, torchrun: bool, only: str = "", recorde
     return [f for f in found if f.ranks == ranks] if recorded else found
 
 
+def kills_only(faults: Iterable[Fault]) -> bool:
+    return not any("SIGSTOP" in fault.name for fault in faults)
+
+
 def next_at_random(possible: list[Fault], rng: random.Random) -> Fault:
     return rng.choices(possible, weights=[fault.weight for fault in possible])[0]
 
@@ -169,7 +173,15 @@ def main() -> int:
     began = time.monotonic()
     with Job() as job:
         options = EJECT if args.ranks > 1 else ()
-        chaos = Chaos(job, args.kind, args.groups, args.ranks, torchrun=args.torchrun, lighthouse_options=options)
+        chaos = Chaos(
+            job,
+            args.kind,
+            args.groups,
+            args.ranks,
+            torchrun=args.torchrun,
+            kills_only=kills_only(possible),
+            lighthouse_options=options,
+        )
         try:
             chaos.start()
             while time.monotonic() - began < 60 * args.minutes and len(records) < (args.faults or sys.maxsize):

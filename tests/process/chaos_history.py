@@ -118,6 +118,8 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
         # The trainer's own eyes: after the last step, and when all of torchft is shut down.
         for end in child.of("finished"):
             assert not end["grown"], f"{child.name} has more than after its first reconfiguration: {end['grown']}"
+            again = _reconfigurations(child)
+            assert end["compared"] == (again > 1), f"{child.name}: {again} times, compared: {end['compared']}"
         for end in child.of("ended"):
             # PyTorch's own groups keep a port until what waits in them has timed out.
             assert not end["listens"] or end["kind"] == "native", (
@@ -126,6 +128,15 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
             # The one that ends futures in time is the process's own, and stays.
             threads = [name for name in end["left"] if name.startswith("torchft") and name != "torchft_timeouts"]
             assert not threads, f"threads of {child.name} are left: {threads}"
+
+
+def _reconfigurations(child: Child) -> int:
+    """How often the last process of a child got new peers, as many as in its last step."""
+    events = list(child.events)
+    began = max(i for i, e in enumerate(events) if e.get("event") == "imported")
+    steps = [e for e in events[began:] if e.get("event") == "step" and e["committed"]]
+    size = len(steps[-1]["groups"])
+    return len({e["quorum"] for e in steps if len(e["groups"]) == size} - {steps[0]["quorum"]})
 
 
 def check_ended(child: Child) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chaos_leaks import Leaks, left_over
+from chaos_leaks import Leaks, left_over, threads
 from events import Commands, emit
 from torch.distributed import PrefixStore, TCPStore
 
@@ -59,11 +59,18 @@ class Worker:
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.commands = Commands()
         torch.set_num_threads(1)
+        self.device = torch.device("cpu")
+        if args.kind == "late":
+            from tests.late import load
+
+            load().delays(args.group, 0, 1000)
+            self.device = torch.device("late:0")
         # Groups start with different weights: one that is not healed shows.
-        self.weights = [torch.full((SIZE,), float(args.group)) for _ in range(BUCKETS)]
+        self.weights = [torch.full((SIZE,), float(args.group), device=self.device) for _ in range(BUCKETS)]
         # So that a heal takes a moment. It differs from group to group as well, and never changes.
-        self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32) + args.group
-        self.leaks = Leaks()
+        self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32, device=self.device) + args.group
+        # PyTorch's own groups keep what waits in them until it has timed out.
+        self.leaks = Leaks(threads if args.kind == "native" else left_over)
         self.armed: dict[str, Any] | None = None
         self.last_step: int | None = None
         emit("imported", pid=os.getpid())
@@ -81,6 +88,10 @@ class Worker:
             )
             assert dist.group.WORLD is not None
             return dist.group.WORLD
+        if self.kind == "late":
+            from tests.late.group import ProcessGroupLate
+
+            return ProcessGroupLate(timeout=TIMEOUT)
         from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo
 
         return ProcessGroupBabyGloo(timeout=TIMEOUT) if self.kind == "isolated" else ProcessGroupGloo(timeout=TIMEOUT)
@@ -155,7 +166,7 @@ class Worker:
             emit("begin", step=step, quorum=plan.quorum_id, contributes=contributes)
             gradients, works = [], []
             for bucket in range(BUCKETS):
-                gradients.append(gradient(step, self.group, bucket))
+                gradients.append(gradient(step, self.group, bucket).to(self.device))
                 works.append(manager.allreduce(gradients[-1]))
                 self.strike(f"in bucket {bucket}")
             while works:  # nothing of a step outlives it
@@ -176,14 +187,14 @@ class Worker:
                 groups=groups,
                 participants=manager.num_participants(),
                 batches=manager.batches_committed(),
-                weights=base64.b64encode(b"".join(weight.numpy().tobytes() for weight in self.weights)).decode(),
+                weights=base64.b64encode(b"".join(weight.cpu().numpy().tobytes() for weight in self.weights)).decode(),
                 error=None if manager.errored() is None else str(manager.errored())[:200],
             )
             if committed:
                 self.leaks.step(plan.quorum_id, len(groups))
-        # PyTorch's own groups keep what waits in them until it has timed out.
-        grown = {} if self.kind == "native" else self.leaks.grown(len(groups), ENDS_S)
-        emit("finished", ballast=hashlib.sha256(self.ballast.numpy()).hexdigest(), grown=grown)
+        grown = self.leaks.grown(ENDS_S)
+        digest = hashlib.sha256(self.ballast.cpu().numpy()).hexdigest()
+        emit("finished", ballast=digest, grown=grown, compared=self.leaks.compared)
         manager.shutdown()
         if self.kind == "native":
             dist.destroy_process_group()
@@ -230,7 +241,7 @@ if __name__ == "__main__":
     failures.propagate = False
     parser = argparse.ArgumentParser()
     parser.add_argument("--group", type=int, required=True)
-    parser.add_argument("--kind", choices=["gloo", "isolated", "native"], default="gloo")
+    parser.add_argument("--kind", choices=["gloo", "isolated", "native", "late"], default="gloo")
     parser.add_argument("--compute_s", type=float, default=0.03)
     parser.add_argument("--state_mb", type=int, default=4)
     worker = Worker(parser.parse_args())

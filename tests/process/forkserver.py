@@ -39,6 +39,9 @@ IMPORTS = (
 # Read while Python starts or PyTorch is imported. A child that differs from the server in one of them starts by itself.
 READ_AT_START = ("CUDA_", "GLIBC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_")
 READ_AT_START += ("PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRITON_")
+# The first is taken from a child's own environment. The second PyTorch sets itself, to where the cache is anyway, in a
+# process that has used an optimizer.
+NOT_COMPARED = {"PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR"}
 # One datagram holds a request: the script, its arguments, folder and environment.
 REQUEST_BYTES = 1 << 18
 START_TIMEOUT_S = 120.0
@@ -93,7 +96,7 @@ class ForkServer:
 
     def can_start(self, env: dict[str, str]) -> bool:
         """Whether a child with this environment is the same as one that starts by itself."""
-        read = {name for name in {**env, **self._env} if name.startswith(READ_AT_START)} - {"PYTHONPATH"}
+        read = {name for name in {**env, **self._env} if name.startswith(READ_AT_START)} - NOT_COMPARED
         return all(env.get(name) == self._env.get(name) for name in read) and self._has_one_thread()
 
     def start(self, argv: Sequence[str], env: dict[str, str], cwd: str, stderr: IO[bytes]) -> Forked:

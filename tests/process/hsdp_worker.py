@@ -1,4 +1,5 @@
 """One rank of a replica group that trains with FSDP2: sharded over the group's ranks, replicated over the groups.
+With --wrap=ddp, a group of one rank that trains with DDP.
 
 Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). With --native, the replicas' group is
 PyTorch's own, which torchft reconfigures. Prints every step, and at its end the full weights.
@@ -18,15 +19,22 @@ from hsdp_model import Model, batch
 from torch import nn
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from torchft import Manager, Optimizer, ProcessGroupGloo
+from torchft import Manager, Optimizer, process_group
+from torchft.ddp import DistributedDataParallel
 from torchft.device_mesh import ft_init_device_mesh
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--lighthouse", required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights")
-parser.add_argument("--die_at", type=int, default=-1, help="step in whose backward pass this process ends")
+parser.add_argument("--die_after", type=int, default=-1, help="own commits after which it ends in a backward pass")
+parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+parser.add_argument(
+    "--kind", default="ProcessGroupGloo", help="of the group over the replica groups, a class of torchft"
+)
+parser.add_argument("--wrap", choices=["fsdp", "ddp"], default="fsdp")
 parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
 args = parser.parse_args()
 
@@ -38,7 +46,7 @@ torch.set_num_threads(1)
 
 def replicas() -> dist.ProcessGroup:
     if not args.native:
-        return ProcessGroupGloo(timeout=TIMEOUT)
+        return getattr(process_group, args.kind)(timeout=TIMEOUT)
     store = dist.PrefixStore(f"shard{rank}", TCPStore("localhost", args.native, wait_for_workers=False))
     group = dist.ProcessGroup(store, args.group, 8)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -47,9 +55,13 @@ def replicas() -> dist.ProcessGroup:
     return group
 
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=120))  # the other rank may still import PyTorch
+if args.device == "cuda":
+    torch.cuda.set_device((shards * args.group + rank) % torch.cuda.device_count())
+# The other rank may still import PyTorch.
+shards_over = "nccl" if args.device == "cuda" and args.wrap == "fsdp" else "gloo"
+dist.init_process_group(shards_over, timeout=timedelta(seconds=120))
 torch.manual_seed(args.seed)
-model = Model()
+model = Model().to(args.device)
 manager = Manager(
     pg=replicas(),
     load_state_dict=None,
@@ -63,16 +75,20 @@ manager = Manager(
     connect_timeout=TIMEOUT,
     heartbeat_interval=timedelta(milliseconds=50),
 )
-mesh = ft_init_device_mesh(
-    device_type="cpu",
-    mesh_shape=(2, shards),
-    mesh_dim_names=("replicate", "shard"),
-    replicate_dim=0,
-    manager=manager,
-)
-for layer in model.layers:
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
+forward: nn.Module = model
+if args.wrap == "ddp":
+    forward = DistributedDataParallel(manager, model)
+else:
+    mesh = ft_init_device_mesh(
+        device_type=args.device,
+        mesh_shape=(2, shards),
+        mesh_dim_names=("replicate", "shard"),
+        replicate_dim=0,
+        manager=manager,
+    )
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 adam = torch.optim.Adam(model.parameters(), lr=1e-2)
 # Taken once: its tensors are the sharded weights themselves. FSDP's state_dict() puts those back into the modules, and
 # the quorum thread asks for the state while the forward pass runs on the gathered ones.
@@ -82,10 +98,10 @@ manager.set_state_dict_fns(
     lambda: {"model": weights, "optim": adam.state_dict()},
 )
 optimizer = Optimizer(manager, adam)
-emit("ready", shape=list(mesh.shape))
+emit("ready")
 assert commands.next()["do"] == "train"
 
-last_step = None
+last_step, commits = None, 0
 while last_step is None or manager.current_step() < last_step:
     if (command := commands.poll()) is not None:
         assert command["do"] == "finish"
@@ -94,23 +110,25 @@ while last_step is None or manager.current_step() < last_step:
     step = manager.current_step()
     optimizer.zero_grad()
     time.sleep(0.02)  # time for a newcomer to heal in
-    x, y = batch(step, args.group, rank)
-    loss = nn.functional.mse_loss(model(x), y)
-    if step == args.die_at:
+    x, y = (t.to(args.device) for t in batch(step, args.group, rank))
+    loss = nn.functional.mse_loss(forward(x), y)
+    if commits == args.die_after:
         manager.wait_quorum()  # before it, the other group would never have counted on this one
         os._exit(9)
     loss.backward()
     participants, batches = manager.num_participants(), manager.batches_committed()
     optimizer.step()
+    committed = manager.batches_committed() > batches
+    commits += committed
     emit(
         "step",
         step=step,
-        committed=manager.batches_committed() > batches,
+        committed=committed,
         participants=participants,
         error=None if manager.errored() is None else str(manager.errored())[:200],
     )
 
-full = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
 emit("finished", weights={name: p.flatten().tolist() for name, p in full.items()})
 manager.shutdown()
 dist.barrier()  # rank 0 hosts the store

@@ -9,11 +9,12 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from causes import check_killed, failures
+from causes import SILENCE_MS, check_killed, failures
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 
 PHASE_TIMEOUT_S = 60
 STEPS_A_PHASE = 5
+PUBLISHED_SILENCE_MS = 1000
 
 
 class Group:
@@ -54,7 +55,12 @@ class Group:
 def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> None:
     """Run the whole course with group i from paths[i]; raises AssertionError or JobFailed."""
     groups = [Group(job, number, path) for number, path in enumerate(paths)]
-    _, lighthouse = job.lighthouse(lighthouse_path, min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=1000)
+    # A published group keeps no connection to the lighthouse, and a published lighthouse knows nothing but silence.
+    ours_only = {lighthouse_path, *paths} == {ours_path()}
+    heartbeat_ms = SILENCE_MS if ours_only else PUBLISHED_SILENCE_MS
+    _, lighthouse = job.lighthouse(
+        lighthouse_path, min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=heartbeat_ms
+    )
     job.wait(lambda: all(c.events for c in job.children), START_TIMEOUT_S, "all have imported torchft")
 
     # Both are known to the lighthouse before either asks, so that the first quorum has both: init_sync.
@@ -72,12 +78,11 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> 
     assert_equal_weights(groups)
 
     for victim, survivor in (groups, groups[::-1]):
-        # A published group keeps no connection to the lighthouse, and a published lighthouse knows nothing but silence.
         by_connection = victim.path == lighthouse_path == ours_path()
         before = failures(lighthouse) if by_connection else Counter()
         kill_and_heal(job, lighthouse, victim, survivor)
         if by_connection:
-            check_killed(before, failures(lighthouse), 1)
+            check_killed(before, failures(lighthouse), 1, heartbeat_ms)
         assert_equal_weights(groups)
 
     last = max(group.last_step() for group in groups) + 10

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -63,8 +63,24 @@ def child_environment(path: Path, env: dict[str, str] | None = None) -> dict[str
     return {**clean_environment(path), **_CHILD, **(env or {})}
 
 
-# Tests set it (conftest.py). Benchmarks do not: their children start as those of users do.
+# Tests set it. Benchmarks do not: their children start as those of users do.
 fork_server: ForkServer | None = None
+
+
+@contextlib.contextmanager
+def with_fork_server() -> Iterator[None]:
+    """Children are forked from one process that has PyTorch imported, unless FORK_SERVER=0."""
+    global fork_server
+    if os.environ.get("FORK_SERVER") == "0" or sys.platform != "linux":
+        yield
+        return
+    from forkserver import ForkServer
+
+    server = fork_server = ForkServer(child_environment(HERE))
+    yield
+    fork_server = None
+    server.close()
+
 
 _given_ports: set[int] = set()
 

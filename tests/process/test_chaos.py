@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import random
 import signal
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from chaos import PHASES, STOP_BOUND_S, Chaos
+from causes import SILENCE_MS, check_killed
+from chaos import HEARTBEAT_TIMEOUT_MS, PHASES, STOP_BOUND_S, Chaos
 from chaos_faults import EJECT, FAULTS, Fault, next_missing, possible_in, table
 from flapping import Flapping
 from processes import Job
 
+from tests.promises import KILL_S, within
+
 needs_native = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14")
+CAUSES = ["silent", "connection", "rank", "unreachable", "stalled", "process", "parted"]  # go/quorum/types.go
 OTHERS = ["isolated", pytest.param("native", marks=[needs_native, pytest.mark.slow])]
 # One for each way in which the others find out and go on: by the grace, by a broken collective, by silence, alone, in a
 # heal, or with another lighthouse. What is stopped first has time: Gloo keeps what it forgets until its timeout.
@@ -40,6 +45,12 @@ def run(job: Job, **settings: Any) -> Chaos:
     return chaos
 
 
+def check_compared(chaos: Chaos) -> None:
+    """Some process lived long enough to be compared with what it was after its first reconfiguration."""
+    ends = [end for life in chaos.lives for child in life.ranks for end in child.of("finished")]
+    assert any(end["compared"] for end in ends)
+
+
 def each_once(groups: int, faults: list[Fault]) -> None:
     """Of groups of one rank, over plain Gloo."""
     rng = random.Random(1)
@@ -50,6 +61,7 @@ def each_once(groups: int, faults: list[Fault]) -> None:
             outcomes[fault.name] = fault.do(chaos, rng)
             print(f"{fault.name}: {outcomes[fault.name]}", flush=True)
         chaos.finish()
+    check_compared(chaos)
     assert {name: outcome.lost for name, outcome in outcomes.items() if outcome.lost > 1} == {}
 
 
@@ -73,6 +85,7 @@ def test_other_process_groups(kind: str) -> None:
         chaos.kill(1, phase="in bucket 1")
         chaos.stop(0, phase="in bucket 0")
         chaos.finish()
+    check_compared(chaos)
 
 
 @pytest.mark.slow
@@ -107,7 +120,7 @@ def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
 def test_groups_of_torchrun() -> None:
     """A worker dies, and its agent starts it again; an agent dies, and nothing of it trains on."""
     with Job() as job:
-        chaos = run(job, groups=2, torchrun=True)
+        chaos = run(job, groups=2, torchrun=True, kills_only=True)
         chaos.kill_worker(0, phase="in bucket 1")
         chaos.kill_agent(1)
         chaos.finish()
@@ -116,9 +129,10 @@ def test_groups_of_torchrun() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_flapping_network_is_no_death() -> None:
-    """With the default grace. (go/manager has it with a clock of its own, in the suite.)"""
+    """A cut lasts longer on a busy machine, and so does the grace. go/manager has the default, with a fake clock."""
+    grace = f"--suspect_grace_ms={int(1000 * within(KILL_S))}"
     with Flapping() as proxy, Job() as job:
-        chaos = run(job, groups=2, through=proxy)
+        chaos = run(job, groups=2, through=proxy, kills_only=True, lighthouse_options=[grace])
         chaos.flap(20)
         assert proxy.broken >= 20 * 2, "the members' connections were cut"
         assert "a member failed" not in chaos.lighthouse.log_tail(1000)
@@ -185,3 +199,27 @@ def test_the_signals_are_what_they_seem() -> None:
         child = chaos.lives[0].ranks[0]
         chaos._strike([child], "before the vote", signal.SIGKILL)
         job.wait(lambda: child.returncode == -signal.SIGKILL, 60, "it is dead")
+
+
+@pytest.mark.parametrize("heartbeat_timeout_ms", [HEARTBEAT_TIMEOUT_MS, SILENCE_MS])
+def test_what_a_kill_is_noticed_by(heartbeat_timeout_ms: int) -> None:
+    def check(members: int, **after: int) -> None:
+        before = Counter(dict.fromkeys(CAUSES, 1))
+        check_killed(before, before + Counter(after), members, heartbeat_timeout_ms)
+
+    for cause in CAUSES:
+        if cause in ("connection", "rank", "process", "unreachable"):
+            check(1, **{cause: 1})
+        else:
+            with pytest.raises(AssertionError, match="1 members were killed, and 0 found"):
+                check(1, **{cause: 1})
+    with pytest.raises(AssertionError, match="2 members were killed, and 1 found"):
+        check(2, connection=1, silent=1)
+    for cause in ("stalled", "parted"):
+        with pytest.raises(AssertionError, match="no reason"):
+            check(1, **{"connection": 1, cause: 1})
+    if heartbeat_timeout_ms == SILENCE_MS:
+        with pytest.raises(AssertionError, match="no reason"):
+            check(1, connection=1, silent=1)
+    else:
+        check(1, connection=1, silent=1)

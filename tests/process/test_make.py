@@ -64,6 +64,14 @@ def test_the_set_up_shows_what_it_does(tmp_path: Path) -> None:
     assert where(r"echo .*go build", lines) < build < package
 
 
+def test_a_linter_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
+    lines = recipes(tmp_path / "venv", "lint-go")
+    recipe = lines[where("gofmt -l", lines)]
+    done = subprocess.run(["/bin/sh", "-c", recipe], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 127 and "gofmt" in done.stderr
+    assert "gofmt -w" not in done.stderr, "no file is to blame"
+
+
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
     """An environment that make takes for complete, with the Python and the torchft of this process."""

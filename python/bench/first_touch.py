@@ -1,0 +1,57 @@
+"""How fast memory can be used for the first time: what bounds a heal that receives into fresh memory.
+
+    python python/bench/first_touch.py            # 1 GB, 5 rounds
+    python python/bench/first_touch.py --gb 4     # more than the machine has used lately: its host may have to be asked
+
+"As found" is memory as the machine has it. If it is virtual, its host takes back what it does not use, and is waited
+for when it is used again. For the other rows somebody else has just used as much and given it back, so that only the
+kernel's own work is left: a page fault for each page, and filling it with zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import time
+
+from common import Spread, fetch_memory, markdown_table
+
+PAGES = {"4 KB": "MADV_NOHUGEPAGE", "2 MB": "MADV_HUGEPAGE"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the first use of memory.")
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    nbytes = int(args.gb * 1e9) >> 21 << 21
+    found = [_touch(nbytes, "2 MB")]
+    rows: dict[str, list[tuple[float, float]]] = {pages: [] for pages in PAGES}
+    for _ in range(args.rounds):
+        for pages, mine in rows.items():
+            fetch_memory(nbytes + (64 << 20))
+            mine.append(_touch(nbytes, pages))
+    cells = [
+        [name, *(Spread.of(gb_per_s[i] for gb_per_s in mine).text() for i in range(2))]
+        for name, mine in {"2 MB, as found": found, **rows}.items()
+    ]
+    print(markdown_table(["pages", "first use, GB/s", "second use, GB/s"], cells))
+
+
+def _touch(nbytes: int, pages: str) -> tuple[float, float]:
+    """GB/s of the first and of the second time that memory is written to, by one thread."""
+    zeros = bytes(4 << 20)
+    seconds = []
+    with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(getattr(mmap, PAGES[pages]))
+        for _ in range(2):
+            begin = time.perf_counter()
+            for start in range(0, nbytes, len(zeros)):
+                end = min(nbytes, start + len(zeros))
+                memory[start:end] = zeros[: end - start]
+            seconds.append(time.perf_counter() - begin)
+    return nbytes / seconds[0] / 1e9, nbytes / seconds[1] / 1e9
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""What python/bench/gpu.py measures, one subject in a process: prints its figures as a JSON object.
+
+The torchft is the first on the path, ours or the published one. Its classes and functions are called by the names that
+both have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+# Behind everything else: it holds our torchft, too.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+TIMEOUT = timedelta(seconds=60)
+HEAL_BYTES = 1 << 30
+QUANTIZED_FLOATS = 1 << 26
+STEP_BUCKETS, BUCKET_BYTES = 20, 5_000_000
+LARGE_BYTES = 25_000_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("subject", choices=["group", "killed", "heal", "quantization"])
+    parser.add_argument("--group", default="", help="a class of torchft; empty: PyTorch's own")
+    parser.add_argument("--settings", type=json.loads, default={})
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pause", type=float, default=2.0, help="seconds between two quorums")
+    args = parser.parse_args()
+    subjects: dict[str, Callable[[], dict[str, Any]]] = {
+        "group": lambda: group_figures(args.group, args.settings, args.rounds, args.pause),
+        "killed": killed,
+        "heal": heal,
+        "quantization": quantization,
+    }
+    figures = subjects[args.subject]()
+    if args.subject != "killed":
+        import torchft
+
+        figures["torchft"] = str(Path(torchft.__file__).parent)
+    print(json.dumps(figures), flush=True)
+    # A stream that waits for a killed process would keep a normal exit.
+    os._exit(0)
+
+
+class PyTorch:
+    """PyTorch's own NCCL group: a new one for each set of peers."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def connect(self, store_addr: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        address, _, prefix = store_addr.partition("/")
+        host, _, port = address.partition(":")
+        store = dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout))
+        opts = dist.ProcessGroupNCCL.Options()
+        opts._timeout = self._timeout
+        pg = dist.ProcessGroup(store, 0, 1)
+        pg._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        self._backend = dist.ProcessGroupNCCL(store, 0, 1, opts)
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._backend.eager_connect_single_device(device)
+        pg._register_backend(device, dist.ProcessGroup.BackendType.NCCL, self._backend)
+        self._pg = pg
+
+    def allreduce(self, tensors: list[Any], op: Any) -> Any:
+        return self._pg.allreduce(tensors, op)
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+    def shutdown(self) -> None:
+        self._backend.abort()
+
+
+def group_figures(name: str, settings: dict[str, Any], rounds: int, pause: float) -> dict[str, Any]:
+    import torch
+    from torch.distributed import ReduceOp, TCPStore
+
+    from tests.gpu.device import DEVICE, settled_mb
+    from torchft import process_group
+
+    torch.cuda.set_device(DEVICE)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    small = torch.ones(16, device=DEVICE)
+    large = torch.ones(LARGE_BYTES // 4, device=DEVICE)
+    buckets = [torch.ones(BUCKET_BYTES // 4, device=DEVICE) for _ in range(STEP_BUCKETS)]
+    before = settled_mb()
+    group: Any = getattr(process_group, name)(timeout=TIMEOUT, **settings) if name else PyTorch(TIMEOUT)
+    number = 0
+
+    def reconfigure() -> None:
+        nonlocal number
+        number += 1
+        where = f"localhost:{store.port}/{number}"
+        if name:
+            process_group.reconfigure_with_store(group, where, 0, 1, TIMEOUT)
+        else:
+            group.connect(where)
+        finish(small)
+
+    def finish(tensor: torch.Tensor) -> None:
+        group.allreduce([tensor], ReduceOp.SUM).wait()
+        torch.cuda.synchronize()
+
+    def step() -> None:
+        for work in [group.allreduce([bucket], ReduceOp.SUM) for bucket in buckets]:
+            work.wait()
+
+    reconfigure()
+    # The worker that stands by has come up, too.
+    time.sleep(4 * pause)
+    device_mb = settled_mb() - before
+
+    issued = []
+    for _ in range(500):
+        began = time.perf_counter()
+        work = group.allreduce([small], ReduceOp.SUM)
+        issued.append(time.perf_counter() - began)
+        work.wait()
+        torch.cuda.synchronize()
+    done = times(lambda: finish(small), 500)
+    large_done = times(lambda: finish(large), 50)
+    host, whole = [], []
+    for _ in range(50):
+        began = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - began)
+        torch.cuda.synchronize()
+        whole.append(time.perf_counter() - began)
+    reconfigured, aborted = [], []
+    for _ in range(rounds):
+        # Steps lie between two quorums: time enough for the next worker to come up.
+        time.sleep(pause)
+        reconfigured += times(reconfigure, 1)
+        aborted += times(group.abort, 1)
+    return {
+        "issue_us": 1e6 * statistics.median(issued),
+        "done_us": 1e6 * statistics.median(done),
+        "large_ms": 1e3 * statistics.median(large_done),
+        "step_host_ms": 1e3 * statistics.median(host),
+        "step_ms": 1e3 * statistics.median(whole),
+        "reconfigure_ms": 1e3 * statistics.median(reconfigured),
+        "abort_ms": 1e3 * statistics.median(aborted),
+        "device_mb": device_mb,
+    }
+
+
+def times(call: Callable[[], object], count: int) -> list[float]:
+    """Seconds that each of `count` calls took."""
+    result = []
+    for _ in range(count):
+        began = time.perf_counter()
+        call()
+        result.append(time.perf_counter() - began)
+    return result
+
+
+def killed() -> dict[str, Any]:
+    """Whether a stream goes on that waits for an event of a process that is killed before it got there."""
+    import torch
+
+    from tests.gpu.device import DEVICE
+    from tests.gpu.test_sharing import Pair
+
+    pair = Pair(queue=True)
+    tensor = torch.ones(16, device=DEVICE)
+    mark, _ = pair.start([tensor], seconds=60.0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        pair.end.follow(mark)
+    time.sleep(0.5)
+    if stream.query():
+        return {"error": "the stream did not wait at all"}
+    pair.process.kill()
+    pair.process.join(60)
+    began = time.monotonic()
+    while time.monotonic() - began < 20:
+        if stream.query():
+            return {"released_s": time.monotonic() - began}
+        time.sleep(0.01)
+    return {"released_s": None}
+
+
+def heal() -> dict[str, Any]:
+    """How fast a state on the device gets onto the device again, of a target in the same process."""
+    import inspect
+
+    import torch
+
+    from tests.gpu.device import DEVICE
+    from torchft.checkpointing.http_transport import HTTPTransport
+
+    state = {f"t{i}": torch.ones(HEAL_BYTES // 64, dtype=torch.uint8, device=DEVICE) for i in range(64)}
+    torch.cuda.synchronize()
+    own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+    def gb_s(source_settings: dict[str, Any], target_settings: dict[str, Any]) -> float:
+        source: Any = HTTPTransport(TIMEOUT, 0, **source_settings)
+        target: Any = HTTPTransport(TIMEOUT, 0, **target_settings)
+        seconds = []
+        for step in range(4):
+            source.send_checkpoint([1], step, state, TIMEOUT)
+
+            def receive(step: int = step) -> None:
+                got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
+                # Some transports leave it on the host: until it is where it is needed.
+                for name, tensor in got.items():
+                    if tensor is not own[name]:
+                        own[name].copy_(tensor)
+                torch.cuda.synchronize()
+
+            seconds += times(receive, 1)
+            source.disallow_checkpoint()
+        source.shutdown()
+        target.shutdown()
+        return HEAL_BYTES / 1e9 / statistics.median(seconds[1:])  # the first gets the memory
+
+    if "snapshot" not in inspect.signature(HTTPTransport).parameters:
+        return {"heal_gb_s": gb_s({}, {})}
+    in_place = {"state_dict": lambda: own}
+    return {
+        "in_place_gb_s": gb_s({"snapshot": True}, in_place),
+        "heal_gb_s": gb_s({"snapshot": True}, {}),
+        "format_gb_s": gb_s({"snapshot": False}, in_place),
+    }
+
+
+def quantization() -> dict[str, Any]:
+    """GB of float32 that the kernels of quantized collectives take or give a second."""
+    import torch
+
+    from tests.gpu.device import DEVICE
+    from torchft import quantization
+
+    tensor = torch.randn(QUANTIZED_FLOATS, device=DEVICE)
+    ranks = 2
+    buffer = quantization.fused_quantize_into_fp8([tensor], ranks)
+    calls: dict[str, Callable[[], object]] = {
+        "quantize": lambda: quantization.fused_quantize_into_fp8([tensor], ranks),
+        "reduce": lambda: quantization.fused_reduce_fp8([tensor], buffer, ranks, 0),
+        "dequantize": lambda: quantization.fused_dequantize_from_fp8([tensor], buffer, ranks),
+    }
+    figures: dict[str, Any] = {}
+    for name, call in calls.items():
+
+        def finished(call: Callable[[], object] = call) -> None:
+            call()
+            torch.cuda.synchronize()
+
+        times(finished, 3)
+        figures[f"{name}_gb_s"] = 4 * QUANTIZED_FLOATS / 1e9 / statistics.median(times(finished, 20))
+    return figures
+
+
+if __name__ == "__main__":
+    main()

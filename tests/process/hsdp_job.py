@@ -1,0 +1,108 @@
+"""A job of replica groups that train with FSDP2 (hsdp_worker.py), and what its weights must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from causes import SILENCE_MS
+from hsdp_model import reference
+from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
+
+
+def start(job: Job, lighthouse: str, group: int, shards: int, **options: object) -> list[Child]:
+    """Starts the ranks of a group."""
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(shards)}
+    more = [f"--{name}={value}" for name, value in {"seed": 0, **options}.items()]
+    return [
+        job.python(
+            f"group{group}-{rank}",
+            Path(HERE) / "hsdp_worker.py",
+            f"--group={group}",
+            f"--lighthouse={lighthouse}",
+            *more,
+            path=ours_path(),
+            env={**env, "RANK": str(rank)},
+        )
+        for rank in range(shards)
+    ]
+
+
+def train(job: Job, children: list[Child]) -> None:
+    job.wait(lambda: all(child.of("ready") for child in children), START_TIMEOUT_S, "meshes")
+    for child in children:
+        child.send(do="train")
+
+
+def weights(job: Job, children: list[Child]) -> dict[str, torch.Tensor]:
+    """The weights that all ranks of all groups end with."""
+    job.wait_exit(children, 90)
+    ends = [{name: torch.tensor(w) for name, w in child.of("finished")[0]["weights"].items()} for child in children]
+    for end in ends[1:]:
+        for name, value in end.items():
+            assert torch.equal(value, ends[0][name]), name
+    return ends[0]
+
+
+def committed(child: Child) -> list[Event]:
+    return [e for e in child.of("step") if e["committed"]]
+
+
+def check(got: dict[str, torch.Tensor], participants: list[list[int]], shards: int) -> None:
+    """The same weights as one process that sees all the data."""
+    for name, value in reference(0, participants, shards).items():
+        torch.testing.assert_close(
+            got[name], torch.tensor(value), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def _wait_for_death(job: Job, group: list[Child]) -> None:
+    for child in group:
+        child.expected_to_live = False
+    job.wait(lambda: any(child.returncode is not None for child in group), 60, "a group dies")
+    for child in group:
+        child.kill()
+
+
+def _wait_for_step(job: Job, child: Child, participants: int, after: int = 0) -> None:
+    """A commit of so many groups, not among the first `after` steps."""
+    job.wait(
+        lambda: [e for e in child.of("step")[after:] if e["committed"] and e["participants"] == participants],
+        60,
+        f"a step with {participants} groups",
+    )
+
+
+def kill_and_heal(shards: int, deaths: int = 1, **options: object) -> None:
+    """A rank of the second group ends in a backward pass; the first trains alone until new processes have healed.
+
+    Args:
+        shards: ranks of a group.
+        deaths: how often.
+        options: of all workers.
+    """
+    with Job() as job:
+        _, lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=SILENCE_MS
+        )
+        first = start(job, lighthouse, 0, shards, **options)
+        second = start(job, lighthouse, 1, shards, die_after=3, **options)
+        train(job, first + second)
+        for death in range(deaths):
+            _wait_for_death(job, second)
+            seen = len(first[0].of("step"))
+            _wait_for_step(job, first[0], 1, after=seen)
+            more = {"die_after": 3} if death < deaths - 1 else {}
+            second = start(job, lighthouse, 1, shards, seed=99 + death, **more, **options)
+            train(job, second)
+        _wait_for_step(job, second[0], 2)
+        last = committed(first[0])[-1]["step"] + 10
+        for child in first + second:
+            child.send(do="finish", step=last)
+        got = weights(job, first + second)
+        steps = [committed(child) for child in first]
+        lost = [e["step"] for child in first for e in child.of("step") if not e["committed"]]
+    assert [e["step"] for e in steps[0]] == list(range(last)), "a step was lost or taken twice"
+    assert [e["participants"] for e in steps[0]] == [e["participants"] for e in steps[-1]]
+    assert len(lost) >= deaths, "nobody noticed a death"
+    check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps[0]], shards)

@@ -237,6 +237,7 @@ class Manager(Stateful):
             abort=lambda: abort_group(self._pg),
             report=self._report_collective_error,
             fetching=lambda: self._healing and self._pending_state_dict is None,
+            transferring=self._background.busy,
             logger=lambda: self._logger,
         )
         self._replayer = Replayer(self, replay_from_env() if replay_failed_step is None else replay_failed_step)
@@ -439,13 +440,23 @@ class Manager(Stateful):
             self._end_serving()
 
     def _apply_pending_state_dict(self) -> bool:
-        """Loads what a heal fetched. False if there is nothing, or the user's function failed."""
+        """Loads what a heal fetched. False if there is nothing, it has not arrived, or the user's function failed."""
+        if not self._end_transfers():
+            return False
         try:
-            self._background.join(self._pending_state_dict)
             return self._recovery.load()
         except Exception as e:
             self._keep_error(e)
             return False
+
+    def _end_transfers(self) -> bool:
+        """Waits until the device has sent what this group serves, and has what it fetched. False: not in time."""
+        try:
+            self._background.join(self._timeout, self._pending_state_dict)
+        except Exception as e:
+            self._report_collective_error(e)  # its abort ends them
+            return False
+        return True
 
     def _discard_unloaded_heal(self) -> None:
         """Goes back to the step whose weights this group really has, so that it is healed again."""
@@ -664,11 +675,11 @@ class Manager(Stateful):
         """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the group."""
         self.wait_quorum()
         self._end_collectives()
-        self._background.join(self._pending_state_dict)
+        arrived = self._end_transfers()
         error = group_error(self._pg)
         if error is not None:
             self._step_failed(error)
-        if self._healing:
+        if self._healing and arrived:
             self._apply_pending_state_dict()
         enough = self._enough()
         if not enough:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from tests.late.one_rank import OneRank
+from tests.late.test_step import Vote
+from tests.promises import ABORT_S, within
 from tests.unit.manager.conftest import Fixture, fixture, quorum
+from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 
 __all__ = ["fixture"]
@@ -88,6 +94,77 @@ def test_a_healed_tensor_is_not_used_again_while_the_training_reads_it(fixture: 
             torch.zeros(4, device="late")
         streams[0].synchronize()
     assert read.tolist() == [7, 7, 7, 7]
+
+
+# A transfer that hangs
+
+
+@pytest.fixture
+def hanging(late: ModuleType) -> Iterator[OneRank]:
+    """A native group: no operation of it has a deadline of torchft's."""
+    group = OneRank()
+    group.hang()
+    yield group
+    group.peer_comes()
+
+
+def sending(fixture: Fixture, group: OneRank, **given: Any) -> Manager:
+    """A group that serves its state by sends to a peer, which are queued, and wait for it."""
+    fixture.client._quorum.return_value = serving(reconfigure_handles=["late", "late of another"])
+    state = torch.ones(4, device="late")
+    fixture.transport.send_checkpoint.side_effect = lambda **sent: group.allreduce([state]).wait()
+    manager = fixture.manager(pg=group, **given)
+    manager.start_quorum()
+    manager.wait_quorum()
+    return manager
+
+
+def test_a_transfer_that_hangs_costs_the_step_at_the_deadline(fixture: Fixture, hanging: OneRank) -> None:
+    manager = sending(fixture, hanging, timeout=timedelta(seconds=0.2))
+    vote = Vote(manager)
+    assert not vote.answer() and fixture.votes() == [False]
+    assert time.monotonic() - vote.began < within(0.2 + ABORT_S)
+    assert hanging.aborts == 1
+    assert "transfer of a state within 0.2 s" in str(manager.errored())
+
+
+@pytest.mark.parametrize("while_voting", [False, True])
+def test_a_failure_that_is_told_ends_a_transfer(fixture: Fixture, hanging: OneRank, while_voting: bool) -> None:
+    """No collective runs: the target died before this group came to its first one."""
+    manager = sending(fixture, hanging)
+    assert manager._failures.progress() == (True, "waits for its device to send or receive a state")
+    vote = Vote(manager) if while_voting else None
+    manager._failures.died(MemberFailure(1, "group_0:uuid", "its connection broke"))
+    assert hanging.aborts == 1
+    began = time.monotonic()
+    assert not (vote or Vote(manager)).answer()
+    assert time.monotonic() - began < within(ABORT_S)
+    assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+
+
+def test_a_failure_after_a_transfer_has_ended_costs_nothing(fixture: Fixture, hanging: OneRank) -> None:
+    manager = sending(fixture, hanging)
+    hanging.peer_comes()
+    torch.accelerator.synchronize()
+    manager._failures.died(MemberFailure(1, "group_0:uuid", "its connection broke"))
+    assert hanging.aborts == 0
+    assert manager.should_commit()
+
+
+def test_a_state_that_does_not_arrive_is_not_loaded(fixture: Fixture, hanging: OneRank) -> None:
+    def receive(**asked: Any) -> dict[str, Any]:
+        state = torch.zeros(4, device="late")
+        hanging.allreduce([state]).wait()
+        return {"user": {"default": state}, "torchft": {"step": 20, "batches_committed": 40}}
+
+    fixture.transport.recv_checkpoint.side_effect = receive
+    fixture.client._quorum.return_value = healing()
+    loaded: list[Any] = []
+    manager = fixture.manager(load_state_dict=loaded.append, timeout=timedelta(seconds=0.2))
+    manager.start_quorum()
+    vote = Vote(manager)
+    assert not vote.answer()
+    assert loaded == [] and manager.current_step() == 0
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Optional
 
 import torch
 from torch.utils import _pytree
 
-from torchft.utils import Mark, get_stream_context
+from torchft.utils import Mark, get_stream_context, poll
 
 
 class Background:
@@ -56,15 +57,23 @@ class Background:
             self._before.follow()
             yield
 
-    def join(self, state: object = None) -> None:
+    def busy(self) -> bool:
+        """Whether the device has still to do something of what was queued: sends to a peer, say."""
+        return self._used and self._stream is not None and not self._stream.query()
+
+    def join(self, timeout: timedelta, state: object = None) -> None:
         """Waits on the host until the stream has done what was queued on it.
 
         Args:
             state: was made there; its memory is not used again before the current stream is done with it.
+
+        Raises:
+            TimeoutError: it has not within the timeout.
         """
         if not self._used or self._stream is None:
             return
-        self._stream.synchronize()
+        if not poll(self._stream.query, timeout.total_seconds()):
+            raise TimeoutError(f"the device did not end the transfer of a state within {timeout.total_seconds()} s")
         self._used = False
         for leaf in _pytree.tree_leaves(state):
             _share(leaf, self._stream.device)

@@ -106,6 +106,7 @@ class Failures:
         abort: aborts the process group, in whatever it does.
         report: learns of the error that a death is to the collectives that run.
         fetching: whether this rank waits for the state of a peer.
+        transferring: whether a device has still to send or receive a state.
         logger: gives the Manager's logger; it is made after this.
 
     Attributes:
@@ -121,6 +122,7 @@ class Failures:
         abort: Callable[[], None],
         report: Callable[[Exception], None],
         fetching: Callable[[], bool],
+        transferring: Callable[[], bool],
         logger: Callable[[], _ManagerLogger],
     ) -> None:
         self.enabled = enabled
@@ -128,6 +130,7 @@ class Failures:
         self._abort = abort
         self._report = report
         self._fetching = fetching
+        self._transferring = transferring
         self._logger = logger
         self.lock = threading.Lock()
         self._quorum_id = -1  # that is followed
@@ -174,14 +177,16 @@ class Failures:
             raise PeerFailed(failure)
 
     def died(self, failure: MemberFailure) -> None:
-        """Ends what waits for a peer that died. A step whose collectives have all ended is none the worse for it."""
+        """Ends what waits for a peer that died. A step whose collectives and transfers have all ended is none the worse
+        for it.
+        """
         if not self.enabled:
             return
         with self.lock:
             if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
                 self._told.setdefault(failure.quorum_id, failure)
             mine = failure.quorum_id == self._quorum_id
-            if mine and not self._connecting and self._collectives.running() is not None:
+            if mine and not self._connecting and (self._collectives.running() is not None or self._transferring()):
                 error = PeerFailed(failure)
                 self._logger().warn(str(error))
                 self._report(error)
@@ -205,4 +210,6 @@ class Failures:
             return True, f"waits for its peers in collective {running} of this step"
         if self._fetching():
             return True, "fetches the state of a peer"
+        if self._transferring():
+            return True, "waits for its device to send or receive a state"
         return False, f"computes, after {len(self._collectives)} collectives of this step"

@@ -32,7 +32,7 @@ stream that it was allocated on, and is NaN until written; `record_stream` keeps
 
 A group of two ranks, on threads with a device each, or in processes (test_processes.py):
 
-    from tests.late.group import ProcessGroupLate, together   # torchft's group, as ProcessGroupNCCL
+    from tests.late.group import ProcessGroupLate, together   # torchft's ProcessGroupNCCL, over this backend
     together(lambda rank, pg: pg.allreduce([...], opts).wait())   # both ranks; returns what they return
     pg.parent._get_backend(torch.device("late"))              # the backend itself, which keeps NCCL's rules
 
@@ -40,8 +40,9 @@ The backend reads NCCL's environment variables. Work is returned at launch, its 
 known by asking (`get_error`, `is_completed`), and by the watchdog; `asyncOp=False` gives None; a kernel whose peer has
 ended hangs until an abort, which leaves finite garbage in its outputs, other than on the other ranks.
 
-    tests.late.group.native_group(..., reconfigurable=True)   # the second form: revokes, and has `reconfigure`
-    tests.late.isolated.ProcessGroupBabyLate                  # an isolated group, by torchft's code for CUDA
+    ProcessGroupLate(implementation="nccl2")                  # over the second form: revokes, and has `reconfigure`
+    tests.late.group.native_group(store)                      # the second form in a group of PyTorch's
+    tests.late.isolated.ProcessGroupBabyLate                  # ProcessGroupBabyNCCL, by torchft's code for CUDA
     tests/late/job.py                                         # a replica group as a process, to be killed
 """
 

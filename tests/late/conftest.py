@@ -44,6 +44,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"left out: those of tests/late {why}")
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a group sets for NCCL ends with the test."""
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
+
+
 @pytest.fixture
 def late() -> Iterator[ModuleType]:
     device = load()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Optional, TypeVar
+from types import SimpleNamespace
+from typing import ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Backend, Store, TCPStore
 from torch.distributed.distributed_c10d import BarrierOptions
 
 from tests.late import load
-from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
+from torchft.process_group import ProcessGroupNCCL
+from torchft.process_group.accelerator import _NEVER
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 
 T = TypeVar("T")
@@ -26,51 +28,74 @@ _CUSTOM = BaseProcessGroup.BackendType.CUSTOM
 
 
 def backend(
-    store: Store, rank: int, world_size: int, *, blocking: bool = False, reconfigurable: bool = False
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    timeout: timedelta = _NEVER,
+    blocking: bool = False,
+    reconfigurable: bool = False,
 ) -> Backend:
     """A backend of torch.distributed with NCCL's rules; it reads NCCL's environment variables.
 
     Args:
+        timeout: PyTorch's own, of an operation.
         blocking: connecting returns when it is done; else the first operation waits for that.
         reconfigurable: the second form, which revokes instead of aborting, and gets its peers by `reconfigure`.
     """
-    return _device.C.backend(store, rank, world_size, _NEVER.total_seconds(), blocking, reconfigurable)
+    return _device.C.backend(store, rank, world_size, timeout.total_seconds(), blocking, reconfigurable)
 
 
-def native_group(
-    store: Store, rank: int, world_size: int, connect_timeout: Optional[timedelta] = None, **settings: bool
-) -> BaseProcessGroup:
-    """A group of PyTorch with such a backend on the current device."""
-    # Read from the package: a replacement put there must take effect.
-    from torchft import process_group
+class _Nccl:
+    """Is called as PyTorch's ProcessGroupNCCL, and gives this device's backend: torchft's groups then make it."""
 
+    def __init__(self, reconfigurable: bool) -> None:
+        self._reconfigurable = reconfigurable
+
+    @staticmethod
+    def Options() -> SimpleNamespace:
+        return SimpleNamespace(config=SimpleNamespace(blocking=1), _timeout=timedelta(minutes=10))
+
+    def __call__(self, store: Store, rank: int, world_size: int, opts: SimpleNamespace) -> Backend:
+        # Torchft makes the newer one so that it can be reconfigured, else PyTorch's would abort.
+        assert self._reconfigurable == getattr(opts, "enable_reconfigure", False)
+        return backend(
+            store,
+            rank,
+            world_size,
+            timeout=opts._timeout,
+            blocking=opts.config.blocking != 0,
+            reconfigurable=self._reconfigurable,
+        )
+
+
+dist.ProcessGroupNCCL = _Nccl(reconfigurable=False)  # type: ignore[assignment, misc]
+dist.ProcessGroupNCCL2 = _Nccl(reconfigurable=True)  # type: ignore[attr-defined]
+
+
+def native_group(store: Store, rank: int = 0, world_size: int = 1) -> BaseProcessGroup:
+    """PyTorch's own group with the second form: what `init_process_group(..., enable_reconfigure=True)` makes."""
     device = torch.device("late", torch.accelerator.current_device_index())
     pg = BaseProcessGroup(store, rank, world_size)
     pg._set_default_backend(_CUSTOM)
-    made = backend(store, rank, world_size, **settings)
-    if not settings.get("reconfigurable"):
-        with process_group.context_timeout(made.abort, connect_timeout or timedelta(minutes=1)):
-            made.eager_connect_single_device(device)
-    pg._register_backend(device, _CUSTOM, made)
+    pg._register_backend(device, _CUSTOM, backend(store, rank, world_size, reconfigurable=True))
     return pg
 
 
-class ProcessGroupLate(AcceleratorProcessGroup):
-    """A reconfigurable group on the current device, made as `ProcessGroupNCCL` makes NCCL's."""
+class ProcessGroupLate(ProcessGroupNCCL):
+    """`ProcessGroupNCCL` itself, on the current test device, in either implementation."""
 
-    def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        return native_group(store, rank, world_size, self._connect_timeout)
+    _device: ClassVar[str] = "late"
 
     def _opts_hook(self, opts: T) -> T:
         opts = super()._opts_hook(opts)
         if isinstance(opts, BarrierOptions) and opts.device is None:
-            # Without it PyTorch takes NCCL's barriers to the device, and those of others to the CPU.
-            opts.device = torch.device("late", torch.accelerator.current_device_index())
+            # Without it PyTorch takes NCCL's barriers to a GPU.
+            opts.device = self._current_device()
         return opts
 
     def getBackendName(self) -> str:
-        return "torchft-late"
+        return super().getBackendName().replace("nccl", "late")
 
 
 def together(

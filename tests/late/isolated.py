@@ -8,16 +8,15 @@ a stream that waits for an event of a process that was killed waits for ever.
 from __future__ import annotations
 
 import importlib.util
-import os
 import types
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup, Store
 
 from tests.late import load
 from torchft.process_group.isolated import cuda, protocol
-from torchft.process_group.isolated.parent import ProcessGroupBaby
+from torchft.process_group.isolated.groups import ProcessGroupBabyNCCL
 from torchft.process_group.isolated.sharing import Sharing, Tell
 
 _late = load()
@@ -111,20 +110,18 @@ def prepare(device: torch.device) -> None:
     sharing.prepare(device)
 
 
-class ProcessGroupBabyLate(ProcessGroupBaby):
-    """As `ProcessGroupBabyNCCL`: the backend with NCCL's rules, in a worker."""
+class ProcessGroupBabyLate(ProcessGroupBabyNCCL):
+    """`ProcessGroupBabyNCCL` itself, on the test device: the backend with NCCL's rules, in a worker."""
 
     _name: ClassVar[str] = "torchft-baby-late"
-    _device: ClassVar[Optional[str]] = "late"  # type: ignore[assignment]
-    _queues: ClassVar[bool] = True
+    _device: ClassVar[str] = "late"
     _sharing: ClassVar[dict[str, str]] = {"late": __name__}
     # Of each task of the worker's device, from and to.
     delays_us: ClassVar[tuple[int, int]] = (0, 0)
 
     @classmethod
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
-        from tests.late.group import native_group
+        from tests.late import group  # noqa: F401  # the test device's backend takes the place of NCCL's
 
         _late.delays(1, *cls.delays_us)
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-        return native_group(store, rank, world_size)
+        return super()._create_pg(store, rank, world_size)

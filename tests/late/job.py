@@ -22,7 +22,7 @@ sys.path += [str(ROOT), str(ROOT / "tests/process")]
 import torch  # noqa: E402
 from events import Commands, emit  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed import TCPStore  # noqa: E402
+from torch.distributed import HashStore, TCPStore  # noqa: E402
 
 from tests.late import load  # noqa: E402
 from torchft import DistributedDataParallel, Manager, Optimizer  # noqa: E402
@@ -33,7 +33,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights, and of the delays")
 parser.add_argument("--kind", choices=["ddp", "local_sgd", "diloco"], default="ddp")
-parser.add_argument("--pg", choices=["late", "isolated"], default="late")
+parser.add_argument("--pg", choices=["late", "late2", "native", "isolated"], default="late")
 parser.add_argument("--transport", choices=["http", "pg"], default="http")
 parser.add_argument("--timeout_s", type=float, default=10.0)
 parser.add_argument("--dies", type=int, default=0, help="in the last bucket of the second step of so many groups")
@@ -112,7 +112,11 @@ def main() -> None:
 def make_pg(kind: str) -> Any:
     from tests.late import group, isolated
 
-    return (isolated.ProcessGroupBabyLate if kind == "isolated" else group.ProcessGroupLate)(timeout=TIMEOUT)
+    if kind == "native":
+        return group.native_group(HashStore())
+    if kind == "isolated":
+        return isolated.ProcessGroupBabyLate(timeout=TIMEOUT)
+    return group.ProcessGroupLate(timeout=TIMEOUT, implementation="nccl2" if kind == "late2" else "legacy")
 
 
 def die_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:

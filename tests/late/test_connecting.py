@@ -8,15 +8,17 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any, Optional
 
+import pytest
 import torch
 from torch.distributed import ReduceOp, Store, TCPStore
 
+from tests.late.observed import until
 from tests.late.one_rank import Kernel, OneRank
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import meeting
 from torchft.futures import context_timeout
 from torchft.process_group.accelerator import AcceleratorProcessGroup
-from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.reconfigure import ReconfigureOptions
 
 # PyTorch's own deadline of a communicator that connects.
@@ -62,9 +64,10 @@ class Group(AcceleratorProcessGroup):
         return "torchft-late"
 
 
-def reconfigure(group: Group, errors: list[Exception]) -> None:
+def reconfigure(group: ProcessGroup, errors: list[Exception], *others: ProcessGroup) -> None:
     opts = ReconfigureOptions()
-    opts.handles, opts.uuid = [group.get_reconfigure_handle()], time.monotonic_ns()
+    opts.handles = [each.get_reconfigure_handle() for each in (group, *others)]
+    opts.uuid = time.monotonic_ns()
     try:
         group.reconfigure(opts)
     except Exception as e:
@@ -123,3 +126,27 @@ def test_a_connection_that_takes_too_long_does_not_hold_up_other_deadlines(late:
     group.peer.set()
     thread.join(20)
     assert "not all peers connected within 0.05 s" in str(errors)
+
+
+@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_torchfts_own_group_gives_up_a_peer_that_does_not_come(late: ModuleType, implementation: str, how: str) -> None:
+    """`ProcessGroupNCCL` over the test device's backend, whose abort waits for the lock that connecting holds."""
+    from tests.late.group import ProcessGroupLate
+
+    timeout = timedelta(seconds=2 if how == "abort" else 0.3)
+    group, other = (ProcessGroupLate(timeout, implementation) for _ in range(2))
+    errors: list[Exception] = []
+    thread = threading.Thread(target=reconfigure, args=(group, errors, other))
+    thread.start()
+    began = time.monotonic()
+    if how == "abort":
+        # The older backend is there already; the newer one waits for the peer's handle.
+        until(lambda: (group._attempt if implementation == "nccl2" else group._connecting) is not None)
+        began = time.monotonic()
+        group.abort()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert time.monotonic() - began < within(ABORT_S if how == "abort" else 0.3)
+    assert len(errors) == 1 and ("aborted" in str(errors[0]) or how == "deadline")
+    assert group._pg is None

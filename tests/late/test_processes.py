@@ -80,6 +80,10 @@ def run_with_a_kill(*args: str) -> None:
         ("--transport=pg",),
         ("--kind=diloco",),
         ("--kind=local_sgd",),
+        # The second form of the backend, which revokes: in torchft's group, and in PyTorch's own. Seconds each;
+        # test_connecting.py and test_reconfigure.py have its rules.
+        pytest.param(("--pg=late2",), marks=pytest.mark.slow),
+        pytest.param(("--pg=native", "--transport=pg"), marks=pytest.mark.slow),
         # Each of the groups imports PyTorch once more, for its workers. test_isolated.py kills a worker.
         pytest.param(("--pg=isolated", "--timeout_s=40"), marks=pytest.mark.slow),
     ],

@@ -21,7 +21,7 @@ LATE = torch.device("late")
 
 
 def ranks(count: int) -> list[dist.ProcessGroup]:
-    return [native_group(dist.HashStore(), 0, 1, reconfigurable=True) for _ in range(count)]
+    return [native_group(dist.HashStore()) for _ in range(count)]
 
 
 def reconfigure(groups: list[dist.ProcessGroup], uuid: int) -> None:

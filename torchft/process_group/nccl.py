@@ -7,7 +7,7 @@ import os
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Iterator, Optional
+from typing import ClassVar, Iterator, Optional
 
 import torch
 from torch.distributed import Store
@@ -95,6 +95,9 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         RuntimeError: this PyTorch does not have it.
     """
 
+    # The kind of device; tests have another one.
+    _device: ClassVar[str] = "cuda"
+
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0), implementation: Optional[str] = None) -> None:
         super().__init__(timeout)
         self._implementation = nccl2.chosen(implementation)
@@ -107,7 +110,9 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         with nccl2.announced(store, rank, world_size, self._implementation):
             if self._implementation == NCCL2:
-                return nccl2.connect(store, rank, world_size, self._connect_timeout, self._global_ranks)
+                # First: without a device PyTorch ends the process when the backend is destroyed.
+                device = self._current_device()
+                return nccl2.connect(store, rank, world_size, device, self._connect_timeout, self._global_ranks)
             return self._create_legacy(store, rank, world_size)
 
     def _create_legacy(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
@@ -124,10 +129,13 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         pg._set_default_backend(BaseProcessGroup.BackendType.NCCL)
         with _errors_handled_by_abort():
             backend = BaseProcessGroupNCCL(store, rank, world_size, opts)
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = self._current_device()
         self._connect(backend, device)
         pg._register_backend(device, BaseProcessGroup.BackendType.NCCL, backend)
         return pg
+
+    def _current_device(self) -> torch.device:
+        return torch.device(self._device, torch.get_device_module(self._device).current_device())
 
     def abort(self, errored: bool = True) -> None:
         """Aborts the communicator, without waiting for the device.

@@ -81,20 +81,23 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
 
 
 def connect(
-    store: Store, rank: int, world_size: int, timeout: timedelta, global_ranks: Optional[list[int]]
+    store: Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    global_ranks: Optional[list[int]],
 ) -> dist.ProcessGroup:
-    """A group on the current CUDA device, connected with its peers.
+    """A group on a device, the current one, connected with its peers.
 
     Args:
         timeout: for connecting; operations have no deadline of PyTorch's.
 
     Raises:
-        RuntimeError: there is no device, NCCL is too old, or a peer did not come.
+        RuntimeError: NCCL is too old, or a peer did not come.
     """
     from torch.distributed import ProcessGroupNCCL, ProcessGroupNCCL2
 
-    # First: without a device PyTorch ends the process when the backend is destroyed.
-    device = torch.device("cuda", torch.cuda.current_device())
     if world_size == 1:  # the handle names a store that other processes could reach
         store, _ = host_store(timeout)
     opts = ProcessGroupNCCL.Options()

@@ -197,9 +197,13 @@ def _check_buffer(buffer: torch.Tensor, layout: Layout) -> None:
         )
 
 
+# On others, that of a vendor say, PyTorch's operators do it.
+_OF_TRITON = ("cuda", "xpu")
+
+
 def _implementation(device: torch.device) -> Any:
-    """The module that does it there: Triton's kernels on a device, if Triton is there."""
-    if device.type not in ("cpu", "meta"):
+    """The module that does it there: Triton's kernels on a device that Triton knows, if Triton is there."""
+    if device.type in _OF_TRITON:
         try:
             from torchft._quantization import kernels
         except ImportError:

@@ -1,0 +1,68 @@
+"""Quantized collectives on the test device, for which there are no kernels of Triton's: PyTorch's operators do it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from tests.late import load
+from torchft.collectives import allocate_reduce_scatter_output, allreduce_quantized, reduce_scatter_quantized
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
+from torchft.quantization import FORMAT_ENV
+
+load()
+from tests.late.group import ProcessGroupLate, together  # noqa: E402
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def late_group() -> ProcessGroup:
+    return ProcessGroupLate(timeout=TIMEOUT)
+
+
+def gloo_group() -> ProcessGroup:
+    return ProcessGroupGloo(timeout=TIMEOUT)
+
+
+def inputs(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(700, 7, generator=generator), torch.randn(13, generator=generator).bfloat16()]
+
+
+def reduced_on(kind: str) -> list[list[torch.Tensor]]:
+    """What both ranks get, whose group works on a kind of device."""
+
+    def rank(r: int, pg: ProcessGroup) -> list[torch.Tensor]:
+        tensors = [tensor.to(kind) for tensor in inputs(r)]
+        work = allreduce_quantized(tensors, ReduceOp.SUM, pg)
+        for tensor in work.get_future().wait():
+            tensor.mul_(2)  # what comes after it on this stream
+        output, _ = allocate_reduce_scatter_output(tensors[:1], 2)
+        reduce_scatter_quantized(output, tensors[:1], ReduceOp.AVG, pg).wait()
+        return [tensor.cpu() for tensor in (*tensors, output)]
+
+    return together(rank, make=late_group if kind == "late" else gloo_group)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "int8"])
+def test_the_bits_are_those_of_the_cpu(late, monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
+    """Whatever each operator and each exchange takes."""
+    monkeypatch.setenv(FORMAT_ENV, fmt)
+    late.delays(5, 0, 500)
+    for on_device, on_cpu in zip(reduced_on("late"), reduced_on("cpu")):
+        assert all(map(torch.equal, on_device, on_cpu))
+
+
+def test_gloo_takes_tensors_of_the_device_by_the_host(late) -> None:
+    late.delays(5, 0, 500)
+
+    def rank(r: int, pg: ProcessGroup) -> list[float]:
+        tensor = torch.full((5000,), 1.0, device="late")
+        tensor.add_(r)
+        allreduce_quantized([tensor], ReduceOp.SUM, pg).wait()
+        return tensor.unique().tolist()
+
+    assert together(rank, make=gloo_group) == [[3.0], [3.0]]

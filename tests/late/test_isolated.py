@@ -18,6 +18,7 @@ from torch.distributed import TCPStore, Work
 
 from tests.late import load
 from tests.promises import ABORT_S, within
+from tests.unit.manager.conftest import Fixture, fixture, quorum
 from torchft.futures import future_wait
 
 load()
@@ -29,6 +30,8 @@ from tests.late.workers import (  # noqa: E402
     ProcessGroupBabyHasty,
     ProcessGroupBabySlow,
 )
+
+__all__ = ["fixture"]
 
 TIMEOUT = timedelta(seconds=30)
 COUNT = 1000
@@ -155,6 +158,26 @@ def test_a_future_waits_too(group):
     assert future_wait(done, TIMEOUT).tolist() == [6] * COUNT
 
 
+@pytest.mark.parametrize("how", ["wait", "future"])
+def test_a_synchronous_operation_follows_the_trainer_and_is_followed(group, late, how: str):
+    """`dist.all_reduce(tensor, group=...)`: the backend queues it on the worker's current stream, and gives no work."""
+    opts = dist.AllreduceOptions()
+    opts.asyncOp = False
+    opts.reduceOp = dist._make_nccl_premul_sum(2.0)
+    x = full(0)
+    torch.accelerator.synchronize()
+    with late.held():
+        x.fill_(3)
+        work = group.allreduce([x], opts)
+        queued(work)
+        assert not work.is_success()
+    if how == "wait":
+        assert work.wait()
+    else:
+        future_wait(work.get_future(), TIMEOUT)
+    assert x.tolist() == [6] * COUNT and work.is_success()
+
+
 def test_memory_is_given_back(group):
     def used() -> int:
         return torch.accelerator.memory_allocated()
@@ -244,6 +267,26 @@ def test_what_the_workers_device_has_not_done_is_in_flight(late) -> None:
         group.abort()
         until(work.is_completed)
         assert not work.is_success() and work.exception() is not None
+
+
+def test_an_isolated_group_behind_a_manager_ends_a_future_that_nobody_waits_for(
+    late, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP's hooks ask for a future and wait for that: the operation's own deadline is that of a `wait`."""
+    for group in started(ProcessGroupBabyHanging):
+        fixture.client._quorum.return_value = quorum(reconfigure_handles=[group.get_reconfigure_handle()])
+        manager = fixture.manager(pg=group, timeout=timedelta(seconds=5))
+        manager.start_quorum()
+        manager.wait_quorum()
+        assert manager.errored() is None
+        manager._timeout = timedelta(seconds=0.3)
+        future = manager.allreduce(full(1.0)).get_future()
+        began = time.monotonic()
+        future_wait(future, TIMEOUT)
+        assert time.monotonic() - began < within(0.3)
+        assert "did not complete within 0.3 s" in str(manager.errored())
+        assert group.errored() is not None, "the worker may still write"
+        assert not manager.should_commit()
 
 
 def test_an_operation_that_is_overdue_ends_the_worker(late) -> None:

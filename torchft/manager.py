@@ -496,7 +496,8 @@ class Manager(Stateful):
                 error. float32, float16 and bfloat16 only.
             reduce_op: AVG divides the sum by :meth:`num_participants`. The sum has the tensor's dtype: of n groups it
                 is off by at most n/2 times the distance of 1 to the next number (2**-10 in float16, 2**-7 in bfloat16)
-                times the average magnitude. In float16 a sum beyond 65504 is Inf: scale the loss, or reduce bfloat16.
+                times the average magnitude, plus half the least number above 0 (2**-25 in float16). In float16 a sum
+                beyond 65504 is Inf: scale the loss, or reduce bfloat16.
 
         Returns:
             Work whose future gives ``tensor``.

@@ -14,8 +14,6 @@ from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
 
 __all__ = ["fixture"]
 
-GROUPS = 4
-
 
 class Sums(ProcessGroupDummy):
     """Adds what the others have, as Gloo does with real peers."""
@@ -25,10 +23,10 @@ class Sums(ProcessGroupDummy):
         self._store, self._others = store, others
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        groups = [ProcessGroupGloo(TIMEOUT) for _ in range(GROUPS)]
-        connect(groups, self._store)
         mine = [tensors[0], *self._others]
-        on_ranks(GROUPS, lambda rank: groups[rank].allreduce([mine[rank]], ReduceOp.SUM).wait())
+        groups = [ProcessGroupGloo(TIMEOUT) for _ in mine]
+        connect(groups, self._store)
+        on_ranks(len(mine), lambda rank: groups[rank].allreduce([mine[rank]], ReduceOp.SUM).wait())
         for group in groups:
             group.shutdown()
         return super().allreduce(tensors, opts)
@@ -36,8 +34,9 @@ class Sums(ProcessGroupDummy):
 
 def average(fixture: Fixture, store: TCPStore, values: list[torch.Tensor]) -> torch.Tensor:
     """What the first group gets."""
+    count = len(values)
     fixture.client._quorum.return_value = quorum(
-        replica_world_size=GROUPS, max_world_size=GROUPS, replica_ids=[f"group_{i}:uuid" for i in range(GROUPS)]
+        replica_world_size=count, max_world_size=count, replica_ids=[f"group_{i}:uuid" for i in range(count)]
     )
     first, *others = [value.clone() for value in values]
     manager = fixture.manager(pg=Sums(store, others))
@@ -45,19 +44,25 @@ def average(fixture: Fixture, store: TCPStore, values: list[torch.Tensor]) -> to
     return cast(torch.Tensor, manager.allreduce(first).get_future().wait())
 
 
+@pytest.mark.parametrize("groups", [2, 3, 5])
+@pytest.mark.parametrize("magnitude", [100.0, 1e-6], ids=["normal", "subnormal in float16"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_average_in_16_bits_is_within_its_bounds(fixture: Fixture, store: TCPStore, dtype: torch.dtype) -> None:
+def test_an_average_in_16_bits_is_within_its_bounds(
+    fixture: Fixture, store: TCPStore, dtype: torch.dtype, magnitude: float, groups: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
-    values = [(torch.randn(4096, generator=generator) * 100).to(dtype) for _ in range(GROUPS)]
+    values = [(torch.randn(4096, generator=generator) * magnitude).to(dtype) for _ in range(groups)]
     exact = torch.stack([value.double() for value in values])
     error = (average(fixture, store, values).double() - exact.mean(0)).abs()
-    bound = GROUPS / 2 * torch.finfo(dtype).eps * exact.abs().mean(0)
+    info = torch.finfo(dtype)
+    bound = groups / 2 * info.eps * exact.abs().mean(0) + info.smallest_normal * info.eps / 2
     assert (error <= bound).all()
     assert error.max() > 0, "it tests nothing"
 
 
 def test_a_sum_beyond_float16_is_seen(fixture: Fixture, store: TCPStore) -> None:
     """No wrong number: gradient scalers skip the step, and LocalSGD counts it."""
-    values = [torch.full((2,), 20000.0, dtype=torch.float16) for _ in range(GROUPS)]
+    values = [torch.full((2,), 20000.0, dtype=torch.float16) for _ in range(4)]
     assert average(fixture, store, values).isinf().all()
     assert average(fixture, store, [value.bfloat16() for value in values]).tolist() == [19968.0] * 2
+    assert average(fixture, store, values[:3]).tolist() == [20000.0] * 2, "60000 is not beyond it"

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from torchft.futures import context_timeout
+from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
@@ -331,6 +331,18 @@ class ProcessGroupTorchComms(ProcessGroup):
         )
 
 
+def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:
+    """Aborts a group, unless it has other peers by then. A timer holds it for long: it keeps nothing alive."""
+    group, peers = weakref.ref(pg), weakref.ref(pg._in_flight)
+
+    def strike() -> None:
+        pg = group()
+        if pg is not None and pg._in_flight is peers():
+            pg.abort()
+
+    return strike
+
+
 class _TorchCommsWork(Work):
     """Operations of a communicator whose result is `value`.
 
@@ -344,6 +356,7 @@ class _TorchCommsWork(Work):
         self._works = works
         self._value = value
         self._timeout = timeout
+        self._deadline = _deadline(pg)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._error: Optional[Exception] = None
@@ -365,13 +378,15 @@ class _TorchCommsWork(Work):
 
     def _wait_for_all(self, timeout: timedelta) -> None:
         try:
-            with context_timeout(self._pg.abort, timeout):
+            with context_timeout(self._deadline, timeout):
                 for work in self._works:
                     work.wait()
         except Exception as e:
             self.end(e)
         else:
             self.end(None)
+            if not self._pg._on_cpu:  # there the stream has still to get past it
+                stream_timeout(self._deadline, timeout)
 
     def _wait_elsewhere(self) -> None:
         with self._lock:

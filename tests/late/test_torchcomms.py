@@ -1,0 +1,91 @@
+"""A communicator of torchcomms on a device, by the stand-in of tests/unit: its `wait` orders the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from tests.late.observed import until
+from tests.late.one_rank import OneRank
+from tests.unit.process_group.test_torchcomms import Comm, module
+from torchft.futures import _TIMEOUT_MANAGER
+from torchft.process_group.reconfigure import ReconfigureOptions
+
+__all__ = ["module"]
+
+
+class DeviceComm(Comm):
+    def __init__(self, backend: OneRank) -> None:
+        super().__init__("late")
+        self.backend = backend
+
+    def get_device(self) -> torch.device:
+        return torch.device("late", 0)
+
+    def all_reduce(self, t: torch.Tensor, op: str, async_op: bool) -> Any:
+        assert async_op
+        return self.backend.allreduce([t])
+
+    def abort(self) -> None:
+        self.backend.abort()
+
+
+@pytest.fixture
+def backend(late: ModuleType) -> Iterator[OneRank]:
+    backend = OneRank()
+    yield backend
+    backend.peer_comes()
+
+
+@pytest.fixture
+def group(module: Any, backend: OneRank) -> Any:
+    made = module.ProcessGroupTorchComms(DeviceComm(backend), timedelta(seconds=0.2))
+    new_peers(made, 1)
+    return made
+
+
+def new_peers(group: Any, uuid: int) -> None:
+    opts = ReconfigureOptions()
+    opts.handles, opts.uuid = [group.get_reconfigure_handle()], uuid
+    group.reconfigure(opts)
+
+
+def by_wait(group: Any, tensor: torch.Tensor) -> None:
+    assert group.allreduce([tensor], ReduceOp.SUM).wait()
+
+
+def by_future(group: Any, tensor: torch.Tensor) -> None:
+    group.allreduce([tensor], ReduceOp.SUM).get_future().wait()
+
+
+@pytest.mark.parametrize("ask", [by_wait, by_future])
+def test_an_operation_that_hangs_on_the_device_has_a_deadline(
+    group: Any, backend: OneRank, ask: Callable[[Any, torch.Tensor], None]
+) -> None:
+    """The host waits for nothing that hangs: its wait has only been queued."""
+    tensor = torch.ones(2, device="late")
+    ask(group, tensor)
+    torch.accelerator.synchronize()
+    assert tensor.tolist() == [2, 2]
+    backend.hang()
+    ask(group, tensor)
+    assert group.errored() is None
+    until(lambda: group.errored() is not None)
+    assert "was aborted" in str(group.errored()) and backend.aborts == 1
+
+
+def test_a_deadline_of_the_old_peers_does_not_strike_the_new_ones(group: Any, backend: OneRank) -> None:
+    backend.hang()
+    by_wait(group, torch.ones(2, device="late"))
+    new_peers(group, 2)
+    struck: list[bool] = []
+    # The timers run one after the other, in the order of their deadlines.
+    _TIMEOUT_MANAGER.schedule(timedelta(seconds=0.3), lambda: struck.append(group.errored() is not None))
+    until(lambda: bool(struck))
+    assert struck == [False] and backend.aborts == 0

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any, Optional
+
+import pytest
+
+from torchft.data.position import Plan, Position, PositionDiffers, SamplesDiffer, Share, Unit
+
+PLAN = Plan(length=10, global_batch_size=4, micro_batch_size=2, shuffle=False, seed=0, epochs=2)
+
+
+def positions(plan: Plan) -> list[Position]:
+    found = [Position()]
+    while found[-1] != plan.end:
+        found.append(plan.advance(found[-1]))
+    return found[:-1]
+
+
+def counted(share: Share) -> list[list[int]]:
+    return [list(unit.indices) for unit in share.units if unit.weight]
+
+
+# Positions
+
+
+@pytest.mark.parametrize(
+    ("length", "global_batch_size", "batches", "last"),
+    [(10, 4, 3, 2), (8, 4, 2, 4), (4, 4, 1, 4), (3, 4, 1, 3), (1, 4, 1, 1), (9, 1, 9, 1)],
+)
+def test_batches_of_an_epoch(length: int, global_batch_size: int, batches: int, last: int) -> None:
+    plan = Plan(length, global_batch_size, micro_batch_size=1)
+    assert plan.batches_per_epoch == batches
+    sizes = [plan.batch_size(position) for position in positions(plan)]
+    assert sizes == [global_batch_size] * (batches - 1) + [last]
+
+
+def test_epochs_follow_each_other_and_end() -> None:
+    assert positions(PLAN) == [Position(epoch, batch) for epoch in (0, 1) for batch in (0, 1, 2)]
+    assert positions(PLAN) == sorted(positions(PLAN))
+    assert PLAN.end == Position(2, 0)
+
+
+def test_there_is_nothing_after_the_end() -> None:
+    says = "there is no batch 0 in epoch 2: there are 2 epochs of 3 batches, from 0"
+    with pytest.raises(PositionDiffers, match=says):
+        PLAN.advance(PLAN.end)
+    with pytest.raises(PositionDiffers, match=says):
+        PLAN.share(PLAN.end, 0, 1)
+    with pytest.raises(PositionDiffers, match=says):
+        PLAN.share(PLAN.end, None, 1)
+
+
+# Units and shares
+
+
+def test_one_process_reads_the_epoch_in_units() -> None:
+    assert [counted(PLAN.share(position, 0, 1)) for position in positions(PLAN)] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+        [[8, 9]],
+    ] * 2
+
+
+def test_a_unit_says_what_it_weighs_and_whether_it_is_the_last() -> None:
+    plan = replace(PLAN, length=7)  # the last batch has 3 samples: its weights are of its own size
+    assert plan.share(Position(1, 0), 0, 1).units == (Unit((0, 1), 0.5, False), Unit((2, 3), 0.5, True))
+    assert plan.share(Position(1, 1), 0, 1).units == (Unit((4, 5), 2 / 3, False), Unit((6,), 1 / 3, True))
+
+
+COPY = "copy"
+
+
+@pytest.mark.parametrize(
+    ("units", "participants", "data_world_size", "expected"),
+    [
+        # participants, of each its data ranks, of each its units
+        (5, 1, 1, [[[0, 1, 2, 3, 4]]]),
+        (5, 2, 1, [[[0, 1]], [[2, 3, 4]]]),
+        (5, 3, 1, [[[0]], [[1, 2]], [[3, 4]]]),
+        (4, 2, 2, [[[0], [2]], [[1], [3]]]),
+        (5, 1, 2, [[[0, 1, COPY], [2, 3, 4]]]),
+        (5, 2, 2, [[[0], [2]], [[1, COPY], [3, 4]]]),
+        (2, 3, 1, [[[COPY]], [[0]], [[1]]]),
+        (1, 2, 2, [[[COPY], [COPY]], [[COPY], [0]]]),
+        (3, 2, 2, [[[COPY], [1]], [[0], [2]]]),
+    ],
+)
+def test_who_computes_which_unit(units: int, participants: int, data_world_size: int, expected: list[Any]) -> None:
+    plan = Plan(length=units, global_batch_size=units, micro_batch_size=1, shuffle=False)
+    shares = [
+        [plan.share(Position(), rank, participants, data_rank, data_world_size) for data_rank in range(data_world_size)]
+        for rank in range(participants)
+    ]
+    found = [
+        [[unit.indices[0] if unit.weight else COPY for unit in share.units] for share in of_group]
+        for of_group in shares
+    ]
+    assert found == expected
+    copies = [unit for of_group in shares for share in of_group for unit in share.units if not unit.weight]
+    assert all(list(unit.indices) == [0] for unit in copies)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_any_cut_is_the_same_batch(shuffle: bool) -> None:
+    """Each unit once; weights of 1 in all; parts that differ by one; a count that each data rank checks alone."""
+    for length, micro, factor in itertools.product((1, 7, 12), (1, 3), (1, 2, 5)):
+        plan = Plan(length, micro * factor, micro, shuffle, seed=5)
+        for position, participants, data_world_size in itertools.product(positions(plan), range(1, 6), range(1, 4)):
+            expected = counted(plan.share(position, 0, 1))
+            shares = [
+                [plan.share(position, rank, participants, data_rank, data_world_size) for rank in range(participants)]
+                for data_rank in range(data_world_size)
+            ]
+            everywhere = [share for of_rank in shares for share in of_rank]
+            assert [unit for share in everywhere for unit in counted(share)] == expected
+            assert sum(unit.weight for share in everywhere for unit in share.units) == pytest.approx(1)
+            parts = [len(counted(share)) for share in everywhere]
+            assert max(parts) - min(parts) <= 1
+            for of_rank in shares:
+                for share in of_rank:
+                    share.check(sum(share.samples for share in of_rank))
+                    assert [unit.last for unit in share.units] == [False] * (len(share.units) - 1) + [True]
+            for of_group in zip(*shares):
+                assert len({len(share.units) for share in of_group}) == 1
+
+
+@pytest.mark.parametrize("data_rank", [0, 1])
+def test_a_group_that_does_not_take_part_runs_one_unit_and_checks_like_the_others(data_rank: int) -> None:
+    share = PLAN.share(Position(0, 1), None, 2, data_rank, 2)
+    assert share.units == (Unit((4, 5), 0.0, True),)
+    assert (share.samples, share.expected) == (0, 2)
+
+
+def test_an_epoch_has_an_order_of_its_own() -> None:
+    plan = Plan(length=100, global_batch_size=100, micro_batch_size=100, epochs=2, seed=1)
+    first, second = (plan.share(position, 0, 1).units[0].indices for position in positions(plan))
+    other = replace(plan, seed=2).share(Position(), 0, 1).units[0].indices
+    assert sorted(first) == sorted(second) == sorted(other) == list(range(100))
+    assert len({tuple(first), tuple(second), tuple(other), tuple(range(100))}) == 4
+
+
+def test_nothing_of_the_size_of_the_dataset_is_made() -> None:
+    plan = Plan(length=2**62, global_batch_size=2**40, micro_batch_size=4, seed=3)
+    share = plan.share(Position(0, 2**21), 2**30 - 1, 2**30, 1, 2)
+    assert len(share.units) == 2**7 and share.samples == 2**9 and share.expected == 2**39
+    assert len({index for unit in share.units for index in unit.indices}) == 2**9
+
+
+def test_a_reduction_without_all_samples_is_refused() -> None:
+    share = PLAN.share(Position(1, 2), 0, 2)
+    share.check(2)
+    with pytest.raises(SamplesDiffer, match=r"batch 2 of epoch 1: 1 samples were reduced, 2 belong to it"):
+        share.check(1)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"length": 0}, "length is 0: allowed are whole numbers from 1 to"),
+        ({"length": 2.5}, "length is 2.5: allowed are whole numbers"),
+        ({"global_batch_size": 0}, "global_batch_size is 0: allowed are whole numbers from 1 to"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"micro_batch_size": 3}, "global_batch_size is 4: allowed are multiples of micro_batch_size, which is 3"),
+        ({"micro_batch_size": 8}, "global_batch_size is 4: allowed are multiples of micro_batch_size, which is 8"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"epochs": None}, "epochs is None"),
+        ({"seed": -1}, "seed is -1: allowed are whole numbers from 0 to"),
+        ({"seed": 2**63}, rf"seed is {2**63}: allowed are whole numbers from 0 to 2\*\*63 - 1"),
+        ({"seed": True}, "seed is True"),
+        ({"shuffle": 1}, "shuffle is 1: allowed are True and False"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        replace(PLAN, **settings)
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ((0, 0), "num_participants is 0: allowed are whole numbers from 1 to"),
+        ((2, 2), "participating_rank is 2: allowed are whole numbers from 0 to 1"),
+        ((-1, 2), "participating_rank is -1"),
+        ((0, 1, 0, 0), "data_world_size is 0"),
+        ((0, 1, 2, 2), "data_rank is 2: allowed are whole numbers from 0 to 1"),
+        ((None, 1, -1, 2), "data_rank is -1"),
+    ],
+)
+def test_places_out_of_range(place: tuple[Optional[int], int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PLAN.share(Position(), *place)
+
+
+# State
+
+
+def test_a_position_is_saved_and_loaded() -> None:
+    for position in [*positions(PLAN), PLAN.end]:
+        state = json.loads(json.dumps(PLAN.save(position)))
+        assert PLAN.load(state) == position
+    assert PLAN.save(Position(1, 2)) == {
+        "format": 1,
+        "length": 10,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+        "shuffle": False,
+        "seed": 0,
+        "epochs": 2,
+        "epoch": 1,
+        "batch": 2,
+    }
+
+
+@pytest.mark.parametrize("change", [{"micro_batch_size": 1}, {"epochs": 5}])
+def test_a_run_that_goes_on_may_have_other_units_and_more_epochs(change: dict[str, Any]) -> None:
+    assert replace(PLAN, **change).load(PLAN.save(PLAN.end)) == Position(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"length": 11},
+            "length is 10, and the saved position is of a run in which it was 11: batches would be others",
+        ),
+        ({"global_batch_size": 8}, "global_batch_size is 4, .* it was 8: .* give global_batch_size=8"),
+        ({"seed": 3}, "seed is 0, .* it was 3"),
+        ({"shuffle": True}, "shuffle is False, .* it was True: .* give shuffle=True"),
+        ({"epoch": 3}, "epochs is 2, and the saved position is in epoch 3, from 0"),
+        ({"epoch": 2, "batch": 1}, "epochs is 2, and the saved position is in epoch 2, from 0"),
+        ({"batch": 3}, "there is no batch 3 in epoch 0: there are 2 epochs of 3 batches"),
+        ({"batch": -1}, "there is no batch -1 in epoch 0"),
+        ({"format": 2}, "the saved position has format 2: this version reads 1"),
+    ],
+)
+def test_a_position_of_another_run(change: dict[str, int], says: str) -> None:
+    with pytest.raises(PositionDiffers, match=says):
+        PLAN.load({**PLAN.save(Position()), **change})
+
+
+def test_a_state_of_something_else() -> None:
+    with pytest.raises(
+        PositionDiffers, match=r"the saved position has no format, length, .*batch: it was not saved by"
+    ):
+        PLAN.load({"step": 3})
+
+
+# Stamps
+
+
+def test_each_field_changes_the_digest() -> None:
+    stamp = PLAN.stamp(Position(1, 2))
+    assert stamp.digest == "a1717d3ae3c4e2f8"
+    others = {stamp._replace(**{field: getattr(stamp, field) + 1}).digest for field in stamp._fields}
+    assert len(others | {stamp.digest}) == len(stamp) + 1
+    assert stamp.plan == PLAN.stamp(Position()) != stamp

@@ -1,0 +1,321 @@
+"""What each step of a job trains on, whoever takes part in it. Pure, and free of torch.
+
+An epoch is a permutation of the dataset. A *batch* is a slice of it, and a *unit* a slice of a batch: so units depend
+on nothing but the :class:`Plan` and the :class:`Position`. The groups of a quorum cut the units of one batch among
+themselves (:meth:`Plan.share`); a step that is not committed is cut anew, in the next quorum, from the same units.
+The position is state like the weights: it advances when a step is committed, it arrives with a heal, and a checkpoint
+holds both. This is what makes each sample part of exactly one step of the weights that a job ends with, once an
+epoch.
+
+A batch never reaches over the end of an epoch. The last one of an epoch holds what is left, and its weights are of
+its own size: each step is the mean over its samples. The job has ended at the position after the last batch of the
+last epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Optional
+
+from torchft.data.permutation import Permutation
+
+_FORMAT = 1  # of a saved position; another permutation of the same plan needs another format
+_MOST = 2**63 - 1  # numbers travel in 64 bits
+
+
+class PositionDiffers(ValueError):
+    """A position that was saved, or that a peer is at, is none of this plan."""
+
+
+class SamplesDiffer(RuntimeError):
+    """A reduction holds more or fewer samples than the batch: the step must not be committed."""
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where a job is in its data. It belongs to the weights that were made of all batches before it.
+
+    Attributes:
+        epoch: that the next step trains on, from 0.
+        batch: of that epoch, from 0: so many of its batches are committed.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a rank computes between two backward passes.
+
+    Attributes:
+        indices: of the dataset; never empty.
+        weight: factor of the mean loss over ``indices``: the samples in it divided by those of the batch; 0 if another
+            rank counts them. The weights of a batch, over all ranks and groups, have the sum 1: gradients are added.
+        last: whether it is the last one of this rank in this step.
+    """
+
+    indices: Sequence[int]
+    weight: float
+    last: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank computes in one step.
+
+    Attributes:
+        position: of the step.
+        units: at least one. All ranks of a group have equally many.
+        samples: of this rank that count.
+        expected: samples that count in a reduction over all participants, among ranks with this ``data_rank``.
+    """
+
+    position: Position
+    units: tuple[Unit, ...]
+    samples: int
+    expected: int
+
+    def check(self, counted: int) -> None:
+        """Raises SamplesDiffer unless a reduction holds what it should.
+
+        Args:
+            counted: the sum of ``samples``, reduced together with the gradients.
+        """
+        if counted != self.expected:
+            raise SamplesDiffer(
+                f"batch {self.position.batch} of epoch {self.position.epoch}: {counted} samples were reduced, "
+                f"{self.expected} belong to it; the step must not be committed"
+            )
+
+
+class Stamp(NamedTuple):
+    """A plan and a position for peers to compare: each field fits into a whole number of 64 bits."""
+
+    length: int
+    global_batch_size: int
+    micro_batch_size: int
+    shuffle: bool
+    seed: int
+    epochs: int
+    epoch: int
+    batch: int
+
+    @property
+    def plan(self) -> Stamp:
+        """The same plan at its start."""
+        return self._replace(epoch=0, batch=0)
+
+    @property
+    def digest(self) -> str:
+        """64 bits in hex."""
+        return hashlib.sha256(
+            f"torchft.data position {_FORMAT}: {[int(field) for field in self]}".encode()
+        ).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides what a job trains on. Equal in all groups.
+
+    Args:
+        length: samples in the dataset.
+        global_batch_size: samples of a step, whatever the number of groups.
+        micro_batch_size: samples of a unit; divides ``global_batch_size``.
+        shuffle: a new order in each epoch; False: the dataset's own.
+        seed: of the orders.
+        epochs: after which the job ends.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    length: int
+    global_batch_size: int
+    micro_batch_size: int
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("length", "global_batch_size", "micro_batch_size", "epochs"):
+            _check(name, getattr(self, name), 1)
+        _check("seed", self.seed, 0)
+        if not isinstance(self.shuffle, bool):
+            raise ValueError(f"shuffle is {self.shuffle!r}: allowed are True and False")
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size is {self.global_batch_size}: allowed are multiples of micro_batch_size, which is "
+                f"{self.micro_batch_size}"
+            )
+
+    # Positions
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return -(-self.length // self.global_batch_size)
+
+    @property
+    def end(self) -> Position:
+        """After the last batch of the last epoch."""
+        return Position(self.epochs, 0)
+
+    def advance(self, position: Position) -> Position:
+        """The position after a step that was committed at this one."""
+        self._check_inside(position)
+        if position.batch + 1 < self.batches_per_epoch:
+            return Position(position.epoch, position.batch + 1)
+        return Position(position.epoch + 1, 0)
+
+    def stamp(self, position: Position) -> Stamp:
+        """What peers compare: see :func:`torchft.data.agreement.compare`."""
+        return Stamp(
+            self.length,
+            self.global_batch_size,
+            self.micro_batch_size,
+            self.shuffle,
+            self.seed,
+            self.epochs,
+            position.epoch,
+            position.batch,
+        )
+
+    def save(self, position: Position) -> dict[str, int]:
+        """The position as state, for a heal or a checkpoint."""
+        return {"format": _FORMAT, **self.stamp(position)._asdict()}
+
+    def load(self, state: Mapping[str, int]) -> Position:
+        """The position of a state that :meth:`save` gave.
+
+        The number of groups, ``epochs`` and ``micro_batch_size`` may be others than those of the state: batches are the
+        same.
+
+        Raises:
+            PositionDiffers: it is of another dataset, of other batches, or after the end of this plan.
+        """
+        missing = [name for name in ("format", *Stamp._fields) if name not in state]
+        if missing:
+            raise PositionDiffers(f"the saved position has no {', '.join(missing)}: it was not saved by this loader")
+        if state["format"] != _FORMAT:
+            raise PositionDiffers(f"the saved position has format {state['format']}: this version reads {_FORMAT}")
+        ours = self.stamp(Position())._asdict()
+        for name in ("length", "global_batch_size", "shuffle", "seed"):
+            if state[name] != ours[name]:
+                raise PositionDiffers(
+                    f"{name} is {ours[name]}, and the saved position is of a run in which it was {state[name]}: "
+                    f"batches would be others; give {name}={state[name]}, or begin without the position"
+                )
+        position = Position(state["epoch"], state["batch"])
+        if position > self.end:
+            raise PositionDiffers(
+                f"epochs is {self.epochs}, and the saved position is in epoch {position.epoch}, from 0"
+            )
+        if position != self.end:
+            self._check_inside(position)
+        return position
+
+    def _check_inside(self, position: Position) -> None:
+        if not (0 <= position.epoch < self.epochs and 0 <= position.batch < self.batches_per_epoch):
+            raise PositionDiffers(
+                f"there is no batch {position.batch} in epoch {position.epoch}: there are {self.epochs} epochs of "
+                f"{self.batches_per_epoch} batches, from 0"
+            )
+
+    # Units
+
+    def batch_size(self, position: Position) -> int:
+        """Samples of the batch: the global batch size, or what is left of the epoch."""
+        self._check_inside(position)
+        return min(self.global_batch_size, self.length - position.batch * self.global_batch_size)
+
+    def num_units(self, position: Position) -> int:
+        """Units of the batch. Only the last one may be smaller than ``micro_batch_size``."""
+        return -(-self.batch_size(position) // self.micro_batch_size)
+
+    def indices(self, position: Position, unit: int) -> Sequence[int]:
+        """The samples of one unit of a batch."""
+        first = position.batch * self.global_batch_size + unit * self.micro_batch_size
+        places = range(first, first + self._samples(position, unit, unit + 1))
+        if not self.shuffle:
+            return tuple(places)
+        order = _order(self.length, self.seed, position.epoch)
+        return tuple(order[place] for place in places)
+
+    def share(
+        self,
+        position: Position,
+        participating_rank: Optional[int],
+        num_participants: int,
+        data_rank: int = 0,
+        data_world_size: int = 1,
+    ) -> Share:
+        """What a rank computes at a position.
+
+        The units are cut over the data ranks first: whatever the quorum, data rank r of the groups reduces the same
+        units, so that it can check its own reduction (:meth:`Share.check`). Each such part is then cut over
+        the participants. All parts are contiguous, and differ by one unit at most.
+
+        The ranks of a group do collectives with each other in each unit, so all have as many as the one with most; a
+        group that does not take part has one. What is added for that has weight 0, and is a copy of the batch's first
+        unit: if its loss is not finite, so is that of the batch.
+
+        Args:
+            position: of the job in this step: of a group that heals, where it will be after the heal.
+            participating_rank: of the group, among those whose gradients count in this step; None: they do not, because
+                it heals or is a spare.
+            num_participants: groups whose gradients count.
+            data_rank: of this rank, among the ranks of its group that read different data. Ranks that are parallel by
+                model (tensor, pipeline) give the same one.
+            data_world_size: how many different parts the ranks of a group read; equal in all groups.
+
+        Raises:
+            ValueError: a rank or size is out of range.
+            PositionDiffers: the plan has no such batch: it is at its end.
+        """
+        _check("num_participants", num_participants, 1)
+        _check("data_world_size", data_world_size, 1)
+        _check("data_rank", data_rank, 0, data_world_size - 1)
+        if participating_rank is not None:
+            _check("participating_rank", participating_rank, 0, num_participants - 1)
+        units = range(self.num_units(position))
+        slices = [_part(units, rank, data_world_size) for rank in range(data_world_size)]
+        own, rounds = range(0), 1
+        if participating_rank is not None:
+            parts = [_part(each, participating_rank, num_participants) for each in slices]
+            own, rounds = parts[data_rank], max(1, *(len(part) for part in parts))
+        size = self.batch_size(position)
+        weighted = [(unit, self._samples(position, unit, unit + 1) / size) for unit in own]
+        weighted += [(0, 0.0)] * (rounds - len(own))
+        return Share(
+            position,
+            tuple(
+                Unit(self.indices(position, unit), weight, last=round == rounds)
+                for round, (unit, weight) in enumerate(weighted, start=1)
+            ),
+            samples=self._samples(position, own.start, own.stop),
+            expected=self._samples(position, slices[data_rank].start, slices[data_rank].stop),
+        )
+
+    def _samples(self, position: Position, start: int, stop: int) -> int:
+        """In the units from start to before stop."""
+        size = self.batch_size(position)
+        return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)
+
+
+@lru_cache(maxsize=2)
+def _order(length: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(length, seed, epoch)
+
+
+def _part(units: range, rank: int, of: int) -> range:
+    """One of several contiguous parts, which differ by one at most."""
+    return range(units.start + len(units) * rank // of, units.start + len(units) * (rank + 1) // of)
+
+
+def _check(name: str, value: int, least: int, most: int = _MOST) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        end = "2**63 - 1" if most == _MOST else most
+        raise ValueError(f"{name} is {value!r}: allowed are whole numbers from {least} to {end}")

@@ -1,0 +1,329 @@
+"""A simulated job: groups that fail, join, heal, and restore from checkpoints, with the real plan of their data.
+
+It is adversarial: any groups make a quorum, a failed collective succeeds for any of its members, and any checkpoint
+is restored. Weights are their own ancestry: one :class:`Batch` for each step. :func:`check` is the oracle, which
+knows nothing of units and positions, only what the weights must have been made of.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Optional
+
+from torchft.data.agreement import Agreement, Verdict, compare
+from torchft.data.position import Plan, Position, SamplesDiffer, Share
+
+# What one step added up: the weight of each sample. Rounded, since it is a sum of quotients.
+Batch = tuple[tuple[int, float], ...]
+Weights = tuple[Batch, ...]
+
+FAULTS_END = 40  # after so many quorums nothing fails any more, and the job has to end
+MOST_QUORUMS = 200
+
+
+class Broken(AssertionError):
+    """The promise does not hold."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a heal brings and a checkpoint holds."""
+
+    step: int
+    weights: Weights
+    data: dict[str, int]
+
+
+class Group:
+    """A replica group, and what a loader has to do. Subclasses make mistakes."""
+
+    def __init__(self, name: str, plan: Plan, state: Optional[State] = None) -> None:
+        self.name = name
+        self.plan = plan
+        self.step = 0
+        self.weights: Weights = ()
+        self.position = Position()
+        if state is not None:
+            self.load(state)
+
+    def save(self) -> State:
+        return State(self.step, self.weights, self.plan.save(self.position))
+
+    def load(self, state: State) -> None:
+        self.step, self.weights = state.step, state.weights
+        self.position = self.plan.load(state.data)
+
+    @classmethod
+    def agree(cls, quorum: Quorum) -> Agreement:
+        """What each group of a quorum finds."""
+        return compare({g.name: g.plan.stamp(g.position) for g in quorum.groups}, quorum.up_to_date)
+
+    def ended(self, agreement: Agreement) -> bool:
+        return agreement.ended
+
+    def shares(self, quorum: Quorum, agreement: Agreement) -> list[Share]:
+        """Of each data rank."""
+        rank = quorum.participants.index(self.name) if self.name in quorum.participants else None
+        return [
+            self.plan.share(agreement.position, rank, len(quorum.participants), data_rank, quorum.data_world_size)
+            for data_rank in range(quorum.data_world_size)
+        ]
+
+    def check(self, shares: list[Share], counted: list[int]) -> bool:
+        """Whether the reductions of all data ranks hold what they should."""
+        try:
+            for share, samples in zip(shares, counted):
+                share.check(samples)
+        except SamplesDiffer:
+            return False
+        return True
+
+    def commit(self, batch: Batch) -> None:
+        self.position = self.plan.advance(self.position)
+        self.weights += (batch,)
+        self.step += 1
+
+    def abandon(self) -> None:
+        """The step is not committed."""
+
+    def checkpoint(self, batch: Batch) -> State:
+        """Taken after the optimizer has stepped with a batch."""
+        return self.save()
+
+    @classmethod
+    def contributing(cls, quorum: Quorum) -> list[str]:
+        """Groups whose gradients the Manager does not replace by zeros, if they have the weights of the step."""
+        return quorum.participants
+
+
+@dataclass
+class Quorum:
+    groups: list[Group]
+    up_to_date: list[str]
+    data_world_size: int
+    participants: list[str] = field(default_factory=list)  # their gradients count
+
+
+class Job:
+    """One random history. Equal seeds give equal ones."""
+
+    def __init__(self, seed: int, group: type[Group] = Group) -> None:
+        self.random = random.Random(seed)
+        self.group = group
+        self.plan = Plan(
+            length=self.random.randint(1, 14),
+            global_batch_size=self.random.choice([1, 2, 3, 4, 6, 8, 12]),
+            micro_batch_size=1,
+            shuffle=self.random.random() < 0.7,
+            seed=self.random.randrange(3),
+            epochs=self.random.randint(1, 2),
+        )
+        self.use_async_quorum = self.random.random() < 0.5
+        self.init_sync = self.random.random() < 0.5
+        self.keeps_step = self.random.random() < 0.8  # a checkpoint holds the Manager's step, too
+        self.faulty = True
+        self.named = 0
+        self.groups: list[Group] = []
+        self.checkpoints: list[State] = []
+        self.finished: list[Group] = []
+        self.seen: Counter[str] = Counter()  # what happened
+
+    def run(self) -> list[Weights]:
+        """The weights of all groups that reached the end: at least one did."""
+        self._restore()
+        for turn in range(MOST_QUORUMS):
+            self.faulty = turn < FAULTS_END
+            self._between_steps()
+            if not self.groups:
+                return [group.weights for group in self.finished]
+            self._step([g for g in self.groups if not self._happens(0.1, "missed a quorum")] or self.groups)
+        raise Broken(f"the job has not ended after {MOST_QUORUMS} quorums")
+
+    # Failures and joins
+
+    def _happens(self, probability: float, what: str = "") -> bool:
+        happens = self.faulty and self.random.random() < probability
+        if happens and what:
+            self.seen[what] += 1
+        return happens
+
+    def _join(self, state: Optional[State]) -> None:
+        self.named += 1
+        self.groups.append(self.group(f"g{self.named:03}", self.plan, state))
+
+    def _restore(self) -> None:
+        """The job begins, at any size and from any checkpoint of the past: of its groups each may find another one."""
+        size = self.plan.global_batch_size
+        micro = self.random.choice([micro for micro in range(1, size + 1) if size % micro == 0])
+        self.plan = replace(self.plan, micro_batch_size=micro)
+        self.data_world_size = self.random.choice([1, 1, 2, 3])
+        self.most_participants = self.random.choice([99, 99, 1, 2])  # FIXED_WITH_SPARES
+        for _ in range(self.random.randint(1, 5)):
+            state = max(self.checkpoints, key=lambda state: len(state.weights), default=None)
+            if state is not None and self._happens(0.2, "restored from different checkpoints"):
+                state = self.random.choice([None, *self.checkpoints])
+            if state is not None:
+                self.seen["restored"] += 1
+            if state is not None and not self.keeps_step:
+                state = replace(state, step=0)
+            self._join(state)
+
+    def _between_steps(self) -> None:
+        for group in list(self.groups):
+            if self._happens(0.07, "failed between steps"):
+                self.groups.remove(group)
+        if self._happens(0.15, "joined"):
+            self._join(None)
+        if self._happens(0.03, "all failed"):
+            self.groups.clear()
+        if not self.groups and not self.finished:
+            self._restore()
+
+    # A step
+
+    def _step(self, groups: list[Group]) -> None:
+        stranger = self._stranger() if self._happens(0.03, "a stranger asked") else None
+        newest = max(group.step for group in groups)
+        up_to_date = [group.name for group in groups if group.step == newest]
+        if stranger is not None and newest == 0:
+            up_to_date.append(stranger.name)
+        quorum = Quorum([*groups, *([stranger] if stranger else [])], up_to_date, self.data_world_size)
+        agreement = self.group.agree(quorum)
+        refused = [g for g in quorum.groups if agreement.groups[g.name].verdict is Verdict.REFUSED]
+        if refused != [g for g in quorum.groups if g is stranger]:
+            raise Broken(f"refused: {[group.name for group in refused]}")
+        quorum.groups = groups  # the next quorum is without the stranger
+        trains = [g for g in groups if agreement.groups[g.name].verdict is Verdict.TRAINS]
+        if len(trains) < len(set(up_to_date) & {g.name for g in groups}):
+            self.seen["at the newest step, at another position"] += 1
+        if newest == 0 and self.init_sync:
+            trains = trains[:1]  # the others heal from the primary
+        self._end_or_train(quorum, trains, agreement)
+
+    def _stranger(self) -> Group:
+        """A group with settings of another job; its name is the last one."""
+        strangers = [
+            replace(self.plan, length=self.plan.length + 1),
+            replace(self.plan, global_batch_size=self.plan.global_batch_size + self.plan.micro_batch_size),
+            replace(self.plan, shuffle=not self.plan.shuffle),
+            replace(self.plan, seed=self.plan.seed + 1),
+            replace(self.plan, epochs=self.plan.epochs + 1),
+        ]
+        return self.group("stranger", self.random.choice(strangers))
+
+    def _end_or_train(self, quorum: Quorum, trains: list[Group], agreement: Agreement) -> None:
+        behind = [group for group in quorum.groups if group not in trains]
+        states = {
+            group.name: self.random.choice(trains).save() for group in behind if not self._happens(0.2, "a heal failed")
+        }
+        self.seen["healed"] += len(states)
+        ended = {group.ended(agreement) for group in quorum.groups}
+        if len(ended) == 2:
+            raise Broken("some groups left in a quorum in which others train on")
+        if ended == {True}:
+            self._heal(quorum, states)
+            self.seen["healed at the end"] += len(states)
+            self._finish([g for g in quorum.groups if g in trains or g.name in states])
+            return
+        if not self.use_async_quorum:
+            self._heal(quorum, states)
+        contributes = trains if self.use_async_quorum else quorum.groups
+        quorum.participants = [g.name for g in contributes][: self.most_participants]
+        self.seen["a spare"] += len(contributes) > len(quorum.participants)
+        shares = {g.name: g.shares(quorum, agreement) for g in quorum.groups}
+        healed = {g.name for g in trains} | (set() if self.use_async_quorum else set(states))
+        self._reduce_and_commit(quorum, shares, healed, states)
+
+    def _heal(self, quorum: Quorum, states: dict[str, State]) -> None:
+        for group in quorum.groups:
+            if group.name in states:
+                group.load(states[group.name])
+
+    def _finish(self, groups: list[Group]) -> None:
+        self.finished += groups
+        self.groups = [group for group in self.groups if group not in groups]
+
+    def _reduce_and_commit(
+        self, quorum: Quorum, shares: dict[str, list[Share]], healed: set[str], states: dict[str, State]
+    ) -> None:
+        for name, of_ranks in shares.items():
+            if len({len(share.units) for share in of_ranks}) != 1:
+                raise Broken(f"the ranks of {name} have different numbers of units: their collectives would hang")
+        # The Manager sends zeros for a group whose heal has not arrived.
+        counts = [name for name in self.group.contributing(quorum) if name in healed]
+        failed = [group for group in quorum.groups if self._happens(0.05, "failed in a step")]
+        if failed and self._happens(0.3, "a reduction lacks the groups that failed"):
+            counts = [name for name in counts if name not in {group.name for group in failed}]
+        batch = _sum([share for name in counts for share in shares[name]])
+        counted = [sum(shares[name][rank].samples for name in counts) for rank in range(self.data_world_size)]
+        fails = bool(failed) or self._happens(0.1, "a collective failed")
+        self.groups = [group for group in self.groups if group not in failed]
+        for group in quorum.groups:
+            if self.use_async_quorum and group.name in states:
+                group.load(states[group.name])
+            has_weights = group.name in healed or group.name in states
+            sees_failure = fails and self.random.random() < 0.6
+            if has_weights and not sees_failure and group.check(shares[group.name], counted):
+                self.seen["committed and failed before any heal from it"] += group in failed
+                group.commit(batch)
+                if self.random.random() < 0.15:
+                    self.checkpoints.append(group.checkpoint(batch))
+            else:
+                self.seen["a step was not committed"] += 1
+                group.abandon()
+
+
+def _sum(shares: list[Share]) -> Batch:
+    weights: dict[int, float] = {}
+    for share in shares:
+        for unit in share.units:
+            for index in unit.indices if unit.weight else ():
+                weights[index] = weights.get(index, 0.0) + unit.weight / len(unit.indices)
+    return tuple(sorted((index, round(weight, 9)) for index, weight in weights.items()))
+
+
+@cache
+def one_process(plan: Plan) -> Weights:
+    """The same training in one process."""
+    group = Group("one", plan)
+    while group.position != plan.end:
+        share = plan.share(group.position, 0, 1)
+        group.commit(_sum([share]))
+    return group.weights
+
+
+def check(plan: Plan, weights: Weights) -> None:
+    """Raises Broken unless the weights were made of each sample once an epoch, in the batches of one process."""
+    per_epoch = math.ceil(plan.length / plan.global_batch_size)
+    if len(weights) != per_epoch * plan.epochs:
+        raise Broken(f"{len(weights)} steps, of {per_epoch * plan.epochs}")
+    for epoch in range(plan.epochs):
+        batches = weights[epoch * per_epoch : (epoch + 1) * per_epoch]
+        indices = Counter(index for batch in batches for index, _ in batch)
+        if indices != Counter(range(plan.length)):
+            raise Broken(f"epoch {epoch} trained on {sorted(indices.elements())}, of range({plan.length})")
+        for batch in batches[:-1]:
+            if len(batch) != plan.global_batch_size:
+                raise Broken(f"a batch of {len(batch)}")
+        for batch in batches:
+            if {weight for _, weight in batch} != {round(1 / len(batch), 9)}:
+                raise Broken(f"the weights of a batch are not those of a mean: {batch}")
+    if weights != one_process(plan):
+        raise Broken("one process trains on other batches")
+    if not plan.shuffle and [index for batch in weights for index, _ in batch] != [*range(plan.length)] * plan.epochs:
+        raise Broken("the order is not that of the dataset")
+
+
+def prove(seed: int, group: type[Group] = Group) -> Job:
+    """Runs one history, and asks the oracle."""
+    job = Job(seed, group)
+    final = job.run()
+    if not final:
+        raise Broken("no group reached the end")
+    for weights in final:
+        check(job.plan, weights)
+    return job

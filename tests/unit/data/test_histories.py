@@ -1,0 +1,291 @@
+"""Each sample is part of exactly one step of the final weights, once an epoch, whatever fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Callable, Optional
+
+import pytest
+
+from tests.unit.data.history import Batch, Broken, Group, Quorum, State, check, one_process, prove
+from torchft.data import position
+from torchft.data.agreement import Agreement, Finding, Verdict
+from torchft.data.position import Plan, Position, Share
+
+EVENTS = {
+    "a collective failed",
+    "a heal failed",
+    "a spare",
+    "a step was not committed",
+    "a stranger asked",
+    "all failed",
+    "at the newest step, at another position",
+    "committed and failed before any heal from it",
+    "failed between steps",
+    "failed in a step",
+    "healed",
+    "healed at the end",
+    "joined",
+    "missed a quorum",
+    "restored",
+    "restored from different checkpoints",
+    "a reduction lacks the groups that failed",
+}
+
+
+def test_random_histories() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(1000):
+        seen += prove(seed).seen
+    assert set(seen) == EVENTS
+
+
+@pytest.mark.slow  # two minutes; test_random_histories has the first 1,000 of them
+@pytest.mark.parametrize("first", range(0, 100_000, 10_000))
+def test_a_hundred_thousand_histories(first: int) -> None:
+    for seed in range(first, first + 10_000):
+        prove(seed)
+
+
+# Mistakes of a loader
+
+
+class DoesNotAdvance(Group):
+    def commit(self, batch: Batch) -> None:
+        before = self.position
+        super().commit(batch)
+        self.position = before
+
+
+class AdvancesWithoutCommit(Group):
+    def abandon(self) -> None:
+        if self.position != self.plan.end:
+            self.position = self.plan.advance(self.position)
+
+
+class HealsWeightsOnly(Group):
+    def load(self, state: State) -> None:
+        before = getattr(self, "position", Position())
+        super().load(state)
+        self.position = before
+
+
+class SavesBeforeTheOptimizerSteps(Group):
+    """The position of a checkpoint is that after a step, its weights those before."""
+
+    def checkpoint(self, batch: Batch) -> State:
+        return replace(self.save(), weights=self.weights[:-1])
+
+
+class SavesThePositionOfTheStep(Group):
+    """The position of a checkpoint is that before a step, its weights those after."""
+
+    def checkpoint(self, batch: Batch) -> State:
+        state = self.save()
+        batches = self.plan.batches_per_epoch
+        epoch, batch_number = divmod(state.data["epoch"] * batches + state.data["batch"] - 1, batches)
+        return replace(state, data={**state.data, "epoch": epoch, "batch": batch_number})
+
+
+class Uncounted(Group):
+    """Does not look at the count of samples in the reduction."""
+
+    def check(self, shares: list[Share], counted: list[int]) -> bool:
+        return True
+
+
+class CutsOverTheQuorum(Group):
+    """Over all groups of it, those that heal included: the Manager sends zeros for them.
+
+    The count refuses each such step. So nothing is trained wrong, but the job stands while somebody heals.
+    """
+
+    def shares(self, quorum: Quorum, agreement: Agreement) -> list[Share]:
+        everybody = replace(quorum, participants=[group.name for group in quorum.groups])
+        return super().shares(everybody, agreement)
+
+
+class CutsOverTheQuorumUncounted(CutsOverTheQuorum, Uncounted):
+    pass
+
+
+class IsInTheReductionTwice(Uncounted):
+    """A group that heals computes what the first participant does, and its gradients count."""
+
+    def shares(self, quorum: Quorum, agreement: Agreement) -> list[Share]:
+        if self.name in quorum.participants:
+            return super().shares(quorum, agreement)
+        return super().shares(replace(quorum, participants=[self.name, *quorum.participants[1:]]), agreement)
+
+    @classmethod
+    def contributing(cls, quorum: Quorum) -> list[str]:
+        return [group.name for group in quorum.groups]
+
+
+class ComparesNoPositions(Group):
+    """Groups at the newest step train, wherever in the data they are."""
+
+    @classmethod
+    def agree(cls, quorum: Quorum) -> Agreement:
+        agreement = super().agree(quorum)
+        for name, finding in agreement.groups.items():
+            if name in quorum.up_to_date and finding.verdict is Verdict.HEALS:
+                agreement.groups[name] = Finding(Verdict.TRAINS)
+        return agreement
+
+    def shares(self, quorum: Quorum, agreement: Agreement) -> list[Share]:
+        return super().shares(quorum, replace(agreement, position=self.position))
+
+
+class EndsByItself(Group):
+    def ended(self, agreement: Agreement) -> bool:
+        return self.position == self.plan.end
+
+
+LOADER_MISTAKES = [
+    DoesNotAdvance,
+    AdvancesWithoutCommit,
+    HealsWeightsOnly,
+    SavesBeforeTheOptimizerSteps,
+    SavesThePositionOfTheStep,
+    Uncounted,
+    CutsOverTheQuorum,
+    CutsOverTheQuorumUncounted,
+    IsInTheReductionTwice,
+    ComparesNoPositions,
+    EndsByItself,
+]
+
+
+@pytest.mark.parametrize("mistake", LOADER_MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_of_a_loader_is_found(mistake: type[Group]) -> None:
+    assert is_found(mistake)
+
+
+# Mistakes of the plan
+
+
+def ends_late(units: range, rank: int, of: int) -> range:
+    return range(
+        units.start + len(units) * rank // of, min(units.stop, units.start + len(units) * (rank + 1) // of + 1)
+    )
+
+
+def drops_the_rest(units: range, rank: int, of: int) -> range:
+    size = len(units) // of
+    return range(units.start + size * rank, units.start + size * (rank + 1))
+
+
+def weighs_copies(share: Callable[..., Share]) -> Callable[..., Share]:
+    """What is added, so that all ranks have as many units, counts like any other."""
+
+    def mistaken(plan: Plan, position: Position, *args: Any) -> Share:
+        got = share(plan, position, *args)
+        size = plan.batch_size(position)
+        return replace(got, units=tuple(replace(u, weight=len(u.indices) / size) for u in got.units))
+
+    return mistaken
+
+
+def adds_no_copies(share: Callable[..., Share]) -> Callable[..., Share]:
+    def mistaken(plan: Plan, position: Position, *args: Any) -> Share:
+        got = share(plan, position, *args)
+        return replace(got, units=tuple(u for u in got.units if u.weight))
+
+    return mistaken
+
+
+def weighs_by_the_global_batch_size(share: Callable[..., Share]) -> Callable[..., Share]:
+    def mistaken(plan: Plan, position: Position, *args: Any) -> Share:
+        got = share(plan, position, *args)
+        factor = plan.batch_size(position) / plan.global_batch_size
+        return replace(got, units=tuple(replace(u, weight=u.weight * factor) for u in got.units))
+
+    return mistaken
+
+
+def cuts_other_units_for_each_number_of_groups(share: Callable[..., Share]) -> Callable[..., Share]:
+    """As a sampler does whose batches are those of a group: who is there decides what a step trains on."""
+
+    def mistaken(plan: Plan, position: Position, rank: Optional[int], participants: int, *args: Any) -> Share:
+        got = share(plan, position, rank, participants, *args)
+        move = participants - 1
+        moved = [replace(u, indices=[(index + move) % plan.length for index in u.indices]) for u in got.units]
+        return replace(got, units=tuple(moved))
+
+    return mistaken
+
+
+PLAN_MISTAKES: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+    "parts overlap": (position, "_part", lambda _: ends_late),
+    "the rest of a cut is dropped": (position, "_part", lambda _: drops_the_rest),
+    "the last batch of an epoch is dropped": (
+        Plan,
+        "batches_per_epoch",
+        lambda _: property(lambda plan: max(1, plan.length // plan.global_batch_size)),
+    ),
+    "copies count": (Plan, "share", weighs_copies),
+    "no copies": (Plan, "share", adds_no_copies),
+    "a smaller batch weighs less": (Plan, "share", weighs_by_the_global_batch_size),
+    "batches depend on the groups": (Plan, "share", cuts_other_units_for_each_number_of_groups),
+    "an order that repeats itself": (position, "_order", lambda _: lambda length, seed, epoch: [0] * length),
+    "each epoch begins twice": (
+        Plan,
+        "load",
+        lambda load: lambda plan, state: load(plan, state if state["batch"] != 1 else {**state, "batch": 0}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAN_MISTAKES)
+def test_a_mistake_of_the_plan_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, mistake = PLAN_MISTAKES[name]
+    one_process.cache_clear()
+    monkeypatch.setattr(owner, attribute, mistake(vars(owner)[attribute]))
+    try:
+        assert is_found()
+    finally:
+        one_process.cache_clear()
+
+
+def is_found(mistake: type[Group] = Group) -> bool:
+    for seed in range(200):
+        try:
+            prove(seed, mistake)
+        except Broken:
+            return True
+    return False
+
+
+# The oracle itself
+
+
+def test_the_oracle_accepts_what_one_process_trains() -> None:
+    plan = Plan(length=7, global_batch_size=4, micro_batch_size=2, shuffle=False, epochs=2)
+    first = ((0, 0.25), (1, 0.25), (2, 0.25), (3, 0.25))
+    rest = tuple((index, round(1 / 3, 9)) for index in (4, 5, 6))
+    assert one_process(plan) == (first, rest) * 2
+    check(plan, (first, rest) * 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([[0, 1], [2]], "2 steps, of 4"),
+        ([[0, 1], [2], [0, 1], [1]], r"epoch 1 trained on \[0, 1, 1\], of range\(3\)"),
+        ([[0, 1], [0, 1], [2], [2]], "epoch 0 trained on"),
+        ([[0], [1, 2], [0, 1], [2]], "a batch of 1"),
+        ([[0, 2], [1], [0, 1], [2]], "one process trains on other batches"),
+    ],
+)
+def test_the_oracle_refuses(weights: list[list[int]], says: str) -> None:
+    plan = Plan(length=3, global_batch_size=2, micro_batch_size=1, shuffle=False, epochs=2)
+    with pytest.raises(Broken, match=says):
+        check(plan, tuple(tuple((index, 1 / len(batch)) for index in batch) for batch in weights))
+
+
+def test_the_oracle_wants_the_mean() -> None:
+    plan = Plan(length=3, global_batch_size=2, micro_batch_size=1, shuffle=False)
+    with pytest.raises(Broken, match="the weights of a batch are not those of a mean"):
+        check(plan, (((0, 0.5), (1, 0.25)), ((2, 1.0),)))

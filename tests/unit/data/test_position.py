@@ -149,11 +149,12 @@ def test_nothing_of_the_size_of_the_dataset_is_made() -> None:
     assert len({index for unit in share.units for index in unit.indices}) == 2**9
 
 
-def test_a_reduction_without_all_samples_is_refused() -> None:
+def test_a_reduction_of_more_or_fewer_samples_is_refused() -> None:
     share = PLAN.share(Position(1, 2), 0, 2)
     share.check(2)
-    with pytest.raises(SamplesDiffer, match=r"batch 2 of epoch 1: 1 samples were reduced, 2 belong to it"):
-        share.check(1)
+    for samples in (0, 1, 3):
+        with pytest.raises(SamplesDiffer, match=f"batch 2 of epoch 1: {samples} samples were reduced, 2 belong to it"):
+            share.check(samples)
 
 
 # Settings
@@ -236,6 +237,7 @@ def test_a_run_that_goes_on_may_have_other_units_and_more_epochs(change: dict[st
         ({"epoch": 2, "batch": 1}, "epochs is 2, and the saved position is in epoch 2, from 0"),
         ({"batch": 3}, "there is no batch 3 in epoch 0: there are 2 epochs of 3 batches"),
         ({"batch": -1}, "there is no batch -1 in epoch 0"),
+        ({"epoch": -1}, "there is no batch 0 in epoch -1"),
         ({"format": 2}, "the saved position has format 2: this version reads 1"),
     ],
 )

@@ -292,15 +292,15 @@ class Plan:
         return Share(
             position,
             tuple(
-                Unit(self.indices(position, unit), weight, last=round == rounds)
-                for round, (unit, weight) in enumerate(weighted, start=1)
+                Unit(self.indices(position, unit), weight, last=number == rounds)
+                for number, (unit, weight) in enumerate(weighted, start=1)
             ),
             samples=self._samples(position, own.start, own.stop),
             expected=self._samples(position, slices[data_rank].start, slices[data_rank].stop),
         )
 
     def _samples(self, position: Position, start: int, stop: int) -> int:
-        """In the units from start to before stop."""
+        """Samples in the units from start to before stop."""
         size = self.batch_size(position)
         return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)
 

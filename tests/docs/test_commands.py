@@ -170,7 +170,8 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
         "29510",
     )
     assert script.count("--steps 20000") == 2
-    script = script.replace("--steps 20000", "--steps 20 --events events")
+    # A group that is done goes on until the other one has its weights, however late that starts.
+    script = script.replace("--steps 20000", "--steps 20 --overtime 1000000 --events events")
     bash(f"{activate}{script}for group in $groups; do wait $group; done", tmp_path, terminal, 250)
     first, second = ends(tmp_path)
     assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
@@ -304,7 +305,10 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
 @pytest.mark.slow  # test_hosts.py has groups on two hosts
 @pytest.mark.timeout(280)
 def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
-    """Two groups, and then one group over both hosts: as the page has it but for the address, and without a GPU."""
+    """Two groups, and then one group over both hosts: as the page has it but for the address, and without a GPU.
+
+    The two groups have `--min_replicas 2`, which the page offers: neither trains before the other one has started.
+    """
     (lighthouse,) = section("docs/two_hosts.md", "Start the lighthouse")
     settings, look = section("docs/two_hosts.md", "Set the addresses and interfaces")
     groups = section("docs/two_hosts.md", "Start the groups")
@@ -313,9 +317,11 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
 
         def start(host: int, script: str) -> subprocess.Popen[bytes]:
             script = (settings + script).replace("10.0.0.1", hosts.addresses[0])
-            script = re.sub(r"--steps \d+", "--steps 20 --overtime 100000 --events events", script)
+            script = re.sub(r"--steps \d+", "--steps 20 --events events", script)
             log = tmp_path / f"output-{len(started)}"
-            process = process_tree.start([*hosts.command(host), "bash", "-ec", script], log, environment, cwd=tmp_path)
+            # The first group waits for the second one as long as the test waits for both.
+            env = {**environment, "TORCHFT_QUORUM_TIMEOUT_SEC": "200"}
+            process = process_tree.start([*hosts.command(host), "bash", "-ec", script], log, env, cwd=tmp_path)
             running.callback(process_tree.kill_tree, process)
             started.append(log)
             return process
@@ -325,7 +331,8 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
                 assert process.wait(200) == 0, "\n".join(log.read_text() for log in started)
 
         started: list[Path] = []
-        start(0, lighthouse)
+        assert "--min_replicas 1 " in lighthouse
+        of_two = start(0, lighthouse.replace("--min_replicas 1 ", "--min_replicas 2 "))
         end(*(start(host, f"until {look.strip()}; do sleep 0.1; done\n{groups[host]}") for host in range(2)))
         first, second = ends(tmp_path)
         assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
@@ -333,7 +340,9 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
         events = (tmp_path / "events" / "group-0-rank-0.jsonl").read_text().splitlines()
         assert any(json.loads(event).get("participants") == 2 for event in events)
 
+        process_tree.kill_tree(of_two)
         shutil.rmtree(tmp_path / "events")
+        start(0, lighthouse)
         end(*(start(host, command) for host, command in enumerate(block_commands(over_both))))
         ranks = [(tmp_path / "events" / f"group-0-rank-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(2)]
         first, second = map(json.loads, ranks)

@@ -7,7 +7,6 @@ own answer, and no thread is needed as long as nobody asks for a future.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
@@ -160,23 +159,29 @@ class Channel:
                         self._lead(lambda: op.done, op, deadline)
                 finally:
                     self._step_down()
+                in_time = deadline is None or time.monotonic() < deadline
             else:
-                self._follow(signal, deadline)
-                if op.done or (deadline is not None and time.monotonic() >= deadline):
-                    # It may have been handed a lead that it does not need any more.
-                    with self._lock:
-                        self._pass_on()
-            if deadline is not None and not op.done and time.monotonic() >= deadline:
-                return False
+                in_time = self._follow(signal, deadline)
+            if not in_time:
+                return op.done
         return True
 
-    def _follow(self, signal: threading.Lock, deadline: Optional[float]) -> None:
-        """Waits until the operation has ended or it is this thread's turn to lead."""
+    def _follow(self, signal: threading.Lock, deadline: Optional[float]) -> bool:
+        """Waits until the operation has ended or it is this thread's turn to lead; False at the deadline."""
         # No wait is for ever: whoever leads ends, and every end of leading wakes a follower.
         left = threading.TIMEOUT_MAX if deadline is None else max(0.0, deadline - time.monotonic())
-        signal.acquire(timeout=left)
-        with self._lock, contextlib.suppress(ValueError):
-            self._followers.remove(signal)
+        woken = False
+        try:
+            woken = signal.acquire(timeout=left)
+        finally:
+            if not woken:
+                with self._lock:
+                    if signal in self._followers:
+                        self._followers.remove(signal)
+                    else:
+                        # Woken too late, perhaps to lead.
+                        self._pass_on()
+        return woken
 
     def _step_down(self) -> None:
         with self._lock:

@@ -6,11 +6,13 @@ import os
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
 import pytest
 
 from torchft.futures import future_wait
+from torchft.process_group.isolated import channel as channel_module
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
 
@@ -76,3 +78,36 @@ def test_a_future_ends_with_the_channel(channel: Channel) -> None:
         with pytest.raises(RuntimeError, match="aborted"):
             future_wait(future, AGES)
     os.close(channel.wire.theirs[1])
+
+
+class Interrupted:
+    """A lock: whoever waits at it is interrupted."""
+
+    def acquire(self, timeout: float = -1) -> bool:
+        if timeout >= 0:
+            raise KeyboardInterrupt
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+def test_an_interrupted_wait_is_not_handed_the_lead(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the leader is done, the next thread that still waits reads."""
+    first, second, third = (channel.start(protocol.PING, (), [], None, 60.0) for _ in range(3))
+    answers = channel.wire.theirs[1]
+    leader = threading.Thread(target=channel.wait, args=(first, None), daemon=True)
+    leader.start()
+    wait_until(lambda: channel._leading)
+    with monkeypatch.context() as patch:
+        patch.setattr(channel_module, "threading", SimpleNamespace(Lock=Interrupted, TIMEOUT_MAX=1.0))
+        with pytest.raises(KeyboardInterrupt):
+            channel.wait(second, None)
+    follower = threading.Thread(target=channel.wait, args=(third, None), daemon=True)
+    follower.start()
+    wait_until(lambda: third.followers)
+    for op, thread in ((first, leader), (third, follower)):
+        os.write(answers, protocol.answer(protocol.DONE, op.op_id))
+        thread.join(AGES.total_seconds())
+        assert not thread.is_alive()
+    os.close(answers)

@@ -1,8 +1,8 @@
 """The trainer's end of one worker: requests out, answers in, and threads that wait for them.
 
-Nobody is woken for another one's sake. Of the threads that wait, one leads: it reads the answers, for all of
-them, until its own operation has ended, and then hands the lead over. So a thread that waits alone reads its
-own answer, and no thread is needed as long as nobody asks for a future.
+Of the threads that wait, one leads: it reads the answers, for all of them, until its own operation has ended, and then
+hands the lead over (`leader`). So a thread that waits alone reads its own answer, and no thread is needed as long as
+nobody asks for a future.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torchft.process_group._operations import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.completer import Completer
 from torchft.process_group.isolated.devices import Devices, MakeSharing
+from torchft.process_group.isolated.leader import Leadership
 from torchft.process_group.isolated.operation import WorkerDied, _FutureMetadata, _OpMetadata, release
 from torchft.process_group.isolated.sharing import Lease
 from torchft.process_group.isolated.wire import Wire
@@ -72,13 +73,12 @@ class Channel:
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
         self._ops: dict[int, _OpMetadata] = {}
-        self._leading = False
-        self._followers: list[threading.Lock] = []
         self._broken: Optional[Exception] = None
         self._heard = 0.0
         self._completer = Completer(
             name, self.devices, self._lock, self._lead_for_futures, lambda: self._broken is not None, self.check
         )
+        self._leadership = Leadership(self._completer.wake)
         _channels.add(self)
 
     # Sending
@@ -140,17 +140,10 @@ class Channel:
         """Waits until an operation has ended; False when that takes longer than `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not op.done:
-            signal = None
             with self._lock:
                 if op.done:
                     break
-                if self._leading:
-                    signal = threading.Lock()
-                    signal.acquire()
-                    op.followers.append(signal)
-                    self._followers.append(signal)
-                else:
-                    self._leading = True
+                signal = self._leadership.join(op)
             if signal is None:
                 try:
                     while not op.done and self._read(_first_wait(op.patience, deadline)):
@@ -161,44 +154,29 @@ class Channel:
                     self._step_down()
                 in_time = deadline is None or time.monotonic() < deadline
             else:
-                in_time = self._follow(signal, deadline)
+                in_time = self._follow(signal, op, deadline)
             if not in_time:
                 return op.done
         return True
 
-    def _follow(self, signal: threading.Lock, deadline: Optional[float]) -> bool:
-        """Waits until the operation has ended or it is this thread's turn to lead; False at the deadline."""
-        # No wait is for ever: whoever leads ends, and every end of leading wakes a follower.
+    def _follow(self, signal: threading.Lock, op: _OpMetadata, deadline: Optional[float]) -> bool:
+        """Waits until the operation has ended or nobody leads; False at the deadline."""
         left = threading.TIMEOUT_MAX if deadline is None else max(0.0, deadline - time.monotonic())
         woken = False
         try:
-            woken = signal.acquire(timeout=left)
+            # A garbage collection in `join` may have ended the operation before it had this signal.
+            woken = op.done or signal.acquire(timeout=left)
         finally:
             if not woken:
                 with self._lock:
-                    if signal in self._followers:
-                        self._followers.remove(signal)
-                    else:
-                        # Woken too late, perhaps to lead.
-                        self._pass_on()
+                    self._leadership.leave(signal)
         return woken
 
     def _step_down(self) -> None:
         with self._lock:
-            self._leading = False
-            if self._broken is None:
-                self._pass_on()
-                return
-        self._close_wire()
-
-    def _pass_on(self) -> None:
-        """Wakes somebody to lead. The lock is held."""
-        if self._leading:
-            return
-        if self._followers:
-            self._followers.pop(0).release()
-        else:
-            self._completer.wake()
+            self._leadership.step_down()
+        if self._broken is not None:
+            self._close_wire()
 
     def _lead(self, until: Callable[[], bool], op: Optional[_OpMetadata], deadline: Optional[float]) -> None:
         """Reads answers until there is no more need to, the deadline has passed, or the worker is lost."""
@@ -233,8 +211,6 @@ class Channel:
     def _read(self, timeout: float) -> bool:
         """Handles what answers there are, or come within `timeout` seconds; whether any came. Only for the leader."""
         if self._broken is not None:
-            # Nothing is left to read; whoever found out is about to end the operations.
-            time.sleep(0.001)
             return False
         try:
             answers = self.wire.read(timeout)
@@ -250,9 +226,8 @@ class Channel:
 
     def _read_what_is_there(self) -> None:
         with self._lock:
-            if self._leading or self._broken is not None:
+            if not self._leadership.lead():
                 return
-            self._leading = True
         try:
             self._read(0.0)
         finally:
@@ -291,12 +266,7 @@ class Channel:
             release(op)
         with self._lock:
             op.done = True
-            for signal in op.followers:
-                # One that was handed the lead is awake already.
-                if signal in self._followers:
-                    self._followers.remove(signal)
-                    signal.release()
-            op.followers.clear()
+            self._leadership.ended(op)
             if op.future is not None:
                 self._completer.ended(op)
 
@@ -371,9 +341,8 @@ class Channel:
     def _lead_for_futures(self, until: Callable[[], bool]) -> bool:
         """Leads until that is true; False at once when somebody else does, or there is nothing to wait for."""
         with self._lock:
-            if self._leading or self._broken is not None or not any(op.future for op in self._ops.values()):
+            if not any(op.future for op in self._ops.values()) or not self._leadership.lead():
                 return False
-            self._leading = True
         try:
             self._lead(until, None, None)
         finally:
@@ -423,6 +392,7 @@ class Channel:
             if self._broken is not None:
                 return
             self._broken = error
+            self._leadership.close()
             ops, self._ops = self._ops, {}
         self.devices.abandon()
         for op in ops.values():
@@ -431,7 +401,7 @@ class Channel:
             self._end(op)
         with self._lock:
             self._completer.wake()
-            if self._leading:
+            if self._leadership.taken:
                 self.wire.wake()
         self.wire.hang_up()
         self._close_wire()
@@ -439,7 +409,7 @@ class Channel:
 
     def _close_wire(self) -> None:
         with self._lock:
-            if self._leading:
+            if self._leadership.taken:
                 return
         self.wire.close()
 
@@ -447,6 +417,7 @@ class Channel:
         """In a forked child: these are the parent's."""
         if self._broken is None:
             self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
+            self._leadership.close()
         self.wire.forget()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Generator, Optional, Sequence
@@ -45,7 +44,7 @@ class _OpMetadata:
     """
 
     __slots__ = (
-        "done", "error", "followers", "future", "leases", "marks", "op_id", "patience", "result", "started", "stream",
+        "done", "error", "future", "leases", "marks", "op_id", "patience", "result", "started", "stream",
     )  # fmt: skip
 
     def __init__(
@@ -67,8 +66,6 @@ class _OpMetadata:
         # Of the worker's device, when it is done.
         self.marks: Sequence[protocol.Item] = ()
         self.future: Optional[_FutureMetadata] = None
-        # Locks that followers wait at.
-        self.followers: list[threading.Lock] = []
 
     @contextlib.contextmanager
     def set_stream(self) -> Generator[None, None, None]:

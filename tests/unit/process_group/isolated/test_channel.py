@@ -6,13 +6,11 @@ import os
 import threading
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
 import pytest
 
 from torchft.futures import future_wait
-from torchft.process_group.isolated import channel as channel_module
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
 
@@ -52,7 +50,7 @@ def test_nobody_is_woken_through_a_closed_descriptor(channel: Channel, monkeypat
     monkeypatch.setattr(os, "eventfd_write", lambda *_: woken.append(channel.wire.closed))
     reader = threading.Thread(target=channel.wait, args=(op, None), daemon=True)
     reader.start()
-    wait_until(lambda: channel._leading)
+    wait_until(lambda: channel._leadership.taken)
     channel.close(RuntimeError("aborted"))
     reader.join(AGES.total_seconds())
     assert not reader.is_alive() and op.error is not None
@@ -81,12 +79,10 @@ def test_a_future_ends_with_the_channel(channel: Channel) -> None:
 
 
 class Interrupted:
-    """A lock: whoever waits at it is interrupted."""
+    """A signal: whoever waits at it is interrupted."""
 
-    def acquire(self, timeout: float = -1) -> bool:
-        if timeout >= 0:
-            raise KeyboardInterrupt
-        return True
+    def acquire(self, timeout: float) -> bool:
+        raise KeyboardInterrupt
 
     def release(self) -> None:
         pass
@@ -98,14 +94,14 @@ def test_an_interrupted_wait_is_not_handed_the_lead(channel: Channel, monkeypatc
     answers = channel.wire.theirs[1]
     leader = threading.Thread(target=channel.wait, args=(first, None), daemon=True)
     leader.start()
-    wait_until(lambda: channel._leading)
+    wait_until(lambda: channel._leadership.taken)
     with monkeypatch.context() as patch:
-        patch.setattr(channel_module, "threading", SimpleNamespace(Lock=Interrupted, TIMEOUT_MAX=1.0))
+        patch.setattr(channel._leadership, "_make_signal", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             channel.wait(second, None)
     follower = threading.Thread(target=channel.wait, args=(third, None), daemon=True)
     follower.start()
-    wait_until(lambda: third.followers)
+    wait_until(lambda: third in channel._leadership._followers.values())
     for op, thread in ((first, leader), (third, follower)):
         os.write(answers, protocol.answer(protocol.DONE, op.op_id))
         thread.join(AGES.total_seconds())

@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, ClassVar, List, Optional, Union
+from typing import Any, Callable, ClassVar, List, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -261,13 +261,38 @@ class ProcessGroupBaby(ProcessGroup):
             arguments: as PyTorch's group takes them.
             access: to the tensors, where it is not what the table says.
         """
-        worker = self._worker
-        if worker is None or self._peers is None:
-            raise copied(self._aborted) if self._aborted else AssertionError("process group not initialized")
+        worker = self._connected()
         if self._checker is not None:
             self._checker.check(name, arguments, arguments[-1])
         channel = worker.channel
         call = Call(channel.devices)
+        try:
+            parts, seconds = self._encoded(call, name, arguments, access)
+            if call.on_device:
+                refuse_capture(f"{self._name}: {name}")
+        except Exception:
+            call.release()
+            raise
+        result = flat(arguments[0]) if call.leases else []
+        stream = torch.accelerator.current_stream() if call.on_device else None
+        op = channel.start(protocol.RUN, parts, call.leases, result, seconds, stream)
+        return self._work(channel, op, stream)
+
+    def _connected(self) -> Worker:
+        """The worker that has peers.
+
+        Raises:
+            Exception: there is none; the reason of the abort, if that is why.
+        """
+        worker = self._worker
+        if worker is None or self._peers is None:
+            raise copied(self._aborted) if self._aborted else AssertionError("process group not initialized")
+        return worker
+
+    def _encoded(
+        self, call: Call, name: str, arguments: Sequence[Any], access: Optional[str]
+    ) -> tuple[list[bytes], float]:
+        """An operation as the worker reads it, its tensors lent to `call`, and its timeout in seconds."""
         parts = [protocol.code(name)]
         seconds = 0.0
         try:
@@ -282,21 +307,13 @@ class ProcessGroupBaby(ProcessGroup):
                     parts.append(argument[0])
                     seconds = argument[1]
         except Exception as e:
-            call.release()
             # So that it says who refuses what.
             kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
             raise kind(f"{self._name}: {name}: {e}") from e
-        if call.on_device:
-            try:
-                refuse_capture(f"{self._name}: {name}")
-            except RuntimeError:
-                call.release()
-                raise
-        result = flat(arguments[0]) if call.leases else []
-        if seconds <= 0:
-            seconds = self._timeout.total_seconds()
-        stream = torch.accelerator.current_stream() if call.on_device else None
-        op = channel.start(protocol.RUN, parts, call.leases, result, seconds, stream)
+        return parts, seconds if seconds > 0 else self._timeout.total_seconds()
+
+    def _work(self, channel: Channel, op: _OpMetadata, stream: Optional[torch.Stream]) -> Work:
+        """What the caller gets for an operation that was sent."""
         self._starting[op.op_id] = channel, op
         try:
             # Read from the package: a replacement put there must take effect.

@@ -217,6 +217,30 @@ _last: weakref.WeakKeyDictionary[Any, _HostWork] = weakref.WeakKeyDictionary()
 _last_lock = threading.Lock()
 
 
+def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
+    """The work that has to end before this one, if any; this one is the last among these peers from now on."""
+    with _last_lock:
+        previous = _last.get(peers)
+        _last[peers] = work
+    return None if previous is None or previous._ended.is_set() else previous
+
+
+def _on_stream(
+    run: Callable[[Exchange], None], device: torch.device, stream: Optional[torch.Stream]
+) -> Callable[[Exchange], None]:
+    """`run` behind what is queued on the current stream now, until its own stream has done all of it."""
+    before = cast(torch.Event, record_event())
+    own = torch.Stream(device) if stream is None else stream
+
+    def run_there(exchange: Exchange) -> None:
+        with get_stream_context(own):
+            own.wait_event(before)
+            run(exchange)
+            own.synchronize()
+
+    return run_there
+
+
 class _HostWork(Work):
     """A thread that exchanges and computes, and ends with it."""
 
@@ -237,33 +261,22 @@ class _HostWork(Work):
         self._lock = threading.Lock()
         self._device = device
         exchange = _HostExchange(pg, what, device)
-        on_device = device.type != "cpu"
-        before = record_event() if on_device else None
-        own = torch.Stream(device) if on_device and stream is None else stream
-        peers = _peers(pg)
-        with _last_lock:
-            previous = _last.get(peers)
-            _last[peers] = self
+        if device.type != "cpu":
+            run = _on_stream(run, device, stream)
+        work = run, exchange, _enqueue(self, _peers(pg))
+        threading.Thread(target=self._work, args=work, name="torchft_quantized", daemon=True).start()
 
-        def work() -> None:
-            try:
-                if previous is not None:
-                    previous._ended.wait()  # it ends: its sends and receives have deadlines
-                    if previous._error is not None:
-                        raise previous._error
-                with torch.no_grad(), get_stream_context(own if on_device else None):
-                    if own is not None and before is not None:
-                        own.wait_event(cast(torch.Event, before))
-                    run(exchange)
-                    if own is not None and on_device:
-                        own.synchronize()
-            except Exception as e:
-                self._error = e
-            self._end()
-
-        if previous is not None and previous._ended.is_set():
-            previous = None
-        threading.Thread(target=work, name="torchft_quantized", daemon=True).start()
+    def _work(self, run: Callable[[Exchange], None], exchange: Exchange, previous: Optional[_HostWork]) -> None:
+        try:
+            if previous is not None:
+                previous._ended.wait()  # it ends: its sends and receives have deadlines
+                if previous._error is not None:
+                    raise previous._error
+            with torch.no_grad():
+                run(exchange)
+        except Exception as e:
+            self._error = e
+        self._end()
 
     def _end(self) -> None:
         with self._lock:

@@ -34,9 +34,6 @@ _UNRESPONSIVE_SEC = 5.0
 # How long it takes at most until the end of a worker is read after a request could not be sent for it.
 _LAST_WORDS_SEC = 1.0
 
-# Devices have nothing better to offer across processes than to be asked.
-_ASK_DEVICE_EVERY_SEC = 0.0005
-
 # With this many operations in flight, answers are read before the next one is sent, so that they never fill
 # the pipe.
 _READ_ABOVE = 64
@@ -313,14 +310,13 @@ class Channel:
 
     def drain(self, timeout: float) -> bool:
         """Waits until the worker's device has done what was queued; False when it has not in `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self.devices.queued and self._broken is None:
-            self.devices.release_reached()
-            if time.monotonic() >= deadline:
-                return not self.devices.queued
-            if self.devices.queued:
-                time.sleep(_ASK_DEVICE_EVERY_SEC)
-        return True
+
+        def drained() -> bool:
+            if self.devices.queued and self._broken is None:
+                self.devices.release_reached()
+            return not self.devices.queued or self._broken is not None
+
+        return poll(drained, timeout)
 
     # Futures
 

@@ -414,6 +414,9 @@ class Channel:
         if self._broken is None:
             self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
             self._leadership.close()
+            # The lock may be held for ever; nobody else is here.
+            for op in self._ops.values():
+                op.error, op.done = self._error(), True
         self.wire.forget()
 
 

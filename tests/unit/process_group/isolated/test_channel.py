@@ -107,3 +107,11 @@ def test_an_interrupted_wait_is_not_handed_the_lead(channel: Channel, monkeypatc
         thread.join(AGES.total_seconds())
         assert not thread.is_alive()
     os.close(answers)
+
+
+def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None:
+    op = channel.start(protocol.PING, (), [], None, 60.0)
+    channel._forget()  # what a fork calls there
+    assert channel.wait(op, 0.0)
+    assert "a forked process cannot use its parent's group" in str(op.error)
+    os.close(channel.wire.theirs[1])

@@ -28,7 +28,8 @@ When work runs:
 Streams and events are `torch.Stream("late")` and `torch.Event`, or those of `torch.accelerator`; `torch.late` is what
 `torch.cuda` is to CUDA. LATE_DEVICES (read when loaded; 4) says how many devices there are: "late:0" and so on.
 Memory has an address that the CPU cannot read: SIGSEGV. A freed block is handed out again at once, in the order of the
-stream that it was allocated on, and is NaN until written; `record_stream` keeps it from that.
+stream that it was allocated on; `record_stream` keeps it from that. It is NaN from then until written: a free itself
+writes nothing, as on CUDA.
 
 A group of two ranks, on threads with a device each, or in processes (test_processes.py):
 

@@ -148,8 +148,10 @@ def algorithm(kind: str, manager: Manager, model: nn.Sequential, inner: torch.op
 def digest(model: nn.Module) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        host = tensor.cpu()
+        assert host.isfinite().all(), f"{name} is not finite"  # all groups would have the same digest
         sha.update(name.encode())
-        sha.update(tensor.cpu().numpy().tobytes())
+        sha.update(host.numpy().tobytes())
     return sha.hexdigest()
 
 

@@ -134,13 +134,13 @@ def test_a_future_is_done_at_launch_and_orders_the_streams_of_its_users(late):
 # Memory
 
 
-def test_fresh_and_freed_memory_is_nan(late):
+def test_memory_is_nan_until_it_is_written(late):
     assert torch.isnan(torch.empty(10, device="late").cpu()).all()
     a = torch.ones(10, device="late")
-    view = late.cpu_view(a)
+    address = a.data_ptr()
     del a
-    settle()
-    assert torch.isnan(view).all()
+    b = torch.empty(10, device="late")
+    assert b.data_ptr() == address and torch.isnan(b.cpu()).all()
 
 
 def test_a_freed_block_is_handed_out_at_once_in_stream_order(late):
@@ -171,6 +171,23 @@ def test_record_stream_keeps_a_block_from_its_next_user(late, record: bool, expe
     late.release()
     with other:
         assert (b.data_ptr() == address, read_late[0].item()) == expected
+
+
+def test_a_free_writes_nothing(late):
+    """As on CUDA: another stream reads to the end if the block's stream waits for it before the next allocation."""
+    other = torch.Stream("late")
+    with other:
+        a = torch.full((5000,), 7.0, device="late")
+    address = a.data_ptr()
+    settle()
+    with late.held(current()):
+        read_late = a * 1
+        del a
+        other.synchronize()
+        other.wait_stream(current())
+        with other:
+            b = torch.full((5000,), 9.0, device="late")
+    assert (b.data_ptr() == address, read_late[0].item()) == (True, 7.0)
 
 
 def test_the_host_cannot_read_device_memory(late):

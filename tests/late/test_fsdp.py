@@ -1,42 +1,66 @@
-"""FSDP2 on the test device, over a mesh of two replica groups with two ranks each."""
+"""FSDP2 on the test device: alone, and over a mesh of two replica groups with two ranks each."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
-from hsdp_model import reference
-from processes import START_TIMEOUT_S, Job, free_port, ours_path
+import torch.distributed as dist
+from hsdp_job import check, kill_and_heal, train_together
+from hsdp_model import Model, batch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 SHARDS, STEPS = 2, 8
 
 
-# test_jobs.py trains with DDP on the device; tests/process/test_hsdp.py shards on the CPU.
+@pytest.fixture
+def one_rank(late: ModuleType) -> Iterator[None]:
+    """PyTorch's default group, of this process alone."""
+    import tests.late.group  # noqa: F401 (registers the backend)
+
+    dist.init_process_group("cpu:gloo,late:late", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_ends_as_plain_training_on_the_cpu(late: ModuleType, one_rank: None) -> None:
+    """FSDP2 drops the gradients of a step, which are memory of its own stream, while the device still reads them."""
+    torch.manual_seed(0)
+    model = Model().to("late")
+    mesh = init_device_mesh("late", (1,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    late.delays(3, 0, 200)
+    for step in range(STEPS):
+        adam.zero_grad()
+        x, y = (t.to("late") for t in batch(step, 0, 0))
+        nn.functional.mse_loss(model(x), y).backward()
+        adam.step()
+    got = {name: p.full_tensor().cpu().flatten() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    check(got, [[0]] * STEPS, 1)
+
+
+# Slow, the rest: four processes for each test. test_jobs.py trains with DDP on the device; tests/process/test_hsdp.py
+# shards on the CPU.
+
+
 @pytest.mark.slow
 @pytest.mark.processes
-def test_two_groups_of_two_ranks_end_as_one_process_with_all_the_data(job_server: None) -> None:
-    with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=2, join_timeout_ms=60000)
-        children = []
-        for group in range(2):
-            env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(SHARDS)}
-            children += [
-                job.python(
-                    f"group{group}-{rank}",
-                    Path(__file__).parent / "hsdp.py",
-                    f"--group={group}",
-                    f"--lighthouse={lighthouse}",
-                    path=ours_path(),
-                    env={**env, "RANK": str(rank)},
-                )
-                for rank in range(SHARDS)
-            ]
-        job.wait(lambda: all(child.of("ready") for child in children), START_TIMEOUT_S, "meshes")
-        for child in children:
-            child.send(step=STEPS)
-        job.wait_exit(children, 90)
-        expected = reference(0, [[0, 1]] * STEPS, SHARDS)
-        for child in children:
-            for name, values in child.of("finished")[0]["weights"].items():
-                torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[name]))
+@pytest.mark.parametrize("delays", [0, 1, 2])
+def test_two_groups_of_two_ranks_end_as_one_process_with_all_the_data(job_server: None, delays: int) -> None:
+    train_together(SHARDS, STEPS, device="late", delays=delays)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_group_is_killed_and_comes_back(job_server: None) -> None:
+    kill_and_heal(SHARDS, device="late")

@@ -56,6 +56,26 @@ def check(got: dict[str, torch.Tensor], participants: list[list[int]], shards: i
         )
 
 
+def train_together(shards: int, steps: int, **options: object) -> None:
+    """Two groups train from the first step to the last: the same weights as one process that sees all the data.
+
+    Args:
+        shards: ranks of a group.
+        steps: how many.
+        options: of all workers.
+    """
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=2, join_timeout_ms=60000)
+        children = [child for group in range(2) for child in start(job, lighthouse, group, shards, **options)]
+        train(job, children)
+        for child in children:
+            child.send(do="finish", step=steps)
+        got = weights(job, children)
+        for child in children:
+            assert [e["participants"] for e in committed(child)] == [2] * steps, job.report()
+    check(got, [[0, 1]] * steps, shards)
+
+
 def _wait_for_death(job: Job, group: list[Child]) -> None:
     for child in group:
         child.expected_to_live = False

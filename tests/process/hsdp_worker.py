@@ -2,15 +2,18 @@
 With --wrap=ddp, a group of one rank that trains with DDP.
 
 Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). With --native, the replicas' group is
-PyTorch's own, which torchft reconfigures. Prints every step, and at its end the full weights.
+PyTorch's own, which torchft reconfigures. With --device=late, it trains on the test accelerator (tests/late). Prints
+every step, and at its end the full weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,7 +33,8 @@ parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--lighthouse", required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights")
 parser.add_argument("--die_after", type=int, default=-1, help="own commits after which it ends in a backward pass")
-parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+parser.add_argument("--device", choices=["cpu", "cuda", "late"], default="cpu")
+parser.add_argument("--delays", type=int, default=0, help="seed of the delays of the test accelerator")
 parser.add_argument(
     "--kind", default="ProcessGroupGloo", help="of the group over the replica groups, a class of torchft"
 )
@@ -45,6 +49,8 @@ torch.set_num_threads(1)
 
 
 def replicas() -> dist.ProcessGroup:
+    if args.device == "late":
+        return ProcessGroupLate(timeout=TIMEOUT)
     if not args.native:
         return getattr(process_group, args.kind)(timeout=TIMEOUT)
     store = dist.PrefixStore(f"shard{rank}", TCPStore("localhost", args.native, wait_for_workers=False))
@@ -57,8 +63,16 @@ def replicas() -> dist.ProcessGroup:
 
 if args.device == "cuda":
     torch.cuda.set_device((shards * args.group + rank) % torch.cuda.device_count())
+if args.device == "late":
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from tests.late import load
+
+    load().delays(1000 * args.delays + 10 * args.group + rank, 0, 200)
+    from tests.late.group import ProcessGroupLate
 # The other rank may still import PyTorch.
-shards_over = "nccl" if args.device == "cuda" and args.wrap == "fsdp" else "gloo"
+shards_over = {"cpu": "gloo", "cuda": "nccl", "late": "cpu:gloo,late:late"}[args.device]
+if args.wrap == "ddp":
+    shards_over = "gloo"
 dist.init_process_group(shards_over, timeout=timedelta(seconds=120))
 torch.manual_seed(args.seed)
 model = Model().to(args.device)

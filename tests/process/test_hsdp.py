@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hsdp_job import check, committed, kill_and_heal, start, train, weights
-from processes import Job, ours_path
+from hsdp_job import kill_and_heal, train_together
 from torch.distributed import TCPStore
 
 pytestmark = [
@@ -24,23 +23,13 @@ STEPS = 12
 # Slow with gloo: the group that is killed below is one of that kind.
 @pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.slow), "native"])
 def test_two_groups_of_two_ranks(kind: str) -> None:
-    """The same weights as one process that sees all the data."""
     options = {}
     if kind == "native":
         if not hasattr(dist.ProcessGroup, "reconfigure"):
             pytest.skip("needs PyTorch >= 2.14, whose groups can be reconfigured")
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         options["native"] = store.port
-    with Job() as job:
-        _, lighthouse = job.lighthouse(ours_path(), min_replicas=2, join_timeout_ms=60000)
-        children = [child for group in range(2) for child in start(job, lighthouse, group, SHARDS, **options)]
-        train(job, children)
-        for child in children:
-            child.send(do="finish", step=STEPS)
-        got = weights(job, children)
-        for child in children:
-            assert [e["participants"] for e in committed(child)] == [2] * STEPS, job.report()
-    check(got, [[0, 1]] * STEPS, SHARDS)
+    train_together(SHARDS, STEPS, **options)
 
 
 def test_a_group_is_killed_and_comes_back() -> None:

@@ -100,8 +100,8 @@ class Allocator final : public c10::DeviceAllocator {
       block = new Block{own.device + used_, size, stream};
       used_ += size;
       stats_.reserved_bytes[0].increase(size);
-      fill_with_nan(block);
     }
+    fill_with_nan(block);
     block->asked = bytes;
     stats_.allocated_bytes[0].increase(bytes);
     return {block->address, block, &release, device};
@@ -157,6 +157,9 @@ class Allocator final : public c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex) override { stats_.allocated_bytes[0].reset_peak(); }
 
  private:
+  // When a block is handed out, not when it is freed: a free is the host's bookkeeping, as with CUDA, and writes nothing.
+  // Another stream may still read a freed block without record_stream, if the block's stream waits for it before the
+  // next allocation. FSDP2 frees gradients in this way.
   static void fill_with_nan(Block* block) {
     if (state.poison) push(block->stream, [p = for_tasks(block->address), n = block->bytes] { std::memset(p, 0xFF, n); });
   }
@@ -165,7 +168,6 @@ class Allocator final : public c10::DeviceAllocator {
   void give_back(Block* block) {
     stats_.allocated_bytes[0].decrease(block->asked);
     if (block->recorded.empty()) {
-      fill_with_nan(block);
       free_[{block->stream, block->bytes}].push_back(block);
       return;
     }
@@ -186,7 +188,6 @@ class Allocator final : public c10::DeviceAllocator {
     pending_ = pending;
     for (auto* block : ready) {
       block->until.clear();
-      fill_with_nan(block);
       free_[{block->stream, block->bytes}].push_back(block);
     }
   }

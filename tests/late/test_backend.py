@@ -54,14 +54,19 @@ def test_work_is_returned_at_launch_and_its_future_is_complete(late):
 
 
 def test_who_does_not_wait_reads_old_values(late):
-    late.delays(1, 2000, 4000)
+    has_read = threading.Event()
 
     def rank(r: int, pg: ProcessGroupLate):
         x = full(r + 1)
-        native(pg).allreduce([x], dist.AllreduceOptions())
-        return (x * 1).tolist()
+        if r == 1:  # the collective does not end before
+            assert has_read.wait(20)
+        work = native(pg).allreduce([x], dist.AllreduceOptions())
+        before = (x * 1).tolist()
+        has_read.set()
+        work.wait()
+        return before, x.tolist()
 
-    assert together(rank, make=make) != [[3.0] * 4] * 2
+    assert together(rank, make=make)[0] == ([1.0] * 4, [3.0] * 4)
 
 
 def test_the_futures_value_is_ordered_for_who_takes_it(late):

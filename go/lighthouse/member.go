@@ -364,9 +364,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		return status.Errorf(codes.InvalidArgument, "timeout_us is %d: an ask needs a deadline, above 0", ask.GetTimeoutUs())
 	}
 	member := s.said
-	member.SetState(quorum.State{
-		Step: ask.GetStep(), CommittedQuorumID: ask.GetCommittedQuorumId(), CommitFailures: ask.GetCommitFailures(),
-	})
+	member.SetState(rpc.StateFromProto(ask))
 	timeout := rpc.MaxWait
 	if us := ask.GetTimeoutUs(); us < rpc.MaxWait.Microseconds() {
 		timeout = time.Duration(us) * time.Microsecond

@@ -74,7 +74,7 @@ func TestAPublishedGroupOfAnotherSizeIsLetIn(t *testing.T) {
 		a := c.StartGroup("a", 3)
 		var ours answers
 		for rank := range int64(3) {
-			ours = append(ours, a.QuorumWith(manager.QuorumArgs{GroupRank: rank, Handle: fmt.Sprint("a", rank)}, time.Minute))
+			ours = append(ours, a.QuorumWith(manager.Request{GroupRank: rank, Handle: fmt.Sprint("a", rank)}, time.Minute))
 		}
 		synctest.Wait()
 		published := call(dialLighthouse(t, c, "p"), quorum.Member{ReplicaID: "p", StoreAddress: "p:1", WorldSize: 2, Handles: []string{"p0", "p1"}})
@@ -121,7 +121,7 @@ func TestMuchDataReachesEverybody(t *testing.T) {
 		}
 		var ours answers
 		for _, id := range []string{"a", "b"} {
-			ours = append(ours, c.StartGroup(id, 1).QuorumWith(manager.QuorumArgs{Handle: id + much}, time.Minute))
+			ours = append(ours, c.StartGroup(id, 1).QuorumWith(manager.Request{Handle: id + much}, time.Minute))
 		}
 		for _, asked := range calls {
 			got := <-asked
@@ -150,7 +150,7 @@ func TestTooMuchDataIsNamedAndHarmsNobodyElse(t *testing.T) {
 		for range 2 { // again and again
 			var asked answers
 			for rank := range int64(2) {
-				asked = append(asked, big.QuorumWith(manager.QuorumArgs{GroupRank: rank, Handle: strings.Repeat("x", 3<<20)}, time.Minute))
+				asked = append(asked, big.QuorumWith(manager.Request{GroupRank: rank, Handle: strings.Repeat("x", 3<<20)}, time.Minute))
 			}
 			for _, asked := range asked {
 				got := <-asked

@@ -60,7 +60,7 @@ func BenchmarkQuorum(b *testing.B) {
 				for _, client := range clients {
 					go func() {
 						_, err := within(func(ctx context.Context) (any, error) {
-							return client.Quorum(ctx, manager.QuorumArgs{Step: step})
+							return client.Quorum(ctx, manager.Request{Step: step})
 						})
 						errs <- err
 					}()

@@ -7,23 +7,14 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// QuorumArgs are what a rank says when it asks for the next quorum.
-type QuorumArgs struct {
-	GroupRank          int64
-	Step               int64
-	CheckpointMetadata string // where others fetch this rank's state
-	ShrinkOnly         bool
-	InitSync           bool
-	CommitFailures     int64
-	CommittedQuorumID  int64  // in which this rank's weights were made; -1: in none since it began, 0: it does not say
-	Handle             string // reconfigure handle of this rank's process group, if it has one
-	GroupWorldSize     int64  // as this rank believes; 0 does not say
-	Traceparent        string // W3C trace context of the step; empty unless the rank traces
-}
+// Request is what a rank says when it asks for the next quorum.
+type Request = round.Request
 
 // Client is one rank's connection to a manager server. To a server in the same process it is direct, without
 // a network. Calls may run at the same time. Each ends at its context's deadline.
@@ -34,7 +25,7 @@ type Client struct {
 
 // calls is what a client does, over the network or directly.
 type calls interface {
-	Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error)
+	Quorum(ctx context.Context, req Request) (recovery.Result, error)
 	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
 	// Suspect tells that a collective of a quorum failed, and which member is suspected, empty if that is not known.
@@ -100,8 +91,8 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 }
 
 // Quorum waits until every rank of the group has asked and the lighthouse has answered.
-func (c *Client) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
-	r, err := c.calls.Quorum(ctx, args)
+func (c *Client) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
+	r, err := c.calls.Quorum(ctx, req)
 	return r, rpc.Wrap("quorum", c.peer, err)
 }
 
@@ -128,14 +119,20 @@ type remote struct {
 	stub torchftpb.ManagerServiceClient
 }
 
-func (r *remote) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
+func quorumMessage(ctx context.Context, req Request) *torchftpb.ManagerQuorumRequest {
+	message := rpc.RequestToProto(req)
+	message.Traceparent = tracing.ParentOf(ctx)
+	return message
+}
+
+func (r *remote) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	resp, err := r.stub.Quorum(ctx, quorumToProto(args))
+	resp, err := r.stub.Quorum(ctx, quorumMessage(ctx, req))
 	if err != nil {
 		return recovery.Result{}, err
 	}
-	return resultFromProto(resp), nil
+	return rpc.ResultFromProto(resp), nil
 }
 
 func (r *remote) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {

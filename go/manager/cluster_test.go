@@ -107,7 +107,7 @@ func TestHelpComesOverTheWire(t *testing.T) {
 		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)
 		ask := func(g *fttest.Group, step, committed int64) (asked answers) {
 			for rank := range int64(2) {
-				asked = append(asked, g.QuorumWith(manager.QuorumArgs{GroupRank: rank, Step: step, CommittedQuorumID: committed}, time.Minute))
+				asked = append(asked, g.QuorumWith(manager.Request{GroupRank: rank, Step: step, CommittedQuorumID: committed}, time.Minute))
 			}
 			return asked
 		}
@@ -128,7 +128,7 @@ func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		ask := func(g *fttest.Group, committed int64) <-chan fttest.Answer[recovery.Result] {
-			return g.QuorumWith(manager.QuorumArgs{Step: 7, CommittedQuorumID: committed}, time.Minute)
+			return g.QuorumWith(manager.Request{Step: 7, CommittedQuorumID: committed}, time.Minute)
 		}
 		got := answers{ask(a, 1000), ask(b, 1001)}.results(t)
 		require.True(t, got[0].Heal)
@@ -438,7 +438,7 @@ func TestAWrongWorldSizeFailsTheGroup(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		sibling := g.Quorum(0, 1, time.Minute)
 		synctest.Wait()
-		wrong := <-g.QuorumWith(manager.QuorumArgs{GroupRank: 1, Step: 1, GroupWorldSize: 4}, time.Minute)
+		wrong := <-g.QuorumWith(manager.Request{GroupRank: 1, Step: 1, GroupWorldSize: 4}, time.Minute)
 		for _, err := range []error{wrong.Err, (<-sibling).Err} {
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
 			assert.ErrorContains(t, err, "4")
@@ -455,7 +455,7 @@ func TestReconfigureHandlesReachTheirRank(t *testing.T) {
 		for i, g := range []*fttest.Group{a, b} {
 			for rank := range int64(2) {
 				handle := fmt.Sprintf("%d/%d", i, rank)
-				all = append(all, g.QuorumWith(manager.QuorumArgs{GroupRank: rank, Handle: handle, GroupWorldSize: 2}, time.Minute))
+				all = append(all, g.QuorumWith(manager.Request{GroupRank: rank, Handle: handle, GroupWorldSize: 2}, time.Minute))
 			}
 		}
 		for i, r := range all.results(t) {

@@ -33,11 +33,11 @@ func (d *direct) err() error {
 	return nil
 }
 
-func (d *direct) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
+func (d *direct) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
 	if err := d.err(); err != nil {
 		return recovery.Result{}, err
 	}
-	return d.server.quorum(ctx, d.conn, args)
+	return d.server.quorum(ctx, d.conn, req)
 }
 
 func (d *direct) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {

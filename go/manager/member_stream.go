@@ -236,15 +236,10 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 	}()
 
 	deadline, _ := ctx.Deadline()
-	err := s.sendAsk(&torchftpb.Ask{
-		Number:            number,
-		TimeoutUs:         max(1, time.Until(deadline).Microseconds()),
-		KnownQuorumId:     knownQuorumID,
-		Step:              who.Step,
-		CommittedQuorumId: who.CommittedQuorumID,
-		CommitFailures:    who.CommitFailures,
-		Traceparent:       tracing.ParentOf(ctx),
-	}, who)
+	said := rpc.AskToProto(who.State())
+	said.Number, said.KnownQuorumId, said.Traceparent = number, knownQuorumID, tracing.ParentOf(ctx)
+	said.TimeoutUs = max(1, time.Until(deadline).Microseconds())
+	err := s.sendAsk(said, who)
 	if err != nil {
 		return nil, err
 	}

@@ -138,28 +138,16 @@ func (s *Server) Status() round.Status {
 	return s.machine.Describe()
 }
 
-func (s *Server) quorum(ctx context.Context, conn *connection, args QuorumArgs) (_ recovery.Result, err error) {
+func (s *Server) quorum(ctx context.Context, conn *connection, req Request) (_ recovery.Result, err error) {
 	deadline, ok := ctx.Deadline()
 	if !ok {
 		return recovery.Result{}, status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")
 	}
-	if span := s.traced(args); span != nil {
+	if span := s.traced(ctx, req); span != nil {
 		defer func() { span.End(err) }()
 	}
-	a := s.call(ctx, conn, args.GroupRank, func(id round.WaiterID) round.Event {
-		return round.QuorumAsked{
-			Waiter:             id,
-			GroupRank:          args.GroupRank,
-			Step:               args.Step,
-			CheckpointMetadata: args.CheckpointMetadata,
-			ShrinkOnly:         args.ShrinkOnly,
-			InitSync:           args.InitSync,
-			CommitFailures:     args.CommitFailures,
-			CommittedQuorumID:  args.CommittedQuorumID,
-			Handle:             args.Handle,
-			GroupWorldSize:     args.GroupWorldSize,
-			Deadline:           deadline,
-		}
+	a := s.call(ctx, conn, req.GroupRank, func(id round.WaiterID) round.Event {
+		return round.QuorumAsked{Request: req, Waiter: id, Deadline: deadline}
 	})
 	return a.result, a.err
 }

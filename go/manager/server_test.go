@@ -112,7 +112,7 @@ func TestRanksOutsideTheGroupAreRefused(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		for _, rank := range []int64{-1, 2} {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-			_, err := g.Ranks[0].Quorum(ctx, manager.QuorumArgs{GroupRank: rank})
+			_, err := g.Ranks[0].Quorum(ctx, manager.Request{GroupRank: rank})
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
 			_, err = g.Ranks[0].ShouldCommit(ctx, rank, 1, true)
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
@@ -241,10 +241,10 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	sibling := fttest.Start(func() (bool, error) {
-		r, err := far.Quorum(ctx, manager.QuorumArgs{GroupRank: 1})
+		r, err := far.Quorum(ctx, manager.Request{GroupRank: 1})
 		return r.ReplicaWorldSize == 1, err
 	})
-	r, err := near.Quorum(ctx, manager.QuorumArgs{GroupRank: 0})
+	r, err := near.Quorum(ctx, manager.Request{GroupRank: 0})
 	require.NoError(t, err)
 	assert.Equal(t, []string{"a"}, r.ReplicaIDs)
 	require.NoError(t, (<-sibling).Err)
@@ -254,7 +254,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.Equal(t, failed, <-near.Notices())
 	assert.Equal(t, failed, <-far.Notices())
 
-	_, err = near.Quorum(context.Background(), manager.QuorumArgs{GroupRank: 0})
+	_, err = near.Quorum(context.Background(), manager.Request{GroupRank: 0})
 	assert.Equal(t, codes.InvalidArgument, status.Code(err), "the same rule as over the network")
 
 	expired, stop := context.WithTimeout(t.Context(), 500*time.Millisecond) // long enough to arrive
@@ -319,7 +319,7 @@ func TestGarbageDoesNotEndTheServer(t *testing.T) {
 	defer func() { require.NoError(t, client.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	_, err = client.Quorum(ctx, manager.QuorumArgs{})
+	_, err = client.Quorum(ctx, manager.Request{})
 	require.NoError(t, err)
 }
 

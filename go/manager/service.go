@@ -17,22 +17,12 @@ type service struct {
 }
 
 func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
-	result, err := s.server.quorum(ctx, connectionOf(ctx), QuorumArgs{
-		GroupRank:          req.GetGroupRank(),
-		Step:               req.GetStep(),
-		CheckpointMetadata: req.GetCheckpointMetadata(),
-		ShrinkOnly:         req.GetShrinkOnly(),
-		InitSync:           req.GetInitSync(),
-		CommitFailures:     req.GetCommitFailures(),
-		CommittedQuorumID:  req.GetCommittedQuorumId(),
-		Handle:             req.GetReconfigureHandle(),
-		GroupWorldSize:     req.GetGroupWorldSize(),
-		Traceparent:        cmp.Or(req.GetTraceparent(), tracing.Incoming(ctx)),
-	})
+	ctx = tracing.Below(ctx, cmp.Or(req.GetTraceparent(), tracing.Incoming(ctx)))
+	result, err := s.server.quorum(ctx, connectionOf(ctx), rpc.RequestFromProto(req))
 	if err != nil {
 		return nil, err
 	}
-	return resultToProto(result), nil
+	return rpc.ResultToProto(result), nil
 }
 
 func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.CheckpointMetadataRequest) (*torchftpb.CheckpointMetadataResponse, error) {

@@ -50,17 +50,16 @@ func newSession(conn *grpc.ClientConn) *session {
 // errUnary is what a call gets that has to be made without a session.
 var errUnary = errors.New("the server knows no sessions")
 
-func (s *session) Quorum(ctx context.Context, args QuorumArgs) (recovery.Result, error) {
-	s.rank.Store(args.GroupRank)
-	req := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: quorumToProto(args)}}
-	resp, err := s.call(ctx, req)
+func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
+	s.rank.Store(req.GroupRank)
+	resp, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: quorumMessage(ctx, req)}})
 	if errors.Is(err, errUnary) {
-		return s.remote.Quorum(ctx, args)
+		return s.remote.Quorum(ctx, req)
 	}
 	if err != nil {
 		return recovery.Result{}, err
 	}
-	return resultFromProto(resp.GetQuorum()), nil
+	return rpc.ResultFromProto(resp.GetQuorum()), nil
 }
 
 func (s *session) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {

@@ -55,7 +55,7 @@ func TestAServerThatKnowsNoSessions(t *testing.T) {
 				defer cancel()
 				for round := range int64(2) {
 					if first == "quorum" || round > 0 {
-						r, err := client.Quorum(ctx, manager.QuorumArgs{})
+						r, err := client.Quorum(ctx, manager.Request{})
 						require.NoError(t, err)
 						assert.Equal(t, stock.quorums.Load(), r.QuorumID)
 					}

@@ -11,12 +11,13 @@ import (
 
 // traced begins the span of a rank's wait for a quorum, nil unless the rank traces. The group's request to the lighthouse
 // goes on below that of the rank that came last.
-func (s *Server) traced(args QuorumArgs) *tracing.Span {
-	if args.Traceparent == "" {
+func (s *Server) traced(ctx context.Context, req Request) *tracing.Span {
+	parent := tracing.ParentOf(ctx)
+	if parent == "" {
 		return nil
 	}
-	span := tracing.Continue(args.Traceparent, "manager.quorum", args.Step,
-		attribute.String("torchft.replica_id", s.cfg.ReplicaID), attribute.Int64("torchft.group_rank", args.GroupRank))
+	span := tracing.Continue(parent, "manager.quorum", req.Step,
+		attribute.String("torchft.replica_id", s.cfg.ReplicaID), attribute.Int64("torchft.group_rank", req.GroupRank))
 	if span != nil {
 		s.mu.Lock()
 		defer s.mu.Unlock()

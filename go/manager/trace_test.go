@@ -33,7 +33,7 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		ask := func(g *fttest.Group, rank int, traceparent string) <-chan fttest.Answer[recovery.Result] {
-			return g.QuorumWith(manager.QuorumArgs{GroupRank: int64(rank), Step: 7, Traceparent: traceparent}, time.Minute)
+			return g.QuorumBelow(traceparent, manager.Request{GroupRank: int64(rank), Step: 7}, time.Minute)
 		}
 		first := ask(a, 0, traceOf(0))
 		time.Sleep(time.Second)
@@ -76,7 +76,7 @@ func TestATraceOfAWaitThatWasGivenUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a := c.StartGroup("a", 1)
-		require.Error(t, (<-a.QuorumWith(manager.QuorumArgs{Traceparent: traceOf(0)}, time.Second)).Err)
+		require.Error(t, (<-a.QuorumBelow(traceOf(0), manager.Request{}, time.Second)).Err)
 		a.Server.Shutdown()
 		synctest.Wait()
 		found := spans.GetSpans()

@@ -72,7 +72,7 @@ func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string
 	args := atStep(ofRank(groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize),
 		step, commitFailures, shrinkOnly, committedQuorumID)
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
-		result, err := client.Quorum(ctx, client.Traced(args))
+		result, err := client.Quorum(client.Below(ctx), args)
 		if err != nil {
 			return nil, callFailed(err)
 		}
@@ -81,8 +81,8 @@ func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string
 }
 
 // ofRank is what a rank says in every quorum.
-func ofRank(groupRank int64, checkpointMetadata string, initSync bool, reconfigureHandle string, groupWorldSize int64) manager.QuorumArgs {
-	return manager.QuorumArgs{
+func ofRank(groupRank int64, checkpointMetadata string, initSync bool, reconfigureHandle string, groupWorldSize int64) manager.Request {
+	return manager.Request{
 		GroupRank:          groupRank,
 		CheckpointMetadata: checkpointMetadata,
 		InitSync:           initSync,
@@ -92,7 +92,7 @@ func ofRank(groupRank int64, checkpointMetadata string, initSync bool, reconfigu
 }
 
 // atStep adds what differs from quorum to quorum.
-func atStep(args manager.QuorumArgs, step, commitFailures int64, shrinkOnly bool, committedQuorumID int64) manager.QuorumArgs {
+func atStep(args manager.Request, step, commitFailures int64, shrinkOnly bool, committedQuorumID int64) manager.Request {
 	args.Step, args.CommitFailures, args.ShrinkOnly, args.CommittedQuorumID = step, commitFailures, shrinkOnly, committedQuorumID
 	return args
 }

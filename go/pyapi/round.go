@@ -27,7 +27,7 @@ func ManagerRoundPrepare(handle, groupRank int64, checkpointMetadata string, ini
 		step, commitFailures, shrinkOnly, timeoutUs := n[0], n[1], n[2] != 0, n[3]
 		committedQuorumID, first := n[4], n[5] != 0
 		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			result, err := client.Quorum(ctx, client.Traced(atStep(args, step, commitFailures, shrinkOnly, committedQuorumID)))
+			result, err := client.Quorum(client.Below(ctx), atStep(args, step, commitFailures, shrinkOnly, committedQuorumID))
 			if err != nil {
 				return nil, callFailed(err)
 			}

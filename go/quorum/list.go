@@ -1,7 +1,6 @@
 package quorum
 
 import (
-	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
@@ -13,28 +12,6 @@ import (
 // which change together. So a member that holds the list of the quorum before need not be sent it again, and the states
 // of thousands are told in one.
 
-// State is what a member says anew at every step.
-type State struct {
-	Step              int64
-	CommittedQuorumID int64
-	CommitFailures    int64
-}
-
-// State is what changes from step to step.
-func (m *Member) State() State { return State{m.Step, m.CommittedQuorumID, m.CommitFailures} }
-
-// SetState is the inverse of State.
-func (m *Member) SetState(s State) {
-	m.Step, m.CommittedQuorumID, m.CommitFailures = s.Step, s.CommittedQuorumID, s.CommitFailures
-}
-
-// SameButState reports whether two members say the same of themselves, whatever their states are.
-func (m *Member) SameButState(o *Member) bool {
-	return m.ReplicaID == o.ReplicaID && m.Address == o.Address && m.StoreAddress == o.StoreAddress &&
-		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly && m.ReplaysFailedSteps == o.ReplaysFailedSteps && m.Data == o.Data &&
-		slices.Equal(m.Handles, o.Handles) && bytes.Equal(m.Unknown, o.Unknown)
-}
-
 // Revision names a list of members: a digest of all that they say but for their states. Being one, it means the same to
 // a lighthouse that was restarted. 0 is no list.
 type Revision uint64
@@ -43,28 +20,8 @@ type Revision uint64
 func RevisionOf(members []Member) Revision {
 	digest := sha256.New()
 	var buf []byte
-	text := func(s string) { buf = append(binary.AppendUvarint(buf, uint64(len(s))), s...) }
 	for i := range members {
-		m := &members[i]
-		buf = buf[:0]
-		text(m.ReplicaID)
-		text(m.Address)
-		text(m.StoreAddress)
-		text(m.Data)
-		text(string(m.Unknown))
-		buf = binary.AppendUvarint(buf, m.WorldSize)
-		flags := byte(0)
-		if m.ShrinkOnly {
-			flags |= 1
-		}
-		if m.ReplaysFailedSteps {
-			flags |= 2
-		}
-		buf = append(buf, flags)
-		buf = binary.AppendUvarint(buf, uint64(len(m.Handles)))
-		for _, h := range m.Handles {
-			text(h)
-		}
+		buf = members[i].appendButState(buf[:0])
 		_, _ = digest.Write(buf) // a hash takes everything
 	}
 	return Revision(max(1, binary.BigEndian.Uint64(digest.Sum(nil))))

@@ -6,25 +6,6 @@ package quorum
 
 import "time"
 
-// Member is one replica group as it asks to take part in the next step.
-type Member struct {
-	ReplicaID      string
-	Address        string // of the group's manager server
-	StoreAddress   string
-	Step           int64
-	WorldSize      uint64 // ranks in the group
-	ShrinkOnly     bool
-	Data           string // the user's JSON, handed on as it is
-	CommitFailures int64
-	// CommittedQuorumID is the quorum in which the weights of Step were made; -1 if that was in none since the
-	// group began, 0 if it does not say, as peers of published versions.
-	CommittedQuorumID int64
-	// ReplaysFailedSteps: its ranks keep what they reduce, and reduce it again with who is left when a peer dies.
-	ReplaysFailedSteps bool
-	Handles            []string // reconfigure handles, one per group rank; empty for peers of 0.2.0
-	Unknown            []byte   // wire fields this version does not know, handed on as they are
-}
-
 // Quorum is the set of groups that train a step together. It is immutable once delivered.
 type Quorum struct {
 	ID       int64

@@ -2,7 +2,6 @@ package round
 
 import (
 	"fmt"
-	"slices"
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
@@ -63,12 +62,6 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	return append(actions, m.askLighthouse())
 }
 
-// sameRequest reports whether two requests of a rank differ in nothing but who waits, and for how long.
-func sameRequest(a, b QuorumAsked) bool {
-	a.Waiter, a.Deadline = b.Waiter, b.Deadline
-	return a == b
-}
-
 // wrongWorldSize refuses a rank that counts other ranks than this server. Its siblings could only wait for
 // it in vain, so they fail with it.
 func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
@@ -82,56 +75,24 @@ func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
 	return append(actions, m.endBallot(wrong)...)
 }
 
-// askLighthouse asks once for the whole group.
-//
-// A group is as far as its slowest rank: ranks differ after one of them failed to heal or did not hear that
-// its step was committed, and with the smallest step the group heals as a whole. Such weights are of no quorum, so
-// that it does so too where the others are at that step.
+// askLighthouse asks once for the whole group, with the earliest deadline of its ranks.
 func (m *Machine) askLighthouse() Action {
 	g := &m.gathering
 	m.round++
 	g.round = m.round
-	g.agree = true
-
-	first := g.asked[0]
-	ask := AskLighthouse{
-		Round:         g.round,
-		KnownQuorumID: m.knownQuorumID,
-		Deadline:      first.Deadline,
-		Member: quorum.Member{
-			ReplicaID:          m.group.ReplicaID,
-			Address:            m.group.Address,
-			StoreAddress:       m.group.StoreAddress,
-			WorldSize:          uint64(m.group.WorldSize),
-			Step:               first.Step,
-			CommittedQuorumID:  first.CommittedQuorumID,
-			ReplaysFailedSteps: m.group.ReplaysFailedSteps,
-		},
-	}
-	silent := slices.ContainsFunc(g.asked, func(a *QuorumAsked) bool { return a.CommittedQuorumID == 0 })
-	handles := make([]string, 0, len(g.asked))
+	ask := AskLighthouse{Round: g.round, KnownQuorumID: m.knownQuorumID, Deadline: g.asked[0].Deadline}
 	for _, a := range g.asked {
-		member := &ask.Member
-		g.agree = g.agree && a.Step == first.Step && (silent || a.CommittedQuorumID == first.CommittedQuorumID)
-		member.Step = min(member.Step, a.Step)
-		member.ShrinkOnly = member.ShrinkOnly || a.ShrinkOnly
-		member.CommitFailures = max(member.CommitFailures, a.CommitFailures)
 		if a.Deadline.Before(ask.Deadline) {
 			ask.Deadline = a.Deadline
 		}
-		if a.Handle != "" {
-			handles = append(handles, a.Handle)
-		}
 	}
-	switch {
-	case silent:
-		ask.Member.CommittedQuorumID = 0
-	case !g.agree:
-		ask.Member.CommittedQuorumID = -1
-	}
-	if len(handles) == len(g.asked) { // in rank order, and useless to the others unless complete
-		ask.Member.Handles = handles
-	}
+	ask.Member, g.agree = merge(quorum.Member{
+		ReplicaID:          m.group.ReplicaID,
+		Address:            m.group.Address,
+		StoreAddress:       m.group.StoreAddress,
+		WorldSize:          uint64(m.group.WorldSize),
+		ReplaysFailedSteps: m.group.ReplaysFailedSteps,
+	}, g.asked)
 	return ask
 }
 

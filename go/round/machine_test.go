@@ -15,8 +15,8 @@ var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
 func TestTheGroupIsAnnouncedAsItIs(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: 2})
-	require.Empty(t, m.Step(QuorumAsked{Waiter: 1, GroupRank: 1, Step: 3, Handle: "h1", CommitFailures: 2, Deadline: epoch.Add(2 * time.Second)}, epoch))
-	actions := m.Step(QuorumAsked{Waiter: 2, GroupRank: 0, Step: 3, Handle: "h0", ShrinkOnly: true, Deadline: epoch.Add(time.Second)}, epoch)
+	require.Empty(t, m.Step(QuorumAsked{Waiter: 1, Request: Request{GroupRank: 1, Step: 3, Handle: "h1", CommitFailures: 2}, Deadline: epoch.Add(2 * time.Second)}, epoch))
+	actions := m.Step(QuorumAsked{Waiter: 2, Request: Request{GroupRank: 0, Step: 3, Handle: "h0", ShrinkOnly: true}, Deadline: epoch.Add(time.Second)}, epoch)
 	require.Equal(t, []Action{AskLighthouse{
 		Round: 1, Deadline: epoch.Add(time.Second),
 		Member: quorum.Member{
@@ -50,7 +50,7 @@ func TestGroupValidate(t *testing.T) {
 
 func TestDescribeAsJSON(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", WorldSize: 3})
-	m.Step(QuorumAsked{Waiter: 1, GroupRank: 0}, epoch)
+	m.Step(QuorumAsked{Waiter: 1}, epoch)
 	m.Step(Voted{Waiter: 2, GroupRank: 0, Step: 4}, epoch)
 	text, err := json.Marshal(m.Describe())
 	require.NoError(t, err)
@@ -64,7 +64,7 @@ func TestDescribeAsJSON(t *testing.T) {
 // With many ranks the reasons name the first of them.
 func TestReasonsNameOnlySomeOfManyRanks(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", WorldSize: 40})
-	m.Step(QuorumAsked{Waiter: 1, GroupRank: 0}, epoch)
+	m.Step(QuorumAsked{Waiter: 1}, epoch)
 	actions := m.Step(GaveUp{Waiter: 1, Timeout: true}, epoch)
 	require.Equal(t, []Action{Fail{1, Failure{KindTimeout, "the deadline passed while waiting for " +
 		"ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"}}}, actions)
@@ -86,7 +86,7 @@ func BenchmarkRound(b *testing.B) {
 				round++
 				for r := range int64(ranks) {
 					waiter++
-					m.Step(QuorumAsked{Waiter: waiter, GroupRank: r}, epoch)
+					m.Step(QuorumAsked{Waiter: waiter, Request: Request{GroupRank: r}}, epoch)
 				}
 				m.Step(QuorumKnown{Round: round, Quorum: q}, epoch)
 				var actions []Action

@@ -369,7 +369,7 @@ func (h *history) event() Event {
 		return RankBack{GroupRank: rank}
 	case p < 35:
 		e := QuorumAsked{
-			Waiter: h.next(), GroupRank: rank, Step: 3, CheckpointMetadata: fmt.Sprint("at ", h.waiter%4),
+			Waiter: h.next(), Request: Request{GroupRank: rank, Step: 3, CheckpointMetadata: fmt.Sprint("at ", h.waiter%4)},
 			Deadline: epoch.Add(time.Duration(h.rng.IntN(9)) * time.Second),
 		}
 		if h.rng.IntN(12) == 0 {

@@ -54,17 +54,19 @@ func (r *scribe) run(words []string) []string {
 		return nil
 	case "ask":
 		return r.step(QuorumAsked{
-			Waiter:             r.waiter(args),
-			GroupRank:          r.number(args[0]),
-			Step:               r.number(transcript.Option(args, "step")),
-			CheckpointMetadata: transcript.Option(args, "metadata"),
-			ShrinkOnly:         slices.Contains(args, "shrink"),
-			InitSync:           slices.Contains(args, "init"),
-			CommitFailures:     r.number(transcript.Option(args, "failures")),
-			CommittedQuorumID:  r.number(transcript.Option(args, "committed")),
-			Handle:             transcript.Option(args, "handle"),
-			GroupWorldSize:     r.number(transcript.Option(args, "world")),
-			Deadline:           epoch.Add(r.duration(transcript.Option(args, "within"))),
+			Waiter:   r.waiter(args),
+			Deadline: epoch.Add(r.duration(transcript.Option(args, "within"))),
+			Request: Request{
+				GroupRank:          r.number(args[0]),
+				Step:               r.number(transcript.Option(args, "step")),
+				CheckpointMetadata: transcript.Option(args, "metadata"),
+				ShrinkOnly:         slices.Contains(args, "shrink"),
+				InitSync:           slices.Contains(args, "init"),
+				CommitFailures:     r.number(transcript.Option(args, "failures")),
+				CommittedQuorumID:  r.number(transcript.Option(args, "committed")),
+				Handle:             transcript.Option(args, "handle"),
+				GroupWorldSize:     r.number(transcript.Option(args, "world")),
+			},
 		})
 	case "quorum":
 		q := &quorum.Quorum{ID: r.number(transcript.Option(args, "id"))}

@@ -30,17 +30,9 @@ type Event interface{ isEvent() }
 type (
 	// QuorumAsked: a rank waits for the next quorum.
 	QuorumAsked struct {
-		Waiter             WaiterID
-		GroupRank          int64
-		Step               int64
-		CheckpointMetadata string
-		ShrinkOnly         bool
-		InitSync           bool
-		CommitFailures     int64
-		CommittedQuorumID  int64 // in which the rank's weights were made; -1: none, 0: it does not say
-		Handle             string
-		GroupWorldSize     int64     // as the rank believes; 0 if the peer did not say
-		Deadline           time.Time // of this rank's wait
+		Request
+		Waiter   WaiterID
+		Deadline time.Time // of this rank's wait
 	}
 	// QuorumKnown: the lighthouse answered a round, or failed to.
 	QuorumKnown struct {

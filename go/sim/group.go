@@ -221,8 +221,7 @@ func (g *group) managerAsk(r *rank, number uint64) {
 	w := g.w
 	remaining := r.deadline - w.now
 	id := g.begin(r, quorumCall, number)
-	g.step(round.QuorumAsked{
-		Waiter:             id,
+	g.step(round.QuorumAsked{Waiter: id, Deadline: epoch.Add(w.now + remaining), Request: round.Request{
 		GroupRank:          int64(r.index),
 		Step:               r.step,
 		CheckpointMetadata: "state",
@@ -232,8 +231,7 @@ func (g *group) managerAsk(r *rank, number uint64) {
 		CommittedQuorumID:  r.says(),
 		Handle:             "h",
 		GroupWorldSize:     int64(len(g.ranks)),
-		Deadline:           epoch.Add(w.now + remaining),
-	})
+	}})
 }
 
 func (g *group) managerVote(r *rank, number uint64) {

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/recovery"
@@ -144,16 +145,21 @@ func Start[T any](call func() (T, error)) <-chan Answer[T] {
 
 // Quorum asks for a quorum on behalf of one rank.
 func (g *Group) Quorum(rank int, step int64, timeout time.Duration) <-chan Answer[recovery.Result] {
-	return g.QuorumWith(manager.QuorumArgs{GroupRank: int64(rank), Step: step}, timeout)
+	return g.QuorumWith(manager.Request{GroupRank: int64(rank), Step: step}, timeout)
 }
 
-// QuorumWith asks with any arguments, as the rank that they name.
-func (g *Group) QuorumWith(args manager.QuorumArgs, timeout time.Duration) <-chan Answer[recovery.Result] {
-	args.CheckpointMetadata = fmt.Sprintf("http://%s/%d", net.JoinHostPort(g.name, "1"), args.GroupRank)
+// QuorumWith asks with any request, as the rank that it names.
+func (g *Group) QuorumWith(req manager.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
+	return g.QuorumBelow("", req, timeout)
+}
+
+// QuorumBelow is QuorumWith below a span of the rank, by its W3C trace context.
+func (g *Group) QuorumBelow(traceparent string, req manager.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
+	req.CheckpointMetadata = fmt.Sprintf("http://%s/%d", net.JoinHostPort(g.name, "1"), req.GroupRank)
 	return Start(func() (recovery.Result, error) {
-		ctx, cancel := context.WithTimeout(context.Background(), timeout)
+		ctx, cancel := context.WithTimeout(tracing.Below(context.Background(), traceparent), timeout)
 		defer cancel()
-		return g.Ranks[args.GroupRank].Quorum(ctx, args)
+		return g.Ranks[req.GroupRank].Quorum(ctx, req)
 	})
 }
 

@@ -4,6 +4,8 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -64,4 +66,124 @@ func QuorumFromProto(p *torchftpb.Quorum) *quorum.Quorum {
 		q.Members[i] = MemberFromProto(m)
 	}
 	return q
+}
+
+// state is a message that has a member's state beside other fields.
+type state interface {
+	GetStep() int64
+	GetCommittedQuorumId() int64
+	GetCommitFailures() int64
+}
+
+// StateFromProto is the state in a message.
+func StateFromProto(p state) quorum.State {
+	return quorum.State{Step: p.GetStep(), CommittedQuorumID: p.GetCommittedQuorumId(), CommitFailures: p.GetCommitFailures()}
+}
+
+// AskToProto is an ask with a state, and nothing else.
+func AskToProto(s quorum.State) *torchftpb.Ask {
+	return &torchftpb.Ask{Step: s.Step, CommittedQuorumId: s.CommittedQuorumID, CommitFailures: s.CommitFailures}
+}
+
+// statesToProto is the state that is common to a list, and those of the others.
+func statesToProto(s quorum.States) *torchftpb.QuorumStates {
+	p := &torchftpb.QuorumStates{
+		Step: s.Common.Step, CommittedQuorumId: s.Common.CommittedQuorumID, CommitFailures: s.Common.CommitFailures,
+	}
+	for _, other := range s.Others {
+		p.Others = append(p.Others, &torchftpb.PlacedState{
+			Place:             uint32(other.Place),
+			Step:              other.State.Step,
+			CommittedQuorumId: other.State.CommittedQuorumID,
+			CommitFailures:    other.State.CommitFailures,
+		})
+	}
+	return p
+}
+
+// RequestToProto is the wire form of a rank's request.
+func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
+	return &torchftpb.ManagerQuorumRequest{
+		GroupRank:          r.GroupRank,
+		Step:               r.Step,
+		CheckpointMetadata: r.CheckpointMetadata,
+		ShrinkOnly:         r.ShrinkOnly,
+		InitSync:           r.InitSync,
+		CommitFailures:     r.CommitFailures,
+		CommittedQuorumId:  r.CommittedQuorumID,
+		ReconfigureHandle:  r.Handle,
+		GroupWorldSize:     r.GroupWorldSize,
+	}
+}
+
+// RequestFromProto is the inverse of RequestToProto.
+func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
+	return round.Request{
+		GroupRank:          p.GetGroupRank(),
+		Step:               p.GetStep(),
+		CheckpointMetadata: p.GetCheckpointMetadata(),
+		ShrinkOnly:         p.GetShrinkOnly(),
+		InitSync:           p.GetInitSync(),
+		CommitFailures:     p.GetCommitFailures(),
+		CommittedQuorumID:  p.GetCommittedQuorumId(),
+		Handle:             p.GetReconfigureHandle(),
+		GroupWorldSize:     p.GetGroupWorldSize(),
+	}
+}
+
+// ResultToProto is the wire form of a result. The wire has room for one source: the first.
+func ResultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
+	p := &torchftpb.ManagerQuorumResponse{
+		QuorumId:               r.QuorumID,
+		RecoverDstReplicaRanks: r.RecoverDstReplicaRank,
+		StoreAddress:           r.StoreAddress,
+		MaxStep:                r.MaxStep,
+		MaxReplicaRank:         r.MaxReplicaRank,
+		MaxWorldSize:           r.MaxWorldSize,
+		ReplicaRank:            r.ReplicaRank,
+		ReplicaWorldSize:       r.ReplicaWorldSize,
+		Heal:                   r.Heal,
+		CommitFailures:         r.CommitFailures,
+		CommittedQuorumId:      r.CommittedQuorumID,
+		Replay:                 r.Replay,
+		Draining:               r.Draining,
+		ReplicaIds:             r.ReplicaIDs,
+		ReconfigureHandles:     r.Handles,
+		ReplicasWithoutHandles: r.WithoutHandles,
+		HelperManagerAddresses: r.Helpers,
+		HelpDstReplicaRanks:    r.HelpDstReplicaRank,
+	}
+	if len(r.Sources) > 0 {
+		p.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
+		p.RecoverSrcReplicaRank = &r.Sources[0].ReplicaRank
+	}
+	return p
+}
+
+// ResultFromProto is the inverse of ResultToProto, but for the sources after the first.
+func ResultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
+	r := recovery.Result{
+		QuorumID:              p.GetQuorumId(),
+		ReplicaRank:           p.GetReplicaRank(),
+		ReplicaWorldSize:      p.GetReplicaWorldSize(),
+		RecoverDstReplicaRank: p.GetRecoverDstReplicaRanks(),
+		StoreAddress:          p.GetStoreAddress(),
+		MaxStep:               p.GetMaxStep(),
+		MaxReplicaRank:        p.MaxReplicaRank,
+		MaxWorldSize:          p.GetMaxWorldSize(),
+		Heal:                  p.GetHeal(),
+		CommitFailures:        p.GetCommitFailures(),
+		CommittedQuorumID:     p.GetCommittedQuorumId(),
+		Replay:                p.GetReplay(),
+		Draining:              p.GetDraining(),
+		ReplicaIDs:            p.GetReplicaIds(),
+		Handles:               p.GetReconfigureHandles(),
+		WithoutHandles:        p.GetReplicasWithoutHandles(),
+		Helpers:               p.GetHelperManagerAddresses(),
+		HelpDstReplicaRank:    p.GetHelpDstReplicaRanks(),
+	}
+	if p.RecoverSrcReplicaRank != nil {
+		r.Sources = []recovery.Source{{ReplicaRank: p.GetRecoverSrcReplicaRank(), ManagerAddress: p.GetRecoverSrcManagerAddress()}}
+	}
+	return r
 }

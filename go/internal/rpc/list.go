@@ -105,23 +105,8 @@ func AddPart(c *quorum.Change, part *torchftpb.ListChange) error {
 
 // StatesToProto is the wire form of a quorum whose list the other side holds.
 func StatesToProto(q *quorum.Quorum) *torchftpb.QuorumStates {
-	states := quorum.StatesOf(q.Members)
-	p := &torchftpb.QuorumStates{
-		QuorumId:          q.ID,
-		Created:           timestamppb.New(q.Created),
-		Revision:          uint64(q.Revision),
-		Step:              states.Common.Step,
-		CommittedQuorumId: states.Common.CommittedQuorumID,
-		CommitFailures:    states.Common.CommitFailures,
-	}
-	for _, other := range states.Others {
-		p.Others = append(p.Others, &torchftpb.PlacedState{
-			Place:             uint32(other.Place),
-			Step:              other.State.Step,
-			CommittedQuorumId: other.State.CommittedQuorumID,
-			CommitFailures:    other.State.CommitFailures,
-		})
-	}
+	p := statesToProto(quorum.StatesOf(q.Members))
+	p.QuorumId, p.Created, p.Revision = q.ID, timestamppb.New(q.Created), uint64(q.Revision)
 	p.Base = votersToProto(q.Base)
 	return p
 }
@@ -152,13 +137,9 @@ func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
 
 // QuorumFromStates is the inverse of StatesToProto, with the list that this side holds.
 func QuorumFromStates(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Quorum, error) {
-	states := quorum.States{Common: quorum.State{
-		Step: p.GetStep(), CommittedQuorumID: p.GetCommittedQuorumId(), CommitFailures: p.GetCommitFailures(),
-	}}
+	states := quorum.States{Common: StateFromProto(p)}
 	for _, other := range p.GetOthers() {
-		states.Others = append(states.Others, quorum.PlacedState{Place: int(other.GetPlace()), State: quorum.State{
-			Step: other.GetStep(), CommittedQuorumID: other.GetCommittedQuorumId(), CommitFailures: other.GetCommitFailures(),
-		}})
+		states.Others = append(states.Others, quorum.PlacedState{Place: int(other.GetPlace()), State: StateFromProto(other)})
 	}
 	members, err := states.Apply(list)
 	if err != nil {

@@ -46,15 +46,7 @@ func (c *Client) Tell() {
 	}
 }
 
-// Traced adds the trace context, if there is one.
-func (c *Client) Traced(args manager.QuorumArgs) manager.QuorumArgs {
-	if parent := c.Trace.Load(); parent != nil {
-		args.Traceparent = *parent
-	}
-	return args
-}
-
-// Below lets a vote go on below the step, if that is traced.
+// Below lets a call go on below the step, if that is traced.
 func (c *Client) Below(ctx context.Context) context.Context {
 	if parent := c.Trace.Load(); parent != nil {
 		return tracing.Below(ctx, *parent)

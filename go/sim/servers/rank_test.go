@@ -143,7 +143,7 @@ func (r *rank) inTime(what string, start time.Time, timeout time.Duration) {
 func (r *rank) attempt() error {
 	s := r.g.j.setup
 	r.standStill()
-	args := manager.QuorumArgs{GroupRank: int64(r.index), CheckpointMetadata: r.metadata(r.g.id), InitSync: s.InitSync, Handle: "h", GroupWorldSize: int64(s.Ranks)}
+	args := manager.Request{GroupRank: int64(r.index), CheckpointMetadata: r.metadata(r.g.id), InitSync: s.InitSync, Handle: "h", GroupWorldSize: int64(s.Ranks)}
 	r.tell(func(*sim.Judge) {
 		args.Step, args.CommitFailures, args.CommittedQuorumID = r.model.Ask()
 		if args.ShrinkOnly = r.g.shrink > 0; args.ShrinkOnly && r.index == 0 {

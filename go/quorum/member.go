@@ -1,0 +1,72 @@
+package quorum
+
+import (
+	"bytes"
+	"encoding/binary"
+	"slices"
+)
+
+// Member is one replica group as it asks to take part in the next step.
+type Member struct {
+	ReplicaID      string
+	Address        string // of the group's manager server
+	StoreAddress   string
+	Step           int64
+	WorldSize      uint64 // ranks in the group
+	ShrinkOnly     bool
+	Data           string // the user's JSON, handed on as it is
+	CommitFailures int64
+	// CommittedQuorumID is the quorum in which the weights of Step were made; -1 if that was in none since the
+	// group began, 0 if it does not say, as peers of published versions.
+	CommittedQuorumID int64
+	// ReplaysFailedSteps: its ranks keep what they reduce, and reduce it again with who is left when a peer dies.
+	ReplaysFailedSteps bool
+	Handles            []string // reconfigure handles, one per group rank; empty for peers of 0.2.0
+	Unknown            []byte   // wire fields this version does not know, handed on as they are
+}
+
+// State is what a member says anew at every step.
+type State struct {
+	Step              int64
+	CommittedQuorumID int64
+	CommitFailures    int64
+}
+
+// State is what changes from step to step.
+func (m *Member) State() State { return State{m.Step, m.CommittedQuorumID, m.CommitFailures} }
+
+// SetState is the inverse of State.
+func (m *Member) SetState(s State) {
+	m.Step, m.CommittedQuorumID, m.CommitFailures = s.Step, s.CommittedQuorumID, s.CommitFailures
+}
+
+// SameButState reports whether two members say the same of themselves, whatever their states are.
+func (m *Member) SameButState(o *Member) bool {
+	return m.ReplicaID == o.ReplicaID && m.Address == o.Address && m.StoreAddress == o.StoreAddress &&
+		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly && m.ReplaysFailedSteps == o.ReplaysFailedSteps && m.Data == o.Data &&
+		slices.Equal(m.Handles, o.Handles) && bytes.Equal(m.Unknown, o.Unknown)
+}
+
+// appendButState appends all that a member says but for its state, so that no two that differ give the same bytes.
+func (m *Member) appendButState(buf []byte) []byte {
+	text := func(s string) { buf = append(binary.AppendUvarint(buf, uint64(len(s))), s...) }
+	text(m.ReplicaID)
+	text(m.Address)
+	text(m.StoreAddress)
+	text(m.Data)
+	text(string(m.Unknown))
+	buf = binary.AppendUvarint(buf, m.WorldSize)
+	flags := byte(0)
+	if m.ShrinkOnly {
+		flags |= 1
+	}
+	if m.ReplaysFailedSteps {
+		flags |= 2
+	}
+	buf = append(buf, flags)
+	buf = binary.AppendUvarint(buf, uint64(len(m.Handles)))
+	for _, h := range m.Handles {
+		text(h)
+	}
+	return buf
+}

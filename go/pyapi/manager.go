@@ -150,51 +150,15 @@ func callFailed(err error) error {
 	return err
 }
 
-// quorumResult has the attributes of QuorumResult in torchft/_torchft.py, under the same names.
+// quorumResult is a result with the fields of its one source under the names of QuorumResult in torchft/_torchft.py.
 type quorumResult struct {
-	QuorumID                 int64    `json:"quorum_id"`
-	ReplicaRank              int64    `json:"replica_rank"`
-	ReplicaWorldSize         int64    `json:"replica_world_size"`
-	RecoverSrcManagerAddress string   `json:"recover_src_manager_address"`
-	RecoverSrcReplicaRank    *int64   `json:"recover_src_replica_rank"`
-	RecoverDstReplicaRanks   []int64  `json:"recover_dst_replica_ranks"`
-	StoreAddress             string   `json:"store_address"`
-	MaxStep                  int64    `json:"max_step"`
-	MaxReplicaRank           *int64   `json:"max_replica_rank"`
-	MaxWorldSize             int64    `json:"max_world_size"`
-	Heal                     bool     `json:"heal"`
-	CommitFailures           int64    `json:"commit_failures"`
-	CommittedQuorumID        int64    `json:"committed_quorum_id"`
-	Replay                   bool     `json:"replay"`
-	Draining                 bool     `json:"draining"`
-	ReplicaIDs               []string `json:"replica_ids"`
-	ReconfigureHandles       []string `json:"reconfigure_handles"`
-	ReplicasWithoutHandles   []string `json:"replicas_without_handles"`
-	HelperManagerAddresses   []string `json:"helper_manager_addresses"`
-	HelpDstReplicaRanks      []int64  `json:"help_dst_replica_ranks"`
+	recovery.Result
+	RecoverSrcManagerAddress string `json:"recover_src_manager_address"`
+	RecoverSrcReplicaRank    *int64 `json:"recover_src_replica_rank"`
 }
 
 func newQuorumResult(r recovery.Result) quorumResult {
-	q := quorumResult{
-		QuorumID:               r.QuorumID,
-		ReplicaRank:            r.ReplicaRank,
-		ReplicaWorldSize:       r.ReplicaWorldSize,
-		RecoverDstReplicaRanks: orEmpty(r.RecoverDstReplicaRank),
-		StoreAddress:           r.StoreAddress,
-		MaxStep:                r.MaxStep,
-		MaxReplicaRank:         r.MaxReplicaRank,
-		MaxWorldSize:           r.MaxWorldSize,
-		Heal:                   r.Heal,
-		CommitFailures:         r.CommitFailures,
-		CommittedQuorumID:      r.CommittedQuorumID,
-		Replay:                 r.Replay,
-		Draining:               r.Draining,
-		ReplicaIDs:             orEmpty(r.ReplicaIDs),
-		ReconfigureHandles:     orEmpty(r.Handles),
-		ReplicasWithoutHandles: orEmpty(r.WithoutHandles),
-		HelperManagerAddresses: orEmpty(r.Helpers),
-		HelpDstReplicaRanks:    orEmpty(r.HelpDstReplicaRank),
-	}
+	q := quorumResult{Result: r}
 	if len(r.Sources) > 0 {
 		q.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
 		q.RecoverSrcReplicaRank = &r.Sources[0].ReplicaRank

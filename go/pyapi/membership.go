@@ -105,11 +105,3 @@ func toJSON(v any) (any, error) {
 	}
 	return string(text), nil
 }
-
-// orEmpty makes a nil list JSON's [] and not null.
-func orEmpty[T any](list []T) []T {
-	if list == nil {
-		return []T{}
-	}
-	return list
-}

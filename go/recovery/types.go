@@ -2,38 +2,71 @@
 // heals from whom. It is a pure function of its arguments, so every member of a quorum computes the same plan.
 package recovery
 
+import "slices"
+
 // Source is a group that can serve its state to one that heals.
 type Source struct {
 	ReplicaRank    int64
 	ManagerAddress string
 }
 
-// Result is what one rank has to do about a quorum.
+// Result is what one rank has to do about a quorum. The tags are the names of QuorumResult in torchft/_torchft.py, which
+// it travels to as JSON: what is left out there is that class's default, an empty list or None.
 type Result struct {
-	QuorumID         int64
-	ReplicaRank      int64 // of this group among the quorum's members
-	ReplicaWorldSize int64
-	// Sources is empty unless this group heals. The first one is assigned to it, in the published package too.
-	Sources               []Source
-	RecoverDstReplicaRank []int64 // the groups that heal from this one
+	QuorumID         int64 `json:"quorum_id"`
+	ReplicaRank      int64 `json:"replica_rank"` // of this group among the quorum's members
+	ReplicaWorldSize int64 `json:"replica_world_size"`
+	// Sources is empty unless this group heals. The first one is assigned to it, in the published package too. Neither the
+	// wire nor Python has room for another one.
+	Sources               []Source `json:"-"`
+	RecoverDstReplicaRank []int64  `json:"recover_dst_replica_ranks,omitempty"` // the groups that heal from this one
 	// Helpers are the manager servers of further sources, who offer the same step to this group if it heals. What they
 	// have byte for byte as the assigned one spares that one. Groups of the published package do not help.
-	Helpers            []string
-	HelpDstReplicaRank []int64 // the groups that this one helps
-	StoreAddress       string  // rendezvous store of this rank
-	MaxStep            int64
-	MaxReplicaRank     *int64 // among the members at MaxStep; nil if this group is behind
-	MaxWorldSize       int64  // members at MaxStep
-	Heal               bool
-	CommitFailures     int64 // the largest any member reports
+	Helpers            []string `json:"helper_manager_addresses,omitempty"`
+	HelpDstReplicaRank []int64  `json:"help_dst_replica_ranks,omitempty"` // the groups that this one helps
+	StoreAddress       string   `json:"store_address"`                    // rendezvous store of this rank
+	MaxStep            int64    `json:"max_step"`
+	MaxReplicaRank     *int64   `json:"max_replica_rank"` // among the members at MaxStep; nil if this group is behind
+	MaxWorldSize       int64    `json:"max_world_size"`   // members at MaxStep
+	Heal               bool     `json:"heal"`
+	CommitFailures     int64    `json:"commit_failures"` // the largest any member reports
 	// CommittedQuorumID is in which quorum the state of the members that are up to date was made: after a heal
 	// it is that of this group. -1: in none, 0: somebody in the quorum does not say.
-	CommittedQuorumID int64
+	CommittedQuorumID int64 `json:"committed_quorum_id"`
 	// Replay: a group that kept what it reduced in an attempt at MaxStep that failed reduces it again in this quorum.
-	Replay bool
+	Replay bool `json:"replay"`
 	// Draining: the group was asked to leave, and this is its last step. It is not of the quorum: the manager server adds it.
-	Draining       bool
-	ReplicaIDs     []string
-	Handles        []string // of this group rank, one per member in order; empty unless all sent them
-	WithoutHandles []string // replica_ids of the members that sent none
+	Draining       bool     `json:"draining"`
+	ReplicaIDs     []string `json:"replica_ids,omitempty"`
+	Handles        []string `json:"reconfigure_handles,omitempty"`      // of this group rank, one per member in order; empty unless all sent them
+	WithoutHandles []string `json:"replicas_without_handles,omitempty"` // replica_ids of the members that sent none
+}
+
+// SameButStep reports whether two results differ in nothing but the step.
+func (r *Result) SameButStep(o *Result) bool {
+	return r.QuorumID == o.QuorumID &&
+		r.ReplicaRank == o.ReplicaRank &&
+		r.ReplicaWorldSize == o.ReplicaWorldSize &&
+		r.StoreAddress == o.StoreAddress &&
+		sameNumber(r.MaxReplicaRank, o.MaxReplicaRank) &&
+		r.MaxWorldSize == o.MaxWorldSize &&
+		r.Heal == o.Heal &&
+		r.CommitFailures == o.CommitFailures &&
+		r.CommittedQuorumID == o.CommittedQuorumID &&
+		r.Replay == o.Replay &&
+		r.Draining == o.Draining &&
+		slices.Equal(r.Sources, o.Sources) &&
+		slices.Equal(r.RecoverDstReplicaRank, o.RecoverDstReplicaRank) &&
+		slices.Equal(r.Helpers, o.Helpers) &&
+		slices.Equal(r.HelpDstReplicaRank, o.HelpDstReplicaRank) &&
+		slices.Equal(r.ReplicaIDs, o.ReplicaIDs) &&
+		slices.Equal(r.Handles, o.Handles) &&
+		slices.Equal(r.WithoutHandles, o.WithoutHandles)
+}
+
+func sameNumber(a, b *int64) bool {
+	if a == nil || b == nil {
+		return a == b
+	}
+	return *a == *b
 }

@@ -3,7 +3,6 @@ package rank
 
 import (
 	"context"
-	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -60,33 +59,5 @@ func (c *Client) Changed(r recovery.Result) bool {
 	defer c.mu.Unlock()
 	before := c.last
 	c.last = &r
-	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || len(r.HelpDstReplicaRank) > 0 || !sameButStep(*before, r)
-}
-
-func sameButStep(a, b recovery.Result) bool {
-	return a.QuorumID == b.QuorumID &&
-		a.ReplicaRank == b.ReplicaRank &&
-		a.ReplicaWorldSize == b.ReplicaWorldSize &&
-		a.StoreAddress == b.StoreAddress &&
-		sameNumber(a.MaxReplicaRank, b.MaxReplicaRank) &&
-		a.MaxWorldSize == b.MaxWorldSize &&
-		a.Heal == b.Heal &&
-		a.CommitFailures == b.CommitFailures &&
-		a.CommittedQuorumID == b.CommittedQuorumID &&
-		a.Replay == b.Replay &&
-		a.Draining == b.Draining &&
-		slices.Equal(a.Sources, b.Sources) &&
-		slices.Equal(a.RecoverDstReplicaRank, b.RecoverDstReplicaRank) &&
-		slices.Equal(a.Helpers, b.Helpers) &&
-		slices.Equal(a.HelpDstReplicaRank, b.HelpDstReplicaRank) &&
-		slices.Equal(a.ReplicaIDs, b.ReplicaIDs) &&
-		slices.Equal(a.Handles, b.Handles) &&
-		slices.Equal(a.WithoutHandles, b.WithoutHandles)
-}
-
-func sameNumber(a, b *int64) bool {
-	if a == nil || b == nil {
-		return a == b
-	}
-	return *a == *b
+	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || len(r.HelpDstReplicaRank) > 0 || !before.SameButStep(&r)
 }

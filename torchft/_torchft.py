@@ -19,8 +19,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from operator import index
 from typing import Any
 
 from torchft._security import security
@@ -34,6 +35,7 @@ __all__ = [
     "MemberFailure",
     "Quorum",
     "QuorumMember",
+    "QuorumRequest",
     "QuorumResult",
     "Timestamp",
     "lighthouse_main",
@@ -158,6 +160,62 @@ class Quorum:
     quorum_id: int = 0
     participants: list[QuorumMember] = field(default_factory=list)
     created: Timestamp = field(default_factory=Timestamp)
+
+
+@dataclass
+class QuorumRequest:
+    """What a rank says when it asks for a quorum.
+
+    Args:
+        group_rank: this rank in its group, at least 0.
+        step: the step this rank is at. Two requests that differ in it alone are equal.
+        checkpoint_metadata: where this rank serves its checkpoint, for those that heal from it.
+        shrink_only: accept no newcomers into the quorum.
+        commit_failures: failed commits in a row of this rank.
+        init_sync: at step 0, everyone but the primary heals from it.
+        reconfigure_handle: of this rank's process group; empty if it has none.
+        group_world_size: ranks that this rank believes its group has; the server refuses it if it differs from its own.
+            0 says nothing.
+        committed_quorum_id: in which this rank's weights were made; -1: in none since it began, 0: it does not say.
+    """
+
+    group_rank: int
+    step: int = field(compare=False)
+    checkpoint_metadata: str
+    shrink_only: bool
+    commit_failures: int
+    init_sync: bool = True
+    reconfigure_handle: str = ""
+    group_world_size: int = 0
+    committed_quorum_id: int = 0
+
+    def published(self) -> dict[str, Any]:
+        """Those that the published ``ManagerClient._quorum`` takes."""
+        return {name: getattr(self, name) for name in _PUBLISHED_REQUEST}
+
+    def _to_json(self) -> str:
+        said: dict[str, Any] = {}
+        for named in fields(self):
+            value = getattr(self, named.name)
+            if named.type == "int":
+                value = _integer(named.name, index(value), -_INT64_MAX - 1)
+            elif named.type == "bool":
+                value = bool(value)
+            elif not isinstance(value, str):
+                raise TypeError(f"{named.name}={value!r} is not allowed; allowed: a str")
+            said[named.name] = value
+        return json.dumps(said)
+
+
+_PUBLISHED_REQUEST = (
+    "group_rank",
+    "step",
+    "checkpoint_metadata",
+    "shrink_only",
+    "commit_failures",
+    "init_sync",
+    "reconfigure_handle",
+)
 
 
 @dataclass
@@ -301,24 +359,18 @@ class ManagerClient(_Native):
     Args:
         addr (str): ``http://host:port`` of the manager server.
         connect_timeout (timedelta): how long to try to reach it, more than 0.
-        group_world_size (int): ranks that this rank believes its group has; the server refuses a quorum if it
-            differs from its own. 0 says nothing.
 
     Raises:
         ValueError: an argument that is not allowed.
         RuntimeError: the server is not reached in time, or the address has no scheme.
     """
 
-    __slots__ = ("_committed_quorum_id", "_group_world_size", "_round", "_votes")
+    __slots__ = ("_round", "_votes")
 
-    def __init__(self, addr: str, connect_timeout: timedelta, group_world_size: int = 0) -> None:
-        self._group_world_size = _integer("group_world_size", group_world_size, 0)
-        # In which quorum this rank's weights were made; -1: in none since it began, 0: it does not say. An attribute,
-        # because stand-ins for this class have _quorum's published arguments.
-        self._committed_quorum_id = 0
-        # What is prepared for the calls of each step: the arguments it was prepared with, and its handle. Threads may
+    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+        # What is prepared for the calls of each step: the request it was prepared with, and its handle. Threads may
         # vote for several ranks at the same time, so each has its own.
-        self._round: tuple[tuple[Any, ...], int] = ((), 0)
+        self._round: tuple[QuorumRequest | None, int] = (None, 0)
         self._votes: dict[int, int] = {}
         self._open("pyapi_ManagerClientStart", addr, _micros("connect_timeout", connect_timeout), security())
 
@@ -332,64 +384,46 @@ class ManagerClient(_Native):
         commit_failures: int,
         init_sync: bool = True,
         reconfigure_handle: str = "",
+        **further: Any,
     ) -> QuorumResult:
         """Waits until all ranks of the group asked and the lighthouse has a quorum.
 
         Args:
-            group_rank: this rank in its group, at least 0.
-            step: the step this rank is at.
-            checkpoint_metadata: where this rank serves its checkpoint, for those that heal from it.
-            shrink_only: accept no newcomers into the quorum.
             timeout: of the whole wait.
-            commit_failures: failed commits in a row of this rank.
-            init_sync: at step 0, everyone but the primary heals from it.
-            reconfigure_handle: of this rank's process group; empty if it has none.
+            further: what the published package does not have. All others, too, are as in :class:`QuorumRequest`.
         """
-        go = self._go
-        result = go.run(
-            go.pyapi_ManagerQuorumStart,
-            self._handle,
+        request = QuorumRequest(
             _integer("group_rank", group_rank, 0),
             step,
             checkpoint_metadata,
             shrink_only,
-            _micros("timeout", timeout),
             commit_failures,
             init_sync,
             reconfigure_handle,
-            self._group_world_size,
-            self._committed_quorum_id,
+            **further,
         )
+        go = self._go
+        result = go.run(go.pyapi_ManagerQuorumStart, self._handle, request._to_json(), _micros("timeout", timeout))
         return QuorumResult(**json.loads(result))
 
     # The same in two calls, for one that asks at every step and does not want a thread of its own for it.
 
-    def _begin_round(
-        self,
-        group_rank: int,
-        step: int,
-        checkpoint_metadata: str,
-        shrink_only: bool,
-        timeout: timedelta,
-        commit_failures: int,
-        init_sync: bool,
-        reconfigure_handle: str,
-        first: bool,
-    ) -> object:
+    def _begin_round(self, request: QuorumRequest, timeout: timedelta, first: bool) -> object:
         """As :meth:`_quorum`, without waiting: what it returns is for :meth:`_end_round`, once.
 
         Args:
+            request: what the rank says. It is quick where that is what it said last, but for the step.
+            timeout: of the whole wait.
             first: there is no earlier result to compare with.
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
-        fixed = (group_rank, checkpoint_metadata, init_sync, reconfigure_handle)
-        prepared_for, prepared = self._round  # read once: another thread may shut the client down
-        if prepared_for != fixed:
+        said, prepared = self._round  # read once: another thread may shut the client down
+        if said != request:
             go.pyapi_Forget(prepared)
-            prepared = go.pyapi_ManagerRoundPrepare(self._handle, *fixed, self._group_world_size)
-            self._round = fixed, prepared
-        return go.post(prepared, step, commit_failures, shrink_only, timeout_us, self._committed_quorum_id, first)
+            prepared = go.pyapi_ManagerRoundPrepare(self._handle, request._to_json())
+            self._round = request, prepared
+        return go.post(prepared, request.step, timeout_us, first)
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
         """Waits for a round's result: ``last`` itself, with the new step, where nothing else differs from it."""
@@ -507,7 +541,7 @@ class ManagerClient(_Native):
 
     def _release(self) -> None:
         super()._release()  # first: nothing is prepared for a client that is gone
-        begun, self._round = self._round, ((), 0)
+        begun, self._round = self._round, (None, 0)
         votes, self._votes = self._votes, {}
         for prepared in (begun[1], *votes.values()):
             if prepared:

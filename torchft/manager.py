@@ -59,7 +59,7 @@ from torchft._manager.settings import (
 from torchft._manager.state import Stateful
 from torchft._manager.trace import step_trace
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
-from torchft._torchft import ManagerClient, ManagerServer, QuorumResult
+from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized, check_quantizable
@@ -271,7 +271,6 @@ class Manager(Stateful):
         group = join_group(self._settings, replica_id, hostname, ManagerServer, **replays)
         self._store, self._replica_id, address, self._manager = group
         self._client = ManagerClient(address, connect_timeout=self._connect_timeout)
-        self._client._group_world_size = self._group_world_size  # refused if rank 0 has another one
         self._rounds = make_rounds(self._client)
         self._failures.listen(self._client, self._group_rank)
         set_rank_info = getattr(self._pg, "set_rank_info", None)
@@ -324,19 +323,19 @@ class Manager(Stateful):
             self._healing = False
         self._background.begin()
         self._asked = time.monotonic()
-        self._client._committed_quorum_id = self._committed_quorum_id
         self._trace.asks()
-        self._round = self._rounds.begin(
-            partial(self._follow, allow_heal),
+        request = QuorumRequest(
             group_rank=self._group_rank,
             step=self._step,
             checkpoint_metadata=self._checkpoint_transport.metadata(),
             shrink_only=shrink_only,
-            timeout=timeout,
-            init_sync=self._init_sync,
             commit_failures=self._commit_failures,
+            init_sync=self._init_sync,
             reconfigure_handle=self._pg.get_reconfigure_handle(),
+            group_world_size=self._group_world_size,  # refused if rank 0 has another one
+            committed_quorum_id=self._committed_quorum_id,
         )
+        self._round = self._rounds.begin(partial(self._follow, allow_heal), request, timeout)
 
     def _finish_heal(self) -> None:
         """Between two steps the weights are those of the step: what is fetched is loaded."""

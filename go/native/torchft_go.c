@@ -694,26 +694,14 @@ _wrap__torchft_go_pyapi_ManagerQuorumStart(PyObject * PYBINDGEN_UNUSED(dummy), P
     PyObject *py_retval;
     int64_t retval;
     int64_t handle;
-    int64_t groupRank;
-    int64_t step;
-    char *checkpointMetadata;
-    bool shrinkOnly;
-    PyObject *py_shrinkOnly;
+    char *request;
     int64_t timeoutUs;
-    int64_t commitFailures;
-    bool initSync;
-    PyObject *py_initSync;
-    char *reconfigureHandle;
-    int64_t groupWorldSize;
-    int64_t committedQuorumID;
-    const char *keywords[] = {"handle", "groupRank", "step", "checkpointMetadata", "shrinkOnly", "timeoutUs", "commitFailures", "initSync", "reconfigureHandle", "groupWorldSize", "committedQuorumID", NULL};
+    const char *keywords[] = {"handle", "request", "timeoutUs", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLLsOLLOsLL", (char **) keywords, &handle, &groupRank, &step, &checkpointMetadata, &py_shrinkOnly, &timeoutUs, &commitFailures, &py_initSync, &reconfigureHandle, &groupWorldSize, &committedQuorumID)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsL", (char **) keywords, &handle, &request, &timeoutUs)) {
         return NULL;
     }
-    shrinkOnly = (bool) PyObject_IsTrue(py_shrinkOnly);
-    initSync = (bool) PyObject_IsTrue(py_initSync);
-    retval = pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize, committedQuorumID);
+    retval = pyapi_ManagerQuorumStart(handle, request, timeoutUs);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -730,19 +718,13 @@ _wrap__torchft_go_pyapi_ManagerRoundPrepare(PyObject * PYBINDGEN_UNUSED(dummy), 
     PyObject *py_retval;
     int64_t retval;
     int64_t handle;
-    int64_t groupRank;
-    char *checkpointMetadata;
-    bool initSync;
-    PyObject *py_initSync;
-    char *reconfigureHandle;
-    int64_t groupWorldSize;
-    const char *keywords[] = {"handle", "groupRank", "checkpointMetadata", "initSync", "reconfigureHandle", "groupWorldSize", NULL};
+    char *request;
+    const char *keywords[] = {"handle", "request", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLsOsL", (char **) keywords, &handle, &groupRank, &checkpointMetadata, &py_initSync, &reconfigureHandle, &groupWorldSize)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ls", (char **) keywords, &handle, &request)) {
         return NULL;
     }
-    initSync = (bool) PyObject_IsTrue(py_initSync);
-    retval = pyapi_ManagerRoundPrepare(handle, groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize);
+    retval = pyapi_ManagerRoundPrepare(handle, request);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -1131,8 +1113,8 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerLeaveStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerLeaveStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerLeaveStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerNoticeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerNoticeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerNoticeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
-    {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, groupRank, step, checkpointMetadata, shrinkOnly, timeoutUs, commitFailures, initSync, reconfigureHandle, groupWorldSize, committedQuorumID)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: step: int64_t\ntype: checkpointMetadata: char *\ntype: shrinkOnly: bool\ntype: timeoutUs: int64_t\ntype: commitFailures: int64_t\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t\ntype: committedQuorumID: int64_t" },
-    {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: checkpointMetadata: char *\ntype: initSync: bool\ntype: reconfigureHandle: char *\ntype: groupWorldSize: int64_t" },
+    {(char *) "pyapi_ManagerQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerQuorumStart(handle, request, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_ManagerRoundPrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundPrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundPrepare(handle, request)\n\ntype: handle: int64_t\ntype: request: char *" },
     {(char *) "pyapi_ManagerSayHealing", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayHealing, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayHealing(handle, groupRank, received, total)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: received: int64_t\ntype: total: int64_t" },
     {(char *) "pyapi_ManagerSayNonfinite", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayNonfinite, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayNonfinite(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ManagerSayProgress", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayProgress, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayProgress(handle, groupRank, waits, what)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: waits: bool\ntype: what: char *" },

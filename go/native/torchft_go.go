@@ -394,8 +394,8 @@ func pyapi_ManagerNoticeStart(handle C.longlong, timeoutUs C.longlong) C.longlon
 }
 
 //export pyapi_ManagerQuorumStart
-func pyapi_ManagerQuorumStart(handle C.longlong, groupRank C.longlong, step C.longlong, checkpointMetadata *C.char, shrinkOnly C.char, timeoutUs C.longlong, commitFailures C.longlong, initSync C.char, reconfigureHandle *C.char, groupWorldSize C.longlong, committedQuorumID C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerQuorumStart(int64(handle), int64(groupRank), int64(step), C.GoString(checkpointMetadata), boolPyToGo(shrinkOnly), int64(timeoutUs), int64(commitFailures), boolPyToGo(initSync), C.GoString(reconfigureHandle), int64(groupWorldSize), int64(committedQuorumID))
+func pyapi_ManagerQuorumStart(handle C.longlong, request *C.char, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerQuorumStart(int64(handle), C.GoString(request), int64(timeoutUs))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -406,8 +406,8 @@ func pyapi_ManagerQuorumStart(handle C.longlong, groupRank C.longlong, step C.lo
 }
 
 //export pyapi_ManagerRoundPrepare
-func pyapi_ManagerRoundPrepare(handle C.longlong, groupRank C.longlong, checkpointMetadata *C.char, initSync C.char, reconfigureHandle *C.char, groupWorldSize C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerRoundPrepare(int64(handle), int64(groupRank), C.GoString(checkpointMetadata), boolPyToGo(initSync), C.GoString(reconfigureHandle), int64(groupWorldSize))
+func pyapi_ManagerRoundPrepare(handle C.longlong, request *C.char) C.longlong {
+	cret, __err := pyapi.ManagerRoundPrepare(int64(handle), C.GoString(request))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

@@ -2,7 +2,10 @@ package pyapi
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
+	"strings"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
@@ -62,17 +65,20 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}), nil
 }
 
-// ManagerQuorumStart waits for the group and for the lighthouse; the result is the JSON of quorumResult.
-func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string, shrinkOnly bool, timeoutUs, commitFailures int64, initSync bool, reconfigureHandle string, groupWorldSize, committedQuorumID int64) (op int64, err error) {
+// ManagerQuorumStart waits for the group and for the lighthouse; request is the JSON of manager.Request, the result that of
+// quorumResult.
+func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
 	if err != nil {
 		return 0, err
 	}
-	args := atStep(ofRank(groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize),
-		step, commitFailures, shrinkOnly, committedQuorumID)
+	req, err := parseRequest(request)
+	if err != nil {
+		return 0, err
+	}
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
-		result, err := client.Quorum(client.Below(ctx), args)
+		result, err := client.Quorum(client.Below(ctx), req)
 		if err != nil {
 			return nil, callFailed(err)
 		}
@@ -80,21 +86,14 @@ func ManagerQuorumStart(handle, groupRank, step int64, checkpointMetadata string
 	}), nil
 }
 
-// ofRank is what a rank says in every quorum.
-func ofRank(groupRank int64, checkpointMetadata string, initSync bool, reconfigureHandle string, groupWorldSize int64) manager.Request {
-	return manager.Request{
-		GroupRank:          groupRank,
-		CheckpointMetadata: checkpointMetadata,
-		InitSync:           initSync,
-		Handle:             reconfigureHandle,
-		GroupWorldSize:     groupWorldSize,
+// parseRequest refuses a field that is not known here: it would be lost.
+func parseRequest(text string) (req manager.Request, err error) {
+	decoder := json.NewDecoder(strings.NewReader(text))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(&req); err != nil {
+		return req, ops.As(ops.Value, fmt.Errorf("request: %w", err))
 	}
-}
-
-// atStep adds what differs from quorum to quorum.
-func atStep(args manager.Request, step, commitFailures int64, shrinkOnly bool, committedQuorumID int64) manager.Request {
-	args.Step, args.CommitFailures, args.ShrinkOnly, args.CommittedQuorumID = step, commitFailures, shrinkOnly, committedQuorumID
-	return args
+	return req, nil
 }
 
 // ManagerCheckpointMetadataStart asks what a group rank announced; the result is text.

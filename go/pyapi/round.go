@@ -12,22 +12,25 @@ import (
 	"github.com/torchft/torchft/go/pyapi/rank"
 )
 
-// ManagerRoundPrepare prepares ManagerQuorumStart for a rank that does the same step after step. The numbers of a call
-// are step, commitFailures, shrinkOnly, timeoutUs, committedQuorumID, and first: that the caller does not know the last
-// result. The result is the JSON of quorumResult, or, where nothing but the step differs from the last round and nobody heals, the number
+// ManagerRoundPrepare prepares ManagerQuorumStart for a rank that does the same step after step, and says the same but for
+// the step. The numbers of a call are step, timeoutUs, and first: that the caller does not know the last result. The result
+// is the JSON of quorumResult, or, where nothing but the step differs from the last round and nobody heals, the number
 // max_step. Every other result also ends ManagerChangeStart.
-func ManagerRoundPrepare(handle, groupRank int64, checkpointMetadata string, initSync bool, reconfigureHandle string, groupWorldSize int64) (prepared int64, err error) {
+func ManagerRoundPrepare(handle int64, request string) (prepared int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
 	if err != nil {
 		return 0, err
 	}
-	args := ofRank(groupRank, checkpointMetadata, initSync, reconfigureHandle, groupWorldSize)
+	asked, err := parseRequest(request)
+	if err != nil {
+		return 0, err
+	}
 	return ops.Put(ops.Prepared(func(n [ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) {
-		step, commitFailures, shrinkOnly, timeoutUs := n[0], n[1], n[2] != 0, n[3]
-		committedQuorumID, first := n[4], n[5] != 0
+		req, timeoutUs, first := asked, n[1], n[2] != 0
+		req.Step = n[0]
 		return micros(timeoutUs), func(ctx context.Context) (any, error) {
-			result, err := client.Quorum(client.Below(ctx), atStep(args, step, commitFailures, shrinkOnly, committedQuorumID))
+			result, err := client.Quorum(client.Below(ctx), req)
 			if err != nil {
 				return nil, callFailed(err)
 			}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer
+from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest
 
 SOON = timedelta(seconds=20)
 RANKS = 4
@@ -73,7 +73,7 @@ def test_a_client_that_was_shut_down_has_nothing_prepared(client: ManagerClient)
 
 
 def begin(client: ManagerClient) -> Any:
-    return client._begin_round(0, 0, "", False, SOON, 0, True, "", True)
+    return client._begin_round(QuorumRequest(0, 0, "", False, 0), SOON, first=True)
 
 
 def test_a_result_is_handed_out_once() -> None:

@@ -42,8 +42,8 @@ class Groups:
         )
         return ManagerServer(**{**settings, **changed})
 
-    def client(self, group: int, **keywords: Any) -> ManagerClient:
-        return ManagerClient(self.servers[group].address(), SOON, **keywords)
+    def client(self, group: int) -> ManagerClient:
+        return ManagerClient(self.servers[group].address(), SOON)
 
     def together(self, *calls: Callable[[], T]) -> list[Future[T]]:
         futures = [self.threads.submit(call) for call in calls]
@@ -177,8 +177,9 @@ def test_a_failed_commit_makes_a_new_quorum(groups: Callable[..., Groups]) -> No
 
 def test_the_ranks_of_a_group_wait_for_each_other(groups: Callable[..., Groups]) -> None:
     job = groups(1, 2)
-    ranks = [job.client(0, group_world_size=2) for _ in range(2)]
-    results = [f.result() for f in job.together(*(lambda r=r: ask(ranks[r], rank=r) for r in range(2)))]
+    ranks = [job.client(0) for _ in range(2)]
+    asking = (lambda r=r: ask(ranks[r], rank=r, group_world_size=2) for r in range(2))
+    results = [f.result() for f in job.together(*asking)]
     assert results[0].quorum_id == results[1].quorum_id
     assert ranks[0]._checkpoint_metadata(1, SOON) == "metadata1"
 
@@ -217,7 +218,7 @@ def test_a_rank_that_gives_up_ends_the_wait_of_its_sibling(groups: Callable[...,
 def test_another_world_size_is_refused_naming_both(groups: Callable[..., Groups]) -> None:
     job = groups(1, 2)
     with pytest.raises(RuntimeError, match=r"(?s)3.*2|2.*3"):
-        ask(job.client(0, group_world_size=3))
+        ask(job.client(0), group_world_size=3)
 
 
 def test_an_unknown_rank_has_no_metadata(groups: Callable[..., Groups]) -> None:
@@ -336,10 +337,8 @@ def test_an_equal_step_of_an_older_quorum_is_behind(
 ) -> None:
     """Two groups were apart, and each committed a step without the other."""
     two = groups(2)
-    clients = [two.client(0), two.client(1)]
-    for client, quorum_id in zip(clients, committed):
-        client._committed_quorum_id = quorum_id
-    results = [f.result() for f in two.together(*(partial(ask, client, step=5) for client in clients))]
+    asking = [partial(ask, two.client(i), step=5, committed_quorum_id=committed[i]) for i in range(2)]
+    results = [f.result() for f in two.together(*asking)]
     assert [result.heal for result in results] == heals
     assert {result.committed_quorum_id for result in results} == {0 if 0 in committed else 9}
 

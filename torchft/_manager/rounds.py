@@ -11,12 +11,12 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Optional, Protocol
+from typing import TYPE_CHECKING, Optional, Protocol
 
 from torchft import _torchft
 
 if TYPE_CHECKING:
-    from torchft._torchft import ManagerClient, QuorumResult
+    from torchft._torchft import ManagerClient, QuorumRequest, QuorumResult
 
 Follow = Callable[["QuorumResult"], None]
 
@@ -59,12 +59,13 @@ class Round:
 class Rounds(Protocol):
     """What begins the rounds of one rank, one after the other."""
 
-    def begin(self, follow: Follow, **request: Any) -> Round:
+    def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         """Begins a round.
 
         Args:
             follow: does what the result asks for; called once, on any thread.
-            request: the arguments of ``ManagerClient._quorum``.
+            request: what this rank says.
+            timeout: of the whole wait.
         """
         ...
 
@@ -165,7 +166,7 @@ class NativeRounds:
         self._closed: Optional[Exception] = None
         self._thread = _Thread(self._follow_changes)
 
-    def begin(self, follow: Follow, **request: Any) -> Round:
+    def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         self._thread.start()
         last, self._last = self._last, None
 
@@ -176,7 +177,7 @@ class NativeRounds:
         with self._lock:
             if self._closed is not None:
                 raise self._closed
-            op = self._client._begin_round(first=last is None, **request)
+            op = self._client._begin_round(request, timeout, first=last is None)
             self._round = _NativeRound(take, follow, last)
             return self._round
 
@@ -210,9 +211,9 @@ class ThreadRounds:
         self._begun: queue.SimpleQueue[Optional[tuple[Round, Callable[[], None]]]] = queue.SimpleQueue()
         self._thread = _Thread(self._run)
 
-    def begin(self, follow: Follow, **request: Any) -> Round:
+    def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         begun = Round()
-        self._begun.put((begun, lambda: follow(self._client._quorum(**request))))
+        self._begun.put((begun, lambda: follow(self._client._quorum(timeout=timeout, **request.published()))))
         self._thread.start()
         return begun
 

@@ -7,7 +7,7 @@ import (
 )
 
 // Numbers is how many numbers a call of something prepared can have.
-const Numbers = 6
+const Numbers = 3
 
 // Prepared is a call that lacks only its numbers. It returns the deadline of the work and the work, and does not wait.
 type Prepared func(numbers [Numbers]int64) (time.Duration, func(context.Context) (any, error))

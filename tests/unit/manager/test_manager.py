@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft._torchft import MemberFailure
+from torchft._torchft import MemberFailure, QuorumRequest
 from torchft.checkpointing.transport import CheckpointError
 from torchft.manager import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
@@ -731,16 +731,22 @@ def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: 
     assert [call.kwargs["step"] for call in fixture.client._quorum.call_args_list] == [0, 0]
 
 
-def test_says_in_which_quorum_its_weights_were_made(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_says_in_which_quorum_its_weights_were_made(
+    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[int] = []
     result = make_quorum(quorum_id=7)
 
-    def ask(**_: Any) -> Any:
-        said.append(fixture.client._committed_quorum_id)
-        return result
-
-    fixture.client._quorum.side_effect = ask
+    fixture.client._quorum.side_effect = lambda **_: result
     manager = fixture.manager()
+    assert manager._rounds is not None
+    begin = manager._rounds.begin
+
+    def note(follow: Any, request: QuorumRequest, timeout: timedelta) -> Any:
+        said.append(request.committed_quorum_id)
+        return begin(follow, request, timeout)
+
+    monkeypatch.setattr(manager._rounds, "begin", note)
 
     def step() -> bool:
         manager.start_quorum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Optional
 from unittest.mock import MagicMock
@@ -12,19 +13,18 @@ from unittest.mock import MagicMock
 import pytest
 
 from torchft._manager.rounds import NativeRounds, Round, ThreadRounds, make_rounds
-from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumResult
+from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 
 LONG = timedelta(seconds=60)
-REQUEST: dict[str, Any] = {
-    "group_rank": 0,
-    "step": 0,
-    "checkpoint_metadata": "here",
-    "shrink_only": False,
-    "timeout": LONG,
-    "commit_failures": 0,
-    "init_sync": True,
-    "reconfigure_handle": "handle",
-}
+REQUEST = QuorumRequest(
+    group_rank=0,
+    step=0,
+    checkpoint_metadata="here",
+    shrink_only=False,
+    commit_failures=0,
+    reconfigure_handle="handle",
+    committed_quorum_id=3,
+)
 
 
 class FakeClient:
@@ -33,10 +33,10 @@ class FakeClient:
     def __init__(self) -> None:
         self.results: queue.SimpleQueue[QuorumResult | BaseException | None] = queue.SimpleQueue()
         self.changes: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
-        self.requests: list[dict[str, Any]] = []
+        self.first: list[bool] = []
 
-    def _begin_round(self, **request: Any) -> object:
-        self.requests.append(request)
+    def _begin_round(self, request: QuorumRequest, timeout: timedelta, first: bool) -> object:
+        self.first.append(first)
         return object()
 
     def _end_round(self, begun: object, last: Optional[QuorumResult]) -> QuorumResult:
@@ -76,7 +76,7 @@ def client() -> Iterator[FakeClient]:
 
 
 def begin(rounds: NativeRounds, follow: Followed, **changes: Any) -> Round:
-    return rounds.begin(follow, **{**REQUEST, **changes})
+    return rounds.begin(follow, replace(REQUEST, **changes), LONG)
 
 
 def first_round(rounds: NativeRounds, client: FakeClient) -> QuorumResult:
@@ -110,7 +110,7 @@ def test_what_brings_no_change_is_followed_by_whoever_asks(client: FakeClient) -
     begun.result()
     begun.result()
     assert followed.by == [(result, threading.current_thread().name)]
-    assert [request["first"] for request in client.requests] == [True, False]
+    assert client.first == [True, False]
 
 
 def test_many_may_wait_for_a_round(client: FakeClient) -> None:
@@ -139,7 +139,7 @@ def test_an_error_reaches_all_who_ask_and_the_next_round_starts_afresh(client: F
             begun.result()
     begun.wait()  # does not raise
     begin(rounds, Followed())
-    assert client.requests[-1]["first"], "the result of the failed round is not known"
+    assert client.first[-1], "the result of the failed round is not known"
 
 
 @pytest.mark.parametrize("changed", [True, False])
@@ -186,11 +186,20 @@ def test_a_stand_in_is_asked_on_a_thread() -> None:
     stand_in._quorum.return_value = result = QuorumResult(quorum_id=3)
     rounds = make_rounds(stand_in)
     assert isinstance(rounds, ThreadRounds)
-    rounds.begin(followed, **REQUEST).result()
-    stand_in._quorum.assert_called_once_with(**REQUEST)
+    rounds.begin(followed, REQUEST, LONG).result()
+    stand_in._quorum.assert_called_once_with(  # no more than the published arguments
+        group_rank=0,
+        step=0,
+        checkpoint_metadata="here",
+        shrink_only=False,
+        timeout=LONG,
+        commit_failures=0,
+        init_sync=True,
+        reconfigure_handle="handle",
+    )
     assert followed.by == [(result, "torchft_quorum")]
     stand_in._quorum.side_effect = TimeoutError("no quorum")
-    begun = rounds.begin(followed, **REQUEST)
+    begun = rounds.begin(followed, REQUEST, LONG)
     with pytest.raises(TimeoutError, match="no quorum"):
         begun.result()
     rounds.shutdown(wait=True)
@@ -203,10 +212,10 @@ def test_rounds_of_the_native_core() -> None:
     rounds, followed = make_rounds(client), Followed()
     assert isinstance(rounds, NativeRounds)
     for step in range(4):
-        rounds.begin(followed, **{**REQUEST, "step": step}).result()
+        rounds.begin(followed, replace(REQUEST, step=step), LONG).result()
         assert followed.by[-1][0].max_step == step
         assert client.should_commit(0, step, True, LONG)
-    rounds.begin(followed, **{**REQUEST, "step": 4, "commit_failures": 1}).result()  # a new quorum
+    rounds.begin(followed, replace(REQUEST, step=4, commit_failures=1), LONG).result()  # a new quorum
     threads = [name for _, name in followed.by]
     here = threading.current_thread().name
     assert threads == ["torchft_quorum", here, here, here, "torchft_quorum"]

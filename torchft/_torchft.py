@@ -177,6 +177,7 @@ class QuorumRequest:
         group_world_size: ranks that this rank believes its group has; the server refuses it if it differs from its own.
             0 says nothing.
         committed_quorum_id: in which this rank's weights were made; -1: in none since it began, 0: it does not say.
+        replays_failed_steps: this rank replays a step that failed. A group does, for the others, if all its ranks do.
     """
 
     group_rank: int
@@ -188,6 +189,7 @@ class QuorumRequest:
     reconfigure_handle: str = ""
     group_world_size: int = 0
     committed_quorum_id: int = 0
+    replays_failed_steps: bool = False
 
     def published(self) -> dict[str, Any]:
         """Those that the published ``ManagerClient._quorum`` takes."""
@@ -315,7 +317,6 @@ class ManagerServer(_Server):
         heartbeat_interval (timedelta): time between heartbeats, more than 0.
         connect_timeout (timedelta): how long to try to reach the lighthouse, more than 0.
         quorum_retries (int): how often a request that the lighthouse refused is sent again, at least 0.
-        replays_failed_steps (bool): tells the other groups that this one's ranks replay a step that failed.
 
     Raises:
         ValueError: an argument that is not allowed.
@@ -335,7 +336,6 @@ class ManagerServer(_Server):
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
         quorum_retries: int,
-        replays_failed_steps: bool = False,
     ) -> None:
         self._serve(
             "pyapi_ManagerServerStart",
@@ -348,7 +348,6 @@ class ManagerServer(_Server):
             _micros("heartbeat_interval", heartbeat_interval),
             _micros("connect_timeout", connect_timeout),
             _integer("quorum_retries", quorum_retries, 0),
-            replays_failed_steps,
             security(),
         )
 

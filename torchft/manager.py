@@ -267,8 +267,7 @@ class Manager(Stateful):
 
     def _join_group(self, replica_id: Optional[str], hostname: str) -> None:
         """Connects with the manager server of the group, which rank 0 starts."""
-        replays = {"replays_failed_steps": True} if self._replayer.enabled else {}
-        group = join_group(self._settings, replica_id, hostname, ManagerServer, **replays)
+        group = join_group(self._settings, replica_id, hostname, ManagerServer)
         self._store, self._replica_id, address, self._manager = group
         self._client = ManagerClient(address, connect_timeout=self._connect_timeout)
         self._rounds = make_rounds(self._client)
@@ -334,6 +333,7 @@ class Manager(Stateful):
             reconfigure_handle=self._pg.get_reconfigure_handle(),
             group_world_size=self._group_world_size,  # refused if rank 0 has another one
             committed_quorum_id=self._committed_quorum_id,
+            replays_failed_steps=self._replayer.enabled,
         )
         self._round = self._rounds.begin(partial(self._follow, allow_heal), request, timeout)
 

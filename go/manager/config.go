@@ -36,9 +36,6 @@ type ServerConfig struct {
 	// QuorumRetries is how often a quorum request that the lighthouse refused is made again. While the
 	// lighthouse is away, requests are repeated until the deadline regardless.
 	QuorumRetries int64
-	// ReplaysFailedSteps: the ranks keep what they reduce, and reduce it again with who is left when a peer dies. The
-	// others are told.
-	ReplaysFailedSteps bool
 	// Security names the files with the job's token and certificates, for this server and for its calls to the lighthouse.
 	Security rpc.Security
 	// Exit ends the process for kill; os.Exit if nil.

@@ -101,11 +101,10 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 
 func (s *Server) newMachine() *round.Machine {
 	return round.NewMachine(round.Group{
-		ReplicaID:          s.cfg.ReplicaID,
-		Address:            s.address,
-		StoreAddress:       s.cfg.StoreAddr,
-		WorldSize:          s.cfg.WorldSize,
-		ReplaysFailedSteps: s.cfg.ReplaysFailedSteps,
+		ReplicaID:    s.cfg.ReplicaID,
+		Address:      s.address,
+		StoreAddress: s.cfg.StoreAddr,
+		WorldSize:    s.cfg.WorldSize,
 	})
 }
 

@@ -855,16 +855,13 @@ _wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSED(dummy), P
     int64_t heartbeatIntervalUs;
     int64_t connectTimeoutUs;
     int64_t quorumRetries;
-    bool replaysFailedSteps;
-    PyObject *py_replaysFailedSteps;
     char *security;
-    const char *keywords[] = {"replicaID", "lighthouseAddr", "hostname", "bind", "storeAddr", "worldSize", "heartbeatIntervalUs", "connectTimeoutUs", "quorumRetries", "replaysFailedSteps", "security", NULL};
+    const char *keywords[] = {"replicaID", "lighthouseAddr", "hostname", "bind", "storeAddr", "worldSize", "heartbeatIntervalUs", "connectTimeoutUs", "quorumRetries", "security", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sssssLLLLOs", (char **) keywords, &replicaID, &lighthouseAddr, &hostname, &bind, &storeAddr, &worldSize, &heartbeatIntervalUs, &connectTimeoutUs, &quorumRetries, &py_replaysFailedSteps, &security)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sssssLLLLs", (char **) keywords, &replicaID, &lighthouseAddr, &hostname, &bind, &storeAddr, &worldSize, &heartbeatIntervalUs, &connectTimeoutUs, &quorumRetries, &security)) {
         return NULL;
     }
-    replaysFailedSteps = (bool) PyObject_IsTrue(py_replaysFailedSteps);
-    retval = pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, security);
+    retval = pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, security);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -1119,7 +1116,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerSayNonfinite", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayNonfinite, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayNonfinite(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ManagerSayProgress", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayProgress, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayProgress(handle, groupRank, waits, what)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: waits: bool\ntype: what: char *" },
     {(char *) "pyapi_ManagerSayRecovered", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayRecovered, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayRecovered(handle, groupRank, healed, quorumID, step, bytes, stepsLost, phases)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: healed: bool\ntype: quorumID: int64_t\ntype: step: int64_t\ntype: bytes: int64_t\ntype: stepsLost: int64_t\ntype: phases: char *" },
-    {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, replaysFailedSteps, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: replaysFailedSteps: bool\ntype: security: char *" },
+    {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerSuspect", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSuspect, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSuspect(handle, quorumID, replicaID)\n\ntype: handle: int64_t\ntype: quorumID: int64_t\ntype: replicaID: char *" },
     {(char *) "pyapi_ManagerTrace", (PyCFunction) _wrap__torchft_go_pyapi_ManagerTrace, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerTrace(handle, traceparent)\n\ntype: handle: int64_t\ntype: traceparent: char *" },
     {(char *) "pyapi_ManagerVotePrepare", (PyCFunction) _wrap__torchft_go_pyapi_ManagerVotePrepare, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerVotePrepare(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },

@@ -15,25 +15,24 @@ import (
 )
 
 // ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and ReleaseStart.
-func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries int64, replaysFailedSteps bool, security string) (op int64, err error) {
+func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr string, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries int64, security string) (op int64, err error) {
 	defer ops.Guard(&err)
 	protected, err := parseSecurity(security)
 	if err != nil {
 		return 0, err
 	}
 	cfg := manager.ServerConfig{
-		ReplicaID:          replicaID,
-		LighthouseAddr:     lighthouseAddr,
-		Hostname:           hostname,
-		Bind:               bind,
-		StoreAddr:          storeAddr,
-		WorldSize:          worldSize,
-		HeartbeatInterval:  micros(heartbeatIntervalUs),
-		ConnectTimeout:     micros(connectTimeoutUs),
-		QuorumRetries:      quorumRetries,
-		ReplaysFailedSteps: replaysFailedSteps,
-		Security:           protected.Security,
-		Job:                protected.Job,
+		ReplicaID:         replicaID,
+		LighthouseAddr:    lighthouseAddr,
+		Hostname:          hostname,
+		Bind:              bind,
+		StoreAddr:         storeAddr,
+		WorldSize:         worldSize,
+		HeartbeatInterval: micros(heartbeatIntervalUs),
+		ConnectTimeout:    micros(connectTimeoutUs),
+		QuorumRetries:     quorumRetries,
+		Security:          protected.Security,
+		Job:               protected.Job,
 	}
 	// An address that cannot be connected to is a RuntimeError, whatever is wrong with it.
 	if _, err := rpc.ParseAddresses("lighthouse_addr", lighthouseAddr); err != nil {

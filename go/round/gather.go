@@ -87,11 +87,10 @@ func (m *Machine) askLighthouse() Action {
 		}
 	}
 	ask.Member, g.agree = merge(quorum.Member{
-		ReplicaID:          m.group.ReplicaID,
-		Address:            m.group.Address,
-		StoreAddress:       m.group.StoreAddress,
-		WorldSize:          uint64(m.group.WorldSize),
-		ReplaysFailedSteps: m.group.ReplaysFailedSteps,
+		ReplicaID:    m.group.ReplicaID,
+		Address:      m.group.Address,
+		StoreAddress: m.group.StoreAddress,
+		WorldSize:    uint64(m.group.WorldSize),
 	}, g.asked)
 	return ask
 }

@@ -18,6 +18,8 @@ type Request struct {
 	CommittedQuorumID  int64  `json:"committed_quorum_id"` // in which this rank's weights were made; -1: in none since it began, 0: it does not say
 	Handle             string `json:"reconfigure_handle"`  // of this rank's process group, if it has one
 	GroupWorldSize     int64  `json:"group_world_size"`    // as this rank believes; 0 does not say
+	// ReplaysFailedSteps: this rank keeps what it reduces, see quorum.Member.
+	ReplaysFailedSteps bool `json:"replays_failed_steps"`
 }
 
 // sameRequest reports whether two requests of a rank differ in nothing but who waits, and for how long.
@@ -32,6 +34,7 @@ func sameRequest(a, b QuorumAsked) bool { return a.Request == b.Request }
 func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree bool) {
 	first := ranks[0]
 	agree = true
+	member.ReplaysFailedSteps = true
 	member.Step, member.CommittedQuorumID = first.Step, first.CommittedQuorumID
 	silent := slices.ContainsFunc(ranks, func(a *QuorumAsked) bool { return a.CommittedQuorumID == 0 })
 	handles := make([]string, 0, len(ranks))
@@ -39,6 +42,7 @@ func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree b
 		agree = agree && a.Step == first.Step && (silent || a.CommittedQuorumID == first.CommittedQuorumID)
 		member.Step = min(member.Step, a.Step)
 		member.ShrinkOnly = member.ShrinkOnly || a.ShrinkOnly
+		member.ReplaysFailedSteps = member.ReplaysFailedSteps && a.ReplaysFailedSteps
 		member.CommitFailures = max(member.CommitFailures, a.CommitFailures)
 		if a.Handle != "" {
 			handles = append(handles, a.Handle)

@@ -66,6 +66,7 @@ func (r *scribe) run(words []string) []string {
 				CommittedQuorumID:  r.number(transcript.Option(args, "committed")),
 				Handle:             transcript.Option(args, "handle"),
 				GroupWorldSize:     r.number(transcript.Option(args, "world")),
+				ReplaysFailedSteps: slices.Contains(args, "replays"),
 			},
 		})
 	case "quorum":
@@ -135,6 +136,9 @@ func describeAction(action Action) string {
 		line := fmt.Sprintf("ask the lighthouse, round %d within %s: %s at step %d, %d ranks", a.Round, a.Deadline.Sub(epoch), m.ReplicaID, m.Step, m.WorldSize)
 		if m.ShrinkOnly {
 			line += ", shrink_only"
+		}
+		if m.ReplaysFailedSteps {
+			line += ", replays"
 		}
 		if m.CommitFailures != 0 {
 			line += fmt.Sprintf(", %d commit failures", m.CommitFailures)

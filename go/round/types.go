@@ -20,8 +20,6 @@ type Group struct {
 	Address      string // of this manager server, announced to the others
 	StoreAddress string
 	WorldSize    int64 // ranks in the group
-	// ReplaysFailedSteps is announced to the others, see quorum.Member.
-	ReplaysFailedSteps bool
 }
 
 // Event is something that happened to the manager server.

@@ -81,7 +81,7 @@ func (w *world) startGroup(i int) {
 	g.spoke = w.now
 	g.address = "http://" + g.id
 	description := round.Group{
-		ReplicaID: g.id, Address: g.address, StoreAddress: g.id, WorldSize: int64(w.Ranks), ReplaysFailedSteps: w.replays(i),
+		ReplicaID: g.id, Address: g.address, StoreAddress: g.id, WorldSize: int64(w.Ranks),
 	}
 	machine := round.NewMachine(description)
 	g.machine = machine
@@ -231,6 +231,7 @@ func (g *group) managerAsk(r *rank, number uint64) {
 		CommittedQuorumID:  r.says(),
 		Handle:             "h",
 		GroupWorldSize:     int64(len(g.ranks)),
+		ReplaysFailedSteps: w.replays(g.slot),
 	}})
 }
 

@@ -427,10 +427,12 @@ type ManagerQuorumRequest struct {
 	GroupWorldSize int64 `protobuf:"varint,100,opt,name=group_world_size,json=groupWorldSize,proto3" json:"group_world_size,omitempty"`
 	// The quorum in which this rank's weights were made: of its last commit, or what the answer said when it healed.
 	// -1: in none since it began, 0: it does not say.
-	CommittedQuorumId int64  `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
-	Traceparent       string `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
+	// As QuorumMember.replays_failed_steps: the group does where all its ranks do.
+	ReplaysFailedSteps bool   `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
+	Traceparent        string `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *ManagerQuorumRequest) Reset() {
@@ -524,6 +526,13 @@ func (x *ManagerQuorumRequest) GetCommittedQuorumId() int64 {
 		return x.CommittedQuorumId
 	}
 	return 0
+}
+
+func (x *ManagerQuorumRequest) GetReplaysFailedSteps() bool {
+	if x != nil {
+		return x.ReplaysFailedSteps
+	}
+	return false
 }
 
 func (x *ManagerQuorumRequest) GetTraceparent() string {
@@ -3201,7 +3210,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x1aLighthouseHeartbeatRequest\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\"\x1d\n" +
-	"\x1bLighthouseHeartbeatResponse\"\x8d\x03\n" +
+	"\x1bLighthouseHeartbeatResponse\"\xc0\x03\n" +
 	"\x14ManagerQuorumRequest\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
@@ -3213,7 +3222,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12-\n" +
 	"\x12reconfigure_handle\x18\a \x01(\tR\x11reconfigureHandle\x12(\n" +
 	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\x12.\n" +
-	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x12!\n" +
+	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x121\n" +
+	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12!\n" +
 	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\"\xa2\a\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +

@@ -68,7 +68,6 @@ def test_signatures_are_those_users_know() -> None:
         "heartbeat_interval",
         "connect_timeout",
         "quorum_retries",
-        "replays_failed_steps",
     ]
     assert arguments(coordination.ManagerClient)[:2] == ["addr", "connect_timeout"]
     assert arguments(LighthouseServer) == [

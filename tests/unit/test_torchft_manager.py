@@ -23,9 +23,9 @@ SOON = timedelta(seconds=20)
 class Groups:
     """A lighthouse, and the manager servers of replica groups."""
 
-    def __init__(self, groups: int, world_size: int = 1, replays: tuple[bool, ...] = (False, False, False)) -> None:
+    def __init__(self, groups: int, world_size: int = 1) -> None:
         self.lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=groups)
-        self.servers = [self.server(f"group{i}", world_size, replays_failed_steps=replays[i]) for i in range(groups)]
+        self.servers = [self.server(f"group{i}", world_size) for i in range(groups)]
         self.threads = ThreadPoolExecutor(groups * world_size)
 
     def server(self, replica_id: str, world_size: int = 1, **changed: Any) -> ManagerServer:
@@ -347,7 +347,7 @@ def test_an_equal_step_of_an_older_quorum_is_behind(
 def test_a_step_is_replayed_where_all_groups_announce_it(
     groups: Callable[..., Groups], announced: tuple[bool, bool], replay: bool
 ) -> None:
-    two = groups(2, replays=announced)
-    clients = [two.client(0), two.client(1)]
-    results = [f.result() for f in two.together(*(partial(ask, client, step=5) for client in clients))]
+    two = groups(2)
+    asking = [partial(ask, two.client(i), step=5, replays_failed_steps=announced[i]) for i in range(2)]
+    results = [f.result() for f in two.together(*asking)]
     assert [result.replay for result in results] == [replay, replay]

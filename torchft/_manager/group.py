@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import uuid
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
@@ -28,7 +28,6 @@ def join_group(
     replica_id: Optional[str],
     hostname: str,
     start_server: Callable[..., ManagerServer],
-    **further: Any,
 ) -> Group:
     """Starts the manager server, on rank 0, and waits until it is known where it is.
 
@@ -37,7 +36,6 @@ def join_group(
         replica_id: the name that the group was given.
         hostname: under which the server is announced; this machine's own name: ``torchft.addresses`` decides.
         start_server: makes the server.
-        further: more arguments of it.
     """
     # Before the store, which may be waited for.
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
@@ -56,7 +54,6 @@ def join_group(
                 heartbeat_interval=settings.heartbeat_interval,
                 connect_timeout=settings.connect_timeout,
                 quorum_retries=settings.quorum_retries,
-                **further,
             )
             store.set(MANAGER_ADDR_KEY, server.address())
             store.set(REPLICA_ID_KEY, full_id)

@@ -113,6 +113,7 @@ func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
 		CommittedQuorumId:  r.CommittedQuorumID,
 		ReconfigureHandle:  r.Handle,
 		GroupWorldSize:     r.GroupWorldSize,
+		ReplaysFailedSteps: r.ReplaysFailedSteps,
 	}
 }
 
@@ -128,6 +129,7 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 		CommittedQuorumID:  p.GetCommittedQuorumId(),
 		Handle:             p.GetReconfigureHandle(),
 		GroupWorldSize:     p.GetGroupWorldSize(),
+		ReplaysFailedSteps: p.GetReplaysFailedSteps(),
 	}
 }
 

@@ -10,11 +10,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import pytest
 
-from torchft._torchft import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer, QuorumResult
+from torchft._torchft import (
+    LighthouseClient,
+    LighthouseServer,
+    ManagerClient,
+    ManagerServer,
+    QuorumRequest,
+    QuorumResult,
+)
 
 T = TypeVar("T")
 SOON = timedelta(seconds=20)
@@ -219,6 +227,42 @@ def test_another_world_size_is_refused_naming_both(groups: Callable[..., Groups]
     job = groups(1, 2)
     with pytest.raises(RuntimeError, match=r"(?s)3.*2|2.*3"):
         ask(job.client(0), group_world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "text"),
+    [
+        ({"step": "1"}, TypeError, "str"),
+        ({"reconfigure_handle": None}, TypeError, "reconfigure_handle=None is not allowed; allowed: a str"),
+        ({"commit_failures": 2**63}, ValueError, "commit_failures=9223372036854775808 is not allowed"),
+        ({"unheard_of": 1}, TypeError, "unheard_of"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused(
+    groups: Callable[..., Groups], said: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    request: dict[str, Any] = dict(
+        group_rank=0, step=0, checkpoint_metadata="", shrink_only=False, timeout=SOON, commit_failures=0
+    )
+    with pytest.raises(error, match=text):
+        groups(1).client(0)._quorum(**{**request, **said})
+
+
+def test_the_core_refuses_a_field_that_it_does_not_know(groups: Callable[..., Groups]) -> None:
+    client = groups(1).client(0)
+    with pytest.raises(ValueError, match='unknown field "unheard_of"'):
+        client._go.pyapi_ManagerRoundPrepare(client._handle, '{"unheard_of": 1}')
+
+
+def test_a_round_is_prepared_anew_where_more_than_the_step_changed(groups: Callable[..., Groups]) -> None:
+    client = groups(1).client(0)
+    prepared = []
+    for step, committed in ((0, -1), (1, 3), (2, 3), (3, 3), (4, 5)):
+        request = QuorumRequest(0, step, "", False, 0, committed_quorum_id=committed)
+        result = client._end_round(client._begin_round(request, SOON, first=True), None)
+        assert (result.max_step, result.committed_quorum_id) == (step, committed)
+        prepared.append(client._round[1])
+    assert [before == after for before, after in pairwise(prepared)] == [False, True, True, False]
 
 
 def test_an_unknown_rank_has_no_metadata(groups: Callable[..., Groups]) -> None:

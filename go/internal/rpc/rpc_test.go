@@ -16,14 +16,11 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
-	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
-	"github.com/torchft/torchft/go/torchftpb"
 )
 
 func TestMain(m *testing.M) { testmain.Run(m) }
@@ -132,19 +129,6 @@ func TestWaiters(t *testing.T) {
 	assert.Equal(t, "first", <-answerA)
 	assert.Equal(t, "all", <-answerC)
 	assert.Empty(t, answerB)
-}
-
-func TestConversionKeepsEverything(t *testing.T) {
-	member := quorum.Member{
-		ReplicaID: "r", Address: "a", StoreAddress: "s", Step: 1, WorldSize: 2, ShrinkOnly: true, Data: "{}",
-		CommitFailures: 3, CommittedQuorumID: 4, Handles: []string{"h"}, Unknown: []byte{0xc2, 0x0c, 0x00},
-	}
-	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}}, Created: time.Unix(7, 8).UTC()}
-	raw, err := proto.Marshal(rpc.QuorumToProto(want))
-	require.NoError(t, err)
-	var wire torchftpb.Quorum
-	require.NoError(t, proto.Unmarshal(raw, &wire))
-	assert.Equal(t, want, rpc.QuorumFromProto(&wire))
 }
 
 func TestDialNamesAddressAndTime(t *testing.T) {

@@ -1,0 +1,93 @@
+package rpc_test
+
+import (
+	"reflect"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// full has something other than zero in each field, so that a conversion that forgets one shows.
+func full[T any](t *testing.T) T {
+	t.Helper()
+	var value T
+	fill(t, reflect.ValueOf(&value).Elem())
+	return value
+}
+
+func fill(t *testing.T, v reflect.Value) {
+	t.Helper()
+	switch v.Kind() {
+	case reflect.Int64:
+		v.SetInt(7)
+	case reflect.Uint64:
+		v.SetUint(7)
+	case reflect.Bool:
+		v.SetBool(true)
+	case reflect.String:
+		v.SetString("x")
+	case reflect.Pointer:
+		v.Set(reflect.New(v.Type().Elem()))
+		fill(t, v.Elem())
+	case reflect.Slice:
+		v.Set(reflect.MakeSlice(v.Type(), 1, 1))
+		fill(t, v.Index(0))
+	case reflect.Struct:
+		for _, field := range v.Fields() {
+			fill(t, field)
+		}
+	case reflect.Uint8:
+	default:
+		require.Fail(t, "a field of a new kind", "%s", v.Type())
+	}
+}
+
+// sent is a message as its receiver has it.
+func sent[M proto.Message](t *testing.T, message, into M) M {
+	t.Helper()
+	raw, err := proto.Marshal(message)
+	require.NoError(t, err)
+	require.NoError(t, proto.Unmarshal(raw, into))
+	return into
+}
+
+func TestAQuorumArrivesAsItIs(t *testing.T) {
+	member := full[quorum.Member](t)
+	member.Unknown = []byte{0xc2, 0x0c, 0x00}
+	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}}, Created: time.Unix(7, 8).UTC()}
+	assert.Equal(t, want, rpc.QuorumFromProto(sent(t, rpc.QuorumToProto(want), &torchftpb.Quorum{})))
+}
+
+func TestStatesArriveAsTheyAre(t *testing.T) {
+	state := full[quorum.State](t)
+	assert.Equal(t, state, rpc.StateFromProto(sent(t, rpc.AskToProto(state), &torchftpb.Ask{})))
+	list := []quorum.Member{{ReplicaID: "a"}, {ReplicaID: "b"}, {ReplicaID: "c"}}
+	want := &quorum.Quorum{ID: 9, Members: append([]quorum.Member(nil), list...), Created: time.Unix(7, 8).UTC(), Revision: 5}
+	common := state
+	common.Step++
+	want.Members[0].SetState(common)
+	want.Members[1].SetState(state)
+	want.Members[2].SetState(common)
+	got, err := rpc.QuorumFromStates(sent(t, rpc.StatesToProto(want), &torchftpb.QuorumStates{}), list)
+	require.NoError(t, err)
+	assert.Equal(t, want, got)
+}
+
+func TestARequestArrivesAsItIs(t *testing.T) {
+	want := full[round.Request](t)
+	assert.Equal(t, want, rpc.RequestFromProto(sent(t, rpc.RequestToProto(want), &torchftpb.ManagerQuorumRequest{})))
+}
+
+func TestAResultArrivesAsItIs(t *testing.T) {
+	want := full[recovery.Result](t)
+	assert.Equal(t, want, rpc.ResultFromProto(sent(t, rpc.ResultToProto(want), &torchftpb.ManagerQuorumResponse{})))
+}

@@ -1,10 +1,5 @@
 package quorum
 
-import (
-	"slices"
-	"strings"
-)
-
 // The connection of a member may break while a quorum is on its way to it. The others have theirs, and wait for the member
 // in a collective; the member asks again, and would wait for the others to ask: until the collective's timeout, which is a
 // minute. So it gets the same quorum once more, as if the answer had only been slow.
@@ -25,7 +20,7 @@ func (m *Machine) lostAnswer(r *replica, e Asked) bool {
 	if m.latest.ID != m.highest || m.recall.id > m.latest.ID || m.list.listed() && termOf(m.latest.ID) != m.list.term {
 		return false
 	}
-	i, in := slices.BinarySearchFunc(m.latest.Members, r.id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })
+	i, in := m.latest.at(r.id)
 	if !in {
 		return false
 	}

@@ -276,6 +276,7 @@ func (h *history) settle(replicas int) {
 			if _, ok := waiting[id]; !ok {
 				a := h.ask(id)
 				a.Member.ShrinkOnly, a.KnownQuorumID = false, 0
+				a.Member.Step = int64(h.waiter) // it goes on, and its answer was not lost
 				h.step(a)
 			}
 		}

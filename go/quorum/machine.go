@@ -82,7 +82,11 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	case Reaches: // of places before this one only: nobody is sent on to a later one by it
 		m.roster.reach(e.ReplicaID, e.Places&m.before())
 	case Recalled:
+		before := m.latest
 		refused = m.recalled(e)
+		if m.latest != before {
+			dead = nil // of the quorum before: the members of this one have the time to come
+		}
 		decide = true
 	case Bound: // decides nothing: it is of use only when the member ends
 		m.list.answered(e.ReplicaID, e.Since)
@@ -352,7 +356,7 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 		case failing != "":
 			reason += fmt.Sprintf("; %s reports commit failures", failing)
 		case m.anew.needed():
-			reason += "; " + m.anew.reason
+			reason += "; " + m.anew.reason()
 		case !changed:
 			reason += "; a member knows a later quorum than the latest of this lighthouse"
 		}

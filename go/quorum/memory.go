@@ -61,6 +61,11 @@ func (q *Quorum) Past() Past {
 	return p
 }
 
+// at is the place of a member.
+func (q *Quorum) at(id string) (i int, in bool) {
+	return slices.BinarySearchFunc(q.Members, id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })
+}
+
 func (m *Member) voter() Voter { return Voter{ReplicaID: m.ReplicaID, Address: m.Address} }
 
 // Validate says why what somebody remembers cannot be true.
@@ -253,9 +258,7 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 	if p.ID <= m.latestID() {
 		return nil
 	}
-	for _, r := range m.members {
-		m.roster.setPrevious(r, false, m.now)
-	}
+	before := m.members
 	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Base: p.Base, Created: m.now}
 	m.members = make([]*replica, len(p.Members))
 	for i, v := range p.Members {
@@ -269,6 +272,10 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 		if r.presumed && v.Address != "" {
 			actions = append(actions, Probe{v.ReplicaID, v.Address})
 		}
+	}
+	for _, r := range before { // after that: who is in both is not forgotten in between, nor the number of its last request
+		_, in := q.at(r.id)
+		m.roster.setPrevious(r, in, m.now)
 	}
 	m.latest, m.step, m.rumour, m.suspicion = q, p.Step, Voter{}, suspicion{}
 	m.anew.forget()
@@ -299,7 +306,7 @@ func (m *memory) voter(id string) (Voter, bool) {
 	if m.latest == nil {
 		return Voter{}, false
 	}
-	if i, in := slices.BinarySearchFunc(m.latest.Members, id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) }); in {
+	if i, in := m.latest.at(id); in {
 		return m.latest.Members[i].voter(), true
 	}
 	if i, in := slices.BinarySearchFunc(m.latest.Base, id, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); in {

@@ -2,7 +2,6 @@ package quorum
 
 import (
 	"fmt"
-	"maps"
 	"slices"
 	"time"
 )
@@ -280,8 +279,8 @@ func (m *model) recalled(e Recalled, now time.Time) {
 			m.facts[v.ReplicaID].presumed = true
 		}
 	}
-	maps.DeleteFunc(m.dead, func(id string, _ Cause) bool { return !m.waits(id) }) // the others are begun anew
-	m.broken = slices.ContainsFunc(m.members(), func(id string) bool { _, died := m.dead[id]; return died })
+	m.died, m.broken = m.died || len(m.dead) > 0, false
+	clear(m.dead) // of the quorum before: the members of this one have the time to come
 	m.next(now, false)
 }
 

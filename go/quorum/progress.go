@@ -193,7 +193,7 @@ func (w *watch) name(p Policy, quorumID int64, members []*replica, age, patience
 
 // overdue does what the watch found.
 func (m *Machine) overdue() (actions []Action, dead []death) {
-	actions, found := m.watch.overdue(m.policy, m.latest, m.members, m.anew.told, m.now)
+	actions, found := m.watch.overdue(m.policy, m.latest, m.members, m.anew.failed != "", m.now)
 	for _, v := range found {
 		if v.evict {
 			m.roster.putOut(v.replica, v.cause, v.reason, m.now)

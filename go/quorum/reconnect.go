@@ -1,6 +1,6 @@
 package quorum
 
-import "fmt"
+import "cmp"
 
 // reconnect is why the members of the latest quorum must connect anew with the next one, although they may be the same: the
 // next quorum then has an id of its own. Of several reasons one is named, the gravest.
@@ -11,32 +11,26 @@ import "fmt"
 //     shared with it, and would wait for it in a collective that it does not know to be over.
 //  2. While there is a reason, no answer is redelivered (again.go): its quorum is not to be used any more.
 type reconnect struct {
-	reason string // empty: there is none
-	told   bool   // members were told that one is gone
+	failed string // members were told that one is gone; empty: they were not
+	other  string // there is another reason; empty: there is none
 }
 
 // gone: the others were told that a member is. If it is back, they must connect anew all the same.
-func (r *reconnect) gone(id string) { *r = reconnect{fmt.Sprintf("%s is gone", id), true} }
+func (r *reconnect) gone(id string) { r.failed = id + " is gone" }
 
 // rejoined: a member that left asks again. It has ended what it shared with the others.
-func (r *reconnect) rejoined(id string) {
-	if !r.told {
-		r.reason = fmt.Sprintf("%s had left, and is back", id)
-	}
-}
+func (r *reconnect) rejoined(id string) { r.other = id + " had left, and is back" }
 
 // moved: another process asks in the name of a member. The others are connected with the first one.
 func (r *reconnect) moved(id string) {
-	if r.reason == "" {
-		r.reason = fmt.Sprintf("another process asks as %s", id)
+	if r.other == "" {
+		r.other = "another process asks as " + id
 	}
 }
 
-func (r *reconnect) needed() bool { return r.reason != "" }
+func (r *reconnect) needed() bool { return r.failed != "" || r.other != "" }
 
-// forget is for another latest quorum, in which nobody was told of an end.
-func (r *reconnect) forget() {
-	if r.told {
-		*r = reconnect{}
-	}
-}
+func (r *reconnect) reason() string { return cmp.Or(r.failed, r.other) }
+
+// forget is for another latest quorum, in which nobody was told of an end. What a member did may be later than that quorum.
+func (r *reconnect) forget() { r.failed = "" }

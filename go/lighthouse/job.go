@@ -34,6 +34,7 @@ type job struct {
 
 	mu      sync.Mutex
 	machine *quorum.Machine
+	inUse   quorum.InUse // as the machine said last
 	waiters rpc.Waiters[quorum.WaiterID, answer]
 	streams streams
 	news    news
@@ -162,7 +163,7 @@ func (j *job) safely(use func()) (err error) {
 	defer func() {
 		if !sound {
 			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now())
-			j.patient = patience{}
+			j.inUse, j.patient = quorum.InUse{}, patience{}
 			j.waiters.AnswerAll(answer{err: err})
 			j.streams.renew() // what their greetings said is forgotten
 		}
@@ -252,6 +253,8 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.streams.tell(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
 		case quorum.Wake:
 			j.wake.Reset(time.Until(a.At))
+		case quorum.InUse:
+			j.inUse = a
 		case quorum.Waiting:
 			j.patient.waits(a.Reason, now)
 		}

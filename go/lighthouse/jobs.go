@@ -125,27 +125,18 @@ func (s *Server) Overview() []JobOverview {
 	return jobs
 }
 
-// look returns how many members are alive, and whether there has been a quorum.
-func (j *job) look() (alive int, served bool) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	_ = j.safely(func() { // an error is logged
-		alive = j.machine.Alive()
-		served = j.machine.Served()
-	})
-	return alive, served
-}
-
 func (j *job) tick(now time.Time) {
 	if j.feed(quorum.Tick{}) != nil {
 		return
 	}
 	j.logPatience(now)
-	alive, served := j.look()
+	j.mu.Lock()
+	inUse := j.inUse
+	j.mu.Unlock()
 	j.server.mu.Lock()
 	defer j.server.mu.Unlock()
-	if alive > 0 {
+	if inUse.Alive {
 		j.since = now
 	}
-	j.served = j.served || served
+	j.served = j.served || inUse.Served
 }

@@ -24,9 +24,6 @@ type elsewhere struct {
 	away     bool      // all were sent to another lighthouse, and none of the latest quorum has come back
 }
 
-// Term is the one that members are told, 0 where there is no list.
-func (m *Machine) Term() int64 { return m.list.term }
-
 // greeted learns of the list, and of the terms of other lighthouses.
 func (m *Machine) greeted(e Greeted) []Action {
 	others := m.roster.counts.healthy
@@ -229,9 +226,9 @@ func (m *Machine) givenUp(e GivenUp) (actions []Action) {
 	return actions
 }
 
-// Missing are those without whose votes no quorum forms, whoever of those that are alive asks: nobody where votes are not
+// missing are those without whose votes no quorum forms, whoever of those that are alive asks: nobody where votes are not
 // what is missing.
-func (m *Machine) Missing() (ids []string) {
+func (m *Machine) missing() (ids []string) {
 	_, missing := m.torn(decision{}, m.alive())
 	for _, v := range missing {
 		ids = append(ids, v.ReplicaID)

@@ -56,12 +56,11 @@ type MemberStatus struct {
 	Draining     string `json:"draining,omitempty"` // who wants it to leave
 }
 
-// Size is how much is remembered: the replicas that are alive, wait or are in the latest quorum, and the requests.
-func (m *Machine) Size() (replicas, waiters int) {
-	return len(m.roster.replicas), len(m.roster.waiters)
-}
-
 // Describe tells the state at a time. It changes nothing, and it counts anew what Step counts as it goes.
+//
+// It is the one query: all else leaves Step as actions. Somebody who looks may do so at any time, its ages and what is left
+// of a timeout are those of that moment, and to hand all of it out with every event would cost as much as the job has
+// groups. Nothing is decided by it: the shell shows it to people and dashboards, and the simulation checks it.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
 		now = m.now
@@ -75,7 +74,7 @@ func (m *Machine) Describe(now time.Time) Status {
 		Candidates:         t.candidates,
 		Waiters:            len(m.roster.waiters),
 		Members:            make([]MemberStatus, 0, len(m.roster.replicas)),
-		MissingVotes:       m.Missing(),
+		MissingVotes:       m.missing(),
 		MinReplicas:        m.policy.MinReplicas,
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),

@@ -69,14 +69,6 @@ func (m *Machine) drain(e Drained) []Action {
 	return []Action{Drain(e)}
 }
 
-// Draining is who wants a member to leave, empty if nobody does.
-func (m *Machine) Draining(id string) string {
-	if r := m.roster.replicas[id]; r != nil {
-		return r.draining
-	}
-	return ""
-}
-
 // leaves takes a member out of the next quorum.
 func (m *Machine) leaves(id string) (actions []Action) {
 	r := m.roster.replicas[id]

@@ -28,6 +28,7 @@ type history struct {
 	sets    map[int64]string    // of members, by quorum_id
 	lastID  int64
 	wakeAt  time.Time
+	inUse   InUse
 	gap     time.Duration // since the event before
 	quorums int
 	did     int            // what else the machine had done
@@ -172,6 +173,9 @@ func (h *history) step(e Event) {
 			failed[a.ReplicaID] = a.Cause
 		case Wake:
 			h.wakeAt = a.At
+		case InUse:
+			require.NotEqual(h.t, h.inUse, a, "it is told when it changes")
+			h.inUse = a
 		case Again:
 			require.Same(h.t, h.machine.latest, a.Quorum)
 			delete(h.open, a.Waiter)
@@ -224,6 +228,7 @@ func (h *history) step(e Event) {
 		}
 	}
 	require.Equal(h.t, healthy, h.machine.roster.counts.healthy)
+	require.Equal(h.t, InUse{Alive: healthy > 0, Served: h.model.latest != nil}, h.inUse)
 	require.Equal(h.t, h.machine.roster.counts.candidates, h.machine.roster.queue.Len())
 }
 

@@ -33,6 +33,7 @@ type Machine struct {
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
 	told     cause     // of the last Waiting since the latest quorum
+	inUse    InUse     // that was reported
 }
 
 // maxKnownID is what a member may claim to know. Above it a claim is nonsense and would soon overflow.
@@ -153,6 +154,10 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	}
 	if tick {
 		actions = slices.Concat(actions, m.goBack(), m.keep(false, m.now))
+	}
+	if is := (InUse{m.roster.counts.healthy > 0, m.latest != nil}); is != m.inUse {
+		m.inUse = is
+		actions = append(actions, is)
 	}
 	return append(actions, m.wake()...)
 }

@@ -106,12 +106,6 @@ func (m *memory) keep(fresh bool, now time.Time) []Action {
 	return []Action{Keep{p, m.highest}}
 }
 
-// Served reports whether there is a latest quorum, formed here or remembered.
-func (m *memory) Served() bool { return m.latest != nil }
-
-// Alive is how many replicas were, at the last event.
-func (m *Machine) Alive() int { return m.roster.counts.healthy }
-
 // recallPause is how long a member that was asked for a quorum may take before another one is.
 const recallPause = time.Second
 

@@ -138,7 +138,7 @@ func (r *scribe) run(words []string) []string {
 	case "give-up":
 		return r.step(GivenUp{ReplicaIDs: args, By: "an operator"})
 	case "missing":
-		return []string{strings.Join(r.machine.Missing(), " ")}
+		return []string{strings.Join(r.machine.missing(), " ")}
 	case "ended":
 		return r.step(Ended{ReplicaID: args[0]})
 	case "gave-up":

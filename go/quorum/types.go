@@ -232,6 +232,11 @@ type (
 	Release struct{ ReplicaID string }
 	// Wake asks for Woken at a time, in place of an earlier Wake.
 	Wake struct{ At time.Time }
+	// InUse reports whether there is somebody, and something to go on after, when either changes. Before the first neither is.
+	InUse struct {
+		Alive  bool // a member counts as alive
+		Served bool // there has been a quorum, formed here or remembered
+	}
 	// Waiting reports why there is no quorum, once for each new reason, for the log.
 	Waiting struct{ Reason string }
 )
@@ -257,6 +262,7 @@ func (AskProgress) isAction() {}
 func (Drain) isAction()       {}
 func (Release) isAction()     {}
 func (Wake) isAction()        {}
+func (InUse) isAction()       {}
 func (Waiting) isAction()     {}
 
 // Cause is what made a member count as dead, in one word, for counting.

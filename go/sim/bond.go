@@ -53,8 +53,7 @@ const operatorEvery = time.Second
 // lighthouse: a vote that is given at two is one for two histories.
 func (l *lighthouse) operator() {
 	w := l.w
-	m, knows := l.machine.(interface{ Missing() []string })
-	if w.Lighthouses == 1 || !knows || w.now-l.looked < operatorEvery {
+	if w.Lighthouses == 1 || w.now-l.looked < operatorEvery {
 		return
 	}
 	l.looked = w.now
@@ -73,7 +72,7 @@ func (l *lighthouse) operator() {
 		}
 	}
 	var ended []string
-	for _, id := range m.Missing() {
+	for _, id := range l.describe().MissingVotes {
 		g := w.byID[id]
 		if g == nil || !g.dead {
 			continue

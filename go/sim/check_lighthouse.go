@@ -410,15 +410,19 @@ func (c *watch) ticked() {
 		}
 		return gone
 	})
-	if replicas, _ := c.l.machine.Size(); replicas != len(c.known) && !w.mistake.anySize {
-		w.broken(ruleMemory, "the lighthouse remembers %d replicas, %d are alive, wait or are in the latest quorum", replicas, len(c.known))
+	if !w.mistake.anySize {
+		c.memory()
 	}
 	w.check.progress(c)
 }
 
-func (c *watch) size() {
-	w := c.l.w
-	if _, waiters := c.l.machine.Size(); waiters != len(c.l.waiting) && !w.mistake.anySize {
-		w.broken(ruleWaiters, "the lighthouse remembers %d waiters, %d wait", waiters, len(c.l.waiting))
+// memory compares how much the lighthouse remembers.
+func (c *watch) memory() {
+	w, s := c.l.w, c.l.describe()
+	if n := len(s.Members); n != len(c.known) {
+		w.broken(ruleMemory, "the lighthouse remembers %d replicas, %d are alive, wait or are in the latest quorum", n, len(c.known))
+	}
+	if s.Waiters != len(c.l.waiting) {
+		w.broken(ruleWaiters, "the lighthouse remembers %d waiters, %d wait", s.Waiters, len(c.l.waiting))
 	}
 }

@@ -29,6 +29,7 @@ type lighthouse struct {
 	refused    quorum.WaiterID // the last that was
 	waiting    []waiting
 	links      []*link
+	greeting   *link         // that greeted last
 	looked     time.Duration // when the operator looked last
 	stepped    time.Duration // on its clock: when it took something in last
 	timer      time.Duration // when the next lhDeadline comes, 0 if none is on its way
@@ -55,6 +56,9 @@ type request struct {
 }
 
 func (l *lighthouse) clock() time.Duration { return l.w.now + l.skew }
+
+// describe is what it shows to people.
+func (l *lighthouse) describe() quorum.Status { return l.machine.Describe(epoch.Add(l.clock())) }
 
 func (l *lighthouse) start() {
 	w := l.w
@@ -152,18 +156,10 @@ func (l *lighthouse) handle(e *event) {
 		l.links = append(l.links, e.link)
 		l.check.beat(e.g)
 		l.check.cameBack(e.link.known)
+		l.greeting = e.link
 		l.step(quorum.Greeted{
 			ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term, KnownQuorumID: e.link.known,
 		})
-		term := int64(0)
-		if m, ok := l.machine.(interface{ Term() int64 }); ok {
-			term = m.Term()
-		}
-		e.link.down(event{kind: welcomed, id: uint64(term)})
-		l.stamp(e.link)
-		if m, ok := l.machine.(interface{ Draining(string) string }); ok && m.Draining(e.g.id) != "" { // it may not have heard of it
-			e.link.down(event{kind: drained})
-		}
 	case lhLost:
 		l.lost(e.link)
 	case lhPast:
@@ -297,7 +293,6 @@ func (l *lighthouse) jump(by time.Duration) {
 func (l *lighthouse) step(input quorum.Event) {
 	l.do(input)
 	l.check.move()
-	l.check.size()
 }
 
 func (l *lighthouse) do(input quorum.Event) {
@@ -327,6 +322,12 @@ func (l *lighthouse) do(input quorum.Event) {
 			l.refused = a.Waiter
 			w.say("a request is refused: %s", a.Reason)
 			l.refuse(a)
+		case quorum.Welcome:
+			l.greeting.down(event{kind: welcomed, id: uint64(a.Term)})
+			l.stamp(l.greeting)
+			if a.Draining != "" { // it may not have heard of it
+				l.greeting.down(event{kind: drained})
+			}
 		case quorum.Renew:
 			w.say("%s: %s", l.name(), a.Reason)
 			from := input.(quorum.Greeted).ReplicaID

@@ -59,7 +59,7 @@ type Setup struct {
 type (
 	lighthouseMachine interface {
 		Step(quorum.Event, time.Time) []quorum.Action
-		Size() (replicas, waiters int)
+		Describe(time.Time) quorum.Status
 	}
 	groupMachine interface {
 		Step(round.Event, time.Time) []round.Action

@@ -40,3 +40,6 @@ func (s *Server) Attend(wire torchftpb.MemberService_AttendServer) error {
 
 // Handler serves the server's HTTP routes, and recovers nothing.
 func (s *Server) Handler() http.Handler { return s.handler() }
+
+// Connect looks whether something listens at an address, as for a member without a stream that its peers suspect.
+func (s *Server) Connect(address string) error { return s.defaultJob().connect(address) }

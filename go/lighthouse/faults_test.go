@@ -135,3 +135,14 @@ func TestAShutdownDoesNotWaitForAnybody(t *testing.T) {
 		assert.Equal(t, codes.Unavailable, code)
 	})
 }
+
+// Why a member counts as unreachable says where to look: at its process, or at its host and the network.
+func TestTheReasonTellsARefusalFromNoAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		c.LighthouseOn("other", 1).Shutdown()
+		assert.ErrorContains(t, c.Lighthouse.Connect("http://other:29510"), "its host is there, and its port refuses connections")
+		c.Net.Block("lighthouse", "other")
+		assert.ErrorContains(t, c.Lighthouse.Connect("http://other:29510"), "no answer within 1s")
+	})
+}

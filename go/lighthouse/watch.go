@@ -2,9 +2,11 @@ package lighthouse
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/url"
 	"slices"
+	"syscall"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -83,10 +85,16 @@ func (j *job) connect(address string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), checkTime)
 	defer cancel()
 	conn, err := j.cfg.Network.Dial(ctx, u.Host)
-	if err != nil {
+	switch {
+	case err == nil:
+		return conn.Close()
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return fmt.Errorf("its host is there, and its port refuses connections: %w", err)
+	case ctx.Err() != nil:
+		return fmt.Errorf("no answer within %s: %w", checkTime, err)
+	default:
 		return err
 	}
-	return conn.Close()
 }
 
 // askProgress asks members what they do. The caller holds mu.

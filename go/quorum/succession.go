@@ -64,6 +64,10 @@ const maxTerm = maxKnownID >> termBits
 func (s *succession) listed() bool { return s.seat.Of > 1 }
 
 // sit takes the seat that a member's list gives this lighthouse. It says why not if the others have another list.
+//
+// Where nobody else is alive the new list is taken: so an operator who ends all groups of a job can give them another one,
+// without a restart of the lighthouses. That nobody is alive here does not say that nobody trains elsewhere: while groups do
+// that have the old list, one with another list must not begin (docs/correctness.md, what the proof takes for granted).
 func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	switch {
 	case seat.Of == 0 || seat == s.seat:

@@ -99,6 +99,7 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Misfit:    codes.InvalidArgument,
 
 	quorum.Unbelieved: codes.InvalidArgument,
+	quorum.Streamless: codes.FailedPrecondition,
 }
 
 // quorum waits until m is in a quorum.

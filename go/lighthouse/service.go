@@ -75,6 +75,7 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 		Member:        rpc.MemberFromProto(req.GetRequester()),
 		KnownQuorumID: req.GetKnownQuorumId(),
 		Number:        req.GetRequestNumber(),
+		Lighthouses:   int(req.GetLighthouses()),
 	})
 	endSpan(span, answer{d, err})
 	if err != nil {

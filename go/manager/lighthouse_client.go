@@ -36,6 +36,7 @@ type LighthouseClient struct {
 	job  string
 	conn *grpc.ClientConn
 	stub torchftpb.LighthouseServiceClient
+	of   int // lighthouses in the list of the member whose client it is; 0 if it is no member's
 
 	// number is of the latest request. It begins at the clock, so that another client of the same replica_id that
 	// comes later is not taken for an old one.
@@ -99,6 +100,7 @@ func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuo
 		Requester:     rpc.MemberToProto(m),
 		KnownQuorumId: knownQuorumID,
 		RequestNumber: c.number.Add(1),
+		Lighthouses:   uint32(c.of),
 	}
 	if err := rpc.CheckRequest(req, req.GetRequester()); err != nil {
 		return nil, rpc.Wrap("quorum", c.peer, err)

@@ -54,7 +54,7 @@ func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.
 		return nil, 0, err
 	}
 	l = &lighthouses{addresses: list, options: options, clients: make([]*LighthouseClient, len(list))}
-	at = slices.Index(list, first.addr)
+	at, first.of = slices.Index(list, first.addr), len(list)
 	l.clients[at] = first
 	return l, at, nil
 }
@@ -68,6 +68,7 @@ func (l *lighthouses) reach(ctx context.Context, i int) (*LighthouseClient, erro
 	if err != nil {
 		return nil, err
 	}
+	c.of = len(l.addresses)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {

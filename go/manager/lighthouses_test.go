@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/lighthouse"
@@ -273,5 +274,39 @@ func TestInTheMiddleOfAStepTheyGoBackToo(t *testing.T) {
 		require.NoError(t, got.Err)
 		assert.Equal(t, []string{"a", "b"}, got.Value.ReplicaIDs)
 		require.NoError(t, (<-other).Err)
+	})
+}
+
+// unaryOnly forwards the calls to a lighthouse, as something between that answers UNIMPLEMENTED to streams.
+type unaryOnly struct {
+	torchftpb.UnimplementedLighthouseServiceServer
+	to torchftpb.LighthouseServiceClient
+}
+
+func (u unaryOnly) Quorum(ctx context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+	return u.to.Quorum(ctx, req)
+}
+
+func (u unaryOnly) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+	return u.to.Heartbeat(ctx, req)
+}
+
+// A group of a list whose streams do not arrive is told so: by calls it would be told no term. With one lighthouse it makes calls.
+func TestAGroupOfAListThatHasNoStreamsIsTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, _, groups := twoLighthouses(t, "a")
+		round(t, 0, groups...)
+		conn, err := grpc.NewClient("passthrough:///lighthouse:29510", grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithContextDialer(c.Net.Host("between").Dial))
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, conn.Close()) })
+		t.Cleanup(serveOn(t, c, "between", func(g *grpc.Server) {
+			torchftpb.RegisterLighthouseServiceServer(g, unaryOnly{to: torchftpb.NewLighthouseServiceClient(conn)})
+		}))
+		b := c.StartGroup("b", 1, func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = "http://between:29510,http://second:29510" })
+		err = (<-b.Quorum(0, 1, 5*time.Second)).Err
+		assert.ErrorContains(t, err, "replica b makes calls in place of a stream, and its list has 2 lighthouses")
+		assert.ErrorContains(t, err, "Let streams (torchft.MemberService/Attend) through to every lighthouse")
+		round(t, 1, groups...) // and nobody waits for it
 	})
 }

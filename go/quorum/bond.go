@@ -1,6 +1,9 @@
 package quorum
 
-import "time"
+import (
+	"fmt"
+	"time"
+)
 
 // A member binds itself to the lighthouse that serves it. The lighthouse sends stamps on the member's stream, and what the
 // member says next answers the newest: it asks no other lighthouse before BondTime has passed since it received the stamp, on
@@ -117,4 +120,28 @@ func (b *bonds) set(id string, one bond) {
 		b.bound = map[string]bond{}
 	}
 	b.bound[id] = one
+}
+
+// streamless says why a call is refused of a member whose lighthouse is one of a list; empty if it is not. A call tells it no
+// term: what it asked here may wait when it goes to another lighthouse, and that one would not know that its quorums come
+// later. Also one that greeted before makes no calls: the term may be another one since.
+//
+// Our members make calls where something between them and the lighthouse answers UNIMPLEMENTED to streams. They say how many
+// lighthouses they know: with none that greets, this one could not know that there are others. A list of one, where others
+// have more, is no safer by what it says. Published members say nothing, and are let in: they ask one lighthouse only.
+func (m *Machine) streamless(e Asked) string {
+	var list string
+	switch {
+	case e.Tells:
+		return ""
+	case e.Lighthouses > 1:
+		list = fmt.Sprintf("its list has %d lighthouses", e.Lighthouses)
+	case m.list.listed() && e.KnownQuorumID > 0:
+		list = fmt.Sprintf("this lighthouse is %s for other groups", m.list.seat)
+	default:
+		return ""
+	}
+	return fmt.Sprintf("replica %s makes calls in place of a stream, and %s: two lighthouses might serve the job at once. "+
+		"Let streams (torchft.MemberService/Attend) through to every lighthouse, or give all groups one lighthouse in TORCHFT_LIGHTHOUSE",
+		e.Member.ReplicaID, list)
 }

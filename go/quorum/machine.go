@@ -68,10 +68,9 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 
 	switch e := event.(type) {
 	case Asked:
-		// A group of another size is refused before it counts: in a quorum with it some ranks would wait for peers that there are
-		// not, in every step.
-		if reason := m.misfit(e); reason != "" {
-			refused = []Action{Refuse{e.Waiter, Misfit, reason}}
+		// Refused before it counts: nobody waits for a member that can be in no quorum.
+		if why, reason := m.unfit(e); reason != "" {
+			refused = []Action{Refuse{e.Waiter, why, reason}}
 			dead = append(dead, m.turnDown(e.Member.ReplicaID, reason)...)
 			decide = len(dead) > 0
 			break
@@ -160,6 +159,14 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		actions = append(actions, is)
 	}
 	return append(actions, m.wake()...)
+}
+
+// unfit says why a member can be in no quorum here, whatever it asks; empty if it can.
+func (m *Machine) unfit(e Asked) (why Refusal, reason string) {
+	if reason := m.streamless(e); reason != "" {
+		return Streamless, reason
+	}
+	return Misfit, m.misfit(e)
 }
 
 // asked takes a request in, or refuses it.

@@ -18,8 +18,10 @@ import (
 //  1. No id is given out twice, and none below one that was seen: each new one is above highest.
 //  2. highest grows by ids that may have been given out (plausible), and by those of quorums that a member shows that was in
 //     them. So no single number spoils the ids of a job for good.
-//  3. Nothing is decided while a member is about to tell of a later quorum. Alone, a lighthouse goes on in the end: nobody else
-//     can have served the job meanwhile. One of a list never does: it sends on those that wait.
+//  3. Nothing is decided while a member is about to tell of a later quorum: while one that waits knows of it, or, at a
+//     lighthouse of a list, the one that was asked is alive and had less than heartbeat_timeout_ms to tell. Alone, a lighthouse
+//     goes on in the end, although one that knows waits: nobody else can have served the job meanwhile. One of a list sends on
+//     those that wait. Once nobody is left here who knows, the votes alone keep two histories apart (succession.go).
 //  4. members[i] is the replica of latest.Members[i], and nobody else is previous.
 type memory struct {
 	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
@@ -147,10 +149,8 @@ func (m *memory) plausible(id, term int64, now time.Time) bool {
 // doubt says why a request is refused that claims to know a quorum, and cannot tell of it; empty if it is taken.
 func (m *Machine) doubt(e Asked) (why Refusal, reason string) {
 	switch id := e.KnownQuorumID; {
-	case e.Tells && id <= maxKnownID || m.plausible(id, m.list.term, m.now) && (!m.list.listed() || id <= m.latestID()):
+	case e.Tells && id <= maxKnownID, m.plausible(id, m.list.term, m.now):
 		return 0, ""
-	case m.plausible(id, m.list.term, m.now): // another lighthouse of the list may have gone on after it
-		return Outvoted, fmt.Sprintf("replica %s knows of quorum %d, which this lighthouse does not, and calls cannot tell who was in it", e.Member.ReplicaID, id)
 	default:
 		return Unbelieved, fmt.Sprintf("known_quorum_id of replica %s is %d: it is far ahead of this lighthouse's clock (%d), and the request does not show that quorum",
 			e.Member.ReplicaID, id, m.now.UnixMilli())
@@ -241,6 +241,10 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 	if _, in := slices.BinarySearchFunc(p.Members, e.From, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); e.From != "" && !in {
 		return []Action{Doubted{e.From, fmt.Sprintf("it shows quorum %d, and was not in it", p.ID)}}
 	}
+	// Alone, there is no term to go by, and nobody can have got further than this: so no forged past takes all ids.
+	if seen := termOf(m.highest); !m.list.listed() && e.From != "" && termOf(p.ID) > seen+termReach {
+		return []Action{Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the highest that was seen here is %d", p.ID, termOf(p.ID), seen)}}
+	}
 	if m.list.listed() && termOf(p.ID) > m.list.term {
 		r := m.roster.replicas[e.From]
 		if r == nil || r.claims < termOf(p.ID) {
@@ -273,6 +277,7 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 	}
 	m.latest, m.step, m.rumour, m.suspicion = q, p.Step, Voter{}, suspicion{}
 	m.anew.forget()
+	m.away = false // all of this quorum have the time to come
 	m.list.keep(m.votes)
 	m.watch.next(m.now, false)
 	if m.recall.id <= p.ID {

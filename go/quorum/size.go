@@ -57,7 +57,7 @@ func (m *Machine) unlike(id string, size uint64) (other *Member) {
 
 // turnDown lets a group count as dead until it asks again: nobody waits for it.
 func (m *Machine) turnDown(id, reason string) (dead []death) {
-	if r := m.roster.replicas[id]; r != nil && r.alive() && !r.waiting() {
+	if r := m.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && !r.previous {
 		dead = append(dead, m.roster.putOut(r, "", reason, m.now))
 	}
 	return dead

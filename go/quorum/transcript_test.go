@@ -16,7 +16,7 @@ import (
 // The commands of a transcript:
 //
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at time 0; its first quorum is 1001
-//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [tells] [reaches=1,2]
+//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [tells] [of=2] [reaches=1,2]   of=2: a call of a member that knows two lighthouses
 //	greet a seat=3/3 [term=1] [known=1005]   a stream begins, of a member for which this is the last of three lighthouses
 //	reaches a 1,2    the member reaches these lighthouses, and those that it does not name no more
 //	recalled 1005 step=3 a b c [from=a] [base=a+,b]   the vote of a was given for good
@@ -92,6 +92,7 @@ func (r *scribe) run(words []string) []string {
 			KnownQuorumID: transcript.Number(r.t, transcript.Option(args, "known")),
 			Number:        uint64(transcript.Number(r.t, transcript.Option(args, "number"))),
 			Tells:         slices.Contains(args, "tells"),
+			Lighthouses:   int(transcript.Number(r.t, transcript.Option(args, "of"))),
 			Reaches:       places(r.t, transcript.Option(args, "reaches")),
 			Member: Member{
 				ReplicaID:      args[0],

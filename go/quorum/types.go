@@ -30,6 +30,7 @@ type (
 		// lighthouse continues above it, so that ids never repeat in the life of a job.
 		KnownQuorumID int64
 		Tells         bool   // it answers a Recall
+		Lighthouses   int    // in the list of a member that makes a call; 0 if it does not say
 		Reaches       Places // as in Reaches
 		// Number grows with each request of the member, retries included; 0 if it does not say. A request that comes
 		// after a newer one was held up on the way. What it says does not hold any more, and nobody waits for it.
@@ -296,4 +297,5 @@ const (
 	Left                      // its member said that it leaves
 	Unbelieved                // it claims to know a quorum far ahead, and does not show it
 	Misfit                    // its group has another world_size than those of the others
+	Streamless                // it makes calls, and its lighthouse is one of a list: bond.go
 )

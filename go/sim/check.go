@@ -178,7 +178,10 @@ func (c *checker) progress(by *watch) {
 	}
 	connected := 0
 	for i := range w.slots {
-		if !w.reached(i, lh) {
+		switch {
+		case w.kept(i):
+			continue
+		case !w.reached(i, lh):
 			if w.Lighthouses > 1 {
 				return
 			}
@@ -186,7 +189,7 @@ func (c *checker) progress(by *watch) {
 		}
 		connected++
 		for j := range i {
-			if w.reached(j, lh) && !w.connected(i, j) {
+			if w.reached(j, lh) && !w.kept(j) && !w.connected(i, j) {
 				return
 			}
 		}
@@ -204,7 +207,7 @@ func (c *checker) progress(by *watch) {
 		w.broken(ruleForms, "%d groups are connected, and there has been no quorum for %s", connected, w.now-by.lastTime)
 	}
 	for i := range w.slots {
-		if g := w.slots[i].g; w.reached(i, lh) && w.now-max(g.began, g.lastCommit) > bound {
+		if g := w.slots[i].g; w.reached(i, lh) && !w.kept(i) && w.now-max(g.began, g.lastCommit) > bound {
 			w.broken(ruleProgress, "%s has not committed for %s", g.id, w.now-g.lastCommit)
 		}
 	}
@@ -215,7 +218,7 @@ func (c *checker) earlier(than int) bool {
 	w := c.w
 	for lh := range than {
 		for i := range w.slots {
-			if w.lhs[lh].up && w.reached(i, lh) {
+			if w.lhs[lh].up && w.reached(i, lh) && !w.kept(i) {
 				return true
 			}
 		}

@@ -54,6 +54,8 @@ type watch struct {
 	began    time.Duration // when it was formed, or heard of
 	away     bool          // all were sent to another lighthouse
 	lastTime time.Duration // of its last quorum, on the clock of the world
+	unasked  view          // of the group that asked last, and behind, as they were before
+	unbehind time.Duration
 }
 
 func (c *watch) of(g *group) *view { return &g.views[c.l.index] }
@@ -114,6 +116,21 @@ func (c *watch) asked(g *group, step int64) {
 	}
 }
 
+// before notes what is known of a group before it asks.
+func (c *watch) before(g *group) {
+	c.move()
+	c.expire(g)
+	c.unasked, c.unbehind = *c.of(g), c.behind
+}
+
+// keptOut: the request was refused. It never counted, and its member does not until another one is taken.
+func (c *watch) keptOut(g *group) {
+	v := c.of(g)
+	c.unasked.listed = v.listed
+	*v, c.behind = c.unasked, c.unbehind
+	v.out = v.out || c.healthy(g) && v.waits == 0 && !v.previous
+}
+
 // newest reports whether a request is newer than all that the lighthouse has of this group, and notes it.
 func (c *watch) newest(g *group, number uint64) bool {
 	c.move()
@@ -170,6 +187,9 @@ func (c *watch) cameBack(known int64) {
 	c.away = false
 	for _, g := range c.known {
 		if v := c.of(g); v.previous && !c.healthy(g) {
+			if v.beaten && !c.beating(g) {
+				v.tooOld = c.clock
+			}
 			v.beaten, v.lastBeat, v.presumed, v.suspect = true, c.clock, true, false
 		}
 	}
@@ -198,7 +218,7 @@ func (c *watch) recalled(p quorum.Past) {
 		}
 		c.list(g)
 	}
-	c.latest, c.reached, c.began = p.ID, p.Step, c.clock
+	c.latest, c.reached, c.began, c.away = p.ID, p.Step, c.clock, false
 	c.newQuorum()
 }
 

@@ -123,12 +123,12 @@ func (g *group) crash(silent bool, why string) {
 	if k := g.link; k != nil {
 		k.close(silent)
 	}
-	if g.asking.active && w.calls(g.slot) && w.lhs[0].up {
+	if l := &w.lhs[g.at]; g.asking.active && w.calls(g.slot) && l.up {
 		notice := w.delay(g.slot)
-		if silent || w.up(g.slot, 0) {
+		if silent || w.up(g.slot, g.at) {
 			notice = 2 * w.Keepalive
 		}
-		w.after(notice, event{kind: lhGaveUp, g: g, id: g.asking.req, life: w.lhs[0].life})
+		w.after(notice, event{kind: lhGaveUp, g: g, id: g.asking.req, lh: uint8(g.at), life: l.life})
 	}
 	for r := range g.ranks {
 		g.ranks[r].leaveComm(silent)
@@ -362,8 +362,8 @@ func (g *group) refused(req uint64) {
 		return
 	}
 	w := g.w
-	if l := &w.lhs[0]; l.up { // it notices, too, that the connection broke, sooner or later
-		w.after(w.upTo(w.Keepalive), event{kind: lhGaveUp, g: g, id: req, life: l.life})
+	if l := &w.lhs[g.at]; l.up { // it notices, too, that the connection broke, sooner or later
+		w.after(w.upTo(w.Keepalive), event{kind: lhGaveUp, g: g, id: req, lh: uint8(g.at), life: l.life})
 	}
 	a.failed++
 	wait := 20 * time.Millisecond << min(a.failed-1, 6)
@@ -381,10 +381,10 @@ func (g *group) refused(req uint64) {
 func (g *group) cancel() {
 	w := g.w
 	g.asking.active = false
-	switch l := &w.lhs[0]; {
+	switch l := &w.lhs[g.at]; {
 	case g.link != nil:
 		g.link.up(event{kind: lhGaveUp, id: g.asking.req, link: g.link})
-	case w.calls(g.slot) && l.up && !w.up(g.slot, 0) && !w.lost():
-		w.after(w.delay(g.slot), event{kind: lhGaveUp, g: g, id: g.asking.req, life: l.life})
+	case w.calls(g.slot) && l.up && !w.up(g.slot, g.at) && !w.lost():
+		w.after(w.delay(g.slot), event{kind: lhGaveUp, g: g, id: g.asking.req, lh: uint8(g.at), life: l.life})
 	}
 }

@@ -115,7 +115,7 @@ func (l *lighthouse) crash(silent bool, down time.Duration) {
 			k.stuck = true
 			w.after(notice, event{kind: linkBroken, g: g, link: k})
 		}
-		if g.asking.active && w.calls(i) {
+		if g.asking.active && w.calls(i) && g.at == l.index {
 			w.after(notice, event{kind: refused, g: g, id: g.asking.req})
 		}
 	}
@@ -211,6 +211,8 @@ func (l *lighthouse) ask(e *event) {
 	asked := quorum.Asked{Waiter: id, Member: r.member, KnownQuorumID: r.known, Number: e.id, Tells: e.link != nil}
 	if e.link != nil {
 		asked.Reaches = r.reaches
+	} else if !w.Published.has(e.g.slot) {
+		asked.Lighthouses = w.Lighthouses
 	}
 	if w.Published.has(e.g.slot) {
 		asked.Number = 0
@@ -224,6 +226,7 @@ func (l *lighthouse) ask(e *event) {
 	}
 	deadline := l.clock() + remaining
 	l.waiting = append(l.waiting, waiting{id, e.g, e.link, e.id, deadline, r.member.ShrinkOnly, r.member.Step, r.known})
+	l.check.before(e.g)
 	l.check.asked(e.g, r.member.Step)
 	l.arm(deadline)
 	l.step(asked)
@@ -420,8 +423,12 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 	q := l.waiting[i]
 	l.waiting = slices.Delete(l.waiting, i, i+1)
 	l.check.gaveUp(q.g)
-	if a.Why == quorum.Outvoted && q.link != nil {
+	switch {
+	case a.Why == quorum.Outvoted && q.link != nil:
 		q.link.down(event{kind: sentOn, id: q.req})
+	case a.Why == quorum.Streamless:
+		l.check.keptOut(q.g)
+		l.w.after(l.w.delay(q.g.slot), event{kind: refused, g: q.g, id: q.req}) // it does not know better than to ask again
 	}
 }
 

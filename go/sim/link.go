@@ -324,23 +324,30 @@ func (g *group) send() {
 	}
 }
 
-// call makes the request of a published group.
+// call makes the request of a group without a stream, of several lighthouses at the one that was reached last, or the next.
 func (g *group) call() {
 	w := g.w
-	l := &w.lhs[0]
+	for range w.Lighthouses {
+		if w.lhs[g.at].up && !w.cutOff(g.slot, g.at) {
+			break
+		}
+		g.at = (g.at + 1) % w.Lighthouses
+	}
+	l := &w.lhs[g.at]
 	w.req++
 	a := &g.asking
 	a.req = w.req
 	d := w.delay(g.slot)
+	asks := event{kind: lhAsk, g: g, id: a.req, x: a.request, lh: uint8(g.at), life: l.life}
 	switch {
-	case !l.up && !w.up(g.slot, 0) && !w.down(g.slot, 0):
+	case !l.up && !w.up(g.slot, g.at) && !w.down(g.slot, g.at):
 		w.after(d, event{kind: refused, g: g, id: a.req})
-	case !l.up || w.up(g.slot, 0) || w.lost():
+	case !l.up || w.up(g.slot, g.at) || w.lost():
 		w.after(w.Keepalive, event{kind: refused, g: g, id: a.req})
 	default:
-		w.after(d, event{kind: lhAsk, g: g, id: a.req, x: a.request, life: l.life})
+		w.after(d, asks)
 		if w.doubled() {
-			w.after(w.delay(g.slot), event{kind: lhAsk, g: g, id: a.req, x: a.request, life: l.life})
+			w.after(w.delay(g.slot), asks)
 		}
 	}
 }
@@ -349,8 +356,8 @@ func (g *group) call() {
 func (g *group) alive() {
 	w := g.w
 	if w.calls(g.slot) {
-		if l := &w.lhs[0]; l.up && !w.up(g.slot, 0) && !w.lost() {
-			w.after(w.delay(g.slot), event{kind: lhBeat, g: g, life: l.life})
+		if l := &w.lhs[g.at]; l.up && !w.up(g.slot, g.at) && !w.lost() {
+			w.after(w.delay(g.slot), event{kind: lhBeat, g: g, lh: uint8(g.at), life: l.life})
 		}
 		w.after(w.HeartbeatInterval, event{kind: beatDue, g: g})
 		return

@@ -12,7 +12,7 @@ import (
 func countLosses(seed uint64, rounds int) Setup {
 	s := Draw(seed, 3+int(seed%4), rounds)
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
-	s.Replay, s.Calls, s.CountLosses = false, 0, true
+	s.Replay, s.Calls, s.Streamless, s.CountLosses = false, 0, 0, true
 	s.Policy.MinReplicas = 1 // else a step in which somebody heals is lost where too few are left that contribute
 	s.Lighthouses = 1 + int(seed/4%2)
 	s.Faults = nil

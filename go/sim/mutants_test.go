@@ -107,6 +107,14 @@ var mutants = []struct {
 		"half of a quorum may go on, whoever is in it", "quorum/succession.go", "2*n == len(set) && first", "2*n == len(set) && (first || n > 0)",
 		several, []string{ruleBranch, ruleOneSet},
 	},
+	{
+		"a member that makes calls is let in by a lighthouse of a list", "quorum/machine.go", `m.streamless(e); reason != ""`, `m.streamless(e); false`,
+		streamless, []string{ruleBranch, ruleOneStart},
+	},
+	{
+		"a lighthouse goes by what others say of its list", "quorum/bond.go", "case e.Lighthouses > 1:", "case e.Lighthouses > 1 && m.list.listed():",
+		streamless, []string{ruleBranch, ruleOneStart, ruleOneSet},
+	},
 }
 
 // mutate is the source of a file with the mistake in it.

@@ -42,6 +42,10 @@ type Setup struct {
 	// Calls are those whose groups say all that ours say, and keep no stream: in calls, which may overtake each other.
 	Calls Slots
 
+	// Streamless are those that know several lighthouses, and whose streams something on the way answers with UNIMPLEMENTED:
+	// they make calls, too, and are to be refused.
+	Streamless Slots
+
 	// Replay: groups reduce a step again that lost a member, but for those that are Published.
 	Replay bool
 	// OnlyDeaths: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
@@ -137,6 +141,9 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	}
 	if s.Lighthouses == 1 && r.IntN(5) == 0 {
 		s.Calls = Slots(r.Uint64())
+	}
+	if n := mix(seed, 7); s.Lighthouses > 1 && n%3 == 0 { // enough are left
+		s.Streamless = Slots(n>>8) << s.Policy.MinReplicas
 	}
 	if r.IntN(2) == 0 {
 		s.Policy.StalledAfter = between(4*s.Compute, 8*s.Compute)

@@ -49,13 +49,16 @@ func TestTheRulesHold(t *testing.T) {
 	t.Logf("%d quorums, %d faults, %d heals", rounds, faults, heals)
 }
 
-// A list of lighthouses, and many cuts of groups from some of them.
+// A list of lighthouses, and many cuts of groups from some of them. In a third some groups have no streams.
 func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(1000+seed, 0, 300)
 		several(&s)
 		s.Lighthouses = 2 + int(seed%2)
+		if seed%3 == 0 {
+			s.Streamless = 0b110
+		}
 		r := hold(t, s)
 		require.Positive(t, r.FaultsHit)
 	}

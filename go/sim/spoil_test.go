@@ -61,10 +61,16 @@ func greetings(change func(*quorum.Greeted)) func(*quorum.Machine) lighthouseMac
 
 // several lighthouses, and more cuts than else.
 func several(s *Setup) {
-	s.Lighthouses = 2
+	s.Lighthouses, s.Streamless = 2, 0
 	s.Slots = 3 + int(s.Seed%3)
 	s.Policy.MinReplicas = 1
 	s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 3)), *s, 10)
+}
+
+// streamless is the same, with one group or two that have no streams.
+func streamless(s *Setup) {
+	several(s)
+	s.Streamless = 0b110
 }
 
 // keepHeartbeats lets nobody die whose heartbeat ever came.

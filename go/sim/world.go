@@ -98,8 +98,11 @@ func Run(s Setup, trace Tracer) Result {
 		byID:  map[string]*group{},
 	}
 	w.check = checker{w: w, quorums: map[int64]*formed{}}
-	if s.Lighthouses == 0 || s.Published|s.Calls != 0 { // who makes calls knows one
+	if s.Lighthouses == 0 || s.Published|s.Calls != 0 { // they know one
 		w.Lighthouses = 1
+	}
+	if w.Lighthouses == 1 {
+		w.Streamless = 0
 	}
 	for i := range w.links {
 		w.links[i] = make([]int, s.Slots)
@@ -120,7 +123,10 @@ func Run(s Setup, trace Tracer) Result {
 }
 
 // calls reports whether the group in a slot makes calls: it keeps no stream.
-func (w *world) calls(i int) bool { return (w.Published | w.Calls).has(i) }
+func (w *world) calls(i int) bool { return (w.Published | w.Calls | w.Streamless).has(i) }
+
+// kept reports whether the lighthouses keep the group in a slot out of the job.
+func (w *world) kept(i int) bool { return w.Lighthouses > 1 && w.calls(i) }
 
 // push makes something happen, at the earliest now.
 func (w *world) push(e event) {

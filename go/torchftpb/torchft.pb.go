@@ -226,6 +226,8 @@ type LighthouseQuorumRequest struct {
 	// Grows with each request of the member, retries included; 0: not numbered. One that was held up on the way, and
 	// overtaken by a newer one, is answered with ABORTED: its step does not hold any more.
 	RequestNumber uint64 `protobuf:"varint,101,opt,name=request_number,json=requestNumber,proto3" json:"request_number,omitempty"`
+	// How many lighthouses the member's list has; 0: it does not say. A member of a list needs a stream: its call is refused.
+	Lighthouses uint32 `protobuf:"varint,102,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"`
 	// The last quorum this member was part of, for a lighthouse that was restarted.
 	KnownQuorum   *PastQuorum `protobuf:"bytes,110,opt,name=known_quorum,json=knownQuorum,proto3" json:"known_quorum,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -279,6 +281,13 @@ func (x *LighthouseQuorumRequest) GetKnownQuorumId() int64 {
 func (x *LighthouseQuorumRequest) GetRequestNumber() uint64 {
 	if x != nil {
 		return x.RequestNumber
+	}
+	return 0
+}
+
+func (x *LighthouseQuorumRequest) GetLighthouses() uint32 {
+	if x != nil {
+		return x.Lighthouses
 	}
 	return 0
 }
@@ -3199,11 +3208,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
 	"\fparticipants\x18\x02 \x03(\v2\x15.torchft.QuorumMemberR\fparticipants\x124\n" +
-	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"\xd5\x01\n" +
+	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"\xf7\x01\n" +
 	"\x17LighthouseQuorumRequest\x123\n" +
 	"\trequester\x18\x01 \x01(\v2\x15.torchft.QuorumMemberR\trequester\x12&\n" +
 	"\x0fknown_quorum_id\x18d \x01(\x03R\rknownQuorumId\x12%\n" +
-	"\x0erequest_number\x18e \x01(\x04R\rrequestNumber\x126\n" +
+	"\x0erequest_number\x18e \x01(\x04R\rrequestNumber\x12 \n" +
+	"\vlighthouses\x18f \x01(\rR\vlighthouses\x126\n" +
 	"\fknown_quorum\x18n \x01(\v2\x13.torchft.PastQuorumR\vknownQuorum\"C\n" +
 	"\x18LighthouseQuorumResponse\x12'\n" +
 	"\x06quorum\x18\x01 \x01(\v2\x0f.torchft.QuorumR\x06quorum\";\n" +

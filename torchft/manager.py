@@ -25,6 +25,7 @@ from torch.distributed import ReduceOp
 
 from torchft._manager.background import Background
 from torchft._manager.collectives import Collectives
+from torchft._manager.edge import connect_server
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureCallback, Failures, PeerFailed
 from torchft._manager.group import join_group
@@ -36,7 +37,8 @@ from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.recovery import Recovery
 from torchft._manager.replay import peers_fault
 from torchft._manager.replayer import Replayer
-from torchft._manager.rounds import Round, Rounds, make_rounds
+from torchft._manager.reports import Reports
+from torchft._manager.rounds import Round, Rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -212,6 +214,7 @@ class Manager(Stateful):
         self._plan: Optional[Plan] = None
         self._planner = Planner(use_async_quorum, world_size_mode, min_replica_size)
         self._asked = 0.0  # when, by time.monotonic()
+        self._server: Any = None
         self._rounds: Optional[Rounds] = None
         self._round: Optional[Round] = None
         self._request: tuple[bool, bool, timedelta] = (True, False, self._quorum_timeout)  # of the last quorum
@@ -263,17 +266,22 @@ class Manager(Stateful):
             self.shutdown(wait=False)
             raise
         self._trace = step_trace(self)
-        self._logger = _ManagerLogger(manager=self, replica_id=self._replica_id, group_rank=self._group_rank)
+        self._logger = _ManagerLogger(self, self._replica_id, self._group_rank, Reports(self._server.say))
 
     def _join_group(self, replica_id: Optional[str], hostname: str) -> None:
         """Connects with the manager server of the group, which rank 0 starts."""
         replays = {"replays_failed_steps": True} if self._replayer.enabled else {}
         group = join_group(self._settings, replica_id, hostname, ManagerServer, **replays)
         self._store, self._replica_id, address, self._manager = group
-        self._client = ManagerClient(address, connect_timeout=self._connect_timeout)
-        self._client._group_world_size = self._group_world_size  # refused if rank 0 has another one
-        self._rounds = make_rounds(self._client)
-        self._failures.listen(self._client, self._group_rank)
+        self._server = connect_server(
+            ManagerClient,
+            address,
+            group_rank=self._group_rank,
+            group_world_size=self._group_world_size,
+            timeout=self._connect_timeout,
+        )
+        self._rounds = self._server.rounds()
+        self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
         set_rank_info = getattr(self._pg, "set_rank_info", None)
         if set_rank_info is not None:  # a native group has no such method
             set_rank_info(
@@ -282,6 +290,14 @@ class Manager(Stateful):
                 self._group_world_size,
                 global_rank(self._replica_id, self._group_rank, self._group_world_size),
             )
+
+    @property
+    def _client(self) -> ManagerClient:
+        return self._server.client
+
+    @_client.setter
+    def _client(self, client: ManagerClient) -> None:
+        self._server.client = client
 
     # Quorum
 
@@ -324,10 +340,10 @@ class Manager(Stateful):
             self._healing = False
         self._background.begin()
         self._asked = time.monotonic()
-        self._client._committed_quorum_id = self._committed_quorum_id
         self._trace.asks()
         self._round = self._rounds.begin(
             partial(self._follow, allow_heal),
+            self._committed_quorum_id,
             group_rank=self._group_rank,
             step=self._step,
             checkpoint_metadata=self._checkpoint_transport.metadata(),
@@ -587,7 +603,8 @@ class Manager(Stateful):
         if not peers_fault(e):
             self._refuse_replay(f"a collective cannot be done: {e!r}")
         elif not self._collectives.aborted and not isinstance(e, PeerFailed) and self._plan:
-            self._failures.suspect([i for i in self._plan.replica_ids if i != self._replica_id])
+            others = [i for i in self._plan.replica_ids if i != self._replica_id]
+            self._server.suspect(self._plan.quorum_id, others)
         self._step_failed(e)
         self._abort_collectives()
         self._incidents.ended("abort")
@@ -706,7 +723,7 @@ class Manager(Stateful):
 
     def _vote(self, yes: bool, timeout: timedelta) -> bool:
         """Whether all ranks of the group vote yes."""
-        return self._client.should_commit(self._group_rank, self._step, yes, timeout=timeout)
+        return self._server.vote(self._step, yes, timeout)
 
     def _end_collectives(self) -> None:
         if not self._collectives.end(self._timeout):
@@ -805,15 +822,13 @@ class Manager(Stateful):
         self._checkpoint_transport.shutdown(wait=wait)
         if self._manager is not None:
             self._manager.shutdown()
-        # There is none if the constructor failed, and stand-ins have no shutdown.
-        close_client = getattr(getattr(self, "_client", None), "shutdown", None)
-        if close_client is not None:
-            close_client()  # ends the rounds, and the thread that waits for them
+        if self._server is not None:  # as it is if the constructor failed
+            self._server.close()  # ends the rounds, and the thread that waits for them
         if self._rounds is not None:
             self._rounds.shutdown(wait=wait)
             self._rounds = None
-        if wait:
-            self._failures.join()
+        if wait and self._server is not None:
+            self._server.join()
 
     def _leave(self) -> None:
         """A group that was asked to leave says that it does, so that nobody misses it."""
@@ -821,7 +836,7 @@ class Manager(Stateful):
             return
         self._has_left = True
         try:
-            self._client._leave(self._timeout)
+            self._server.leave(self._timeout)
             self._logger.info("this group has left, as it was asked to")
         except Exception as e:
             self._logger.warn(f"the other groups may miss this one: {e}")

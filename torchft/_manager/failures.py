@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING
 
-from torchft import _torchft
-from torchft._torchft import MemberFailure
+from torchft._torchft import ManagerClient, MemberFailure
 
 if TYPE_CHECKING:
     from torchft._manager.collectives import Collectives
@@ -41,7 +40,7 @@ class FailureListener:
     The thread is a daemon, as that of the quorum is: it must not keep a process from ending.
 
     Args:
-        client: of this rank's manager server; with one that only stands in for ours nothing is said or heard.
+        client: of this rank's manager server.
         group_rank: of this rank.
         died: called for each member that died; what it raises is logged.
         stalled: called for each member that makes no progress while the others wait for it.
@@ -50,7 +49,7 @@ class FailureListener:
 
     def __init__(
         self,
-        client: Any,
+        client: ManagerClient,
         group_rank: int,
         died: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
@@ -60,24 +59,13 @@ class FailureListener:
         self._group_rank = group_rank
         self._about = {"died": died, "stalled": stalled}
         self._progress = progress
-        self._thread: Optional[threading.Thread] = None
-        if type(client) is _torchft.ManagerClient:
-            self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
+        self._thread.start()
 
     def join(self) -> None:
         """Returns when the thread has ended; shut the client down before."""
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join()
-
-    def suspect(self, quorum_id: int, others: list[str]) -> None:
-        """Tells that a collective failed; whom to suspect is known only where there is one other group."""
-        if self._thread is None or not others:
-            return
-        try:
-            self._client._suspect(quorum_id, others[0] if len(others) == 1 else "")
-        except RuntimeError as e:  # the client is shut down
-            _logger.debug("a suspicion was not told: %s", e)
 
     def _run(self) -> None:
         while True:
@@ -138,25 +126,10 @@ class Failures:
         # Of each quorum that is followed, or may be yet, the first member that died.
         self._told: dict[int, MemberFailure] = {}
         self._callbacks: list[FailureCallback] = []
-        self._listener: Optional[FailureListener] = None
-
-    def listen(self, client: Any, group_rank: int) -> None:
-        """Begins to hear of deaths, through the client of this rank's manager server."""
-        self._listener = FailureListener(client, group_rank, self.died, self.stalled, self.progress)
-
-    def join(self) -> None:
-        """Returns when nothing more is heard; shut the client down before."""
-        if self._listener is not None:
-            self._listener.join()
 
     def subscribe(self, callback: FailureCallback) -> None:
         """Calls ``callback(failure)`` for each death, on a thread of its own."""
         self._callbacks.append(callback)
-
-    def suspect(self, others: list[str]) -> None:
-        """Tells the lighthouse that a collective with these groups failed."""
-        if self._listener is not None:
-            self._listener.suspect(self._quorum_id, others)
 
     @contextmanager
     def connecting(self, quorum_id: int) -> Iterator[None]:

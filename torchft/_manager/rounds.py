@@ -13,8 +13,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
-from torchft import _torchft
-
 if TYPE_CHECKING:
     from torchft._torchft import ManagerClient, QuorumResult
 
@@ -59,12 +57,13 @@ class Round:
 class Rounds(Protocol):
     """What begins the rounds of one rank, one after the other."""
 
-    def begin(self, follow: Follow, **request: Any) -> Round:
+    def begin(self, follow: Follow, committed_quorum_id: int, **request: Any) -> Round:
         """Begins a round.
 
         Args:
             follow: does what the result asks for; called once, on any thread.
-            request: the arguments of ``ManagerClient._quorum``.
+            committed_quorum_id: in which this rank's weights were made; -1: in none since it began.
+            request: the arguments of the published ``ManagerClient._quorum``.
         """
         ...
 
@@ -75,11 +74,6 @@ class Rounds(Protocol):
             wait: until it has ended.
         """
         ...
-
-
-def make_rounds(client: ManagerClient) -> Rounds:
-    """Rounds over a client; one that only stands in for ours is asked on a thread, by ``_quorum``."""
-    return NativeRounds(client) if type(client) is _torchft.ManagerClient else ThreadRounds(client)
 
 
 class _Thread:
@@ -165,7 +159,7 @@ class NativeRounds:
         self._closed: Optional[Exception] = None
         self._thread = _Thread(self._follow_changes)
 
-    def begin(self, follow: Follow, **request: Any) -> Round:
+    def begin(self, follow: Follow, committed_quorum_id: int, **request: Any) -> Round:
         self._thread.start()
         last, self._last = self._last, None
 
@@ -176,6 +170,7 @@ class NativeRounds:
         with self._lock:
             if self._closed is not None:
                 raise self._closed
+            self._client._committed_quorum_id = committed_quorum_id
             op = self._client._begin_round(first=last is None, **request)
             self._round = _NativeRound(take, follow, last)
             return self._round
@@ -203,16 +198,20 @@ class NativeRounds:
 
 
 class ThreadRounds:
-    """Rounds that run on a thread."""
+    """Rounds that run on a thread.
 
-    def __init__(self, client: ManagerClient) -> None:
-        self._client = client
+    Args:
+        ask: waits for a quorum; it has the published arguments.
+    """
+
+    def __init__(self, ask: Callable[..., QuorumResult]) -> None:
+        self._ask = ask
         self._begun: queue.SimpleQueue[Optional[tuple[Round, Callable[[], None]]]] = queue.SimpleQueue()
         self._thread = _Thread(self._run)
 
-    def begin(self, follow: Follow, **request: Any) -> Round:
+    def begin(self, follow: Follow, committed_quorum_id: int, **request: Any) -> Round:
         begun = Round()
-        self._begun.put((begun, lambda: follow(self._client._quorum(**request))))
+        self._begun.put((begun, lambda: follow(self._ask(**request))))
         self._thread.start()
         return begun
 

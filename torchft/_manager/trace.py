@@ -9,7 +9,7 @@ import importlib
 import logging
 from typing import Any, Optional, Protocol
 
-from torchft import _torchft
+from torchft._manager.edge import Server
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.exporters import otel_exporters
 
@@ -17,11 +17,11 @@ from torchft._manager.exporters import otel_exporters
 class _Stepping(Protocol):
     """Who steps, and where it is."""
 
-    _client: Any
     _group_rank: int
     _participating_replica_world_size: int
     _quorum_id: int
     _replica_id: str
+    _server: Server
 
     def current_step(self) -> int: ...
     def errored(self) -> Optional[ExceptionWithTraceback]: ...
@@ -55,8 +55,7 @@ class _OtelStepTrace(StepTrace):
                 "torchft.group_rank": manager._group_rank,
             },
         )
-        if type(manager._client) is _torchft.ManagerClient:
-            manager._client._trace(_traceparent(self._span))
+        manager._server.trace(_traceparent(self._span))
 
     def ended(self, step: int, committed: bool) -> None:
         if self._span is not None:

@@ -734,13 +734,16 @@ def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: 
 def test_says_in_which_quorum_its_weights_were_made(fixture: Fixture, make_quorum: Quorum) -> None:
     said: list[int] = []
     result = make_quorum(quorum_id=7)
-
-    def ask(**_: Any) -> Any:
-        said.append(fixture.client._committed_quorum_id)
-        return result
-
-    fixture.client._quorum.side_effect = ask
+    fixture.client._quorum.side_effect = lambda **_: result
     manager = fixture.manager()
+    assert manager._rounds is not None
+    begin = manager._rounds.begin
+
+    def note(follow: Any, committed_quorum_id: int, **request: Any) -> Any:
+        said.append(committed_quorum_id)
+        return begin(follow, committed_quorum_id, **request)
+
+    manager._rounds.begin = note  # type: ignore[method-assign]
 
     def step() -> bool:
         manager.start_quorum()

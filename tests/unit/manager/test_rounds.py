@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Optional
-from unittest.mock import MagicMock
 
 import pytest
 
-from torchft._manager.rounds import NativeRounds, Round, ThreadRounds, make_rounds
+from torchft._manager.edge import as_server
+from torchft._manager.rounds import NativeRounds, Round, ThreadRounds
 from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumResult
 
 LONG = timedelta(seconds=60)
@@ -34,6 +34,7 @@ class FakeClient:
         self.results: queue.SimpleQueue[QuorumResult | BaseException | None] = queue.SimpleQueue()
         self.changes: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
         self.requests: list[dict[str, Any]] = []
+        self._committed_quorum_id = 0
 
     def _begin_round(self, **request: Any) -> object:
         self.requests.append(request)
@@ -76,7 +77,7 @@ def client() -> Iterator[FakeClient]:
 
 
 def begin(rounds: NativeRounds, follow: Followed, **changes: Any) -> Round:
-    return rounds.begin(follow, **{**REQUEST, **changes})
+    return rounds.begin(follow, 0, **{**REQUEST, **changes})
 
 
 def first_round(rounds: NativeRounds, client: FakeClient) -> QuorumResult:
@@ -181,16 +182,20 @@ def test_a_wait_for_changes_that_ends_without_one_begins_anew(client: FakeClient
     first_round(rounds, client)
 
 
-def test_a_stand_in_is_asked_on_a_thread() -> None:
-    stand_in, followed = MagicMock(spec=ManagerClient), Followed()
-    stand_in._quorum.return_value = result = QuorumResult(quorum_id=3)
-    rounds = make_rounds(stand_in)
-    assert isinstance(rounds, ThreadRounds)
-    rounds.begin(followed, **REQUEST).result()
-    stand_in._quorum.assert_called_once_with(**REQUEST)
+def test_a_call_that_waits_for_a_quorum_is_made_on_a_thread() -> None:
+    answers: list[Any] = [result := QuorumResult(quorum_id=3), TimeoutError("no quorum")]
+
+    def ask(**request: Any) -> QuorumResult:
+        assert request == REQUEST
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    rounds, followed = ThreadRounds(ask), Followed()
+    rounds.begin(followed, 0, **REQUEST).result()
     assert followed.by == [(result, "torchft_quorum")]
-    stand_in._quorum.side_effect = TimeoutError("no quorum")
-    begun = rounds.begin(followed, **REQUEST)
+    begun = rounds.begin(followed, 0, **REQUEST)
     with pytest.raises(TimeoutError, match="no quorum"):
         begun.result()
     rounds.shutdown(wait=True)
@@ -200,13 +205,13 @@ def test_rounds_of_the_native_core() -> None:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     server = ManagerServer("g", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "store:1", 1, LONG, LONG, 0)
     client = ManagerClient(server.address(), LONG)
-    rounds, followed = make_rounds(client), Followed()
+    rounds, followed = as_server(client, 0).rounds(), Followed()
     assert isinstance(rounds, NativeRounds)
     for step in range(4):
-        rounds.begin(followed, **{**REQUEST, "step": step}).result()
+        rounds.begin(followed, 0, **{**REQUEST, "step": step}).result()
         assert followed.by[-1][0].max_step == step
         assert client.should_commit(0, step, True, LONG)
-    rounds.begin(followed, **{**REQUEST, "step": 4, "commit_failures": 1}).result()  # a new quorum
+    rounds.begin(followed, 0, **{**REQUEST, "step": 4, "commit_failures": 1}).result()  # a new quorum
     threads = [name for _, name in followed.by]
     here = threading.current_thread().name
     assert threads == ["torchft_quorum", here, here, here, "torchft_quorum"]

@@ -25,14 +25,13 @@ from torch.distributed import ReduceOp
 
 from torchft._manager.background import Background
 from torchft._manager.collectives import Collectives
-from torchft._manager.edge import connect_server
+from torchft._manager.edge import Peers, Server, Transport, connect_server
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureCallback, Failures, PeerFailed
 from torchft._manager.group import join_group
 from torchft._manager.incident import Incidents
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.log import _ManagerLogger
-from torchft._manager.peers import check_process_group, configure_by_store
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.recovery import Recovery
 from torchft._manager.replay import peers_fault
@@ -53,7 +52,6 @@ from torchft._manager.settings import (
     failure_bus_from_env,
     get_timeout,
     given,
-    global_rank,
     heal_sources_from_env,
     replay_from_env,
     resolve,
@@ -66,9 +64,7 @@ from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized, check_quantizable
 from torchft.futures import future_timeout
-from torchft.process_group.native import abort_group, collectives_at_once, group_error, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions
-from torchft.process_group.wrapper import abortable
 from torchft.utils import refuse_capture
 from torchft.work import _DummyWork
 
@@ -185,7 +181,7 @@ class Manager(Stateful):
         check_limits(min_replica_size, max_retries)
         if settings.lighthouse_addr:
             use_lighthouse(settings.lighthouse_addr)
-        check_process_group(pg)
+        self._peers = Peers(pg)
         self._settings = settings
         self._group_rank = settings.group_rank
         self._group_world_size = settings.group_world_size
@@ -214,7 +210,7 @@ class Manager(Stateful):
         self._plan: Optional[Plan] = None
         self._planner = Planner(use_async_quorum, world_size_mode, min_replica_size)
         self._asked = 0.0  # when, by time.monotonic()
-        self._server: Any = None
+        self._server = Server(None, self._group_rank)  # until the group's own is reached
         self._rounds: Optional[Rounds] = None
         self._round: Optional[Round] = None
         self._request: tuple[bool, bool, timedelta] = (True, False, self._quorum_timeout)  # of the last quorum
@@ -224,31 +220,27 @@ class Manager(Stateful):
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         self._background = Background()
 
-        self._pg = pg
-        self._abortable_pg = abortable(pg)
         self._manager: Optional[ManagerServer] = None
         self._incidents = Incidents(over=lambda incident: self._logger.failure_event(incident))
         self._collectives = Collectives(
-            abort=lambda: abort_group(self._pg),
+            abort=self._peers.abort,
             report=self._report_collective_error,
             logger=lambda: self._logger,
-            at_once=collectives_at_once(pg),
+            at_once=self._peers.at_once,
         )
         self._failures = Failures(
             failure_bus_from_env() if enable_error_bus is None else enable_error_bus,
             self._collectives,
-            abort=lambda: abort_group(self._pg),
+            abort=self._peers.abort,
             report=self._report_collective_error,
             fetching=lambda: self._healing and self._pending_state_dict is None,
             transferring=self._background.busy,
             logger=lambda: self._logger,
         )
         self._replayer = Replayer(self, replay_from_env() if replay_failed_step is None else replay_failed_step)
-        self._checkpoint_transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
-            timeout=self._timeout, num_chunks=0
-        )
+        self._transport = Transport(checkpoint_transport or HTTPTransport(timeout=self._timeout, num_chunks=0))
         self._recovery = Recovery(
-            transport=self._checkpoint_transport,
+            transport=self._transport,
             user_state=self._user_state,
             group_rank=self._group_rank,
             connect=lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
@@ -282,14 +274,11 @@ class Manager(Stateful):
         )
         self._rounds = self._server.rounds()
         self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
-        set_rank_info = getattr(self._pg, "set_rank_info", None)
-        if set_rank_info is not None:  # a native group has no such method
-            set_rank_info(
-                self._replica_id,
-                self._group_rank,
-                self._group_world_size,
-                global_rank(self._replica_id, self._group_rank, self._group_world_size),
-            )
+        self._peers.set_rank_info(self._replica_id, self._group_rank, self._group_world_size)
+
+    @property
+    def _pg(self) -> dist.ProcessGroup:
+        return self._peers.pg
 
     @property
     def _client(self) -> ManagerClient:
@@ -346,12 +335,12 @@ class Manager(Stateful):
             self._committed_quorum_id,
             group_rank=self._group_rank,
             step=self._step,
-            checkpoint_metadata=self._checkpoint_transport.metadata(),
+            checkpoint_metadata=self._transport.metadata(),
             shrink_only=shrink_only,
             timeout=timeout,
             init_sync=self._init_sync,
             commit_failures=self._commit_failures,
-            reconfigure_handle=self._pg.get_reconfigure_handle(),
+            reconfigure_handle=self._peers.handle(),
         )
 
     def _finish_heal(self) -> None:
@@ -412,7 +401,7 @@ class Manager(Stateful):
                 if plan.handles:
                     self._reconfigure_pg(plan.quorum_id, plan.handles)
                 else:
-                    configure_by_store(self._pg, plan, self._replica_id, self._settings)
+                    self._peers.configure_by_store(plan, self._replica_id, self._settings)
         except LayoutDiffers as e:
             if e.ours_to_mend:
                 raise
@@ -427,7 +416,7 @@ class Manager(Stateful):
         opts.uuid = communicator_id
         opts.handles = handles
         opts.timeout = self._timeout
-        reconfigure_group(self._pg, opts)
+        self._peers.reconfigure(opts)
 
     # Healing
 
@@ -494,9 +483,7 @@ class Manager(Stateful):
             lines: a line for each tensor, in the order in which they are reduced.
         """
         self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
-        announce = getattr(self._pg, "announce_layout", None)
-        if announce is not None:  # a native group has none
-            announce(digest(self._layout), "\n".join(self._layout))
+        self._peers.announce_layout(digest(self._layout), "\n".join(self._layout))
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ReduceOp.AVG
@@ -555,9 +542,9 @@ class Manager(Stateful):
             tensor.zero_()
         op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
         if should_quantize:
-            reduction = allreduce_quantized([tensor], op, self._abortable_pg)
+            reduction = allreduce_quantized([tensor], op, self._peers.abortable)
         else:
-            reduction = self._abortable_pg.allreduce([tensor], _allreduce_options(op))
+            reduction = self._peers.abortable.allreduce([tensor], _allreduce_options(op))
         work = _ManagedWork(self, reduction, tensor)
         self._collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end
@@ -694,7 +681,7 @@ class Manager(Stateful):
         self.wait_quorum()
         self._end_collectives()
         arrived = self._end_transfers()
-        error = group_error(self._pg)
+        error = self._peers.error()
         if error is not None:
             self._step_failed(error)
         if self._healing and arrived:
@@ -713,7 +700,7 @@ class Manager(Stateful):
         and the decision on its step stands.
         """
         try:
-            self._checkpoint_transport.disallow_checkpoint()
+            self._transport.disallow_checkpoint()
         except Exception as e:
             self._logger.exception(f"the groups that heal from this one do not have its state: {e}")
             self._abort_collectives()  # a transfer by the process group must not end with a state that has changed
@@ -819,15 +806,14 @@ class Manager(Stateful):
         """
         if wait:
             self._leave()
-        self._checkpoint_transport.shutdown(wait=wait)
+        self._transport.shutdown(wait=wait)
         if self._manager is not None:
             self._manager.shutdown()
-        if self._server is not None:  # as it is if the constructor failed
-            self._server.close()  # ends the rounds, and the thread that waits for them
+        self._server.close()  # ends the rounds, and the thread that waits for them
         if self._rounds is not None:
             self._rounds.shutdown(wait=wait)
             self._rounds = None
-        if wait and self._server is not None:
+        if wait:
             self._server.join()
 
     def _leave(self) -> None:

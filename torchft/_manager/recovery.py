@@ -21,9 +21,9 @@ from torchft.checkpointing._target import Target
 from torchft.checkpointing.transport import Unsendable
 
 if TYPE_CHECKING:
+    from torchft._manager.edge import Transport
     from torchft._manager.log import _ManagerLogger
     from torchft._torchft import ManagerClient, MemberFailure
-    from torchft.checkpointing.transport import CheckpointTransport
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Recovery:
     def __init__(
         self,
         *,
-        transport: CheckpointTransport[Any],
+        transport: Transport,
         user_state: UserState,
         group_rank: int,
         connect: Callable[[str, timedelta], ManagerClient],
@@ -76,18 +76,15 @@ class Recovery:
         self._check_peers = check_peers
         self._timeout = timeout
         self._connect_timeout = connect_timeout
-        # A transport that only stands in for ours has any attribute, and takes no helpers.
-        self._helpers = sources - 1 if getattr(transport, "several_sources", False) is True else 0
+        self._helpers = sources - 1 if transport.several_sources else 0
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
         self._before: Optional[Position] = None
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, while its state comes
-        self._takes_target = getattr(transport, "takes_target", False) is True
         self._target = Target(self._own, writable=False)  # of the heal that is under way
         self._in_background = in_background
-        self._in_place = getattr(transport, "in_place", False) is True
-        if self._in_place and in_background:
+        if transport.in_place and in_background:
             warnings.warn(
                 "the checkpoint transport has a state_dict, so it writes to this group's tensors while the forward "
                 "pass runs: pass use_async_quorum=False, or leave state_dict out (docs/healing.md)",
@@ -161,12 +158,13 @@ class Recovery:
             asked = [partial(self._ask_helper, address) for address in plan.helpers[: self._helpers]]
             several: dict[str, Any] = {"helpers": asked} if asked else {}
             self._target = target = Target(self._own, self._may_write(plan))
-            if self._takes_target:
+            if self._transport.takes_target:
                 several["target"] = target
             self._source = plan.quorum_id, plan.replica_ids[source.replica_rank]
             try:
                 self._check_peers()  # of what is told from here on peer_died hears
-                self._spoiled = self._spoiled or self._in_place or (self._takes_target and target.writable)
+                in_place = self._transport.in_place or (self._transport.takes_target and target.writable)
+                self._spoiled = self._spoiled or in_place
                 with watched_by(self._logger().heal_progress):
                     state = self._transport.recv_checkpoint(
                         src_rank=source.replica_rank,
@@ -224,9 +222,9 @@ class Recovery:
 
     def peer_died(self, failure: MemberFailure) -> None:
         """Ends a transfer from a group that is told to be dead: the others wait until this one asks for a quorum."""
-        abandon = getattr(self._transport, "abandon_receiving", None)
-        while abandon is not None and self._source == (failure.quorum_id, failure.replica_id):
-            abandon(PeerFailed(failure))
+        while self._source == (failure.quorum_id, failure.replica_id):
+            if not self._transport.abandon_receiving(PeerFailed(failure)):
+                return
             time.sleep(_ABANDON_AGAIN_SEC)
 
     def _ask_helper(self, manager_address: str) -> str:

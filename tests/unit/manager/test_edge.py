@@ -1,17 +1,18 @@
-"""Clients of other projects, behind the edge."""
+"""Clients, transports and process groups of other projects, behind the edge."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 
 from tests.unit.manager.test_rounds import REQUEST, Followed
-from torchft._manager.edge import Server, as_server, connect_server
+from torchft._manager.edge import Peers, Server, Transport, as_server, connect_server
 from torchft._torchft import ManagerClient, QuorumResult
+from torchft.checkpointing import CheckpointTransport
 
 SOON = timedelta(seconds=3)
 
@@ -72,3 +73,39 @@ def test_a_double_of_our_client_is_asked_for_what_it_has() -> None:
     server.close()
     double._leave.assert_called_once_with(SOON)
     double.shutdown.assert_called_once_with()
+
+
+class PublishedTransport:
+    """Not even derived from torchft's class."""
+
+    def metadata(self) -> str:
+        return "where"
+
+    def recv_checkpoint(self, **what: Any) -> Any:
+        return what
+
+
+def test_a_transport_with_the_published_methods_is_enough() -> None:
+    transport = Transport(PublishedTransport())  # type: ignore[arg-type]
+    assert transport.metadata() == "where" and transport.recv_checkpoint(step=3) == {"step": 3}
+    assert not (transport.several_sources or transport.takes_target or transport.in_place)
+    transport.refuse_checkpoint(dst_ranks=[0], step=3, reason="none", timeout=SOON)
+    assert not transport.abandon_receiving(RuntimeError("its source failed"))
+
+
+def test_a_double_of_a_transport_can_what_the_published_one_can() -> None:
+    double = create_autospec(CheckpointTransport, instance=True)
+    transport = Transport(double)
+    assert not (transport.several_sources or transport.takes_target or transport.in_place)
+    double.abandon_receiving = MagicMock()  # some transports have it
+    error = RuntimeError("its source failed")
+    assert transport.abandon_receiving(error)
+    double.abandon_receiving.assert_called_once_with(error)
+
+
+def test_a_process_group_with_what_a_native_one_has_is_enough() -> None:
+    group = SimpleNamespace(supports_reconfigure=True, get_reconfigure_handle=lambda: "handle", errored=lambda: None)
+    peers = Peers(group)  # type: ignore[arg-type]
+    peers.set_rank_info("g:uuid", 0, 1)
+    peers.announce_layout("digest", "lines")
+    assert peers.handle() == "handle" and peers.error() is None

@@ -49,11 +49,8 @@ from torchft._manager.settings import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
     check_limits,
     extract_trailing_digits,
-    failure_bus_from_env,
     get_timeout,
     given,
-    heal_sources_from_env,
-    replay_from_env,
     resolve,
 )
 from torchft._manager.state import Stateful
@@ -177,104 +174,104 @@ class Manager(Stateful):
             connect_timeout=connect_timeout,
             heartbeat_interval=heartbeat_interval,
             quorum_retries=quorum_retries,
+            enable_error_bus=enable_error_bus,
+            replay_failed_step=replay_failed_step,
         )
         check_limits(min_replica_size, max_retries)
-        if settings.lighthouse_addr:
-            use_lighthouse(settings.lighthouse_addr)
-        self._peers = Peers(pg)
         self._settings = settings
         self._group_rank = settings.group_rank
-        self._group_world_size = settings.group_world_size
         self._timeout = settings.timeout
         self._quorum_timeout = settings.quorum_timeout
-        self._connect_timeout = settings.connect_timeout
         self._min_replica_size = min_replica_size
         self._use_async_quorum = use_async_quorum
         self._init_sync = init_sync
         self._max_retries = max_retries
+        super().__init__(settings.timeout, load_state_dict, state_dict)
 
-        super().__init__(self._timeout)
-        self._commit_failures = 0
-        self._commit_hooks: List[CommitHook] = []
-        self._layout: Optional[List[str]] = None  # what is reduced, a line for each tensor
-        if load_state_dict is not None and state_dict is not None:
-            self.set_state_dict_fns(load_state_dict, state_dict)
-        elif load_state_dict is not None or state_dict is not None:
-            raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
+        if settings.lighthouse_addr:
+            use_lighthouse(settings.lighthouse_addr)
+        self._peers = Peers(pg)
+        self._transport = Transport(checkpoint_transport or HTTPTransport(timeout=settings.timeout, num_chunks=0))
+        self._server = Server(None, settings.group_rank)  # until the group's own is reached
+        self._manager: Optional[ManagerServer] = None
+        self._rounds: Optional[Rounds] = None
+        try:
+            self._join_group(replica_id, hostname)
+            self._make_parts(Planner(use_async_quorum, world_size_mode, min_replica_size))
+        except BaseException:
+            self.shutdown(wait=False)
+            raise
 
+    def _join_group(self, replica_id: Optional[str], hostname: str) -> None:
+        """Connects with the manager server of the group, which rank 0 starts."""
+        settings = self._settings
+        replays = {"replays_failed_steps": True} if settings.replay_failed_step else {}
+        group = join_group(settings, replica_id, hostname, ManagerServer, **replays)
+        self._store, self._replica_id, address, self._manager = group
+        self._server = connect_server(
+            ManagerClient,
+            address,
+            group_rank=settings.group_rank,
+            group_world_size=settings.group_world_size,
+            timeout=settings.connect_timeout,
+        )
+        self._rounds = self._server.rounds()
+        self._peers.set_rank_info(self._replica_id, settings.group_rank, settings.group_world_size)
+
+    def _make_parts(self, planner: Planner) -> None:
+        """Makes what a step needs, the logger first. The group is known."""
+        settings = self._settings
         # Of the current quorum. Written by the thread that finishes the round, read by others once it is over.
         self._quorum_id = -1
         self._participating_replica_rank: Optional[int] = None
         self._participating_replica_world_size = 0
         self._healing = False
         self._plan: Optional[Plan] = None
-        self._planner = Planner(use_async_quorum, world_size_mode, min_replica_size)
         self._asked = 0.0  # when, by time.monotonic()
-        self._server = Server(None, self._group_rank)  # until the group's own is reached
-        self._rounds: Optional[Rounds] = None
         self._round: Optional[Round] = None
         self._request: tuple[bool, bool, timedelta] = (True, False, self._quorum_timeout)  # of the last quorum
-        self._has_left = False
         self._in_step = False  # a quorum was asked for, and what came of the step is not decided yet
 
+        self._commit_failures = 0
+        self._commit_hooks: List[CommitHook] = []
+        self._layout: Optional[List[str]] = None  # what is reduced, a line for each tensor
+        self._has_left = False
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
+        self._logger = _ManagerLogger(self, self._replica_id, self._group_rank, Reports(self._server.say))
+        self._planner = planner
         self._background = Background()
-
-        self._manager: Optional[ManagerServer] = None
-        self._incidents = Incidents(over=lambda incident: self._logger.failure_event(incident))
+        self._incidents = Incidents(over=self._logger.failure_event)
         self._collectives = Collectives(
             abort=self._peers.abort,
             report=self._report_collective_error,
-            logger=lambda: self._logger,
+            logger=self._logger,
             at_once=self._peers.at_once,
         )
         self._failures = Failures(
-            failure_bus_from_env() if enable_error_bus is None else enable_error_bus,
+            settings.enable_error_bus,
             self._collectives,
             abort=self._peers.abort,
             report=self._report_collective_error,
             fetching=lambda: self._healing and self._pending_state_dict is None,
             transferring=self._background.busy,
-            logger=lambda: self._logger,
+            logger=self._logger,
         )
-        self._replayer = Replayer(self, replay_from_env() if replay_failed_step is None else replay_failed_step)
-        self._transport = Transport(checkpoint_transport or HTTPTransport(timeout=self._timeout, num_chunks=0))
+        self._replayer = Replayer(self, settings.replay_failed_step)
         self._recovery = Recovery(
             transport=self._transport,
             user_state=self._user_state,
             group_rank=self._group_rank,
             connect=lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
             check_peers=self._failures.check,
-            timeout=self._timeout,
-            connect_timeout=self._connect_timeout,
-            sources=heal_sources_from_env(),
-            in_background=use_async_quorum,
-            logger=lambda: self._logger,
+            timeout=settings.timeout,
+            connect_timeout=settings.connect_timeout,
+            sources=settings.heal_sources,
+            in_background=self._use_async_quorum,
+            logger=self._logger,
         )
         self._failures.subscribe(self._recovery.peer_died)
-        try:
-            self._join_group(replica_id, hostname)
-        except BaseException:
-            self.shutdown(wait=False)
-            raise
         self._trace = step_trace(self)
-        self._logger = _ManagerLogger(self, self._replica_id, self._group_rank, Reports(self._server.say))
-
-    def _join_group(self, replica_id: Optional[str], hostname: str) -> None:
-        """Connects with the manager server of the group, which rank 0 starts."""
-        replays = {"replays_failed_steps": True} if self._replayer.enabled else {}
-        group = join_group(self._settings, replica_id, hostname, ManagerServer, **replays)
-        self._store, self._replica_id, address, self._manager = group
-        self._server = connect_server(
-            ManagerClient,
-            address,
-            group_rank=self._group_rank,
-            group_world_size=self._group_world_size,
-            timeout=self._connect_timeout,
-        )
-        self._rounds = self._server.rounds()
         self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
-        self._peers.set_rank_info(self._replica_id, self._group_rank, self._group_world_size)
 
     @property
     def _pg(self) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ class Collectives:
     Args:
         abort: aborts the process group.
         report: learns of a collective that a device did not finish; it aborts, too.
-        logger: gives the Manager's logger; it is made after this.
+        logger: of the Manager.
         at_once: how many collectives hold all threads of the process group, also for its next peers; None: new peers
             come with new threads.
 
@@ -45,7 +45,7 @@ class Collectives:
         self,
         abort: Callable[[], None],
         report: Callable[[Exception], None],
-        logger: Callable[[], _ManagerLogger],
+        logger: _ManagerLogger,
         at_once: Optional[int] = None,
     ) -> None:
         self._abort = abort
@@ -93,7 +93,7 @@ class Collectives:
         try:
             self._abort()
         except Exception as e:
-            self._logger().exception(f"the process group could not be aborted: {e}")
+            self._logger.exception(f"the process group could not be aborted: {e}")
 
     def wait(self) -> None:
         """Waits for the collectives that nobody waited for; most have ended long ago."""
@@ -147,7 +147,7 @@ class Collectives:
         """
         if self._at_once is None or self._lost() < self._at_once:
             return
-        self._logger().warn(
+        self._logger.warn(
             f"{len(self._left)} collectives of an earlier quorum, which the backend lost, hold its {self._at_once} "
             "threads until their timeout: this group joins no quorum before"
         )

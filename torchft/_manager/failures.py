@@ -95,7 +95,7 @@ class Failures:
         report: learns of the error that a death is to the collectives that run.
         fetching: whether this rank waits for the state of a peer.
         transferring: whether a device has still to send or receive a state.
-        logger: gives the Manager's logger; it is made after this.
+        logger: of the Manager.
 
     Attributes:
         lock: held while the collectives of a step are ended for a death, and while a step begins: so those of the next
@@ -111,7 +111,7 @@ class Failures:
         report: Callable[[Exception], None],
         fetching: Callable[[], bool],
         transferring: Callable[[], bool],
-        logger: Callable[[], _ManagerLogger],
+        logger: _ManagerLogger,
     ) -> None:
         self.enabled = enabled
         self._collectives = collectives
@@ -161,7 +161,7 @@ class Failures:
             mine = failure.quorum_id == self._quorum_id
             if mine and not self._connecting and (self._collectives.running() is not None or self._transferring()):
                 error = PeerFailed(failure)
-                self._logger().warn(str(error))
+                self._logger.warn(str(error))
                 self._report(error)
         # An abort that comes before the group has begun to connect finds nothing to end.
         while self._connecting and failure.quorum_id == self._quorum_id:
@@ -172,7 +172,7 @@ class Failures:
 
     def stalled(self, failure: MemberFailure) -> None:
         """A peer makes no progress while the others wait for it."""
-        self._logger().warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
+        self._logger.warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
 
     def progress(self) -> tuple[bool, str]:
         """Whether this rank waits for other groups, and what it does; asked only when a step takes very long."""

@@ -48,7 +48,7 @@ class Recovery:
         connect_timeout: for reaching the source's manager server.
         sources: how many groups this one asks for one state, and whether (if more than 1) it helps others so.
         in_background: whether the model runs while a state is fetched.
-        logger: gives the Manager's logger; it is made after this.
+        logger: of the Manager.
 
     Attributes:
         pending: what was fetched and is not loaded yet.
@@ -67,7 +67,7 @@ class Recovery:
         connect_timeout: timedelta,
         sources: int,
         in_background: bool,
-        logger: Callable[[], _ManagerLogger],
+        logger: _ManagerLogger,
     ) -> None:
         self._transport = transport
         self._user_state = user_state
@@ -88,7 +88,7 @@ class Recovery:
             warnings.warn(
                 "the checkpoint transport has a state_dict, so it writes to this group's tensors while the forward "
                 "pass runs: pass use_async_quorum=False, or leave state_dict out (docs/healing.md)",
-                stacklevel=3,
+                stacklevel=4,
             )
         # A load that failed may have changed some of the weights, and a transfer in place some or all of them: until a
         # load succeeds they are of no step.
@@ -119,16 +119,16 @@ class Recovery:
             Exception: the transport failed.
         """
         if plan.recover_dst:
-            self._logger().info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
+            self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
             try:
                 self._serve(plan, read)
             except Unsendable as e:  # the targets know; this group has its state, and trains on
-                self._logger().exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
+                self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
         elif plan.help_dst and self._helpers > 0:
             try:
                 self._transport.help_checkpoint(plan.max_step, read())
             except Exception as e:  # it has another source
-                self._logger().exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
+                self._logger.exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
 
     def _serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
         where = {"dst_ranks": plan.recover_dst, "step": plan.max_step, "timeout": self._timeout}
@@ -152,7 +152,7 @@ class Recovery:
         """
         assert plan.source is not None
         source: Source = plan.source
-        self._logger().info(f"healing to step {plan.max_step} from {source.manager_address}")
+        self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"):
             metadata = self._ask_source(self._reach(source.manager_address))
             asked = [partial(self._ask_helper, address) for address in plan.helpers[: self._helpers]]
@@ -165,7 +165,7 @@ class Recovery:
                 self._check_peers()  # of what is told from here on peer_died hears
                 in_place = self._transport.in_place or (self._transport.takes_target and target.writable)
                 self._spoiled = self._spoiled or in_place
-                with watched_by(self._logger().heal_progress):
+                with watched_by(self._logger.heal_progress):
                     state = self._transport.recv_checkpoint(
                         src_rank=source.replica_rank,
                         metadata=metadata,
@@ -250,11 +250,11 @@ class Recovery:
                 self._user_state.load(state["user"])
         except Exception as e:
             self._spoiled = True
-            self._logger().exception(f"the state of a peer could not be loaded: {e}")
+            self._logger.exception(f"the state of a peer could not be loaded: {e}")
             raise
         self._before = None
         self._spoiled = False
-        self._logger().recovery_event(before.step if before else 0, self.phases)
+        self._logger.recovery_event(before.step if before else 0, self.phases)
         return True
 
     def discard(self) -> Optional[Position]:

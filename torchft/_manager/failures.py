@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from torchft._torchft import ManagerClient, MemberFailure
 
 if TYPE_CHECKING:
-    from torchft._manager.collectives import Collectives
     from torchft._manager.log import _ManagerLogger
+    from torchft._manager.step import Step
 
 _logger = logging.getLogger("torchft.manager")
 
@@ -90,22 +90,18 @@ class Failures:
 
     Args:
         enabled: whether a death ends anything here (``enable_error_bus``).
-        collectives: of the present step.
+        step: the one before the first.
         abort: aborts the process group, in whatever it does.
         report: learns of the error that a death is to the collectives that run.
         fetching: whether this rank waits for the state of a peer.
         transferring: whether a device has still to send or receive a state.
         logger: of the Manager.
-
-    Attributes:
-        lock: held while the collectives of a step are ended for a death, and while a step begins: so those of the next
-            step are never ended for it.
     """
 
     def __init__(
         self,
         enabled: bool,
-        collectives: Collectives,
+        step: Step,
         *,
         abort: Callable[[], None],
         report: Callable[[Exception], None],
@@ -114,18 +110,25 @@ class Failures:
         logger: _ManagerLogger,
     ) -> None:
         self.enabled = enabled
-        self._collectives = collectives
+        self._step = step
         self._abort = abort
         self._report = report
         self._fetching = fetching
         self._transferring = transferring
         self._logger = logger
-        self.lock = threading.Lock()
+        # Held while the collectives of a step are ended for a death, and while a step begins: so those of the next step
+        # are never ended for it.
+        self._lock = threading.Lock()
         self._quorum_id = -1  # that is followed
         self._connecting = False  # the process group gets the peers of that quorum
         # Of each quorum that is followed, or may be yet, the first member that died.
         self._told: dict[int, MemberFailure] = {}
         self._callbacks: list[FailureCallback] = []
+
+    def begin(self, step: Step) -> None:
+        """A step begins: what is told from now on is about its collectives."""
+        with self._lock:
+            self._step = step
 
     def subscribe(self, callback: FailureCallback) -> None:
         """Calls ``callback(failure)`` for each death, on a thread of its own."""
@@ -134,7 +137,7 @@ class Failures:
     @contextmanager
     def connecting(self, quorum_id: int) -> Iterator[None]:
         """While the process group gets the peers of a new quorum."""
-        with self.lock:
+        with self._lock:
             self._quorum_id = quorum_id
             self._connecting = True
             self._told = {q: failure for q, failure in self._told.items() if q >= quorum_id}
@@ -155,11 +158,12 @@ class Failures:
         """
         if not self.enabled:
             return
-        with self.lock:
+        with self._lock:
             if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
                 self._told.setdefault(failure.quorum_id, failure)
             mine = failure.quorum_id == self._quorum_id
-            if mine and not self._connecting and (self._collectives.running() is not None or self._transferring()):
+            running = self._step.collectives.running() is not None
+            if mine and not self._connecting and (running or self._transferring()):
                 error = PeerFailed(failure)
                 self._logger.warn(str(error))
                 self._report(error)
@@ -176,7 +180,8 @@ class Failures:
 
     def progress(self) -> tuple[bool, str]:
         """Whether this rank waits for other groups, and what it does; asked only when a step takes very long."""
-        running = self._collectives.running()
+        collectives = self._step.collectives
+        running = collectives.running()
         if self._connecting:
             return True, "connects with its peers"
         if running is not None:
@@ -185,4 +190,4 @@ class Failures:
             return True, "fetches the state of a peer"
         if self._transferring():
             return True, "waits for its device to send or receive a state"
-        return False, f"computes, after {len(self._collectives)} collectives of this step"
+        return False, f"computes, after {len(collectives)} collectives of this step"

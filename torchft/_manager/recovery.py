@@ -94,6 +94,11 @@ class Recovery:
         # load succeeds they are of no step.
         self._spoiled = False
 
+    @property
+    def fetching(self) -> bool:
+        """Whether a heal has begun, and the state has not come."""
+        return self._before is not None and self.pending is None
+
     def check(self, plan: Plan) -> None:
         """Raises RuntimeError if the weights are of no step, and there is no group to heal from."""
         if self._spoiled and not plan.heal:

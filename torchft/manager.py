@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -24,19 +23,21 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from torchft._manager.background import Background
-from torchft._manager.collectives import Collectives
+from torchft._manager.collectives import Backlog, Collectives
+from torchft._manager.edge import Peers, Server, Transport, as_server
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureCallback, Failures, PeerFailed
 from torchft._manager.group import join_group
 from torchft._manager.incident import Incidents
+from torchft._manager.inputs import Inputs
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.log import _ManagerLogger
-from torchft._manager.peers import check_process_group, configure_by_store
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.recovery import Recovery
 from torchft._manager.replay import peers_fault
 from torchft._manager.replayer import Replayer
-from torchft._manager.rounds import Round, Rounds, make_rounds
+from torchft._manager.reports import Reports
+from torchft._manager.rounds import Round, Rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -48,15 +49,12 @@ from torchft._manager.settings import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
     check_limits,
     extract_trailing_digits,
-    failure_bus_from_env,
     get_timeout,
     given,
-    global_rank,
-    heal_sources_from_env,
-    replay_from_env,
     resolve,
 )
-from torchft._manager.state import Stateful
+from torchft._manager.state import Position, Stateful
+from torchft._manager.step import Request, State, Step
 from torchft._manager.trace import step_trace
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
@@ -64,9 +62,7 @@ from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized, check_quantizable
 from torchft.futures import future_timeout
-from torchft.process_group.native import abort_group, collectives_at_once, group_error, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions
-from torchft.process_group.wrapper import abortable
 from torchft.utils import refuse_capture
 from torchft.work import _DummyWork
 
@@ -179,107 +175,131 @@ class Manager(Stateful):
             connect_timeout=connect_timeout,
             heartbeat_interval=heartbeat_interval,
             quorum_retries=quorum_retries,
+            enable_error_bus=enable_error_bus,
+            replay_failed_step=replay_failed_step,
         )
         check_limits(min_replica_size, max_retries)
-        if settings.lighthouse_addr:
-            use_lighthouse(settings.lighthouse_addr)
-        check_process_group(pg)
         self._settings = settings
         self._group_rank = settings.group_rank
-        self._group_world_size = settings.group_world_size
         self._timeout = settings.timeout
         self._quorum_timeout = settings.quorum_timeout
-        self._connect_timeout = settings.connect_timeout
         self._min_replica_size = min_replica_size
         self._use_async_quorum = use_async_quorum
         self._init_sync = init_sync
         self._max_retries = max_retries
+        super().__init__(settings.timeout, load_state_dict, state_dict)
 
-        super().__init__(self._timeout)
+        if settings.lighthouse_addr:
+            use_lighthouse(settings.lighthouse_addr)
+        self._peers = Peers(pg)
+        self._transport = Transport(checkpoint_transport or HTTPTransport(timeout=settings.timeout, num_chunks=0))
+        self._server = Server(None, settings.group_rank)  # until the group's own is reached
+        self._manager: Optional[ManagerServer] = None
+        self._rounds: Optional[Rounds] = None
+        try:
+            self._join_group(replica_id, hostname)
+            self._make_parts(Planner(use_async_quorum, world_size_mode, min_replica_size))
+        except BaseException:
+            self.shutdown(wait=False)
+            raise
+
+    def _join_group(self, replica_id: Optional[str], hostname: str) -> None:
+        """Connects with the manager server of the group, which rank 0 starts."""
+        settings = self._settings
+        group = join_group(settings, replica_id, hostname, ManagerServer)
+        self._store, self._replica_id, address, self._manager = group
+        client = ManagerClient(address, connect_timeout=settings.connect_timeout)
+        self._server = as_server(client, settings.group_rank)
+        self._rounds = self._server.rounds()
+        self._peers.set_rank_info(self._replica_id, settings.group_rank, settings.group_world_size)
+
+    def _make_parts(self, planner: Planner) -> None:
+        """Makes what a step needs, the logger first. The group is known."""
+        settings = self._settings
+        self._quorum_id = -1  # whose peers the process group has
+        self._round: Optional[Round] = None
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
         self._layout: Optional[List[str]] = None  # what is reduced, a line for each tensor
-        if load_state_dict is not None and state_dict is not None:
-            self.set_state_dict_fns(load_state_dict, state_dict)
-        elif load_state_dict is not None or state_dict is not None:
-            raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
-
-        # Of the current quorum. Written by the thread that finishes the round, read by others once it is over.
-        self._quorum_id = -1
-        self._participating_replica_rank: Optional[int] = None
-        self._participating_replica_world_size = 0
-        self._healing = False
-        self._plan: Optional[Plan] = None
-        self._planner = Planner(use_async_quorum, world_size_mode, min_replica_size)
-        self._asked = 0.0  # when, by time.monotonic()
-        self._rounds: Optional[Rounds] = None
-        self._round: Optional[Round] = None
-        self._request: tuple[bool, bool, timedelta] = (True, False, self._quorum_timeout)  # of the last quorum
         self._has_left = False
-        self._in_step = False  # a quorum was asked for, and what came of the step is not decided yet
-
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
+        self._logger = _ManagerLogger(self, self._replica_id, self._group_rank, Reports(self._server.say))
+        self._planner = planner
         self._background = Background()
-
-        self._pg = pg
-        self._abortable_pg = abortable(pg)
-        self._manager: Optional[ManagerServer] = None
-        self._incidents = Incidents(over=lambda incident: self._logger.failure_event(incident))
-        self._collectives = Collectives(
-            abort=lambda: abort_group(self._pg),
-            report=self._report_collective_error,
-            logger=lambda: self._logger,
-            at_once=collectives_at_once(pg),
-        )
+        self._incidents = Incidents(over=self._logger.failure_event)
+        self._backlog = Backlog(self._peers.at_once, self._logger)
+        self._replayer = Replayer(settings.replay_failed_step, self._logger)
+        self._current = self._make_step(Request(True, False, self._quorum_timeout), state=State.UNASKED)
         self._failures = Failures(
-            failure_bus_from_env() if enable_error_bus is None else enable_error_bus,
-            self._collectives,
-            abort=lambda: abort_group(self._pg),
+            settings.enable_error_bus,
+            self._current,
+            abort=self._peers.abort,
             report=self._report_collective_error,
-            fetching=lambda: self._healing and self._pending_state_dict is None,
+            fetching=lambda: self._recovery.fetching,
             transferring=self._background.busy,
-            logger=lambda: self._logger,
-        )
-        self._replayer = Replayer(self, replay_from_env() if replay_failed_step is None else replay_failed_step)
-        self._checkpoint_transport: CheckpointTransport[Any] = checkpoint_transport or HTTPTransport(
-            timeout=self._timeout, num_chunks=0
+            logger=self._logger,
         )
         self._recovery = Recovery(
-            transport=self._checkpoint_transport,
+            transport=self._transport,
             user_state=self._user_state,
             group_rank=self._group_rank,
             connect=lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
             check_peers=self._failures.check,
-            timeout=self._timeout,
-            connect_timeout=self._connect_timeout,
-            sources=heal_sources_from_env(),
-            in_background=use_async_quorum,
-            logger=lambda: self._logger,
+            timeout=settings.timeout,
+            connect_timeout=settings.connect_timeout,
+            sources=settings.heal_sources,
+            in_background=self._use_async_quorum,
+            logger=self._logger,
         )
         self._failures.subscribe(self._recovery.peer_died)
-        try:
-            self._join_group(replica_id, hostname)
-        except BaseException:
-            self.shutdown(wait=False)
-            raise
-        self._trace = step_trace(self)
-        self._logger = _ManagerLogger(manager=self, replica_id=self._replica_id, group_rank=self._group_rank)
+        self._trace = step_trace(self._server.trace, self._replica_id, self._group_rank)
+        self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
 
-    def _join_group(self, replica_id: Optional[str], hostname: str) -> None:
-        """Connects with the manager server of the group, which rank 0 starts."""
-        group = join_group(self._settings, replica_id, hostname, ManagerServer)
-        self._store, self._replica_id, address, self._manager = group
-        self._client = ManagerClient(address, connect_timeout=self._connect_timeout)
-        self._rounds = make_rounds(self._client)
-        self._failures.listen(self._client, self._group_rank)
-        set_rank_info = getattr(self._pg, "set_rank_info", None)
-        if set_rank_info is not None:  # a native group has no such method
-            set_rank_info(
-                self._replica_id,
-                self._group_rank,
-                self._group_world_size,
-                global_rank(self._replica_id, self._group_rank, self._group_world_size),
-            )
+    def _make_step(
+        self,
+        request: Request,
+        inputs: Optional[Inputs] = None,
+        plan: Optional[Plan] = None,
+        state: State = State.ASKED,
+    ) -> Step:
+        collectives = Collectives(
+            self._peers.abort, report=self._report_collective_error, backlog=self._backlog, logger=self._logger
+        )
+        return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
+
+    # What other projects read by name, of the step and of the parts
+
+    @property
+    def _errored(self) -> Optional[ExceptionWithTraceback]:
+        return self._current.error
+
+    @property
+    def _healing(self) -> bool:
+        return self._current.healing
+
+    @property
+    def _participating_replica_rank(self) -> Optional[int]:
+        return self._current.participating_rank
+
+    @property
+    def _participating_replica_world_size(self) -> int:
+        return self._current.participants
+
+    @property
+    def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
+        return self._recovery.pending
+
+    @property
+    def _pg(self) -> dist.ProcessGroup:
+        return self._peers.pg
+
+    @property
+    def _client(self) -> ManagerClient:
+        return self._server.client
+
+    @_client.setter
+    def _client(self, client: ManagerClient) -> None:
+        self._server.client = client
 
     # Quorum
 
@@ -299,51 +319,50 @@ class Manager(Stateful):
         Raises:
             RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
         """
-        timeout = given("timeout", timeout, self._quorum_timeout)
-        self._replayer.begin()
-        if self._replayer.quorum_is_known(same_request=self._request[:2] == (allow_heal, shrink_only)):
-            return
-        self._begin_round(allow_heal, shrink_only, timeout)
+        request = Request(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
+        if self._replayer.is_ahead:
+            if self._replayer.arrives(self._position) and request.is_like(self._current.request):
+                self._current.inputs.forget()
+                return
+            self._abort_collectives()  # the others count on this group in the quorum that it leaves
+        self._begin_round(request)
         if not self._use_async_quorum:
             self.wait_quorum()
             self._heal_before_step()
 
-    def _begin_round(self, allow_heal: bool, shrink_only: bool, timeout: timedelta) -> None:
+    def _begin_round(self, request: Request, inputs: Optional[Inputs] = None) -> None:
+        """Begins an attempt at a step."""
         if self._rounds is None:
             raise RuntimeError("the Manager is shut down")
         if self._round is not None:
             self._round.wait()  # its error went to whoever asked for that quorum
-        self._collectives.make_room(timeout)  # before: in a quorum the others would wait as well
-        self._in_step = True
-        self._request = allow_heal, shrink_only, timeout
+        self._backlog.make_room(request.timeout)  # before: in a quorum the others would wait as well
+        if self._current.undecided:
+            self._current.dropped()
+            self._trace.ended(self._step, self._current)
         self._discard_unloaded_heal()
-        with self._failures.lock:
-            self._collectives.begin()
-            self._healing = False
+        step = self._make_step(request, inputs, self._current.plan)
+        self._failures.begin(step)
+        self._current = step
         self._background.begin()
-        self._asked = time.monotonic()
-        self._trace.asks()
-        request = QuorumRequest(
+        self._trace.asks(self._step)
+        said = QuorumRequest(
             group_rank=self._group_rank,
             step=self._step,
-            checkpoint_metadata=self._checkpoint_transport.metadata(),
-            shrink_only=shrink_only,
+            checkpoint_metadata=self._transport.metadata(),
+            shrink_only=request.shrink_only,
             commit_failures=self._commit_failures,
             init_sync=self._init_sync,
-            reconfigure_handle=self._pg.get_reconfigure_handle(),
-            group_world_size=self._group_world_size,  # refused if rank 0 has another one
+            reconfigure_handle=self._peers.handle(),
+            group_world_size=self._settings.group_world_size,  # refused if rank 0 has another one
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
         )
-        self._round = self._rounds.begin(partial(self._follow, allow_heal), request, timeout)
-
-    def _finish_heal(self) -> None:
-        """Between two steps the weights are those of the step: what is fetched is loaded."""
-        self._heal_before_step()
+        self._round = self._rounds.begin(partial(self._follow, step), said, request.timeout)
 
     def _heal_before_step(self) -> None:
-        if self._healing and self._apply_pending_state_dict() and not self._use_async_quorum:
-            self._healing = False  # healed before the step began: this group takes part in it
+        if self._current.healing and self._apply_pending_state_dict() and not self._use_async_quorum:
+            self._current.joined()
 
     def wait_quorum(self) -> None:
         """Waits until this step's quorum is known, the process group is ready and a heal has arrived.
@@ -356,17 +375,15 @@ class Manager(Stateful):
             raise RuntimeError("start_quorum must be called before anything that needs the quorum")
         self._round.result()
 
-    def _follow(self, allow_heal: bool, result: QuorumResult) -> None:
+    def _follow(self, step: Step, result: QuorumResult) -> None:
         """Does what a quorum asks for, on some thread. Every wait in it has a deadline: whoever waits for it ends."""
-        self._plan = plan = self._planner.plan(result, allow_heal)
-        self._participating_replica_rank = plan.participating_rank
-        self._participating_replica_world_size = plan.divisor
-        self._healing = plan.heal
+        plan = self._planner.plan(result, step.request.allow_heal)
+        step.follow(plan)
         self._recovery.check(plan)
         self._background.enter_thread()
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, also one whose heal fails.
-            self._recovery.begin(self._position, self._asked)
+            self._recovery.begin(self._position, step.began)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id:
             self._incidents.ended("quorum")
@@ -395,7 +412,7 @@ class Manager(Stateful):
                 if plan.handles:
                     self._reconfigure_pg(plan.quorum_id, plan.handles)
                 else:
-                    configure_by_store(self._pg, plan, self._replica_id, self._settings)
+                    self._peers.configure_by_store(plan, self._replica_id, self._settings)
         except LayoutDiffers as e:
             if e.ours_to_mend:
                 raise
@@ -410,13 +427,9 @@ class Manager(Stateful):
         opts.uuid = communicator_id
         opts.handles = handles
         opts.timeout = self._timeout
-        reconfigure_group(self._pg, opts)
+        self._peers.reconfigure(opts)
 
     # Healing
-
-    @property
-    def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
-        return self._recovery.pending
 
     def _recover(self, plan: Plan) -> None:
         """Serves this group's state, or fetches a peer's. A failure costs this group the step, and nobody else."""
@@ -434,8 +447,9 @@ class Manager(Stateful):
         A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does: inner steps go on while a
         collective runs. Those of a step end only after the groups that heal have what they need.
         """
-        if self._plan is not None and (self._plan.recover_dst or self._plan.help_dst):
-            self._collectives.wait()
+        plan = self._current.plan
+        if plan is not None and (plan.recover_dst or plan.help_dst):
+            self._current.collectives.wait()
             self._end_serving()
 
     def _apply_pending_state_dict(self) -> bool:
@@ -443,7 +457,10 @@ class Manager(Stateful):
         if not self._end_transfers():
             return False
         try:
-            return self._recovery.load()
+            loaded = self._recovery.load()
+            if loaded:
+                self._current.loaded()
+            return loaded
         except Exception as e:
             self._keep_error(e)
             return False
@@ -451,7 +468,7 @@ class Manager(Stateful):
     def _end_transfers(self) -> bool:
         """Waits until the device has sent what this group serves, and has what it fetched. False: not in time."""
         try:
-            self._background.join(self._timeout, self._pending_state_dict)
+            self._background.join(self._timeout, self._recovery.pending)
         except Exception as e:
             self._report_collective_error(e)  # its abort ends them
             return False
@@ -477,9 +494,7 @@ class Manager(Stateful):
             lines: a line for each tensor, in the order in which they are reduced.
         """
         self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
-        announce = getattr(self._pg, "announce_layout", None)
-        if announce is not None:  # a native group has none
-            announce(digest(self._layout), "\n".join(self._layout))
+        self._peers.announce_layout(digest(self._layout), "\n".join(self._layout))
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ReduceOp.AVG
@@ -514,7 +529,8 @@ class Manager(Stateful):
         kept = None
         try:
             self.wait_quorum()
-            kept = self._replayer.keep(tensor, reduce_op, should_quantize)
+            local_steps = self._layout is not None
+            kept = self._replayer.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
             work = self._reduce(tensor, reduce_op, should_quantize)
         except Exception as e:
             self._logger.exception(f"allreduce failed: {e}")
@@ -530,33 +546,30 @@ class Manager(Stateful):
 
     def _reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
         """Begins to reduce a tensor with the others; None after an error."""
+        step = self._current
         self._failures.check()
-        if not self._collectives.usable:
+        if not step.collectives.usable:
             self._abort_collectives()  # the peers wait for what is skipped here
             return None
         if not self.is_participating():
             tensor.zero_()
         op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
         if should_quantize:
-            reduction = allreduce_quantized([tensor], op, self._abortable_pg)
+            reduction = allreduce_quantized([tensor], op, self._peers.abortable)
         else:
-            reduction = self._abortable_pg.allreduce([tensor], _allreduce_options(op))
+            reduction = self._peers.abortable.allreduce([tensor], _allreduce_options(op))
         work = _ManagedWork(self, reduction, tensor)
-        self._collectives.add(work)
+        step.collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end
-        if reduce_op == ReduceOp.AVG and self._participating_replica_world_size > 1:
-            work.on_success(partial(tensor.div_, self._participating_replica_world_size))
+        if reduce_op == ReduceOp.AVG and step.participants > 1:
+            work.on_success(partial(tensor.div_, step.participants))
         return work
 
     # Errors, and failures of peers
 
     def errored(self) -> Optional[ExceptionWithTraceback]:
         """The first error of this step, None if there is none."""
-        return self._collectives.error
-
-    @property
-    def _errored(self) -> Optional[ExceptionWithTraceback]:
-        return self._collectives.error
+        return self._current.error
 
     def subscribe_failures(self, callback: FailureCallback) -> None:
         """Calls ``callback(failure)`` for each member of a quorum that the lighthouse tells is dead, on a thread of its
@@ -570,11 +583,11 @@ class Manager(Stateful):
         self._step_failed(e)
 
     def _step_failed(self, e: Exception) -> None:
-        self._collectives.usable = False
+        self._current.collectives.usable = False
         self._keep_error(e)
 
     def _keep_error(self, e: Exception) -> None:
-        self._collectives.keep_error(e)
+        self._current.failed(e)
         self._incidents.noticed(e, self._step, self._quorum_id)
         self._logger.error_event(e)
 
@@ -583,16 +596,17 @@ class Manager(Stateful):
 
         Only the neighbours of a dead group see its connection break. Their abort lets the others see it too.
         """
+        step = self._current
         if not peers_fault(e):
             self._refuse_replay(f"a collective cannot be done: {e!r}")
-        elif not self._collectives.aborted and not isinstance(e, PeerFailed) and self._plan:
-            self._failures.suspect([i for i in self._plan.replica_ids if i != self._replica_id])
+        elif not step.collectives.aborted and not isinstance(e, PeerFailed) and step.plan:
+            self._server.suspect(step.plan.quorum_id, [i for i in step.plan.replica_ids if i != self._replica_id])
         self._step_failed(e)
         self._abort_collectives()
         self._incidents.ended("abort")
 
     def _abort_collectives(self) -> None:
-        self._collectives.abort()
+        self._current.collectives.abort()
 
     def _nonfinite_average(self) -> None:
         """LocalSGD and DiLoCo use an average that holds NaN or Inf; the manager server counts it."""
@@ -645,11 +659,19 @@ class Manager(Stateful):
         """
         timeout = given("timeout", timeout, self._timeout)
         committed = self._try_step(timeout)
-        step, why, failures = self._step, self._why_lost(), self._commit_failures
+        step, failures, why = self._step, self._commit_failures, ""
         if not committed:
-            committed = self._replayer.replay(timeout)
+            why = self._current.why_lost()
+            committed = self._replayer.replay(
+                self._current,
+                vote=lambda yes: self._server.vote(self._step, yes, timeout),
+                ask=self._ask_again,
+                reduce=self._reduce_again,
+                finish=partial(self._try_step, timeout),
+                load=self._load_between_steps,
+            )
         self._logger.commit_event(committed)
-        participants = self._participating_replica_world_size
+        participants = self._current.participants
         if committed:
             self._step += 1
             self._batches_committed += participants
@@ -659,9 +681,10 @@ class Manager(Stateful):
             self._commit_failures = failures + 1
             self._logger.warn(f"step {step} is lost: {why}")
         self._incidents.step_ended(committed)
-        self._trace.ended(step, committed)
-        self._in_step = self._replayer.is_ahead
-        self._replayer.begin()
+        self._trace.ended(step, self._current)
+        if self._current.undecided and not self._replayer.is_ahead:
+            self._current.dropped()  # the attempt of a replay, which got no quorum
+        self._current.inputs.forget()
         self._discard_unloaded_heal()
         self._run_commit_hooks(step, committed, participants)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
@@ -676,17 +699,16 @@ class Manager(Stateful):
         self.wait_quorum()
         self._end_collectives()
         arrived = self._end_transfers()
-        error = group_error(self._pg)
+        error = self._peers.error()
         if error is not None:
             self._step_failed(error)
-        if self._healing and arrived:
+        step = self._current
+        if step.healing and arrived:
             self._apply_pending_state_dict()
-        enough = self._enough()
-        if not enough:
-            self._logger.warn(
-                f"{self._participating_replica_world_size} groups take part, {self._min_replica_size} are needed"
-            )
-        committed = self._vote(enough and self._collectives.error is None, timeout)
+        if step.participants < self._min_replica_size:
+            self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
+        committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
+        step.decided(committed)
         self._end_serving()  # from here on the weights may change
         return committed
 
@@ -695,27 +717,14 @@ class Manager(Stateful):
         and the decision on its step stands.
         """
         try:
-            self._checkpoint_transport.disallow_checkpoint()
+            self._transport.disallow_checkpoint()
         except Exception as e:
             self._logger.exception(f"the groups that heal from this one do not have its state: {e}")
             self._abort_collectives()  # a transfer by the process group must not end with a state that has changed
 
-    def _enough(self) -> bool:
-        return self._participating_replica_world_size >= self._min_replica_size
-
-    def _vote(self, yes: bool, timeout: timedelta) -> bool:
-        """Whether all ranks of the group vote yes."""
-        return self._client.should_commit(self._group_rank, self._step, yes, timeout=timeout)
-
     def _end_collectives(self) -> None:
-        if not self._collectives.end(self._timeout):
+        if not self._current.collectives.end(self._timeout):
             self._refuse_replay("a collective that was aborted has not ended")
-
-    def _why_lost(self) -> str:
-        error = self._collectives.error
-        if error is not None:
-            return str(error.original_exception)
-        return "another rank of the group voted against it" if self._enough() else "too few groups took part"
 
     def _run_commit_hooks(self, step: int, committed: bool, participants: int) -> None:
         for hook in self._commit_hooks:
@@ -741,27 +750,50 @@ class Manager(Stateful):
 
     def _refuse_replay(self, reason: str) -> None:
         """This step does something that cannot be done again."""
-        self._replayer.refuse(reason)
+        self._current.inputs.refuse(reason)
 
-    def _ask_again(self) -> Plan:
-        """Ends an attempt at this step, and waits for the quorum of the next: with a new id, and new connections."""
+    def _ask_again(self) -> Step:
+        """Begins another attempt at this step, and waits for its quorum: with a new id, and new connections."""
         self._commit_failures += 1
-        self._begin_round(*self._request)
+        self._trace.ended(self._step, self._current)
+        self._begin_round(self._current.request, self._current.inputs)
         self.wait_quorum()
-        assert self._plan is not None
-        return self._plan
+        return self._current
+
+    def _reduce_again(self) -> None:
+        """Reduces what the lost attempt had, on the training thread."""
+        step = self._current
+        try:
+            for kept in step.inputs.restore():
+                self._reduce(kept.tensor, kept.reduce_op, kept.should_quantize)
+        except Exception as e:
+            self._report_collective_error(e)
+        self._end_collectives()
+        step.inputs.settle()
+        if step.error is not None:
+            return
+        try:
+            self._replayer.run_hooks()
+        except Exception as e:
+            self._logger.exception(f"a replay hook failed: {e}")
+            self.report_error(e)
+
+    def _load_between_steps(self) -> Optional[Position]:
+        """Loads what a heal fetched; gives which state this group has then, None after an error."""
+        self._heal_before_step()
+        return self._position if self._current.error is None else None
 
     # What the training loop may ask
 
     def participating_rank(self) -> Optional[int]:
         """This group's rank among those that take part in the step, None if it does not. Waits for the quorum."""
         self.wait_quorum()
-        return self._participating_replica_rank
+        return self._current.participating_rank
 
     def num_participants(self) -> int:
         """Groups that take part in the step. Waits for the quorum."""
         self.wait_quorum()
-        return self._participating_replica_world_size
+        return self._current.participants
 
     def recovery_seconds(self) -> Dict[str, float]:
         """Where the seconds of this rank's last heal went: ``quorum`` (waiting for one), ``reconfigure`` (the process
@@ -775,8 +807,8 @@ class Manager(Stateful):
         All groups of a quorum get the same number: one by which they can decide to leave together.
         """
         self.wait_quorum()
-        assert self._plan is not None
-        return self._plan.num_up_to_date
+        assert self._current.plan is not None
+        return self._current.plan.num_up_to_date
 
     def draining(self) -> bool:
         """Whether somebody wants this group to leave (``torchft drain``), and it has ended its last step.
@@ -785,11 +817,12 @@ class Manager(Stateful):
         when it is True, and calls :meth:`shutdown` before it shuts the process group down, costs the other groups
         nothing.
         """
-        return not self._in_step and self._plan is not None and self._plan.draining
+        step = self._current
+        return not step.undecided and step.plan is not None and step.plan.draining
 
     def is_participating(self) -> bool:
         """Whether this group's gradients count in this step."""
-        return self._participating_replica_rank is not None and not self._healing
+        return self._current.participating_rank is not None and not self._current.healing
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.
@@ -801,18 +834,15 @@ class Manager(Stateful):
         """
         if wait:
             self._leave()
-        self._checkpoint_transport.shutdown(wait=wait)
+        self._transport.shutdown(wait=wait)
         if self._manager is not None:
             self._manager.shutdown()
-        # There is none if the constructor failed, and stand-ins have no shutdown.
-        close_client = getattr(getattr(self, "_client", None), "shutdown", None)
-        if close_client is not None:
-            close_client()  # ends the rounds, and the thread that waits for them
+        self._server.close()  # ends the rounds, and the thread that waits for them
         if self._rounds is not None:
             self._rounds.shutdown(wait=wait)
             self._rounds = None
         if wait:
-            self._failures.join()
+            self._server.join()
 
     def _leave(self) -> None:
         """A group that was asked to leave says that it does, so that nobody misses it."""
@@ -820,7 +850,7 @@ class Manager(Stateful):
             return
         self._has_left = True
         try:
-            self._client._leave(self._timeout)
+            self._server.leave(self._timeout)
             self._logger.info("this group has left, as it was asked to")
         except Exception as e:
             self._logger.warn(f"the other groups may miss this one: {e}")

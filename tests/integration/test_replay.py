@@ -192,13 +192,13 @@ class Job:
 
             manager._client = cast(Any, _Instead(manager._client, should_commit=should_commit))
         elif place == "replay":
-            again = manager._replayer._reduce_again
+            again = manager._reduce_again
 
             def reduce_again() -> None:
                 rank.crash()
                 again()
 
-            manager._replayer._reduce_again = reduce_again  # type: ignore[method-assign]
+            manager._reduce_again = reduce_again  # type: ignore[method-assign]
         else:
             raise ValueError(place)
 

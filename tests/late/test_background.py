@@ -16,6 +16,7 @@ from tests.late.one_rank import OneRank
 from tests.late.test_step import Vote
 from tests.promises import ABORT_S, within
 from tests.unit.manager.conftest import Fixture, fixture, quorum
+from torchft._manager.step import Request
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 
@@ -181,7 +182,7 @@ def test_a_quorum_that_the_training_thread_follows_leaves_its_device_alone(
     torch.ones(1, device="late")
     manager = fixture.manager()
     manager._background.begin()
-    manager._follow(True, quorum())
+    manager._follow(manager._make_step(Request(True, False, timedelta(seconds=10))), quorum())
     assert threading.current_thread() not in set_on
 
 

@@ -1,9 +1,10 @@
 """The parts of :class:`torchft.manager.Manager`, each small enough to test alone, in the order of a step.
 
 settings: constructor arguments and environment to checked values; group: the ranks of a group find their manager
-server; rounds: who waits for a quorum and who follows it; plan: a quorum to what to do (no torch); layout: whether
-groups reduce the same; peers: meeting those of torchft 0.2.0; recovery: serving, fetching and loading state, phases:
-where its seconds went, background: its stream on a device; state: which state a group has, and the user's;
-collectives: of one step, work: what an allreduce gives back; failures: deaths of peers, incident: what one cost;
-replayer: a failed step is reduced again, by the decisions of replay and with what inputs kept; errors, log.
+server; edge: what may be another project's; rounds: who waits for a quorum and who follows it; plan: a quorum to what
+to do (no torch); step: what belongs to one step, and its states; layout: whether groups reduce the same; recovery:
+serving, fetching and loading state, phases: where its seconds went, background: its stream on a device; state: which
+state a group has, and the user's; collectives: of one step, work: what an allreduce gives back; failures: deaths of
+peers, incident: what one cost; replayer: a failed step is reduced again, by the decisions of replay and with what
+inputs kept; reports: what the manager server shows; trace, errors, log.
 """

@@ -1,4 +1,4 @@
-"""The collectives of one step, from the first to the end of the last, and the error that spoils the step.
+"""The collectives of one step, from the first to the end of the last, and those that outlive theirs in the backend.
 
 On a device a collective has ended when the device has finished it. Whoever waits for one only queues what comes after:
 then its mark stays here until the vote, and its tensors do not.
@@ -10,7 +10,6 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Callable, Optional, Union
 
-from torchft._manager.errors import ExceptionWithTraceback
 from torchft.utils import Mark, poll
 
 if TYPE_CHECKING:
@@ -30,12 +29,10 @@ class Collectives:
     Args:
         abort: aborts the process group.
         report: learns of a collective that a device did not finish; it aborts, too.
-        logger: gives the Manager's logger; it is made after this.
-        at_once: how many collectives hold all threads of the process group, also for its next peers; None: new peers
-            come with new threads.
+        backlog: takes those that the backend is not through with.
+        logger: of the Manager.
 
     Attributes:
-        error: the first one of the step; with it the step is not committed.
         usable: whether more of them make sense. A failed heal spoils the step of its group, but its peers still count
             on it in their collectives.
         aborted: whether the process group was aborted in this step.
@@ -45,19 +42,13 @@ class Collectives:
         self,
         abort: Callable[[], None],
         report: Callable[[Exception], None],
-        logger: Callable[[], _ManagerLogger],
-        at_once: Optional[int] = None,
+        backlog: Backlog,
+        logger: _ManagerLogger,
     ) -> None:
         self._abort = abort
         self._report = report
+        self._backlog = backlog
         self._logger = logger
-        self._at_once = at_once
-        self._left: list[_ManagedWork] = []  # of earlier steps: aborted, and not over in the backend
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins."""
-        self.error: Optional[ExceptionWithTraceback] = None
         self.usable = True
         self.aborted = False
         self._begun = 0
@@ -72,11 +63,6 @@ class Collectives:
         self._flights[self._begun] = work
         work.belongs_to(self._flights, self._begun)
         self._begun += 1
-
-    def keep_error(self, e: Exception) -> None:
-        """The step is spoiled. What came first is the cause."""
-        if self.error is None:
-            self.error = ExceptionWithTraceback(e)
 
     def running(self) -> Optional[int]:
         """The number of the first collective that has not ended, None if all have."""
@@ -93,7 +79,7 @@ class Collectives:
         try:
             self._abort()
         except Exception as e:
-            self._logger().exception(f"the process group could not be aborted: {e}")
+            self._logger.exception(f"the process group could not be aborted: {e}")
 
     def wait(self) -> None:
         """Waits for the collectives that nobody waited for; most have ended long ago."""
@@ -121,8 +107,7 @@ class Collectives:
         deadline = time.monotonic() + _DRAIN_SEC
         works = [flight for flight in flights.values() if not isinstance(flight, Mark)]
         left = [work for work in works if not work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic())))]
-        if self._at_once is not None:
-            self._left += left
+        self._backlog.add(left)
         return not left and all(_waited(mark, deadline - time.monotonic()) for mark in marks)
 
     def _await_devices(self, marks: list[Mark], timeout: timedelta) -> None:
@@ -139,6 +124,26 @@ class Collectives:
                 )
             )
 
+
+class Backlog:
+    """Collectives of earlier steps that were aborted, and are not over in the backend.
+
+    Args:
+        at_once: how many collectives hold all threads of the process group, also for its next peers; None: new peers
+            come with new threads.
+        logger: of the Manager.
+    """
+
+    def __init__(self, at_once: Optional[int], logger: _ManagerLogger) -> None:
+        self._at_once = at_once
+        self._logger = logger
+        self._left: list[_ManagedWork] = []
+
+    def add(self, left: list[_ManagedWork]) -> None:
+        """The step that they belong to ends without them."""
+        if self._at_once is not None:
+            self._left += left
+
     def make_room(self, timeout: timedelta) -> None:
         """Waits until a thread of the backend is free for the next peers.
 
@@ -147,7 +152,7 @@ class Collectives:
         """
         if self._at_once is None or self._lost() < self._at_once:
             return
-        self._logger().warn(
+        self._logger.warn(
             f"{len(self._left)} collectives of an earlier quorum, which the backend lost, hold its {self._at_once} "
             "threads until their timeout: this group joins no quorum before"
         )

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING
 
-from torchft import _torchft
-from torchft._torchft import MemberFailure
+from torchft._torchft import ManagerClient, MemberFailure
 
 if TYPE_CHECKING:
-    from torchft._manager.collectives import Collectives
     from torchft._manager.log import _ManagerLogger
+    from torchft._manager.step import Step
 
 _logger = logging.getLogger("torchft.manager")
 
@@ -41,7 +40,7 @@ class FailureListener:
     The thread is a daemon, as that of the quorum is: it must not keep a process from ending.
 
     Args:
-        client: of this rank's manager server; with one that only stands in for ours nothing is said or heard.
+        client: of this rank's manager server.
         group_rank: of this rank.
         died: called for each member that died; what it raises is logged.
         stalled: called for each member that makes no progress while the others wait for it.
@@ -50,7 +49,7 @@ class FailureListener:
 
     def __init__(
         self,
-        client: Any,
+        client: ManagerClient,
         group_rank: int,
         died: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
@@ -60,24 +59,13 @@ class FailureListener:
         self._group_rank = group_rank
         self._about = {"died": died, "stalled": stalled}
         self._progress = progress
-        self._thread: Optional[threading.Thread] = None
-        if type(client) is _torchft.ManagerClient:
-            self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
+        self._thread.start()
 
     def join(self) -> None:
         """Returns when the thread has ended; shut the client down before."""
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join()
-
-    def suspect(self, quorum_id: int, others: list[str]) -> None:
-        """Tells that a collective failed; whom to suspect is known only where there is one other group."""
-        if self._thread is None or not others:
-            return
-        try:
-            self._client._suspect(quorum_id, others[0] if len(others) == 1 else "")
-        except RuntimeError as e:  # the client is shut down
-            _logger.debug("a suspicion was not told: %s", e)
 
     def _run(self) -> None:
         while True:
@@ -102,66 +90,54 @@ class Failures:
 
     Args:
         enabled: whether a death ends anything here (``enable_error_bus``).
-        collectives: of the present step.
+        step: the one before the first.
         abort: aborts the process group, in whatever it does.
         report: learns of the error that a death is to the collectives that run.
         fetching: whether this rank waits for the state of a peer.
         transferring: whether a device has still to send or receive a state.
-        logger: gives the Manager's logger; it is made after this.
-
-    Attributes:
-        lock: held while the collectives of a step are ended for a death, and while a step begins: so those of the next
-            step are never ended for it.
+        logger: of the Manager.
     """
 
     def __init__(
         self,
         enabled: bool,
-        collectives: Collectives,
+        step: Step,
         *,
         abort: Callable[[], None],
         report: Callable[[Exception], None],
         fetching: Callable[[], bool],
         transferring: Callable[[], bool],
-        logger: Callable[[], _ManagerLogger],
+        logger: _ManagerLogger,
     ) -> None:
         self.enabled = enabled
-        self._collectives = collectives
+        self._step = step
         self._abort = abort
         self._report = report
         self._fetching = fetching
         self._transferring = transferring
         self._logger = logger
-        self.lock = threading.Lock()
+        # Held while the collectives of a step are ended for a death, and while a step begins: so those of the next step
+        # are never ended for it.
+        self._lock = threading.Lock()
         self._quorum_id = -1  # that is followed
         self._connecting = False  # the process group gets the peers of that quorum
         # Of each quorum that is followed, or may be yet, the first member that died.
         self._told: dict[int, MemberFailure] = {}
         self._callbacks: list[FailureCallback] = []
-        self._listener: Optional[FailureListener] = None
 
-    def listen(self, client: Any, group_rank: int) -> None:
-        """Begins to hear of deaths, through the client of this rank's manager server."""
-        self._listener = FailureListener(client, group_rank, self.died, self.stalled, self.progress)
-
-    def join(self) -> None:
-        """Returns when nothing more is heard; shut the client down before."""
-        if self._listener is not None:
-            self._listener.join()
+    def begin(self, step: Step) -> None:
+        """A step begins: what is told from now on is about its collectives."""
+        with self._lock:
+            self._step = step
 
     def subscribe(self, callback: FailureCallback) -> None:
         """Calls ``callback(failure)`` for each death, on a thread of its own."""
         self._callbacks.append(callback)
 
-    def suspect(self, others: list[str]) -> None:
-        """Tells the lighthouse that a collective with these groups failed."""
-        if self._listener is not None:
-            self._listener.suspect(self._quorum_id, others)
-
     @contextmanager
     def connecting(self, quorum_id: int) -> Iterator[None]:
         """While the process group gets the peers of a new quorum."""
-        with self.lock:
+        with self._lock:
             self._quorum_id = quorum_id
             self._connecting = True
             self._told = {q: failure for q, failure in self._told.items() if q >= quorum_id}
@@ -182,13 +158,14 @@ class Failures:
         """
         if not self.enabled:
             return
-        with self.lock:
+        with self._lock:
             if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
                 self._told.setdefault(failure.quorum_id, failure)
             mine = failure.quorum_id == self._quorum_id
-            if mine and not self._connecting and (self._collectives.running() is not None or self._transferring()):
+            running = self._step.collectives.running() is not None
+            if mine and not self._connecting and (running or self._transferring()):
                 error = PeerFailed(failure)
-                self._logger().warn(str(error))
+                self._logger.warn(str(error))
                 self._report(error)
         # An abort that comes before the group has begun to connect finds nothing to end.
         while self._connecting and failure.quorum_id == self._quorum_id:
@@ -199,11 +176,12 @@ class Failures:
 
     def stalled(self, failure: MemberFailure) -> None:
         """A peer makes no progress while the others wait for it."""
-        self._logger().warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
+        self._logger.warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
 
     def progress(self) -> tuple[bool, str]:
         """Whether this rank waits for other groups, and what it does; asked only when a step takes very long."""
-        running = self._collectives.running()
+        collectives = self._step.collectives
+        running = collectives.running()
         if self._connecting:
             return True, "connects with its peers"
         if running is not None:
@@ -212,4 +190,4 @@ class Failures:
             return True, "fetches the state of a peer"
         if self._transferring():
             return True, "waits for its device to send or receive a state"
-        return False, f"computes, after {len(self._collectives)} collectives of this step"
+        return False, f"computes, after {len(collectives)} collectives of this step"

@@ -35,23 +35,25 @@ class Kept:
 class Inputs:
     """The inputs of one step's allreduces, in their order.
 
-    The copies are made on the stream that calls, before the collective begins, and their memory serves all steps: as
-    much as all that is reduced in a step.
+    The copies are made on the stream that calls, before the collective begins.
+
+    Args:
+        copies: memory that serves all steps; it grows to as much as all that is reduced in one.
 
     Attributes:
         refused: why the step cannot be done again, as far as this rank's own doing goes; None if nothing is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: list[torch.Tensor]) -> None:
         self.refused: Optional[str] = None
         self._kept: list[Kept] = []
-        self._copies: list[torch.Tensor] = []
+        self._copies = copies
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def begin(self) -> None:
-        """A step begins, or has ended: forgets the one before, but not the memory."""
+    def forget(self) -> None:
+        """The step has ended. The memory stays."""
         self.refused = None
         self._kept = []
 

@@ -39,21 +39,26 @@ def export_events() -> None:
 class _Stepping(Protocol):
     """Where the Manager is."""
 
-    _client: Any
     _quorum_id: int
 
     def current_step(self) -> int: ...
 
 
 class _ManagerLogger:
-    """Prefixes each line with who says it and at which step."""
+    """Prefixes each line with who says it and at which step.
 
-    def __init__(self, manager: _Stepping, replica_id: str, group_rank: int) -> None:
+    Args:
+        manager: is asked for the step and the quorum.
+        replica_id, group_rank: of this rank.
+        reports: tells the manager server what people want to see; None: nothing is told.
+    """
+
+    def __init__(self, manager: _Stepping, replica_id: str, group_rank: int, reports: Optional[Reports] = None) -> None:
         self._logger = logging.getLogger("torchft.manager")
         self._manager = manager
         self._replica_id = replica_id
         self._group_rank = group_rank
-        self._reports = Reports(manager._client, group_rank)
+        self._reports = reports or Reports(lambda *_, **__: None)
         export_events()
 
     def prefix(self) -> str:

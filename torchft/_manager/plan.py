@@ -108,7 +108,7 @@ def make_plan(
         helpers=result.helper_manager_addresses if source is not None else [],
         recover_dst=result.recover_dst_replica_ranks if allow_heal else [],
         help_dst=result.help_dst_replica_ranks if allow_heal else [],
-        draining=getattr(result, "draining", False) is True,  # stand-ins for a result have none, or any
+        draining=result.draining,
     )
 
 

@@ -21,9 +21,9 @@ from torchft.checkpointing._target import Target
 from torchft.checkpointing.transport import Unsendable
 
 if TYPE_CHECKING:
+    from torchft._manager.edge import Transport
     from torchft._manager.log import _ManagerLogger
     from torchft._torchft import ManagerClient, MemberFailure
-    from torchft.checkpointing.transport import CheckpointTransport
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Recovery:
         connect_timeout: for reaching the source's manager server.
         sources: how many groups this one asks for one state, and whether (if more than 1) it helps others so.
         in_background: whether the model runs while a state is fetched.
-        logger: gives the Manager's logger; it is made after this.
+        logger: of the Manager.
 
     Attributes:
         pending: what was fetched and is not loaded yet.
@@ -58,7 +58,7 @@ class Recovery:
     def __init__(
         self,
         *,
-        transport: CheckpointTransport[Any],
+        transport: Transport,
         user_state: UserState,
         group_rank: int,
         connect: Callable[[str, timedelta], ManagerClient],
@@ -67,7 +67,7 @@ class Recovery:
         connect_timeout: timedelta,
         sources: int,
         in_background: bool,
-        logger: Callable[[], _ManagerLogger],
+        logger: _ManagerLogger,
     ) -> None:
         self._transport = transport
         self._user_state = user_state
@@ -76,26 +76,28 @@ class Recovery:
         self._check_peers = check_peers
         self._timeout = timeout
         self._connect_timeout = connect_timeout
-        # A transport that only stands in for ours has any attribute, and takes no helpers.
-        self._helpers = sources - 1 if getattr(transport, "several_sources", False) is True else 0
+        self._helpers = sources - 1 if transport.several_sources else 0
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
         self._before: Optional[Position] = None
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, while its state comes
-        self._takes_target = getattr(transport, "takes_target", False) is True
         self._target = Target(self._own, writable=False)  # of the heal that is under way
         self._in_background = in_background
-        self._in_place = getattr(transport, "in_place", False) is True
-        if self._in_place and in_background:
+        if transport.in_place and in_background:
             warnings.warn(
                 "the checkpoint transport has a state_dict, so it writes to this group's tensors while the forward "
                 "pass runs: pass use_async_quorum=False, or leave state_dict out (docs/healing.md)",
-                stacklevel=3,
+                stacklevel=4,
             )
         # A load that failed may have changed some of the weights, and a transfer in place some or all of them: until a
         # load succeeds they are of no step.
         self._spoiled = False
+
+    @property
+    def fetching(self) -> bool:
+        """Whether a heal has begun, and the state has not come."""
+        return self._before is not None and self.pending is None
 
     def check(self, plan: Plan) -> None:
         """Raises RuntimeError if the weights are of no step, and there is no group to heal from."""
@@ -122,16 +124,16 @@ class Recovery:
             Exception: the transport failed.
         """
         if plan.recover_dst:
-            self._logger().info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
+            self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
             try:
                 self._serve(plan, read)
             except Unsendable as e:  # the targets know; this group has its state, and trains on
-                self._logger().exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
+                self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
         elif plan.help_dst and self._helpers > 0:
             try:
                 self._transport.help_checkpoint(plan.max_step, read())
             except Exception as e:  # it has another source
-                self._logger().exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
+                self._logger.exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
 
     def _serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
         where = {"dst_ranks": plan.recover_dst, "step": plan.max_step, "timeout": self._timeout}
@@ -155,19 +157,20 @@ class Recovery:
         """
         assert plan.source is not None
         source: Source = plan.source
-        self._logger().info(f"healing to step {plan.max_step} from {source.manager_address}")
+        self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"):
             metadata = self._ask_source(self._reach(source.manager_address))
             asked = [partial(self._ask_helper, address) for address in plan.helpers[: self._helpers]]
             several: dict[str, Any] = {"helpers": asked} if asked else {}
             self._target = target = Target(self._own, self._may_write(plan))
-            if self._takes_target:
+            if self._transport.takes_target:
                 several["target"] = target
             self._source = plan.quorum_id, plan.replica_ids[source.replica_rank]
             try:
                 self._check_peers()  # of what is told from here on peer_died hears
-                self._spoiled = self._spoiled or self._in_place or (self._takes_target and target.writable)
-                with watched_by(self._logger().heal_progress):
+                in_place = self._transport.in_place or (self._transport.takes_target and target.writable)
+                self._spoiled = self._spoiled or in_place
+                with watched_by(self._logger.heal_progress):
                     state = self._transport.recv_checkpoint(
                         src_rank=source.replica_rank,
                         metadata=metadata,
@@ -224,9 +227,9 @@ class Recovery:
 
     def peer_died(self, failure: MemberFailure) -> None:
         """Ends a transfer from a group that is told to be dead: the others wait until this one asks for a quorum."""
-        abandon = getattr(self._transport, "abandon_receiving", None)
-        while abandon is not None and self._source == (failure.quorum_id, failure.replica_id):
-            abandon(PeerFailed(failure))
+        while self._source == (failure.quorum_id, failure.replica_id):
+            if not self._transport.abandon_receiving(PeerFailed(failure)):
+                return
             time.sleep(_ABANDON_AGAIN_SEC)
 
     def _ask_helper(self, manager_address: str) -> str:
@@ -252,11 +255,11 @@ class Recovery:
                 self._user_state.load(state["user"])
         except Exception as e:
             self._spoiled = True
-            self._logger().exception(f"the state of a peer could not be loaded: {e}")
+            self._logger.exception(f"the state of a peer could not be loaded: {e}")
             raise
         self._before = None
         self._spoiled = False
-        self._logger().recovery_event(before.step if before else 0, self.phases)
+        self._logger.recovery_event(before.step if before else 0, self.phases)
         return True
 
     def discard(self) -> Optional[Position]:

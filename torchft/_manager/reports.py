@@ -6,29 +6,23 @@ that is as it should be.
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
-
-from torchft import _torchft
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchft._manager.incident import Incident
     from torchft._manager.phases import Phases
 
-_logger = logging.getLogger("torchft.manager")
-
 
 class Reports:
-    """Says it through a client.
+    """Says it.
 
     Args:
-        client: of this rank's manager server; with one that only stands in for ours nothing is said.
-        group_rank: of this rank.
+        say: calls the method of the client that it is given the name of.
     """
 
-    def __init__(self, client: Any, group_rank: int) -> None:
-        self._client = client if type(client) is _torchft.ManagerClient else None
-        self._group_rank = group_rank
+    def __init__(self, say: Callable[..., None]) -> None:
+        self._say = say
 
     def healing(self, received: int, total: int) -> None:
         """Bytes of a peer's state that have come, and all of them."""
@@ -62,11 +56,3 @@ class Reports:
     def nonfinite(self) -> None:
         """An average that this rank uses holds NaN or Inf."""
         self._say("_say_nonfinite")
-
-    def _say(self, call: str, *args: Any, **kwargs: Any) -> None:
-        if self._client is None:
-            return
-        try:
-            getattr(self._client, call)(self._group_rank, *args, **kwargs)
-        except RuntimeError as e:  # the client is shut down
-            _logger.debug("not told: %s", e)

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Optional, Protocol
 
-from torchft import _torchft
-
 if TYPE_CHECKING:
     from torchft._torchft import ManagerClient, QuorumRequest, QuorumResult
 
@@ -76,11 +74,6 @@ class Rounds(Protocol):
             wait: until it has ended.
         """
         ...
-
-
-def make_rounds(client: ManagerClient) -> Rounds:
-    """Rounds over a client; one that only stands in for ours is asked on a thread, by ``_quorum``."""
-    return NativeRounds(client) if type(client) is _torchft.ManagerClient else ThreadRounds(client)
 
 
 class _Thread:
@@ -204,16 +197,20 @@ class NativeRounds:
 
 
 class ThreadRounds:
-    """Rounds that run on a thread."""
+    """Rounds that run on a thread.
 
-    def __init__(self, client: ManagerClient) -> None:
-        self._client = client
+    Args:
+        ask: waits for a quorum; it has the published arguments.
+    """
+
+    def __init__(self, ask: Callable[..., QuorumResult]) -> None:
+        self._ask = ask
         self._begun: queue.SimpleQueue[Optional[tuple[Round, Callable[[], None]]]] = queue.SimpleQueue()
         self._thread = _Thread(self._run)
 
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         begun = Round()
-        self._begun.put((begun, lambda: follow(self._client._quorum(timeout=timeout, **request.published()))))
+        self._begun.put((begun, lambda: follow(self._ask(timeout=timeout, **request.published()))))
         self._thread.start()
         return begun
 

@@ -43,6 +43,9 @@ class Settings:
     manager_port: int
     lighthouse_addr: Optional[str]
     restart_count: int
+    enable_error_bus: bool
+    replay_failed_step: bool
+    heal_sources: int  # groups that are asked for one state
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -67,6 +70,8 @@ def resolve(
     connect_timeout: timedelta,
     heartbeat_interval: timedelta,
     quorum_retries: int,
+    enable_error_bus: Optional[bool] = None,
+    replay_failed_step: Optional[bool] = None,
 ) -> Settings:
     """Fills in what the caller left out from the environment, and checks all of it.
 
@@ -86,6 +91,9 @@ def resolve(
         manager_port=port if port is not None else int_from_env(MANAGER_PORT_ENV, 0),
         lighthouse_addr=lighthouse_addr or os.environ.get("TORCHFT_LIGHTHOUSE"),
         restart_count=int_from_env(RESTART_COUNT_ENV, 0),
+        enable_error_bus=switch(enable_error_bus, FAILURE_BUS_ENV, default=True),
+        replay_failed_step=switch(replay_failed_step, REPLAY_FAILED_STEP_ENV, default=False),
+        heal_sources=heal_sources_from_env(),
     )
     _check(settings)
     return settings
@@ -119,18 +127,10 @@ def duration_from_env(name: str, default: timedelta) -> timedelta:
     return value
 
 
-def failure_bus_from_env() -> bool:
-    """Whether TORCHFT_FAILURE_BUS leaves the failure bus on, as it is without it."""
-    return switch_from_env(FAILURE_BUS_ENV, default=True)
-
-
-def replay_from_env() -> bool:
-    """Whether TORCHFT_REPLAY_FAILED_STEP switches the replay of failed steps on, as it is not without it."""
-    return switch_from_env(REPLAY_FAILED_STEP_ENV, default=False)
-
-
-def switch_from_env(name: str, default: bool) -> bool:
-    """Whether an environment variable switches something on, else the default."""
+def switch(given: Optional[bool], name: str, default: bool) -> bool:
+    """Whether something is on: as the caller said, else as an environment variable says, else the default."""
+    if given is not None:
+        return given
     value = os.environ.get(name, "1" if default else "0")
     if value not in ("0", "1"):
         raise ValueError(f"{name}={value!r}: allowed are 0 (off) and 1 (on)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Callable, Dict, NamedTuple, TypeVar
+from typing import Any, Callable, Dict, NamedTuple, Optional, TypeVar
 
 from torchft.checkpointing._rwlock import RWLock
 
@@ -90,9 +90,18 @@ class Stateful:
 
     Args:
         timeout: for reading the user's state while that is disallowed.
+        load_state_dict, state_dict: of the main part of the user's state; None: set later.
+
+    Raises:
+        ValueError: one of the two functions comes without the other.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        timeout: timedelta,
+        load_state_dict: Optional[Callable[[T], None]],
+        state_dict: Optional[Callable[[], T]],
+    ) -> None:
         self._step = 0
         self._batches_committed = 0
         self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
@@ -100,6 +109,10 @@ class Stateful:
         self._load_state_dict_fns = self._user_state.load_fns
         self._user_state_dicts = self._user_state.read_fns
         self._state_dict_lock = self._user_state.lock
+        if load_state_dict is not None and state_dict is not None:
+            self.set_state_dict_fns(load_state_dict, state_dict)
+        elif load_state_dict is not None or state_dict is not None:
+            raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
 
     @property
     def _position(self) -> Position:

@@ -7,71 +7,50 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any, Optional, Protocol
+from collections.abc import Callable
+from typing import Any, Optional
 
-from torchft import _torchft
-from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.exporters import otel_exporters
-
-
-class _Stepping(Protocol):
-    """Who steps, and where it is."""
-
-    _client: Any
-    _group_rank: int
-    _participating_replica_world_size: int
-    _quorum_id: int
-    _replica_id: str
-
-    def current_step(self) -> int: ...
-    def errored(self) -> Optional[ExceptionWithTraceback]: ...
+from torchft._manager.step import State, Step
 
 
 class StepTrace:
     """A trace for each step: from the request for its quorum to the decision on it. Off, it does nothing."""
 
-    def asks(self) -> None:
+    def asks(self, number: int) -> None:
         """A quorum is about to be asked for: an attempt at a step begins."""
 
-    def ended(self, step: int, committed: bool) -> None:
-        """It was decided on the step."""
+    def ended(self, number: int, step: Step) -> None:
+        """The attempt that was begun last has ended, if it has not before.
+
+        Args:
+            number: of the step; that of the others, where this rank healed.
+            step: says what came of it.
+        """
 
 
 class _OtelStepTrace(StepTrace):
-    def __init__(self, manager: _Stepping, tracer: Any) -> None:
-        self._manager = manager
+    def __init__(self, tracer: Any, tell: Callable[[str], None], replica_id: str, group_rank: int) -> None:
         self._tracer = tracer
+        self._tell = tell
+        self._of = {"torchft.replica_id": replica_id, "torchft.group_rank": group_rank}
         self._span: Optional[Any] = None
 
-    def asks(self) -> None:
-        if self._span is not None:
-            self._end(committed=False)  # another attempt at the same step
-        manager = self._manager
-        self._span = self._tracer.start_span(
-            "step",
-            attributes={
-                "torchft.step": manager.current_step(),
-                "torchft.replica_id": manager._replica_id,
-                "torchft.group_rank": manager._group_rank,
-            },
-        )
-        if type(manager._client) is _torchft.ManagerClient:
-            manager._client._trace(_traceparent(self._span))
+    def asks(self, number: int) -> None:
+        self._span = self._tracer.start_span("step", attributes={"torchft.step": number, **self._of})
+        self._tell(_traceparent(self._span))
 
-    def ended(self, step: int, committed: bool) -> None:
-        if self._span is not None:
-            self._span.set_attribute("torchft.step", step)  # that of the others, where this rank healed
-            self._end(committed)
-
-    def _end(self, committed: bool) -> None:
+    def ended(self, number: int, step: Step) -> None:
         span, self._span = self._span, None
-        assert span is not None
-        span.set_attribute("torchft.quorum_id", self._manager._quorum_id)
-        span.set_attribute("torchft.groups", self._manager._participating_replica_world_size)
+        if span is None:
+            return
+        committed = step.state is State.COMMITTED
+        span.set_attribute("torchft.step", number)
+        span.set_attribute("torchft.quorum_id", step.plan.quorum_id if step.plan is not None else -1)
+        span.set_attribute("torchft.groups", step.participants)
         span.set_attribute("torchft.committed", committed)
-        error = self._manager.errored()
-        if not committed and error is not None:
-            span.record_exception(error.original_exception)
+        if not committed and step.error is not None:
+            span.record_exception(step.error.original_exception)
         span.end()
 
 
@@ -81,8 +60,12 @@ def _traceparent(span: Any) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
 
 
-def step_trace(manager: _Stepping) -> StepTrace:
-    """Traces of a Manager's steps, if the environment asks for them.
+def step_trace(tell: Callable[[str], None], replica_id: str, group_rank: int) -> StepTrace:
+    """Traces of a rank's steps, if the environment asks for them.
+
+    Args:
+        tell: says to the manager server which trace the next quorum belongs to.
+        replica_id, group_rank: of the rank.
 
     Raises:
         ValueError: OTEL_TRACES_EXPORTER names an exporter that is not known.
@@ -95,4 +78,4 @@ def step_trace(manager: _Stepping) -> StepTrace:
         message = "OpenTelemetry's variables ask for traces, which need pip install 'torchft[otel]': %s"
         logging.getLogger("torchft.manager").warning(message, e)
         return StepTrace()
-    return _OtelStepTrace(manager, otel.tracer())
+    return _OtelStepTrace(otel.tracer(), tell, replica_id, group_rank)

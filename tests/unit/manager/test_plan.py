@@ -30,6 +30,7 @@ def result(**fields: Any) -> Any:
         helper_manager_addresses=["http://helper:1"],
         help_dst_replica_ranks=[],
         replay=False,
+        draining=False,
     )
     return SimpleNamespace(**{**values, **fields})
 

@@ -77,7 +77,7 @@ def reduced(inputs: Inputs, *tensors: torch.Tensor) -> None:
 
 
 def test_inputs_come_back_in_their_order() -> None:
-    inputs = Inputs()
+    inputs = Inputs([])
     first, second = torch.arange(6.0).view(2, 3).t(), torch.tensor(7)
     reduced(inputs, first, second)
     assert inputs.changed() is None
@@ -87,21 +87,23 @@ def test_inputs_come_back_in_their_order() -> None:
 
 
 def test_the_memory_of_the_copies_serves_all_steps() -> None:
-    inputs = Inputs()
+    copies: list[torch.Tensor] = []
+    inputs = Inputs(copies)
     tensors = [torch.ones(5), torch.ones(2, 2)]
     reduced(inputs, *tensors)
     before = [kept.copy.data_ptr() for kept in inputs.restore()]
-    inputs.begin()
+    inputs.forget()
     assert len(inputs) == 0
+    inputs = Inputs(copies)
     reduced(inputs, *tensors)
     assert [kept.copy.data_ptr() for kept in inputs.restore()] == before
-    inputs.begin()
+    inputs = Inputs(copies)
     reduced(inputs, torch.ones(5, dtype=torch.float64))  # another one in its place
     assert inputs.restore()[0].copy.dtype == torch.float64
 
 
 def test_a_result_that_was_changed_is_noticed() -> None:
-    inputs = Inputs()
+    inputs = Inputs([])
     tensor = torch.ones(4)
     reduced(inputs, tensor)
     tensor.view(2, 2)[0].clamp_(max=0.5)  # through a view, as gradients are views of a bucket
@@ -118,13 +120,13 @@ def test_a_result_that_was_changed_is_noticed() -> None:
     ],
 )
 def test_memory_that_is_reduced_twice(pick: Callable[[torch.Tensor], Any], twice: bool) -> None:
-    inputs = Inputs()
+    inputs = Inputs([])
     reduced(inputs, *pick(torch.ones(8)))
     assert (inputs.twice() is not None) is twice
 
 
 def test_gradients_that_are_elsewhere() -> None:
-    inputs = Inputs()
+    inputs = Inputs([])
     bucket = torch.ones(8)
     reduced(inputs, bucket)
     assert inputs.elsewhere([bucket[2:4].view(2, 1)]) is None
@@ -132,12 +134,12 @@ def test_gradients_that_are_elsewhere() -> None:
 
 
 def test_what_cannot_be_done_again_is_not_kept() -> None:
-    inputs = Inputs()
+    inputs = Inputs([])
     inputs.refuse("no")
     inputs.refuse("later")
     assert inputs.keep(torch.ones(1), ReduceOp.SUM) is None
     assert inputs.refused == "no"
-    inputs.begin()
+    inputs.forget()
     assert inputs.keep(torch.ones(2).to_sparse(), ReduceOp.SUM) is None
     assert "layout torch.sparse_coo" in str(inputs.refused)
 
@@ -158,7 +160,7 @@ def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Cal
     )[1]
     steps: list[tuple[int, bool, int]] = []
     manager.register_commit_hook(lambda step, committed, participants: steps.append((step, committed, participants)))
-    manager._replayer._reduce_again = lambda: manager._report_collective_error(RuntimeError("again"))  # type: ignore
+    manager._reduce_again = lambda: manager._report_collective_error(RuntimeError("again"))  # type: ignore
     lose(manager)
     assert not manager.should_commit()
     assert said == [0, 1, 2, 3, 4, 5], "each attempt needs a new quorum"
@@ -171,7 +173,7 @@ def test_off_it_votes_once_and_keeps_nothing(fixture: Fixture) -> None:
     lose(manager)
     assert not manager.should_commit()
     assert fixture.votes() == [False]
-    assert len(manager._replayer._inputs) == 0
+    assert manager._replayer._copies == []
 
 
 def test_no_rank_replays_alone(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:

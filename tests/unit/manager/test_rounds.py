@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Optional
-from unittest.mock import MagicMock
 
 import pytest
 
-from torchft._manager.rounds import NativeRounds, Round, ThreadRounds, make_rounds
+from torchft._manager.edge import as_server
+from torchft._manager.rounds import NativeRounds, Round, ThreadRounds
 from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 
 LONG = timedelta(seconds=60)
@@ -181,24 +181,31 @@ def test_a_wait_for_changes_that_ends_without_one_begins_anew(client: FakeClient
     first_round(rounds, client)
 
 
-def test_a_stand_in_is_asked_on_a_thread() -> None:
-    stand_in, followed = MagicMock(spec=ManagerClient), Followed()
-    stand_in._quorum.return_value = result = QuorumResult(quorum_id=3)
-    rounds = make_rounds(stand_in)
-    assert isinstance(rounds, ThreadRounds)
+PUBLISHED: dict[str, Any] = {  # what other clients are asked with
+    "group_rank": 0,
+    "step": 0,
+    "checkpoint_metadata": "here",
+    "shrink_only": False,
+    "timeout": LONG,
+    "commit_failures": 0,
+    "init_sync": True,
+    "reconfigure_handle": "handle",
+}
+
+
+def test_a_call_that_waits_for_a_quorum_is_made_on_a_thread() -> None:
+    answers: list[Any] = [result := QuorumResult(quorum_id=3), TimeoutError("no quorum")]
+
+    def ask(**request: Any) -> QuorumResult:
+        assert request == PUBLISHED
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    rounds, followed = ThreadRounds(ask), Followed()
     rounds.begin(followed, REQUEST, LONG).result()
-    stand_in._quorum.assert_called_once_with(  # no more than the published arguments
-        group_rank=0,
-        step=0,
-        checkpoint_metadata="here",
-        shrink_only=False,
-        timeout=LONG,
-        commit_failures=0,
-        init_sync=True,
-        reconfigure_handle="handle",
-    )
     assert followed.by == [(result, "torchft_quorum")]
-    stand_in._quorum.side_effect = TimeoutError("no quorum")
     begun = rounds.begin(followed, REQUEST, LONG)
     with pytest.raises(TimeoutError, match="no quorum"):
         begun.result()
@@ -209,7 +216,7 @@ def test_rounds_of_the_native_core() -> None:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     server = ManagerServer("g", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "store:1", 1, LONG, LONG, 0)
     client = ManagerClient(server.address(), LONG)
-    rounds, followed = make_rounds(client), Followed()
+    rounds, followed = as_server(client, 0).rounds(), Followed()
     assert isinstance(rounds, NativeRounds)
     for step in range(4):
         rounds.begin(followed, replace(REQUEST, step=step), LONG).result()

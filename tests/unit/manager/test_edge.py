@@ -1,0 +1,111 @@
+"""Clients, transports and process groups of other projects, behind the edge."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, create_autospec
+
+import pytest
+
+from tests.unit.manager.test_rounds import LONG, PUBLISHED, REQUEST, Followed
+from torchft._manager.edge import Peers, Server, Transport, as_server
+from torchft._torchft import ManagerClient, QuorumResult
+from torchft.checkpointing import CheckpointTransport
+
+SOON = timedelta(seconds=3)
+
+
+class PublishedClient:
+    """The methods of the published package's client, and no more."""
+
+    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+        self.result: Any = QuorumResult(quorum_id=3)
+        self.votes: list[Any] = []
+
+    def _quorum(self, **request: Any) -> Any:
+        assert request == PUBLISHED
+        return self.result
+
+    def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
+        self.votes.append((group_rank, step, should_commit, timeout))
+        return should_commit
+
+
+@pytest.fixture
+def server() -> Server:
+    return as_server(PublishedClient("http://m:1", connect_timeout=SOON), 2)
+
+
+def test_a_client_with_the_published_methods_is_enough(server: Server) -> None:
+    followed = Followed()
+    rounds = server.rounds()
+    rounds.begin(followed, REQUEST, LONG).result()
+    assert followed.by[0][0].quorum_id == 3
+    assert server.vote(5, True, SOON) and server.client.votes == [(2, 5, True, SOON)]
+    server.listen(*[lambda *_: pytest.fail("nothing can be heard")] * 3)  # type: ignore[arg-type]
+    server.suspect(3, ["b"])
+    server.trace("00-1-1-01")
+    server.say("_say_nonfinite")
+    server.leave(SOON)
+    server.close()
+    server.join()
+    rounds.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("stand_in", [SimpleNamespace(quorum_id=3, max_step=5), MagicMock(quorum_id=3, max_step=5)])
+def test_a_result_of_another_class_has_our_fields_too(server: Server, stand_in: Any) -> None:
+    server.client.result = stand_in
+    followed = Followed()
+    rounds = server.rounds()
+    rounds.begin(followed, REQUEST, LONG).result()
+    (result, _), *_ = followed.by
+    assert (result.quorum_id, result.max_step, result.draining, result.replay) == (3, 5, False, False)
+    rounds.shutdown(wait=False)
+
+
+def test_a_double_of_our_client_is_asked_for_what_it_has() -> None:
+    double = MagicMock(spec=ManagerClient)
+    server = as_server(double, 0)
+    assert type(server) is Server, "a notice of a double would come at once, for ever"
+    server.leave(SOON)
+    server.close()
+    double._leave.assert_called_once_with(SOON)
+    double.shutdown.assert_called_once_with()
+
+
+class PublishedTransport:
+    """Not even derived from torchft's class."""
+
+    def metadata(self) -> str:
+        return "where"
+
+    def recv_checkpoint(self, **what: Any) -> Any:
+        return what
+
+
+def test_a_transport_with_the_published_methods_is_enough() -> None:
+    transport = Transport(PublishedTransport())  # type: ignore[arg-type]
+    assert transport.metadata() == "where" and transport.recv_checkpoint(step=3) == {"step": 3}
+    assert not (transport.several_sources or transport.takes_target or transport.in_place)
+    transport.refuse_checkpoint(dst_ranks=[0], step=3, reason="none", timeout=SOON)
+    assert not transport.abandon_receiving(RuntimeError("its source failed"))
+
+
+def test_a_double_of_a_transport_can_what_the_published_one_can() -> None:
+    double = create_autospec(CheckpointTransport, instance=True)
+    transport = Transport(double)
+    assert not (transport.several_sources or transport.takes_target or transport.in_place)
+    double.abandon_receiving = MagicMock()  # some transports have it
+    error = RuntimeError("its source failed")
+    assert transport.abandon_receiving(error)
+    double.abandon_receiving.assert_called_once_with(error)
+
+
+def test_a_process_group_with_what_a_native_one_has_is_enough() -> None:
+    group = SimpleNamespace(supports_reconfigure=True, get_reconfigure_handle=lambda: "handle", errored=lambda: None)
+    peers = Peers(group)  # type: ignore[arg-type]
+    peers.set_rank_info("g:uuid", 0, 1)
+    peers.announce_layout("digest", "lines")
+    assert peers.handle() == "handle" and peers.error() is None

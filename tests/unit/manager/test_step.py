@@ -1,0 +1,300 @@
+"""The states of a step: which events lead where, and which cannot happen."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Callable, Optional
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from tests.unit.manager.conftest import Fixture
+from tests.unit.manager.test_manager import healing, peer_state
+from tests.unit.manager.test_plan import plan, result
+from torchft._manager.inputs import Inputs
+from torchft._manager.step import TRANSITIONS, Event, Request, State, Step, after
+from torchft._manager.trace import _OtelStepTrace
+from torchft._torchft import QuorumResult
+
+Quorum = Callable[..., QuorumResult]
+Path = list[tuple[Event, Optional[State]]]  # None: it cannot happen
+
+PATHS: dict[str, Path] = {
+    "a step": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.YES, State.VOTED_YES),
+        (Event.COMMIT, State.COMMITTED),
+        (Event.DROP, None),
+    ],
+    "a sibling votes against it": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.YES, State.VOTED_YES),
+        (Event.LOSE, State.LOST),
+        (Event.DROP, None),
+    ],
+    "too few groups": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.NO, State.VOTED_NO),
+        (Event.LOSE, State.LOST),
+    ],
+    "healed at its end": [
+        (Event.BEHIND, State.HEALING),
+        (Event.LOADED, State.HEALED),
+        (Event.YES, State.VOTED_YES),
+        (Event.COMMIT, State.COMMITTED),
+    ],
+    "healed before it began": [
+        (Event.BEHIND, State.HEALING),
+        (Event.LOADED, State.HEALED),
+        (Event.JOINED, State.TRAINING),
+        (Event.YES, State.VOTED_YES),
+    ],
+    "a heal that was not loaded": [
+        (Event.BEHIND, State.HEALING),
+        (Event.YES, None),
+        (Event.JOINED, None),
+        (Event.DROP, State.DROPPED),
+    ],
+    "healed and failed": [
+        (Event.BEHIND, State.HEALING),
+        (Event.LOADED, State.HEALED),
+        (Event.ERROR, State.FAILED),
+        (Event.YES, None),
+        (Event.NO, State.VOTED_NO),
+        (Event.COMMIT, None),
+        (Event.LOSE, State.LOST),
+    ],
+    "failed, then its heal came": [
+        (Event.BEHIND, State.HEALING),
+        (Event.ERROR, State.FAILED),
+        (Event.LOADED, State.FAILED),
+        (Event.JOINED, State.FAILED),
+        (Event.YES, None),
+        (Event.NO, State.VOTED_NO),
+    ],
+    "failed before its quorum was known": [
+        (Event.ERROR, State.FAILED),
+        (Event.QUORUM, State.FAILED),
+        (Event.ERROR, State.FAILED),
+        (Event.NO, State.VOTED_NO),
+        (Event.LOSE, State.LOST),
+    ],
+    "failed before its quorum told it to heal": [
+        (Event.ERROR, State.FAILED),
+        (Event.BEHIND, State.FAILED),
+        (Event.LOADED, State.FAILED),
+    ],
+    "an error after this rank's yes": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.YES, State.VOTED_YES),
+        (Event.ERROR, State.VOTED_YES),
+        (Event.COMMIT, State.COMMITTED),
+        (Event.ERROR, State.COMMITTED),
+    ],
+    "voted before its quorum was known": [
+        (Event.YES, None),
+        (Event.NO, None),
+        (Event.COMMIT, None),
+        (Event.LOSE, None),
+    ],
+    "voted twice, as nobody answered": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.YES, State.VOTED_YES),
+        (Event.YES, State.VOTED_YES),
+        (Event.NO, State.VOTED_NO),
+        (Event.YES, None),
+        (Event.DROP, State.DROPPED),
+    ],
+    "voted twice, on two steps in one quorum": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.YES, State.VOTED_YES),
+        (Event.COMMIT, State.COMMITTED),
+        (Event.COMMIT, None),
+        (Event.YES, State.VOTED_YES),
+        (Event.LOSE, State.LOST),
+        (Event.NO, State.VOTED_NO),
+        (Event.LOSE, State.LOST),
+    ],
+    "asked twice": [(Event.DROP, State.DROPPED), (Event.DROP, None), (Event.QUORUM, None)],
+    "asked twice, the first had its quorum": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.QUORUM, None),
+        (Event.BEHIND, None),
+        (Event.DROP, State.DROPPED),
+        (Event.ERROR, State.DROPPED),
+        (Event.YES, None),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_what_happens_to_a_step(path: Path) -> None:
+    state = State.ASKED
+    for event, expected in path:
+        if expected is None:
+            with pytest.raises(RuntimeError, match=f"a step that {state.value} cannot {event.value}"):
+                after(state, event)
+        else:
+            state = after(state, event)
+            assert state is expected, event
+
+
+def test_before_the_first_step_there_are_errors_only() -> None:
+    allowed = {event for event in Event if (State.UNASKED, event) in TRANSITIONS}
+    assert allowed == {Event.ERROR}
+    assert after(State.UNASKED, Event.ERROR) is State.UNASKED
+
+
+def test_what_holds_for_all_rows() -> None:
+    for (state, event), to in TRANSITIONS.items():
+        if to is State.COMMITTED and state is not State.COMMITTED:
+            assert (state, event) == (State.VOTED_YES, Event.COMMIT), "only with this rank's yes"
+        if state is State.FAILED:
+            assert to in (State.FAILED, State.VOTED_NO, State.DROPPED), "an error is not taken back"
+        if state is State.DROPPED:
+            assert to is State.DROPPED
+    assert all((state, Event.ERROR) in TRANSITIONS for state in State), "an error comes whenever it likes"
+    reached = {State.ASKED, State.UNASKED, *TRANSITIONS.values()}
+    assert reached == set(State)
+
+
+def begun(**quorum: Any) -> Step:
+    step = Step(Request(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
+    step.follow(plan(result(**quorum)))
+    return step
+
+
+def test_the_first_error_is_the_cause_and_the_vote_is_no() -> None:
+    step = begun(heal=False, max_replica_rank=1)
+    step.failed(RuntimeError("first"))
+    step.failed(RuntimeError("second"))
+    assert step.vote(least=1) is False and step.why_lost() == "first"
+    with pytest.raises(RuntimeError, match="a step that has this rank's no cannot be committed"):
+        step.decided(committed=True)
+    step.decided(committed=False)
+    assert step.state is State.LOST and not step.undecided
+
+
+def test_why_a_step_without_an_error_is_lost() -> None:
+    step = begun(heal=False, max_replica_rank=1)
+    assert step.vote(least=2) is True
+    step.decided(committed=False)
+    assert step.why_lost() == "another rank of the group voted against it"
+    assert step.vote(least=3) is False
+    assert step.why_lost() == "too few groups took part"
+
+
+def test_a_group_that_healed_before_the_step_contributes() -> None:
+    step = begun()
+    assert step.healing
+    step.loaded()
+    assert step.healing and step.state is State.HEALED
+    step.joined()
+    assert not step.healing and step.state is State.TRAINING
+
+
+def test_an_error_is_not_lost_among_other_events() -> None:
+    """Errors come on any thread."""
+    for _ in range(50):
+        step = begun()
+        failing = threading.Thread(target=step.failed, args=[RuntimeError("a collective failed")])
+        failing.start()
+        step.loaded()
+        step.joined()
+        failing.join(30)
+        assert step.state is State.FAILED and not step.vote(least=1)
+
+
+# The same in a Manager
+
+
+def test_a_step_goes_with_the_next(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    assert manager._current.state is State.UNASKED
+    manager.start_quorum()
+    first = manager._current
+    manager.allreduce(torch.ones(2)).wait()
+    assert manager.should_commit() and first.state is State.COMMITTED
+    manager.report_error(RuntimeError("after the vote"))
+    assert manager._current is first and manager.errored() is first.error
+    manager.start_quorum()
+    assert manager._current is not first and manager.errored() is None
+
+
+def test_asked_twice(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    first = manager._current
+    manager.wait_quorum()
+    manager.start_quorum()
+    assert first.state is State.DROPPED and manager._current.state in (State.ASKED, State.HEALING)
+    assert manager.should_commit() and fixture.loaded == ["weights"]
+
+
+def test_voted_twice(fixture: Fixture) -> None:
+    """As in the published package: the second vote is on the next step."""
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert manager.should_commit() and manager.should_commit()
+    assert manager.current_step() == 2
+    assert [call.args[1] for call in fixture.client.should_commit.call_args_list] == [0, 1]
+
+
+def test_a_vote_that_nobody_answers_may_be_repeated(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    fixture.client.should_commit.side_effect = [TimeoutError("a rank did not vote"), True]
+    with pytest.raises(TimeoutError):
+        manager.should_commit()
+    assert manager._current.state is State.VOTED_YES
+    assert manager.should_commit() and manager.current_step() == 1
+
+
+def test_a_decision_against_this_ranks_vote_is_an_error(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    fixture.client.should_commit.side_effect = [True]
+    manager.start_quorum()
+    manager.report_error(RuntimeError("bad batch"))
+    with pytest.raises(RuntimeError, match="a step that has this rank's no cannot be committed"):
+        manager.should_commit()
+    assert manager.current_step() == 0
+
+
+def test_a_replay_without_a_quorum_leaves_no_step_open(fixture: Fixture, make_quorum: Quorum) -> None:
+    """A group that somebody wants to leave may leave then."""
+    manager = fixture.manager(replay_failed_step=True)
+    fixture.client._quorum.side_effect = [make_quorum(replay=True, draining=True), TimeoutError("no quorum")]
+    manager.start_quorum()
+    manager.allreduce(torch.ones(2)).wait()
+    manager._report_collective_error(RuntimeError("a peer failed"))
+    assert not manager.should_commit()
+    assert manager._current.state is State.DROPPED and manager.draining()
+
+
+def test_each_attempt_has_a_trace_that_says_what_came_of_it(fixture: Fixture, make_quorum: Quorum) -> None:
+    spans: list[MagicMock] = []
+
+    def start(name: str, attributes: dict[str, Any]) -> MagicMock:
+        context = SimpleNamespace(trace_id=1, span_id=len(spans), trace_flags=1)
+        spans.append(MagicMock(**{"get_span_context.return_value": context}))
+        return spans[-1]
+
+    told: list[str] = []
+    manager = fixture.manager(replay_failed_step=True)
+    manager._trace = _OtelStepTrace(SimpleNamespace(start_span=start), told.append, "g", 0)
+    fixture.client._quorum.side_effect = [make_quorum(replay=True, quorum_id=i) for i in (1, 2, 3)]
+    manager.start_quorum()
+    manager.start_quorum()
+    manager.allreduce(torch.ones(2)).wait()
+    manager._report_collective_error(error := RuntimeError("a peer failed"))
+    assert manager.should_commit()
+    said = [dict(call.args for call in span.set_attribute.call_args_list) for span in spans]
+    assert [(of["torchft.quorum_id"], of["torchft.committed"]) for of in said[1:]] == [(2, False), (3, True)]
+    assert [span.end.call_count for span in spans] == [1, 1, 1] == [told.count(t) for t in told]
+    spans[1].record_exception.assert_called_once_with(error)
+    assert not spans[0].record_exception.called and not spans[2].record_exception.called

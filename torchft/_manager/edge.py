@@ -1,0 +1,288 @@
+"""The edge: what may be another project's, as the parts of the Manager want it.
+
+A client, a transport and a process group may have the published methods, and no more. What each can do is asked here,
+where the Manager is made, and nowhere behind it: what it cannot do is left out, or done without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from torchft import _torchft
+from torchft._manager.failures import FailureListener
+from torchft._manager.plan import Plan
+from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
+from torchft._manager.settings import Settings, global_rank
+from torchft._torchft import MemberFailure, QuorumResult
+from torchft.checkpointing.transport import CheckpointTransport
+from torchft.process_group.native import abort_group, collectives_at_once, group_error, reconfigure_group
+from torchft.process_group.reconfigure import ReconfigureOptions, supports_reconfigure
+from torchft.process_group.wrapper import abortable
+
+_logger = logging.getLogger("torchft.manager")
+
+# Fields of a quorum's result that other clients' results have too.
+_PUBLISHED_FIELDS = (
+    "quorum_id",
+    "replica_rank",
+    "replica_world_size",
+    "recover_src_manager_address",
+    "recover_src_replica_rank",
+    "recover_dst_replica_ranks",
+    "store_address",
+    "max_step",
+    "max_replica_rank",
+    "max_world_size",
+    "heal",
+    "commit_failures",
+    "replica_ids",
+    "reconfigure_handles",
+)
+
+
+# The manager server
+
+
+class Server:
+    """The manager server of a rank's group, through any client.
+
+    Args:
+        client: has the methods of the published ``ManagerClient``.
+        group_rank: of this rank.
+
+    Attributes:
+        client: may be replaced.
+    """
+
+    def __init__(self, client: Any, group_rank: int) -> None:
+        self.client = client
+        self._group_rank = group_rank
+
+    def rounds(self) -> Rounds:
+        """What asks for quorums."""
+        return ThreadRounds(lambda **request: _whole(self.client._quorum(**request)))
+
+    def vote(self, step: int, yes: bool, timeout: timedelta) -> bool:
+        """Whether all ranks of the group vote yes."""
+        return self.client.should_commit(self._group_rank, step, yes, timeout=timeout)
+
+    def leave(self, timeout: timedelta) -> None:
+        """Says that this group has ended its last step, and waits until no other group needs it any more."""
+        if hasattr(self.client, "_leave"):
+            self.client._leave(timeout)
+
+    def close(self) -> None:
+        """Ends the client, and all that waits for an answer."""
+        if hasattr(self.client, "shutdown"):
+            self.client.shutdown()
+
+    def listen(
+        self,
+        died: Callable[[MemberFailure], None],
+        stalled: Callable[[MemberFailure], None],
+        progress: Callable[[], tuple[bool, str]],
+    ) -> None:
+        """Begins to hear of other members: see :class:`FailureListener`."""
+
+    def join(self) -> None:
+        """Returns when nothing more is heard; close the client before."""
+
+    def suspect(self, quorum_id: int, others: list[str]) -> None:
+        """Tells that a collective with these groups failed; whom to suspect is known only where there is one."""
+
+    def trace(self, traceparent: str) -> None:
+        """The W3C trace context of the step whose quorum is asked for next."""
+
+    def say(self, call: str, *args: Any, **kwargs: Any) -> None:
+        """Tells what people want to see, by a method of the client; nothing depends on it."""
+
+
+class _NativeServer(Server):
+    """The same, through torchft's own client."""
+
+    _listener: FailureListener | None = None
+
+    def rounds(self) -> Rounds:
+        return NativeRounds(self.client)
+
+    def listen(
+        self,
+        died: Callable[[MemberFailure], None],
+        stalled: Callable[[MemberFailure], None],
+        progress: Callable[[], tuple[bool, str]],
+    ) -> None:
+        self._listener = FailureListener(self.client, self._group_rank, died, stalled, progress)
+
+    def join(self) -> None:
+        if self._listener is not None:
+            self._listener.join()
+
+    def suspect(self, quorum_id: int, others: list[str]) -> None:
+        if others:
+            self._tell(self.client._suspect, quorum_id, others[0] if len(others) == 1 else "")
+
+    def trace(self, traceparent: str) -> None:
+        self.client._trace(traceparent)
+
+    def say(self, call: str, *args: Any, **kwargs: Any) -> None:
+        self._tell(getattr(self.client, call), self._group_rank, *args, **kwargs)
+
+    def _tell(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+        except RuntimeError as e:  # the client is shut down
+            _logger.debug("not told: %s", e)
+
+
+def as_server(client: Any, group_rank: int) -> Server:
+    """The manager server behind a client."""
+    return (_NativeServer if type(client) is _torchft.ManagerClient else Server)(client, group_rank)
+
+
+def _whole(result: Any) -> QuorumResult:
+    """A quorum's result with all fields; one of another class has the published ones."""
+    if type(result) is QuorumResult:
+        return result
+    return QuorumResult(**{name: getattr(result, name) for name in _PUBLISHED_FIELDS if hasattr(result, name)})
+
+
+# How a state travels
+
+
+class Transport:
+    """A checkpoint transport with all methods that a Manager calls.
+
+    Args:
+        transport: has those that the published ``CheckpointTransport`` has.
+
+    Attributes:
+        several_sources, takes_target, in_place: as those of :class:`CheckpointTransport`.
+    """
+
+    def __init__(self, transport: CheckpointTransport[Any]) -> None:
+        self._transport: Any = transport
+        # Compared, because a double may have an object of its own for each name.
+        self.several_sources = getattr(transport, "several_sources", False) is True
+        self.takes_target = getattr(transport, "takes_target", False) is True
+        self.in_place = getattr(transport, "in_place", False) is True
+
+    def metadata(self) -> str:
+        return self._transport.metadata()
+
+    def send_checkpoint(self, **what: Any) -> None:
+        self._transport.send_checkpoint(**what)
+
+    def refuse_checkpoint(self, **what: Any) -> None:
+        """Without it the targets wait until their timeout."""
+        if hasattr(self._transport, "refuse_checkpoint"):
+            self._transport.refuse_checkpoint(**what)
+
+    def help_checkpoint(self, step: int, state_dict: Any) -> None:
+        """Of a transport with several sources."""
+        self._transport.help_checkpoint(step, state_dict)
+
+    def disallow_checkpoint(self) -> None:
+        self._transport.disallow_checkpoint()
+
+    def recv_checkpoint(self, **what: Any) -> Any:
+        return self._transport.recv_checkpoint(**what)
+
+    def abandon_receiving(self, reason: Exception) -> bool:
+        """Ends the transfer that goes on, if one does. False: this transport cannot."""
+        if not hasattr(self._transport, "abandon_receiving"):
+            return False
+        self._transport.abandon_receiving(reason)
+        return True
+
+    def shutdown(self, wait: bool) -> None:
+        self._transport.shutdown(wait=wait)
+
+
+# How tensors travel
+
+
+class Peers:
+    """A process group whose peers change with the quorum: torchft's, a native one, or another project's.
+
+    Args:
+        pg: stays the same object.
+
+    Attributes:
+        abortable: the group to call collectives of, so that all who wait for them are let go by :meth:`abort`.
+        at_once: how many collectives hold all threads of the group, also for its next peers; None: new peers come with
+            new threads.
+
+    Raises:
+        ValueError: it cannot be rebuilt for other peers.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        if not supports_reconfigure(pg):
+            raise ValueError(
+                f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive "
+                "the loss of a peer; use one of torchft.process_group, or make a native one with "
+                "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
+            )
+        self.pg: Any = pg
+        self.abortable = abortable(pg)
+        self.at_once: Optional[int] = collectives_at_once(pg)
+
+    def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
+        """Tells the group whose it is, for its handle; a native one has handles of its own kind."""
+        if hasattr(self.pg, "set_rank_info"):
+            number = global_rank(replica_id, group_rank, group_world_size)
+            self.pg.set_rank_info(replica_id, group_rank, group_world_size, number)
+
+    def announce_layout(self, digest: str, lines: str) -> None:
+        """What this rank reduces, for its handle; a native group's cannot carry it."""
+        if hasattr(self.pg, "announce_layout"):
+            self.pg.announce_layout(digest, lines)
+
+    def handle(self) -> str:
+        """By which peers find this rank."""
+        return self.pg.get_reconfigure_handle()
+
+    def reconfigure(self, opts: ReconfigureOptions) -> None:
+        """Connects with the peers whose handles these are."""
+        reconfigure_group(self.pg, opts)
+
+    def configure_by_store(self, plan: Plan, replica_id: str, settings: Settings) -> None:
+        """Connects with peers as torchft 0.2.0 does, which has no handles: they meet in the primary's store.
+
+        Raises:
+            RuntimeError: this kind of group needs handles, and somebody in the quorum sent none.
+            Exception: whatever the group's ``configure`` raises.
+        """
+        if not hasattr(self.pg, "configure"):
+            if replica_id in plan.without_handles:
+                who = f"the lighthouse at {settings.lighthouse_addr} does not pass them on"
+            else:
+                who = f"missing are those of {plan.without_handles or plan.replica_ids}"
+            raise RuntimeError(
+                f"{type(self.pg).__name__} can only be rebuilt from reconfigure handles, and quorum "
+                f"{plan.quorum_id} came without: {who} (torchft 0.2.0 has none)"
+            )
+        group_rank, group_world_size = settings.group_rank, settings.group_world_size
+        self.pg.configure(
+            f"{plan.store_address}/torchft/{plan.quorum_id}/{group_rank}",
+            replica_id,
+            plan.replica_rank,
+            plan.replica_world_size,
+            quorum_id=plan.quorum_id,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            global_ranks=[global_rank(i, group_rank, group_world_size) for i in plan.replica_ids],
+        )
+
+    def abort(self) -> None:
+        """Ends what is in flight. The group is of no use until it has other peers."""
+        abort_group(self.pg)
+
+    def error(self) -> Optional[Exception]:
+        """What the group noticed that went wrong, None if nothing."""
+        return group_error(self.pg)

@@ -1,0 +1,220 @@
+"""A step of one rank: what belongs to it alone, and the states that it goes through.
+
+``start_quorum`` makes one, and so does each attempt of a replay. The Manager drops it when the next one begins: until
+then the training loop may ask what came of it, and reduce something else, such as a loss for the log.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+from torchft._manager.errors import ExceptionWithTraceback
+
+if TYPE_CHECKING:
+    from torchft._manager.collectives import Collectives
+    from torchft._manager.inputs import Inputs
+    from torchft._manager.plan import Plan
+
+
+class State(Enum):
+    """Where a step is."""
+
+    UNASKED = "was not begun"  # what there is before the first one
+    ASKED = "waits for its quorum"
+    TRAINING = "is in its quorum, with weights of its own"
+    HEALING = "is in its quorum, and has not loaded a peer's state yet"
+    HEALED = "has loaded a peer's state"
+    FAILED = "has had an error"
+    VOTED_YES = "has this rank's yes"
+    VOTED_NO = "has this rank's no"
+    COMMITTED = "is committed"
+    LOST = "is lost"
+    DROPPED = "was given up for the next one"
+
+    __hash__ = object.__hash__  # Enum's own is written in Python: 2 µs a step
+
+
+class Event(Enum):
+    """What happens to a step, on whatever thread."""
+
+    QUORUM = "get a quorum in which it does not heal"
+    BEHIND = "get a quorum in which it heals"
+    LOADED = "load a peer's state"
+    JOINED = "take part after a heal"  # which came before the step began
+    ERROR = "have an error"
+    YES = "get this rank's yes"
+    NO = "get this rank's no"
+    COMMIT = "be committed"
+    LOSE = "be lost"
+    DROP = "be given up for the next one"
+
+    __hash__ = object.__hash__
+
+
+_RUNNING = (State.ASKED, State.TRAINING, State.HEALING, State.HEALED, State.FAILED)
+_VOTED = (State.VOTED_YES, State.VOTED_NO)
+_DECIDED = (State.COMMITTED, State.LOST)
+
+
+def _each(states: Iterable[State], event: Event, to: Optional[State] = None) -> dict[tuple[State, Event], State]:
+    return {(state, event): to or state for state in states}
+
+
+# What happens in which state leads where. Anything else is a mistake of this package, or of the manager server.
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    # The quorum, once.
+    (State.ASKED, Event.QUORUM): State.TRAINING,
+    (State.ASKED, Event.BEHIND): State.HEALING,
+    (State.FAILED, Event.QUORUM): State.FAILED,
+    (State.FAILED, Event.BEHIND): State.FAILED,
+    # A heal. A state that has come is loaded in a step that has failed, too: it is that of the next step.
+    (State.HEALING, Event.LOADED): State.HEALED,
+    (State.FAILED, Event.LOADED): State.FAILED,
+    (State.HEALED, Event.JOINED): State.TRAINING,
+    (State.FAILED, Event.JOINED): State.FAILED,
+    # Errors. What comes after this rank's vote does not change it.
+    **_each(_RUNNING, Event.ERROR, State.FAILED),
+    **_each((State.UNASKED, *_VOTED, *_DECIDED, State.DROPPED), Event.ERROR),
+    # This rank's vote: never yes after an error, or before a peer's state is loaded.
+    **_each((State.TRAINING, State.HEALED), Event.YES, State.VOTED_YES),
+    **_each((State.TRAINING, State.HEALED, State.FAILED), Event.NO, State.VOTED_NO),
+    # The group's decision: never to commit what this rank voted against.
+    (State.VOTED_YES, Event.COMMIT): State.COMMITTED,
+    **_each(_VOTED, Event.LOSE, State.LOST),
+    # Voted twice: a vote that nobody answered is repeated. After a decision the group votes on the next step, in the
+    # same quorum.
+    **_each((State.VOTED_YES, *_DECIDED), Event.YES, State.VOTED_YES),
+    **_each((*_VOTED, *_DECIDED), Event.NO, State.VOTED_NO),
+    # Asked twice: what is not decided is given up.
+    **_each((*_RUNNING, *_VOTED), Event.DROP, State.DROPPED),
+}
+
+
+def after(state: State, event: Event) -> State:
+    """The state that an event leads to.
+
+    Raises:
+        RuntimeError: it cannot happen in this state.
+    """
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise RuntimeError(f"a step that {state.value} cannot {event.value}") from None
+
+
+class Request(NamedTuple):
+    """What ``start_quorum`` was asked for."""
+
+    allow_heal: bool
+    shrink_only: bool
+    timeout: timedelta
+
+    def is_like(self, other: Request) -> bool:
+        """Whether both ask for the same, however long they wait for it."""
+        return self[:2] == other[:2]
+
+
+class Step:
+    """One attempt at a step.
+
+    Args:
+        request: of its quorum.
+        collectives: that it begins.
+        inputs: kept of what they reduce; each attempt at a step has the same.
+        plan: of the step before, None if there was none.
+        state: that it begins in.
+
+    Attributes:
+        plan: of its quorum; until that is known, of the one before.
+        participating_rank: of this group among those that take part; None: it contributes zeros.
+        participants: groups that take part.
+        began: when, by time.monotonic().
+        healing: whether this group contributes zeros, because it heals.
+        error: the first one.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        collectives: Collectives,
+        inputs: Inputs,
+        plan: Optional[Plan],
+        state: State = State.ASKED,
+    ) -> None:
+        self.request = request
+        self.collectives = collectives
+        self.inputs = inputs
+        self._take(plan)
+        self.state = state
+        self.began = time.monotonic()
+        self.healing = False
+        self.error: Optional[ExceptionWithTraceback] = None
+        self._enough = True
+        self._lock = threading.Lock()
+
+    def _on(self, event: Event) -> None:
+        with self._lock:
+            self.state = after(self.state, event)
+
+    def follow(self, plan: Plan) -> None:
+        """Its quorum is known."""
+        self._take(plan)
+        self.healing = plan.heal
+        self._on(Event.BEHIND if plan.heal else Event.QUORUM)
+
+    def _take(self, plan: Optional[Plan]) -> None:
+        self.plan = plan
+        self.participating_rank = plan.participating_rank if plan is not None else None
+        self.participants = plan.divisor if plan is not None else 0
+
+    def loaded(self) -> None:
+        """A peer's state was loaded."""
+        self._on(Event.LOADED)
+
+    def joined(self) -> None:
+        """That was before it began, so that this group's gradients count."""
+        self.healing = False
+        self._on(Event.JOINED)
+
+    def failed(self, error: Exception) -> None:
+        """This group will vote against it. The first error is the cause."""
+        with self._lock:
+            if self.error is None:
+                self.error = ExceptionWithTraceback(error)
+            self.state = after(self.state, Event.ERROR)
+
+    def vote(self, least: int) -> bool:
+        """This rank's vote, which no later error changes.
+
+        Args:
+            least: groups that must take part.
+        """
+        with self._lock:
+            self._enough = self.participants >= least
+            yes = self._enough and self.error is None
+            self.state = after(self.state, Event.YES if yes else Event.NO)
+            return yes
+
+    def decided(self, committed: bool) -> None:
+        """The group has voted."""
+        self._on(Event.COMMIT if committed else Event.LOSE)
+
+    def dropped(self) -> None:
+        """The next one begins, and this one is undecided."""
+        self._on(Event.DROP)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it has begun, and the group has not decided on it."""
+        return self.state in _RUNNING or self.state in _VOTED
+
+    def why_lost(self) -> str:
+        """Why the group did not commit it."""
+        if self.error is not None:
+            return str(self.error.original_exception)
+        return "another rank of the group voted against it" if self._enough else "too few groups took part"

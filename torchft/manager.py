@@ -163,6 +163,7 @@ class Manager(Stateful):
         enable_error_bus: Optional[bool] = None,
         replay_failed_step: Optional[bool] = None,
     ) -> None:
+        check_process_group(pg)
         settings = resolve(
             rank=rank,
             world_size=world_size,

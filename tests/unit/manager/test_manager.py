@@ -410,6 +410,16 @@ def test_group_without_reconfiguration_is_refused(fixture: Fixture) -> None:
         fixture.manager(pg=object())
 
 
+def test_native_group_without_reconfiguration_is_refused_before_the_environment_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    native = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with pytest.raises(ValueError, match=r"enable_reconfigure=True"):
+        Manager(pg=native, load_state_dict=None, state_dict=None, min_replica_size=1)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

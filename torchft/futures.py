@@ -196,7 +196,7 @@ os.register_at_fork(after_in_child=_TIMEOUT_MANAGER._reset)
 
 
 def _timeout_error(what: str, timeout: timedelta) -> TimeoutError:
-    return TimeoutError(f"{what} did not complete within {timeout.total_seconds()} s")
+    return TimeoutError(f"timed out: {what} did not complete within {timeout.total_seconds()} s")
 
 
 def _devices() -> list[torch.device]:

@@ -42,7 +42,7 @@ class _MonitoredPipe:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         # None and negative numbers would mean for ever.
         if not self._pipe.poll(max(0.0, seconds)):
-            raise TimeoutError(f"nothing came through the pipe within {seconds} s")
+            raise TimeoutError(f"pipe.recv() timed out after {seconds} seconds")
         obj = self._pipe.recv()
         if isinstance(obj, Exception):
             raise obj

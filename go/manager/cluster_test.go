@@ -244,8 +244,8 @@ func TestATimeoutSaysWhyThereIsNoQuorum(t *testing.T) {
 				g := c.StartGroup("a", 2)
 				for _, answer := range g.QuorumOfAll(1, deadline) {
 					got := <-answer
-					assert.EqualError(t, got.Err, "quorum call to manager at "+g.Server.Address()+" failed: quorum call to lighthouse at "+
-						fttest.LighthouseAddr+" failed: no quorum in time: 1 replica asked, min_replicas is 2 (DeadlineExceeded)")
+					assert.EqualError(t, got.Err, "quorum call to manager at "+g.Server.Address()+" timed out: quorum call to lighthouse at "+
+						fttest.LighthouseAddr+" timed out: no quorum in time: 1 replica asked, min_replicas is 2 (DeadlineExceeded)")
 					assert.True(t, rpc.IsTimeout(got.Err))
 					assert.LessOrEqual(t, got.Took, deadline)
 					assert.GreaterOrEqual(t, got.Took, deadline-min(150*time.Millisecond, deadline/10))
@@ -263,7 +263,7 @@ func TestASilentLighthouseIsNamed(t *testing.T) {
 		c.Net.Host("lighthouse").Freeze()
 		got := <-g.Quorum(0, 1, time.Second)
 		assert.True(t, rpc.IsTimeout(got.Err))
-		assert.ErrorContains(t, got.Err, "quorum call to lighthouse at "+fttest.LighthouseAddr+" failed: context deadline exceeded (DeadlineExceeded)")
+		assert.ErrorContains(t, got.Err, "quorum call to lighthouse at "+fttest.LighthouseAddr+" timed out: context deadline exceeded (DeadlineExceeded)")
 		assert.Less(t, got.Took, time.Second)
 	})
 }

@@ -326,7 +326,7 @@ func TestGarbageDoesNotEndTheServer(t *testing.T) {
 func TestErrorsKeepTheirClass(t *testing.T) {
 	err := rpc.Wrap("quorum", "manager at http://m:1", status.Error(codes.DeadlineExceeded, "too late"))
 	assert.True(t, rpc.IsTimeout(err))
-	assert.EqualError(t, err, "quorum call to manager at http://m:1 failed: too late (DeadlineExceeded)")
+	assert.EqualError(t, err, "quorum call to manager at http://m:1 timed out: too late (DeadlineExceeded)")
 	assert.True(t, rpc.IsTimeout(context.DeadlineExceeded))
 	assert.False(t, rpc.IsTimeout(errors.New("x")))
 	assert.NoError(t, rpc.Wrap("quorum", "x", nil))

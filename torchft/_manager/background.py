@@ -73,7 +73,9 @@ class Background:
         if not self._used or self._stream is None:
             return
         if not poll(self._stream.query, timeout.total_seconds()):
-            raise TimeoutError(f"the device did not end the transfer of a state within {timeout.total_seconds()} s")
+            raise TimeoutError(
+                f"timed out: the device did not end the transfer of a state within {timeout.total_seconds()} s"
+            )
         self._used = False
         for leaf in _pytree.tree_leaves(state):
             _share(leaf, self._stream.device)

@@ -120,7 +120,8 @@ class Collectives:
         if not ended:
             self._report(
                 TimeoutError(
-                    f"the device did not finish the collectives of the step within {timeout.total_seconds()} s"
+                    f"timed out: the device did not finish the collectives of the step within "
+                    f"{timeout.total_seconds()} s"
                 )
             )
 
@@ -161,7 +162,8 @@ class Backlog:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
-                    f"collectives that the backend lost hold all of its {self._at_once} threads for more than {timeout}"
+                    f"timed out: collectives that the backend lost hold all of its {self._at_once} threads "
+                    f"for more than {timeout}"
                 )
             time.sleep(min(left, _LOOK_SEC))
 

@@ -18,7 +18,7 @@ from torchft._manager.plan import Plan, Source
 from torchft._manager.state import Position, UserState
 from torchft.checkpointing._progress import watched_by
 from torchft.checkpointing._target import Target
-from torchft.checkpointing.transport import Unsendable
+from torchft.checkpointing.transport import Unsendable, bounded
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Transport
@@ -153,12 +153,12 @@ class Recovery:
         Raises:
             RuntimeError: the source cannot be reached, or serves another step than it was asked for.
             PeerFailed: the source cannot be reached, and a member of the quorum is dead.
-            TimeoutError: it took longer than the timeout.
+            CheckpointTimeout: it took longer than the timeout.
         """
         assert plan.source is not None
         source: Source = plan.source
         self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
-        with self.phases.measure("transfer"):
+        with self.phases.measure("transfer"), bounded(f"healing from {source.manager_address}"):
             metadata = self._ask_source(self._reach(source.manager_address))
             asked = [partial(self._ask_helper, address) for address in plan.helpers[: self._helpers]]
             several: dict[str, Any] = {"helpers": asked} if asked else {}

@@ -301,7 +301,7 @@ class _HostWork(Work):
         """
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         if not self._ended.wait(seconds):
-            raise TimeoutError(f"a quantized collective did not complete within {seconds} s")
+            raise TimeoutError(f"timed out: a quantized collective did not complete within {seconds} s")
         if self._error is not None:
             raise self._error
         return True

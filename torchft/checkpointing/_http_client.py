@@ -15,7 +15,7 @@ from torchft.checkpointing._handshake import PROTOCOL, Garbled
 from torchft.checkpointing._metadata import read
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import Home, read_object
-from torchft.checkpointing.transport import CheckpointError
+from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 from torchft.http import _DeadlineSocket
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def ask(
     Raises:
         ValueError: `metadata` is no such address
         CheckpointError: the source cannot be reached, refuses, or sends something that cannot be read
-        TimeoutError: the deadline has passed
+        CheckpointTimeout: the deadline has passed
     """
     hosts, port, path = read(metadata)
     what = describe(metadata, step, key)
@@ -78,7 +78,7 @@ def ask(
             with connection.getresponse() as response:
                 yield _answer(response, sock, upgrade, what)
     except TimeoutError as error:
-        raise TimeoutError(f"{what}: not complete after {time.monotonic() - start:.1f} s") from error
+        raise CheckpointTimeout(f"{what}: timed out after {time.monotonic() - start:.1f} seconds") from error
     except (OSError, http.client.HTTPException) as error:
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 

@@ -110,7 +110,7 @@ class Lease(_Handle):
             return
         us = int(_REVOKE_TIMEOUT * _US)
         if not self._go.run(self._go.pyapi_HealRevokeStart, self._handle, int(grace * _US), us):
-            raise TimeoutError("a stream of the checkpoint did not end when it was cut")
+            raise TimeoutError("timed out: a stream of the checkpoint did not end when it was cut")
 
     def end(self) -> None:
         super().end()

@@ -235,7 +235,7 @@ class Offer:
         if copier is not None:
             copier.join(timeout)
             if copier.is_alive():
-                raise TimeoutError(f"the state to send was not copied within {timeout:g} s")
+                raise TimeoutError(f"timed out: the state to send was not copied within {timeout:g} s")
         with self._cond:
             self._closed = True
             lease = self._lease
@@ -251,7 +251,7 @@ class Offer:
             for cut_off in self._direct.values():
                 cut_off()
             if not self._cond.wait_for(lambda: not self._direct, _CUT_OFF_TIMEOUT):
-                raise TimeoutError("a reader of the checkpoint did not end when its connection was cut")
+                raise TimeoutError("timed out: a reader of the checkpoint did not end when its connection was cut")
 
     def take_copy(self) -> List[torch.Tensor]:
         """Takes the copy out, to be freed, if the offer is closed; it must have no readers."""

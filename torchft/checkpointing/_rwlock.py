@@ -30,7 +30,9 @@ class RWLock:
         if not self._cond.wait_for(free, None if self.timeout < 0 else self.timeout):
             held = "a writer" if self._writing else f"{self._readers} reader(s)"
             waited = time.monotonic() - start
-            raise TimeoutError(f"no {wanted} lock after {waited:.3f} s (timeout {self.timeout} s): held by {held}")
+            raise TimeoutError(
+                f"timed out: no {wanted} lock after {waited:.3f} s (timeout {self.timeout} s): held by {held}"
+            )
 
     def r_acquire(self) -> None:
         """Joins the readers; raises TimeoutError while a writer holds the lock."""

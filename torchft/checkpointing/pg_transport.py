@@ -22,7 +22,7 @@ from torchft.checkpointing._places import local_part, tensor_nodes, tensors_by_p
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing._target import CPU, Homes, Target
-from torchft.checkpointing.transport import CheckpointError, CheckpointTransport, Unsendable
+from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
 from torchft.process_group.native import group_error
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class PGTransport(CheckpointTransport[T]):
         """Returns when the device has read what `send_checkpoint` has queued.
 
         Raises:
-            TimeoutError: it has not in time, as when a target died; the tensors must not be changed
+            CheckpointTimeout: it has not in time, as when a target died; the tensors must not be changed
         """
         sent, self._sent = self._sent, None
         if sent is not None:
@@ -301,14 +301,17 @@ class _Channel:
             for work in [start() for start in operations]:
                 left = self._deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError("no time left")
+                    raise TimeoutError("timed out")
                 if not work.wait(timedelta(seconds=left)):
                     raise RuntimeError("the process group gave up")
         except Exception as error:
             # Gloo counts whole milliseconds, and is a little early
             if time.monotonic() >= self._deadline - _EARLY or isinstance(error, TimeoutError):
-                raise TimeoutError(f"{self.what}: not complete after {self.timeout.total_seconds():g} s") from error
+                raise self.timed_out() from error
             raise CheckpointError(f"{self.what}: {type(error).__name__}: {error}") from error
+
+    def timed_out(self, why: str = "") -> CheckpointTimeout:
+        return CheckpointTimeout(f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{why}")
 
     def queued(self) -> Optional[_Queued]:
         """What was sent and received so far: on a device the group returns when it is queued."""
@@ -328,14 +331,13 @@ class _Queued:
         """Returns when the device has ended them. By polling: a peer that died may keep it from that for ever.
 
         Raises:
-            TimeoutError: it has not by the deadline
+            CheckpointTimeout: it has not by the deadline
             CheckpointError: the group was aborted meanwhile, so that what arrived may be anything
         """
         channel = self._channel
         while not self._end.query():
             if time.monotonic() >= channel._deadline:
-                seconds = channel.timeout.total_seconds()
-                raise TimeoutError(f"{channel.what}: the device has not ended it after {seconds:g} s")
+                raise channel.timed_out(": the device has not ended it")
             time.sleep(_POLL)
         error = group_error(channel.pg)
         if error is not None:

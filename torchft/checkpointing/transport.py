@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Callable, ClassVar, Generic, List, TypeVar
+from typing import Callable, ClassVar, Generic, Iterator, List, TypeVar
 
 T = TypeVar("T")
 
@@ -16,8 +17,31 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be sent or received.
 
     The message says from where, of which step, and why. What was received so far is thrown away: a state
-    dict is handed over whole or not at all. Running out of time is a TimeoutError instead.
+    dict is handed over whole or not at all. Running out of time is a CheckpointTimeout instead.
     """
+
+
+class CheckpointTimeout(TimeoutError, RuntimeError):
+    """A checkpoint was not sent or received in time.
+
+    A RuntimeError as well: that is what the published PGTransport raises, and what scripts catch. No CheckpointError:
+    a transfer is tried again after one of those.
+    """
+
+
+@contextmanager
+def bounded(what: str) -> Iterator[None]:
+    """Makes a CheckpointTimeout of any TimeoutError in the block.
+
+    Args:
+        what: is done in it
+    """
+    try:
+        yield
+    except CheckpointTimeout:
+        raise
+    except TimeoutError as error:
+        raise CheckpointTimeout(f"{what} timed out: {error}") from error
 
 
 class Unsendable(CheckpointError):

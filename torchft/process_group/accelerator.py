@@ -216,7 +216,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
                     work = backend.allreduce([torch.zeros(1, device=device)], AllreduceOptions())
                 poll(lambda: late.is_set() or work.is_completed())
             if late.is_set():
-                raise TimeoutError(f"{name}: not all peers connected within {timeout.total_seconds()} s")
+                raise TimeoutError(f"{name}: timed out: not all peers connected within {timeout.total_seconds()} s")
             error = backend_error(backend)
             if error is not None:
                 raise error

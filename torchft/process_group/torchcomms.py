@@ -368,7 +368,9 @@ class _TorchCommsWork(Work):
         if self._pg._on_cpu:
             self._wait_elsewhere()
             if not self._ended.wait(timeout.total_seconds()):
-                self.end(TimeoutError(f"{self._pg.getBackendName()}: an operation did not end within {timeout}"))
+                self.end(
+                    TimeoutError(f"{self._pg.getBackendName()}: timed out: an operation did not end within {timeout}")
+                )
                 self._pg.abort()
         elif self._error is None:
             self._wait_for_all(timeout)

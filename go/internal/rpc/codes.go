@@ -83,7 +83,11 @@ func (e *CallError) Error() string {
 }
 
 func (e *CallError) message() string {
-	return fmt.Sprintf("%s call to %s failed: %s", e.Call, e.Peer, Message(e.Err))
+	outcome := "failed"
+	if IsTimeout(e.Err) {
+		outcome = "timed out" // callers look for these words
+	}
+	return fmt.Sprintf("%s call to %s %s: %s", e.Call, e.Peer, outcome, Message(e.Err))
 }
 
 func (e *CallError) Unwrap() error { return e.Err }

@@ -209,9 +209,9 @@ func TestGoSurvivesAPanic(t *testing.T) {
 
 func TestNestedCallsSayTheirCodeOnce(t *testing.T) {
 	inner := rpc.Wrap("quorum", "lighthouse at http://l:1", status.Error(codes.DeadlineExceeded, "no quorum in time"))
-	assert.EqualError(t, inner, "quorum call to lighthouse at http://l:1 failed: no quorum in time (DeadlineExceeded)")
+	assert.EqualError(t, inner, "quorum call to lighthouse at http://l:1 timed out: no quorum in time (DeadlineExceeded)")
 	outer := rpc.Wrap("quorum", "manager at http://m:1", rpc.ToStatus(rpc.FromError(inner)))
-	text := "quorum call to manager at http://m:1 failed: quorum call to lighthouse at http://l:1 failed: no quorum in time (DeadlineExceeded)"
+	text := "quorum call to manager at http://m:1 timed out: quorum call to lighthouse at http://l:1 timed out: no quorum in time (DeadlineExceeded)"
 	assert.EqualError(t, outer, text)
 	assert.Equal(t, codes.DeadlineExceeded, status.Code(outer))
 	assert.True(t, rpc.IsTimeout(outer))

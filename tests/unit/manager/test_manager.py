@@ -730,6 +730,22 @@ def test_failed_heal_keeps_its_peers_going(
     assert manager.state_dict() == {"step": 3, "batches_committed": 6}
 
 
+def test_heal_that_times_out_is_a_timeout_and_a_runtime_error(fixture: Fixture, make_quorum: Quorum) -> None:
+    """Of any transport. And a source that is late with its answer is asked again."""
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.client._checkpoint_metadata.side_effect = [TimeoutError("late"), "where"]
+    fixture.transport.recv_checkpoint.side_effect = TimeoutError("too slow")
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert fixture.client._checkpoint_metadata.call_count == 2
+    kept = manager.errored()
+    assert kept is not None
+    error = kept.original_exception
+    assert isinstance(error, TimeoutError) and isinstance(error, RuntimeError)
+    assert str(error) == "healing from http://source:1 timed out: too slow"
+
+
 def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: Quorum) -> None:
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)

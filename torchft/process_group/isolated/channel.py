@@ -125,7 +125,9 @@ class Channel:
                 self.wire.send(max(timeout, _UNRESPONSIVE_SEC), kind, operation, *parts, descriptor=descriptor)
                 return
             except TimeoutError:
-                error: Exception = RuntimeError(f"{self._name}: the worker does not take any more operations")
+                error: Exception = RuntimeError(
+                    f"{self._name}: timed out: the worker does not take any more operations"
+                )
             except OSError:
                 error = self._why_it_died()
             self.close(error)
@@ -298,7 +300,7 @@ class Channel:
             return
         op = self.start(protocol.CHECK, (), [], None, _UNRESPONSIVE_SEC)
         if not self.wait(op, timeout):
-            raise TimeoutError(f"{self._name}: the worker did not say in {timeout} s whether it has failed")
+            raise TimeoutError(f"{self._name}: timed out: the worker did not say in {timeout} s whether it has failed")
         if op.error is not None:
             raise copied(op.error)
 

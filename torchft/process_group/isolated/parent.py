@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import weakref
 from datetime import timedelta
 from typing import Any, Callable, ClassVar, List, Optional, Sequence, Union
@@ -34,7 +35,7 @@ from torchft.process_group.isolated.call import Call, encoded_reduction, flat, r
 from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.operation import _OpMetadata
 from torchft.process_group.isolated.sharing import Sharing
-from torchft.process_group.isolated.standby import Worker, Workers, started
+from torchft.process_group.isolated.standby import Worker, Workers, WorkerTimedOut, started
 from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
 from torchft.utils import refuse_capture
 
@@ -97,6 +98,7 @@ class ProcessGroupBaby(ProcessGroup):
         # Whether there was a worker already.
         self._warm = False
         self._aborted: Optional[Exception] = None
+        self._shut_down: Optional[Exception] = None
         self._checker: Optional[Checker] = None
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
         # It must not know this object, which would live as long as it does.
@@ -120,7 +122,7 @@ class ProcessGroupBaby(ProcessGroup):
         if not 0 <= rank < world_size:
             raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
         self._end(RuntimeError(f"{self._name} was given new peers"))
-        self._aborted = None
+        self._aborted = self._shut_down = None
         timeout = min(self._timeout, self._reconfigure_timeout or self._timeout).total_seconds()
         message = {
             "store_addr": store_addr,
@@ -138,7 +140,16 @@ class ProcessGroupBaby(ProcessGroup):
             request = json.dumps(message).encode()
             # The next one forks while this one connects.
             prepare = self._workers.prepare
-            worker.ask(protocol.CONFIGURE, request, timeout + _GRACE_SEC, "connect with its peers", prepare)
+            began = time.monotonic()
+            try:
+                worker.ask(protocol.CONFIGURE, request, timeout + _GRACE_SEC, "connect with its peers", prepare)
+            except Exception as e:
+                # The worker's own deadline comes first. It ends with an error of the store or the backend.
+                if self._aborted is not None or time.monotonic() - began < timeout:
+                    raise
+                raise WorkerTimedOut(
+                    f"{self._name}: connecting with its peers timed out after {timeout:g} seconds: {e}"
+                ) from e
         except BaseException:
             self._end(RuntimeError(f"{self._name} has no peers until it is configured again"))
             raise
@@ -236,9 +247,15 @@ class ProcessGroupBaby(ProcessGroup):
         self._end(error)
 
     def shutdown(self) -> None:
-        """Kills the worker and the one that stands by. `configure` starts new ones."""
+        """Kills the worker and the one that stands by. `configure` starts new ones.
+
+        Until then operations raise OSError, as those of the published package do at their closed pipe.
+        """
         super().shutdown()
-        self._end(RuntimeError(f"{self._name} was shut down and has no peers until it is configured again"))
+        self._shut_down = OSError(
+            f"handle is closed: {self._name} was shut down and has no peers until it is configured again"
+        )
+        self._end(self._shut_down)
         self._workers.close()
 
     def _end(self, error: Exception) -> None:
@@ -286,7 +303,8 @@ class ProcessGroupBaby(ProcessGroup):
         """
         worker = self._worker
         if worker is None or self._peers is None:
-            raise copied(self._aborted) if self._aborted else AssertionError("process group not initialized")
+            error = self._shut_down or self._aborted
+            raise copied(error) if error else AssertionError("process group not initialized")
         return worker
 
     def _encoded(

@@ -53,7 +53,7 @@ _START = (
 )
 
 
-class WorkerTimedOut(RuntimeError):
+class WorkerTimedOut(TimeoutError, RuntimeError):
     """The worker's process did not answer in time."""
 
 
@@ -272,7 +272,7 @@ class Worker:
         op = self.channel.start(kind, (rest,), [], None, timeout)
         meanwhile()
         if not self.channel.wait(op, timeout):
-            raise WorkerTimedOut(f"{self._name}: the worker timed out: it did not {what} within {timeout:.1f} s")
+            raise WorkerTimedOut(f"{self._name}: the worker timed out after {timeout:g} seconds: it did not {what}")
         if op.error is not None:
             raise copied(op.error)
 

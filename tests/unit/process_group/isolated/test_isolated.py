@@ -706,8 +706,19 @@ def test_a_class_in_the_users_script() -> None:
 
 def test_peers_that_do_not_come_are_given_up(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(timedelta(milliseconds=300))
-    with pytest.raises(Exception, match=r"(?i)time"):
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.3 seconds"):
         group.configure(meeting(store), "replica", 0, 2)
+    group.shutdown()
+
+
+def test_operations_after_a_shutdown_say_that_the_handle_is_closed(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    group.configure(meeting(store), "replica", 0, 1)
+    group.shutdown()
+    with pytest.raises(OSError, match="handle is closed"):
+        group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    group.configure(meeting(store), "replica", 0, 1)
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     group.shutdown()
 
 

@@ -1,0 +1,96 @@
+"""What a script for the published package sees of a timeout: its class, and "timed out" in its text."""
+
+from __future__ import annotations
+
+import ast
+import socket
+from datetime import timedelta
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+import torch
+
+import torchft
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing._rwlock import RWLock
+from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
+from torchft.coordination import LighthouseClient, LighthouseServer
+from torchft.futures import future_timeout, future_wait
+from torchft.multiprocessing import _MonitoredPipe
+
+SHORT = timedelta(seconds=0.05)
+SOURCES = Path(torchft.__file__).parent
+# What makes the text of an error that is raised elsewhere, or has none that anybody sees.
+TEXTLESS = {"process_group/isolated/wire.py"}
+
+
+def texts_of_timeouts() -> Iterator[tuple[str, str]]:
+    """Where an error of a timeout is made, and the constant parts of its text."""
+    for source in sorted(SOURCES.rglob("*.py")):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id in ("TimeoutError", "CheckpointTimeout", "WorkerTimedOut"):
+                parts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                name = source.relative_to(SOURCES).as_posix()
+                yield f"{name}:{node.lineno}", "".join(part for part in parts if isinstance(part, str))
+
+
+def test_every_timeout_says_timed_out() -> None:
+    texts = dict(texts_of_timeouts())
+    assert len(texts) > 15
+    silent = {where: text for where, text in texts.items() if "timed out" not in text}
+    assert {where.partition(":")[0] for where in silent} <= TEXTLESS, silent
+
+
+def test_the_text_of_a_call_of_the_core() -> None:
+    server = LighthouseServer(bind="[::]:0", min_replicas=2)
+    try:
+        client = LighthouseClient(server.address(), timedelta(seconds=10))
+        with pytest.raises(TimeoutError, match=r"quorum call to lighthouse at .* timed out: .*min_replicas is 2"):
+            client.quorum("a", timedelta(seconds=0.2))
+    finally:
+        server.shutdown()
+
+
+def test_the_text_of_a_future() -> None:
+    future: torch.futures.Future[None] = torch.futures.Future()
+    with pytest.raises(TimeoutError, match="timed out"):
+        future_wait(future, SHORT)
+    with pytest.raises(TimeoutError, match="timed out"):
+        future_timeout(future, SHORT).wait()
+
+
+def test_the_text_of_a_pipe_and_of_a_lock() -> None:
+    ours, theirs = Pipe()
+    with ours, theirs, pytest.raises(TimeoutError, match=r"timed out after 0\.05 seconds"):
+        _MonitoredPipe(ours).recv(SHORT)
+    lock = RWLock(timeout=0.01)
+    with lock.w_lock(), pytest.raises(TimeoutError, match="timed out"):
+        lock.r_acquire()
+
+
+def test_a_heal_that_times_out_is_no_error_to_try_again_after() -> None:
+    """A source that is reached and says nothing: asked once, and the error is both TimeoutError and RuntimeError."""
+    asked = []
+    target: HTTPTransport[object] = HTTPTransport(timedelta(seconds=10), num_chunks=0)
+    try:
+        with socket.create_server(("localhost", 0)) as silent:
+            address = f"http://localhost:{silent.getsockname()[1]}/checkpoint/"
+            with pytest.raises(TimeoutError, match=r"step 1 .*timed out after 0\.2 seconds") as caught:
+                target.recv_checkpoint(0, address, 1, timedelta(seconds=0.2))
+            silent.settimeout(0)
+            while True:
+                try:
+                    asked.append(silent.accept()[0])
+                except BlockingIOError:
+                    break
+    finally:
+        target.shutdown()
+        for connection in asked:
+            connection.close()
+    assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, CheckpointTimeout)
+    assert not isinstance(caught.value, CheckpointError), "a transfer is tried again after those"
+    assert len(asked) == 1

@@ -23,6 +23,7 @@ from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
+from torchft.process_group._timeout import point_to_point_timeout
 from torchft.process_group.native import group_error
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class PGTransport(CheckpointTransport[T]):
 
     Args:
         pg: the process group; replica ranks are its ranks
-        timeout: limit for a transfer when the call gives none
+        timeout: limit for a transfer when the call gives none. Either counts in place of the group's own timeout, but
+            not where NCCL runs in another process or in a native group: those know the group's alone.
         device: where the process group wants its tensors: `cpu` for Gloo, a GPU for NCCL
         state_dict: gives the target's own state. A tensor that is found there under the same path, with the same shape
             and dtype, is received in place; otherwise memory is allocated for it. A transfer that fails leaves such
@@ -298,7 +300,9 @@ class _Channel:
     def _wait(self, operations: List[Callable[[], Any]]) -> None:
         """Starts them all, then waits for them."""
         try:
-            for work in [start() for start in operations]:
+            with point_to_point_timeout(timedelta(seconds=max(_EARLY, self._deadline - time.monotonic()))):
+                works = [start() for start in operations]
+            for work in works:
                 left = self._deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("timed out")

@@ -23,6 +23,7 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from torchft.process_group._operations import tensors_of
+from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import backend_error, native_error
 from torchft.process_group.reconfigure import ReconfigureOptions
@@ -256,7 +257,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
         timeout = getattr(opts, "timeout", None)
         if timeout is None or timeout <= timedelta(0):
-            timeout = self._timeout
+            timeout = given_timeout() or self._timeout
         if work is None:
             work = _OnCurrentStream()
         return process_group._WorkAcceleratorTimeout(self, work, timeout)
@@ -265,7 +266,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     def _run_context(self) -> Generator[None, None, None]:
         from torchft import process_group
 
-        with process_group.context_timeout(self.abort, self._timeout):
+        with process_group.context_timeout(self.abort, given_timeout() or self._timeout):
             yield
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Callable, Iterator
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpointing.checkpoint_states import Evil, assert_same, training_state
+from tests.unit.process_group.ranks import connect
 from torchft.checkpointing import pg_transport
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
+from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")
@@ -135,3 +138,42 @@ def test_no_memory_at_the_target(groups: list[Any], monkeypatch: pytest.MonkeyPa
 def test_bad_settings(timeout: timedelta) -> None:
     with pytest.raises(ValueError, match="it must be positive"):
         PGTransport(None, timeout, CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("isolated_rank", [0, 1], ids=["source", "target"])
+def test_the_timeout_of_a_call_wins_when_it_is_longer(isolated_rank: int) -> None:
+    """Longer than the transport's and than the group's, which an isolated group's worker applies by itself."""
+    late_sec = 2.0  # how much later the other one comes
+    short = timedelta(seconds=1.5)  # also for connecting
+    groups: list[Any] = [ProcessGroupGloo(TIMEOUT), ProcessGroupGloo(TIMEOUT)]
+    groups[isolated_rank] = ProcessGroupBabyGloo(short)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    try:
+        connect(groups, store)
+        source, target = (PGTransport(group, short, CPU) for group in groups)
+        state = {"a": torch.randn(1 << 22)}  # more than a connection takes while nobody reads
+        late = threading.Event()
+
+        def lately(rank: int, call: Callable[[], Any]) -> Any:
+            if rank != isolated_rank:
+                late.wait(late_sec)
+            return call()
+
+        _, got = run(
+            lambda: lately(0, lambda: source.send_checkpoint([1], 4, state, TIMEOUT)),
+            lambda: lately(1, lambda: target.recv_checkpoint(0, "", 4, TIMEOUT)),
+        )
+        assert_same(got, state)
+    finally:
+        for group in groups:
+            group.shutdown()
+
+
+def test_the_timeout_of_a_call_wins_when_it_is_shorter(groups: list[Any]) -> None:
+    short = timedelta(seconds=0.2)
+    source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.2 seconds"):
+        target.recv_checkpoint(2, "", 4, short)
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.2 seconds"):
+        source.send_checkpoint([2], 4, {"a": torch.ones(1 << 22)}, short)

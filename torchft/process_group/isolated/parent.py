@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torchft.process_group._operations import copied
+from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
@@ -328,7 +330,7 @@ class ProcessGroupBaby(ProcessGroup):
             # So that it says who refuses what.
             kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
             raise kind(f"{self._name}: {name}: {e}") from e
-        return parts, seconds if seconds > 0 else self._timeout.total_seconds()
+        return parts, seconds if seconds > 0 else (given_timeout() or self._timeout).total_seconds()
 
     def _work(self, channel: Channel, op: _OpMetadata, stream: Optional[torch.Stream]) -> Work:
         """What the caller gets for an operation that was sent."""
@@ -385,7 +387,7 @@ class ProcessGroupBaby(ProcessGroup):
         return self._start("broadcast", tensor_list, opts, access="r" if opts.rootRank == self.getRank() else "w")
 
     def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        return self._start("recv", tensors, src_rank, tag)
+        return self._start("recv", tensors, src_rank, tag, _given_ms())
 
     def reduce_scatter(
         self,
@@ -404,7 +406,7 @@ class ProcessGroupBaby(ProcessGroup):
         return self._start("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
 
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        return self._start("send", tensors, dst_rank, tag)
+        return self._start("send", tensors, dst_rank, tag, _given_ms())
 
 
 def _delegate(name: str) -> Callable[..., Work]:
@@ -457,6 +459,12 @@ def _current_device() -> int:
         return 0
     module: Any = torch.get_device_module(accelerator)
     return module.current_device() if module.is_available() else 0
+
+
+def _given_ms() -> int:
+    """The timeout of a send or receive that begins here; 0 for the group's."""
+    given = given_timeout()
+    return 0 if given is None else math.ceil(given / timedelta(milliseconds=1))
 
 
 def _as_timeout(timeout: Union[float, timedelta]) -> timedelta:

@@ -36,7 +36,8 @@ FATAL = 3  # the same; the worker ends
 PONG = 4
 
 # What PyTorch's group is called for, with its arguments: "r" is read by the operation, "w" written. A worker calls
-# nothing else. What is sent is the place in this table.
+# nothing else. What is sent is the place in this table. The last integer of send and recv is their timeout in
+# milliseconds, 0 for the group's.
 _OUT, _IN, _OUT_LISTS, _IN_LISTS = ("tensors", "w"), ("tensors", "r"), ("lists", "w"), ("lists", "r")
 _BOTH, _OUT_ONE, _IN_ONE = ("tensors", "rw"), ("tensor", "w"), ("tensor", "r")
 OPERATIONS: dict[str, tuple[Any, ...]] = {
@@ -48,10 +49,10 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
     "barrier": (c10d.BarrierOptions,),
     "broadcast": (_BOTH, c10d.BroadcastOptions),
     # A message may be shorter than the tensor: what it leaves must be as it was.
-    "recv": (_BOTH, "integer", "integer"),
+    "recv": (_BOTH, "integer", "integer", "integer"),
     "reduce_scatter": (_OUT, _IN_LISTS, c10d.ReduceScatterOptions),
     "reduce_scatter_tensor_coalesced": (_OUT, _IN, c10d.ReduceScatterOptions),
-    "send": (_IN, "integer", "integer"),
+    "send": (_IN, "integer", "integer", "integer"),
     "reduce": (_BOTH, c10d.ReduceOptions),
     "gather": (_OUT_LISTS, _IN, c10d.GatherOptions),
     "scatter": (_OUT, _IN_LISTS, c10d.ScatterOptions),

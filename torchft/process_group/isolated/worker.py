@@ -37,8 +37,8 @@ _REMEMBERED = 512
 # Those that every backend has with the same arguments as a group.
 _OF_BACKENDS = ("allgather", "allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")
 
-# Name, function, arguments, whether all tensors are plain memory of the host.
-_Call = tuple[str, Callable[..., Work], list[Any], bool]
+# Name, function, arguments, whether all tensors are plain memory of the host, timeout unless it is the group's.
+_Call = tuple[str, Callable[..., Work], list[Any], bool, timedelta | None]
 
 
 def main(requests: int, answers: int, message: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ class Worker:
         call = self._calls.get(body)
         if call is None:
             call = self._decode(body)
-        name, function, arguments, plain = call
+        name, function, arguments, plain, _ = call
         for device, mark in marks:
             self._sharing(device).follow(mark)
         try:
@@ -238,8 +238,11 @@ class Worker:
 
         name, arguments = protocol.read_body(body, borrow)
         plain = plain and not self._group._queues
-        call = name, self._function(name, arguments, plain), arguments, plain
-        if plain:
+        timeout = None
+        if name in ("send", "recv") and (milliseconds := arguments.pop()):
+            timeout = timedelta(milliseconds=milliseconds)
+        call = name, self._function(name, arguments, plain), arguments, plain, timeout
+        if plain and timeout is None:  # another one each time
             if len(self._calls) >= _REMEMBERED:
                 self._calls.clear()
             self._calls[body] = call
@@ -267,7 +270,8 @@ class Worker:
 
     def _wait(self, operation: int, work: Work, call: _Call, devices: Sequence[int]) -> None:
         try:
-            work.wait()
+            timeout = call[4]
+            work.wait() if timeout is None else work.wait(timeout)
             marks = self._marks(devices)
         except Exception as e:
             self.answer(protocol.FAILED, operation, protocol.encode_error(self._refused(call, e)))

@@ -39,6 +39,9 @@ _DRAIN_LOOK_SEC = 0.001
 # How long the thread that watches futures stays when there are none.
 _IDLE_SEC = 1.0
 
+# What Gloo says of an operation whose peer is gone, and scripts look for; here for those that Gloo does not end.
+_CLOSED = "Connection closed by peer"
+
 # They concern two ranks and not all.
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
@@ -82,7 +85,7 @@ class Operations:
         if ended is not None:
             return None if now - ended[0] < _GRACE_SEC else copied(ended[1])
         if collective and self._damaged is not None and now - self._damaged > _DAMAGED_SEC:
-            return RuntimeError(f"{self.name}: the connection with a peer is broken")
+            return RuntimeError(f"{_CLOSED}: {self.name}: the connection with a peer is broken")
         return None
 
     def _look(self, now: float) -> None:
@@ -100,7 +103,7 @@ class Operations:
             self._damaged = now
         if alive == 0 and all > 0:
             with self._lock:
-                error = RuntimeError(f"{self.name}: the connections with all peers are broken")
+                error = RuntimeError(f"{_CLOSED}: {self.name}: the connections with all peers are broken")
                 self._ended = self._ended or (now, error)
 
     def guard(self, work: Work, name: str, args: tuple[Any, ...]) -> Work:

@@ -434,6 +434,7 @@ def test_an_operation_that_misses_the_end_of_all_connections_ends(store: TCPStor
     groups[1].abort()
     results = in_threads([guarded.wait, promised.wait], timedelta(seconds=SOON))
     assert ["connections with all peers are broken" in str(result) for result in results] == [True, True]
+    assert ["Connection closed by peer: torchft-gloo: " in str(result) for result in results] == [True, True]
     other.future.set_result(None)  # too late: nobody minds
     groups[0].shutdown()
 
@@ -471,6 +472,7 @@ def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch
         groups[2].abort()
         result = in_threads([guarded.wait], timedelta(seconds=SOON))[0]
         assert "the connection with a peer is broken" in str(result) or "all peers" in str(result)
+        assert str(result).startswith("Connection closed by peer")
         if "all peers" not in str(result):  # this process holds both ends: the abort may have cut others, too
             assert not receiving.done()
             groups[1].send([torch.ones(1)], 0, 0).wait()

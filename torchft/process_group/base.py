@@ -203,11 +203,15 @@ class ProcessGroup(BaseProcessGroup):
         """Why the group is of no use any more, None as long as it is."""
         return None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     # Being found by torch.distributed
 
     def register(self, name: str) -> ProcessGroup:
         """Makes the group known to torch.distributed, so that `dist` calls, functional collectives and
-        DeviceMesh can use it; needs `dist.init_process_group`. To be called once.
+        DeviceMesh can use it; needs `dist.init_process_group`. To be called once, and in the same order among calls of
+        `dist.new_group` in all ranks of this replica group: PyTorch numbers its groups, and `group_name` is the number.
 
         Args:
             name: unique in this process.
@@ -229,7 +233,6 @@ class ProcessGroup(BaseProcessGroup):
             ranks=[dist.get_rank()],
             backend=backend,
             group_desc=backend,
-            use_local_synchronization=True,
         )
         return self
 

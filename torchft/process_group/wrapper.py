@@ -240,6 +240,9 @@ class ProcessGroupWrapper(ProcessGroup):
             raise AssertionError("process group not initialized")
         return pg
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(pg={self._pg!r})"
+
     def size(self) -> int:
         return self.parent.size()
 

@@ -18,6 +18,7 @@ from torchft.process_group import (
     ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
+    ProcessGroupWrapper,
 )
 
 # Its name before PyTorch 2.15
@@ -111,6 +112,18 @@ def test_register_once_and_again_after_unregister(store: TCPStore) -> None:
     group.register("third")
     assert name and group.group_name
     group.unregister()
+
+
+def test_the_name_is_pytorchs_number_and_is_found_by_it() -> None:
+    for pg in (ProcessGroupDummy(0, 1), ProcessGroupWrapper(pg=ProcessGroupDummy(0, 1))):
+        pg.register("numbered")
+        try:
+            assert pg.group_name == str(dist.get_pg_count() - 1)
+            assert torch._C._distributed_c10d._resolve_process_group(pg.group_name) is pg
+            reduced = torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", pg.group_name)
+            assert functional.wait_tensor(reduced).item() == 1
+        finally:
+            pg.unregister()
 
 
 def test_two_groups_side_by_side(store: TCPStore) -> None:

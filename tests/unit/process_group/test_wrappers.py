@@ -24,6 +24,7 @@ from torchft.process_group import (
     ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupGloo,
+    ProcessGroupWrapper,
     _ErrorSwallowingWork,
 )
 from torchft.work import _DummyWork
@@ -234,3 +235,15 @@ def test_pytorchs_ddp_over_a_managed_group(store: TCPStore) -> None:
     assert all(manager.calls for manager, _ in managers)
     for group in groups:
         group.shutdown()
+
+
+# repr
+
+
+def test_repr_names_the_class_and_what_is_behind_it() -> None:
+    dummy = ProcessGroupDummy(0, 1)
+    assert repr(dummy) == "ProcessGroupDummy()"
+    assert repr(ProcessGroupWrapper(pg=dummy)) == "ProcessGroupWrapper(pg=ProcessGroupDummy())"
+    swallowing = ErrorSwallowingProcessGroupWrapper(FakeProcessGroupWrapper(dummy))
+    assert repr(swallowing) == "ErrorSwallowingProcessGroupWrapper(pg=FakeProcessGroupWrapper(pg=ProcessGroupDummy()))"
+    assert repr(ProcessGroupGloo()) == "ProcessGroupGloo(pg=None)"

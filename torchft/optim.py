@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional
+import sys
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -15,7 +17,10 @@ class OptimizerWrapper(Optimizer):
     """Makes a step of a training loop a step of the Manager.
 
     ``zero_grad`` starts the quorum, ``step`` asks whether all finished and steps only then. Everything else is the
-    wrapped optimizer's.
+    wrapped optimizer's, hooks too: those of a step run when it was committed, and get the wrapped optimizer.
+
+    The helpers of ``torch.distributed.checkpoint.state_dict`` make the state of a new optimizer by a step with zero
+    gradients and no learning rate. When they call, the wrapped optimizer does that step: there is nothing to agree on.
 
     Args:
         manager: of this rank.
@@ -23,7 +28,7 @@ class OptimizerWrapper(Optimizer):
     """
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
-        # Optimizer.__init__ is left out: the wrapped one owns the parameters, and hooks registered here would never run
+        # Optimizer.__init__ is left out: the wrapped one owns the parameters and runs the hooks
         self.optim = optim
         self.manager = manager
         register = getattr(manager, "_register_gradients", None)  # stand-ins for a Manager need not have it
@@ -44,7 +49,8 @@ class OptimizerWrapper(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: starts the quorum, then clears the gradients."""
-        self.manager.start_quorum()
+        if not _makes_state():
+            self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Optional[object] = None) -> None:  # type: ignore[override]
@@ -58,7 +64,7 @@ class OptimizerWrapper(Optimizer):
                 f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: the groups "
                 "agree on a step before it is applied, and a closure would compute it anew"
             )
-        if self.manager.should_commit():
+        if _makes_state() or self.manager.should_commit():
             self.optim.step()
 
     @property
@@ -75,3 +81,33 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"
+
+
+def _delegate(name: str) -> Callable[..., RemovableHandle]:
+    def register(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return getattr(self.optim, name)(*args, **kwargs)
+
+    register.__name__ = name
+    register.__doc__ = f"PyTorch's `Optimizer.{name}`, of the wrapped optimizer."
+    return register
+
+
+for _name in (
+    "register_step_pre_hook",
+    "register_step_post_hook",
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+):
+    setattr(OptimizerWrapper, _name, _delegate(_name))
+
+
+def _makes_state() -> bool:
+    """Whether PyTorch's checkpoint helpers call the method that calls this, perhaps through a learning rate scheduler,
+    which replaces an optimizer's `step`.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch.optim."):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"

@@ -5,6 +5,7 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
@@ -58,6 +59,57 @@ def test_is_the_wrapped_optimizer_otherwise(manager: MagicMock) -> None:
     state["param_groups"][0]["lr"] = 0.25
     optimizer.load_state_dict(state)
     assert inner.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_hooks_are_the_wrapped_optimizers(manager: MagicMock, committed: bool) -> None:
+    model = nn.Linear(2, 2)
+    inner = torch.optim.Adam(model.parameters())
+    optimizer = OptimizerWrapper(manager, inner)
+    manager.should_commit.return_value = committed
+    called: list[str] = []
+    of_state = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+    handles = []
+    for kind in ["step_pre", "step_post", *of_state]:
+
+        def hook(hooked: torch.optim.Optimizer, *args: object, kind: str = kind) -> None:
+            assert hooked is inner
+            called.append(kind)
+
+        handles.append(getattr(optimizer, f"register_{kind}_hook")(hook))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert called == (["step_pre", "step_post"] if committed else [])
+    called.clear()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == of_state
+    called.clear()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    optimizer.state_dict()
+    assert called == []
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_checkpoint_helpers_neither_vote_nor_start_a_quorum(manager: MagicMock, scheduled: bool) -> None:
+    manager.should_commit.return_value = False  # the helpers' step has to happen all the same
+    model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    optimizer = OptimizerWrapper(manager, torch.optim.Adam(model.parameters(), lr=0.5))
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    state = get_optimizer_state_dict(model, optimizer)
+    assert state["state"]["weight"]["exp_avg"].shape == (2, 2)
+    other = OptimizerWrapper(manager, torch.optim.Adam(twin.parameters(), lr=0.25))
+    set_optimizer_state_dict(twin, other, state)
+    assert other.param_groups[0]["lr"] == 0.5 and torch.equal(model.weight, before)
+    manager.start_quorum.assert_not_called()
+    manager.should_commit.assert_not_called()
+    optimizer.zero_grad()
+    optimizer.step()
+    manager.start_quorum.assert_called_once_with()
+    manager.should_commit.assert_called_once_with()
 
 
 def test_learning_rate_scheduler(manager: MagicMock) -> None:

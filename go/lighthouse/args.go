@@ -52,7 +52,7 @@ func ParseArgs(args []string) (Config, error) {
 	forbid := flags.Bool("forbid_regression", false, "refuse groups that would go on below the step that the job had reached, in place of a warning")
 	maxJobs := flags.Int("max_jobs", def.MaxJobs, "how many jobs (TORCHFT_JOB_ID) there may be at once")
 	maxCalls := flags.Int("max_calls_per_job", def.MaxCallsPerJob, "how many streams of members and calls one job may have open at once; a group has one")
-	stateDir := flags.String("state_dir", "", "directory for the last quorum of each job, which a restart goes on after; \"\": none (default: ~/.local/state/torchft/lighthouse-PORT, none with port 0)")
+	stateDir := flags.String("state_dir", "", "directory for the last quorum of each job, which a restart goes on after; \"\": none (default: ~/.local/state/torchft/lighthouse-HOST-PORT, none with port 0)")
 
 	usage := func() string {
 		return "Serves the quorum of a torchft job.\n\nUsage: torchft_lighthouse --min_replicas N [flags]\n\n" + flags.FlagUsages() +

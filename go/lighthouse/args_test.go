@@ -1,6 +1,7 @@
 package lighthouse_test
 
 import (
+	"os"
 	"testing"
 	"time"
 
@@ -21,7 +22,7 @@ func TestParseArgs(t *testing.T) {
 	require.NoError(t, err)
 	want := lighthouse.DefaultConfig()
 	want.MinReplicas, want.Security.TokenFile = 2, token
-	want.StateDir, want.StateOptional = home+"/torchft/lighthouse-29510", true
+	want.StateDir, want.StateOptional = home+"/torchft/lighthouse-"+hostname(t)+"-29510", true
 	assert.Equal(t, want, cfg)
 	assert.Equal(t, "[::]:29510", cfg.Bind)
 	assert.Equal(t, []time.Duration{time.Minute, 100 * time.Millisecond, 5 * time.Second}, []time.Duration{cfg.JoinTimeout, cfg.QuorumTick, cfg.HeartbeatTimeout})
@@ -82,6 +83,13 @@ func TestBadArgsAreNamed(t *testing.T) {
 	assert.ErrorContains(t, err, `hostname is "a b"`)
 }
 
+func hostname(t *testing.T) string {
+	t.Helper()
+	name, err := os.Hostname()
+	require.NoError(t, err)
+	return name
+}
+
 func TestWhereTheStateIsKept(t *testing.T) {
 	t.Setenv("XDG_STATE_HOME", "")
 	t.Setenv("HOME", "/home/u")
@@ -89,8 +97,8 @@ func TestWhereTheStateIsKept(t *testing.T) {
 		args []string
 		dir  string
 	}{
-		{nil, "/home/u/.local/state/torchft/lighthouse-29510"},
-		{[]string{"--bind", ":7"}, "/home/u/.local/state/torchft/lighthouse-7"},
+		{nil, "/home/u/.local/state/torchft/lighthouse-" + hostname(t) + "-29510"},
+		{[]string{"--bind", ":7"}, "/home/u/.local/state/torchft/lighthouse-" + hostname(t) + "-7"},
 		{[]string{"--bind", ":0"}, ""},
 		{[]string{"--state_dir="}, ""},
 		{[]string{"--state_dir=x"}, "x"},

@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -171,6 +172,9 @@ func (c *Config) takeState() (*os.File, error) {
 	if c.StateDir == "" {
 		return nil, nil
 	}
+	if c.StateOptional {
+		c.takeFormerState()
+	}
 	lock, err := lockState(c.StateDir)
 	switch {
 	case err == nil:
@@ -200,8 +204,34 @@ func lockState(dir string) (*os.File, error) {
 	return lock, nil
 }
 
-// defaultStateDir is where the command keeps its state: one directory for each port, so that lighthouses on one machine
-// do not share it. It is empty where the user has no home, or the port is a new one each time.
+// takeFormerState moves the directory that the default was before it held the name of the host, if there is one, to where
+// the default is now. A host that shares its home with others takes it once: the next one begins anew.
+func (c *Config) takeFormerState() {
+	_, port, err := net.SplitHostPort(c.Bind)
+	if err != nil {
+		return
+	}
+	former := filepath.Join(filepath.Dir(c.StateDir), "lighthouse-"+port)
+	if _, err := os.Stat(c.StateDir); err == nil {
+		return
+	}
+	if _, err := os.Stat(former); err != nil {
+		return
+	}
+	lock, err := lockState(former) // an older lighthouse, on another host, may still use it
+	if err == nil {
+		err = errors.Join(os.Rename(former, c.StateDir), lock.Close())
+	}
+	if err != nil {
+		c.Logger.Warn("torchft: the state of an earlier release is not taken over", "state_dir", c.StateDir, "former", former, "error", err)
+		return
+	}
+	c.Logger.Info("torchft: the state of an earlier release is taken over", "state_dir", c.StateDir, "former", former)
+}
+
+// defaultStateDir is where the command keeps its state: one directory for each host and port, so that lighthouses on one
+// machine, or on several with one home directory, do not share it. It is empty where the user has no home, or the port is
+// a new one each time.
 func defaultStateDir(bind string) string {
 	_, port, err := net.SplitHostPort(bind)
 	if err != nil || port == "0" || port == "" {
@@ -215,5 +245,6 @@ func defaultStateDir(bind string) string {
 		}
 		base = filepath.Join(home, ".local", "state")
 	}
-	return filepath.Join(base, "torchft", "lighthouse-"+port)
+	host := strings.ReplaceAll(machineName(), string(filepath.Separator), "_")
+	return filepath.Join(base, "torchft", "lighthouse-"+host+"-"+port)
 }

@@ -133,6 +133,27 @@ func TestWhatIsDamagedOnDiskIsSaidAndIgnored(t *testing.T) {
 	require.NoError(t, err)
 }
 
+func TestTheDirectoryOfAnEarlierReleaseIsReadOnce(t *testing.T) {
+	base := t.TempDir()
+	former := filepath.Join(base, "lighthouse-0")
+	old, _ := startOn(t, former)
+	before := old.testAsk(t, "a", 7)
+	byDefault := func(c *Config) { c.StateOptional = true }
+
+	inUse, log := startOn(t, filepath.Join(base, "lighthouse-x-0"), byDefault)
+	assert.Contains(t, log.String(), "another lighthouse uses it")
+	assert.NotEqual(t, before.ID, inUse.Status().QuorumID)
+	old.Shutdown()
+
+	here, log := startOn(t, filepath.Join(base, "lighthouse-here-0"), byDefault)
+	assert.Contains(t, log.String(), "is taken over")
+	assert.Equal(t, before.ID, here.Status().QuorumID)
+	assert.NoDirExists(t, former)
+
+	there, _ := startOn(t, filepath.Join(base, "lighthouse-there-0"), byDefault) // with the same home
+	assert.NotEqual(t, before.ID, there.Status().QuorumID)
+}
+
 func TestADirectoryThatCannotBeUsed(t *testing.T) {
 	dir := t.TempDir()
 	startOn(t, dir)

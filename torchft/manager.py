@@ -690,8 +690,8 @@ class Manager(Stateful):
         self._run_commit_hooks(step, committed, participants)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise RuntimeError(
-                f"{self._commit_failures} steps in a row were not committed, max_retries={self._max_retries} allows "
-                f"{self._max_retries}; the last one: {why}"
+                f"{self._commit_failures} steps in a row were not committed, exceeding "
+                f"max_retries={self._max_retries}; the last one: {why}"
             )
         return committed
 

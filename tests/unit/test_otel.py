@@ -18,6 +18,7 @@ from torchft._manager.log import export_events
 from torchft.http import _IPv6HTTPServer
 
 VARIABLES = (
+    "TORCHFT_USE_OTEL",
     "OTEL_SDK_DISABLED",
     "OTEL_LOGS_EXPORTER",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -43,12 +44,21 @@ def none_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OTEL_LOGS_EXPORTER": "otlp, console"}, ["otlp", "console"]),
         ({"OTEL_LOGS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
+        ({"TORCHFT_USE_OTEL": "true"}, ["otlp", "console"]),  # what the published package exports to
+        ({"TORCHFT_USE_OTEL": "0"}, ["otlp", "console"]),  # in it, anything but "false" switches it on
+        ({"TORCHFT_USE_OTEL": "true", "OTEL_LOGS_EXPORTER": "console"}, ["console"]),
+        ({"TORCHFT_USE_OTEL": "false", "OTEL_LOGS_EXPORTER": "console"}, []),
     ],
 )
 def test_environment_decides(env: dict[str, str], exporters: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert otel_exporters() == exporters
+
+
+def test_the_switch_of_the_published_package_exports_no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_USE_OTEL", "true")
+    assert otel_exporters("TRACES") == []
 
 
 def test_unknown_exporter(monkeypatch: pytest.MonkeyPatch) -> None:

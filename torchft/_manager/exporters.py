@@ -6,9 +6,13 @@ import os
 
 _EXPORTERS = ("otlp", "console")
 
+# The published package's switch: events are exported, to both, unless it is "false" or not set.
+USE_OTEL_ENV = "TORCHFT_USE_OTEL"
+
 
 def otel_exporters(signal: str = "LOGS") -> list[str]:
-    """The exporters that OpenTelemetry's own variables ask for; none unless they ask for one.
+    """The exporters that OpenTelemetry's own variables or, for logs, TORCHFT_USE_OTEL ask for; none unless they ask for
+    one. The former say which, the latter whether.
 
     Args:
         signal: LOGS or TRACES.
@@ -17,9 +21,14 @@ def otel_exporters(signal: str = "LOGS") -> list[str]:
         ValueError: OTEL_LOGS_EXPORTER, or OTEL_TRACES_EXPORTER, names one that is not known.
     """
     setting = f"OTEL_{signal}_EXPORTER"
+    switch = os.environ.get(USE_OTEL_ENV, "").strip().lower() if signal == "LOGS" else ""
+    if switch == "false":
+        return []
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     text = os.environ.get(setting, "").strip()
+    if not text and switch:
+        return [*_EXPORTERS]
     if not text:
         endpoints = (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
         return ["otlp"] if any(os.environ.get(name) for name in endpoints) else []

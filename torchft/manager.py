@@ -33,6 +33,7 @@ from torchft._manager.inputs import Inputs
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
+from torchft._manager.ranges import ranged
 from torchft._manager.recovery import Recovery
 from torchft._manager.replay import peers_fault
 from torchft._manager.replayer import Replayer
@@ -62,6 +63,7 @@ from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized, check_quantizable
 from torchft.futures import future_timeout
+from torchft.process_group.native import reset_flight_recorder
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.utils import refuse_capture
 from torchft.work import _DummyWork
@@ -304,6 +306,7 @@ class Manager(Stateful):
 
     # Quorum
 
+    @ranged("start_quorum")
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: Optional[timedelta] = None
     ) -> None:
@@ -365,6 +368,7 @@ class Manager(Stateful):
         if self._current.healing and self._apply_pending_state_dict() and not self._use_async_quorum:
             self._current.joined()
 
+    @ranged("wait_quorum")
     def wait_quorum(self) -> None:
         """Waits until this step's quorum is known, the process group is ready and a heal has arrived.
 
@@ -376,6 +380,7 @@ class Manager(Stateful):
             raise RuntimeError("start_quorum must be called before anything that needs the quorum")
         self._round.result()
 
+    @ranged("_async_quorum")
     def _follow(self, step: Step, result: QuorumResult) -> None:
         """Does what a quorum asks for, on some thread. Every wait in it has a deadline: whoever waits for it ends."""
         plan = self._planner.plan(result, step.request.allow_heal)
@@ -395,6 +400,7 @@ class Manager(Stateful):
             with self._background.running():
                 self._recover(plan)
 
+    @ranged("_pg::configure")
     def _follow_quorum(self, plan: Plan) -> None:
         """Rebuilds the process group for a new quorum. A failure costs the step, and the next quorum has a new id."""
         self._quorum_id = plan.quorum_id
@@ -406,6 +412,7 @@ class Manager(Stateful):
         if self._original_fr_dump_temp_file is not None:
             # PyTorch's flight recorder appends the rank: each quorum's dump gets a file of its own
             os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._original_fr_dump_temp_file}_quorum{plan.quorum_id}_"
+        reset_flight_recorder()
         try:
             with self._failures.connecting(plan.quorum_id):
                 self._failures.check()
@@ -497,6 +504,7 @@ class Manager(Stateful):
         self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
         self._peers.announce_layout(digest(self._layout), "\n".join(self._layout))
 
+    @ranged("allreduce")
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ReduceOp.AVG
     ) -> dist._Work:
@@ -644,6 +652,7 @@ class Manager(Stateful):
         """
         self._commit_hooks.append(hook)
 
+    @ranged("should_commit")
     def should_commit(self, timeout: Optional[timedelta] = None) -> bool:
         """Ends a step: whether all ranks of the group may apply it. A peer's state is loaded here if this group heals.
 
@@ -723,6 +732,7 @@ class Manager(Stateful):
             self._logger.exception(f"the groups that heal from this one do not have its state: {e}")
             self._abort_collectives()  # a transfer by the process group must not end with a state that has changed
 
+    @ranged("should_commit::current_stream::synchronize")
     def _end_collectives(self) -> None:
         if not self._current.collectives.end(self._timeout):
             self._refuse_replay("a collective that was aborted has not ended")

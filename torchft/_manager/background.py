@@ -15,6 +15,7 @@ from typing import Any, Optional
 import torch
 from torch.utils import _pytree
 
+from torchft._manager.ranges import ranged
 from torchft.utils import Mark, get_stream_context, poll
 
 
@@ -61,6 +62,7 @@ class Background:
         """Whether the device has still to do something of what was queued: sends to a peer, say."""
         return self._used and self._stream is not None and not self._stream.query()
 
+    @ranged("should_commit::recovery_stream::synchronize")
     def join(self, timeout: timedelta, state: object = None) -> None:
         """Waits on the host until the stream has done what was queued on it.
 

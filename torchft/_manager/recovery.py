@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 from torchft._manager.failures import PeerFailed
 from torchft._manager.phases import Phases, tensor_bytes
 from torchft._manager.plan import Plan, Source
+from torchft._manager.ranges import ranged
 from torchft._manager.state import Position, UserState
 from torchft.checkpointing._progress import watched_by
 from torchft.checkpointing._target import Target
@@ -135,6 +136,7 @@ class Recovery:
             except Exception as e:  # it has another source
                 self._logger.exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
 
+    @ranged("_checkpoint_transport::send_checkpoint")
     def _serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
         where = {"dst_ranks": plan.recover_dst, "step": plan.max_step, "timeout": self._timeout}
         try:
@@ -144,6 +146,7 @@ class Recovery:
             raise Unsendable(f"the state_dict function failed: {e!r}") from e
         self._transport.send_checkpoint(state_dict=state, **where)
 
+    @ranged("_checkpoint_transport::recv_checkpoint")
     def fetch(self, plan: Plan) -> Position:
         """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group.
 

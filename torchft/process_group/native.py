@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Optional
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, Work
 
@@ -87,6 +88,13 @@ def abort_group(pg: dist.ProcessGroup) -> None:
     if is_native(pg):
         _cut(pg)
     pg.abort()
+
+
+def reset_flight_recorder() -> None:
+    """Empties PyTorch's flight recorder of NCCL, where there is one: a dump then shows one quorum, whose ranks fit."""
+    reset = getattr(torch._C._distributed_c10d, "_reset_fr_recording_nccl", None)
+    if reset is not None:
+        reset()
 
 
 def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:

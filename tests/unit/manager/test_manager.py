@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchft._torchft import MemberFailure, QuorumRequest
 from torchft.checkpointing.transport import CheckpointError
@@ -262,7 +263,7 @@ def test_max_retries(fixture: Fixture) -> None:
     manager.start_quorum()
     assert not manager.should_commit()
     manager.start_quorum()
-    with pytest.raises(RuntimeError, match="2 steps in a row .*, exceeding max_retries=1; the last one: "):
+    with pytest.raises(RuntimeError, match=r"2 steps in a row .*, exceeding max_retries=1; the last one: "):
         manager.should_commit()
 
 
@@ -315,6 +316,52 @@ def test_the_flight_recorder_has_a_file_for_each_quorum(
         manager.start_quorum()
         assert manager.should_commit()
         assert os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] == f"/tmp/trace_quorum{quorum_id}_"  # PyTorch appends the rank
+
+
+def test_the_flight_recorder_is_reset_for_each_quorum(
+    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resets: list[int] = []
+    # Only PyTorch with NCCL has it.
+    recorder = torch._C._distributed_c10d
+    monkeypatch.setattr(recorder, "_reset_fr_recording_nccl", lambda: resets.append(1), raising=False)
+    manager = fixture.manager()
+    for quorum_id, expected in ((3, 1), (3, 1), (4, 2)):
+        fixture.client._quorum.return_value = make_quorum(quorum_id=quorum_id)
+        manager.start_quorum()
+        assert manager.should_commit()
+        assert len(resets) == expected
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_profile_shows_the_published_ranges(
+    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    ranges: list[str] = []
+
+    def noted(name: str) -> record_function:
+        ranges.append(name)
+        return record_function(name)
+
+    # Of other threads than its own a profile shows no ranges.
+    monkeypatch.setattr("torchft._manager.ranges.record_function", noted)
+    fixture.client._quorum.return_value = healing(make_quorum) if heals else make_quorum(recover_dst_replica_ranks=[0])
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager = fixture.manager()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        manager.start_quorum()
+        manager.allreduce(torch.ones(1)).wait()
+        assert manager.should_commit()
+    transfer = f"_checkpoint_transport::{'recv' if heals else 'send'}_checkpoint"
+    of_step = ["start_quorum", "wait_quorum", "allreduce", "should_commit", "_async_quorum", "_pg::configure"]
+    of_waits = [f"should_commit::{stream}_stream::synchronize" for stream in ("recovery", "current")]
+    assert {f"torchft::manager::{name}" for name in [*of_step, *of_waits, transfer]} == set(ranges)
+    seen = {event.name for event in profiled.events()}
+    assert {f"torchft::manager::{name}" for name in ("start_quorum", "allreduce", "should_commit")} <= seen
+    ranges.clear()
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert ranges == [], "nothing is profiled"
 
 
 def test_other_projects_read_the_state_by_name(fixture: Fixture, make_quorum: Quorum) -> None:

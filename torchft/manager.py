@@ -165,7 +165,7 @@ class Manager(Stateful):
         enable_error_bus: Optional[bool] = None,
         replay_failed_step: Optional[bool] = None,
     ) -> None:
-        check_process_group(pg)
+        self._peers = Peers(pg)  # refused before the environment is looked at
         settings = resolve(
             rank=rank,
             world_size=world_size,
@@ -194,7 +194,6 @@ class Manager(Stateful):
 
         if settings.lighthouse_addr:
             use_lighthouse(settings.lighthouse_addr)
-        self._peers = Peers(pg)
         self._transport = Transport(checkpoint_transport or HTTPTransport(timeout=settings.timeout, num_chunks=0))
         self._server = Server(None, settings.group_rank)  # until the group's own is reached
         self._manager: Optional[ManagerServer] = None

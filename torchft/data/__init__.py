@@ -4,8 +4,9 @@
 ``position``: the samples of each step, and the part of each rank in them
 ``agreement``: whether the groups of a quorum are at the same position
 ``permutation``: the order of an epoch
+``exact_sum``: sums of gradients that depend neither on their order nor on who computes them
 
-All but ``sampler`` is pure and free of torch, so names are resolved on first use.
+All but ``sampler`` and ``exact_sum`` is pure and free of torch, so names are resolved on first use.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ Scales
 
     Both depend on the units of the batch and on the committed scales alone, hence the scales are those of a run in one
     process, whichever attempts failed. The first step starts with the finest scale and is repeated once: that finds
-    the scales with neither a guess nor a reduction of its own kind. If the units' backward passes are deterministic,
-    no step is repeated more than once.
+    the scales with neither a guess nor a reduction of another kind. No step is repeated more than once if backward
+    passes are deterministic, and none is if the largest gradients change by a factor of up to 2**8 from step to step.
 
 Bits
     ``bits`` is 63 less the bits of ``max_units``: a unit is at most ``2**bits`` in magnitude, and so many units at most
@@ -46,9 +46,9 @@ Error
     before the type of the parameter.
 
 Special values
-    A tensor with NaN or infinity in any unit is NaN in all its elements on all ranks; nothing is repeated for it, and
-    its scale stays. A tensor without a gradient in every unit has none after the sum; without one in some, these count
-    as zero.
+    A tensor with NaN or infinity in any unit is NaN in all its elements on all ranks. Nothing is repeated for it, and
+    its scale follows the other units, if any. A tensor for which no unit of any rank has a gradient has none after the
+    sum. If only some units lack one, they count as zero.
 
 What it cannot do: the gradients of one unit must have the same bits wherever they are computed. This needs
 deterministic kernels, the same kind of device, versions and number of threads, random numbers (dropout) that depend on

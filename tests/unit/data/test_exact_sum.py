@@ -270,9 +270,10 @@ def test_scales_follow_the_gradients(before: list[float], after: list[float], re
 
 
 @pytest.mark.parametrize("bits_a_step", [8, -8])
-def test_a_gradient_that_changes_steadily_repeats_no_step(bits_a_step: int) -> None:
-    rank = one(1.0)
-    assert [step([rank], [units(2.0 ** (bits_a_step * number))]) for number in range(1, 12)] == [0] * 11
+@pytest.mark.parametrize("first", [1.0, 2.0**-15, 255.0])
+def test_a_gradient_that_changes_steadily_repeats_no_step(bits_a_step: int, first: float) -> None:
+    rank = one(first)
+    assert [step([rank], [units(first * 2.0 ** (bits_a_step * number))]) for number in range(1, 12)] == [0] * 11
 
 
 def test_a_first_step_is_repeated_once_and_finds_the_scales_of_all() -> None:

@@ -110,6 +110,12 @@ class _NativeServer(Server):
     def rounds(self) -> Rounds:
         return NativeRounds(self.client)
 
+    def vote(self, step: int, yes: bool, timeout: timedelta) -> bool:
+        committed = super().vote(step, yes, timeout)
+        if committed and not yes:  # this rank's gradients are not those of the step: to go on would fork the weights
+            raise RuntimeError(f"the manager server committed step {step}, which this rank voted against")
+        return committed
+
     def listen(
         self,
         died: Callable[[MemberFailure], None],

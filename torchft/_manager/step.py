@@ -83,8 +83,9 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     # This rank's vote: never yes after an error, or before a peer's state is loaded.
     **_each((State.TRAINING, State.HEALED), Event.YES, State.VOTED_YES),
     **_each((State.TRAINING, State.HEALED, State.FAILED), Event.NO, State.VOTED_NO),
-    # The group's decision: never to commit what this rank voted against.
-    (State.VOTED_YES, Event.COMMIT): State.COMMITTED,
+    # The group's decision. torchft's own manager server never commits what a rank voted against (edge.py sees to it);
+    # that of a stand-in is followed, as the published package does.
+    **_each(_VOTED, Event.COMMIT, State.COMMITTED),
     **_each(_VOTED, Event.LOSE, State.LOST),
     # Voted twice: a vote that nobody answered is repeated. After a decision the group votes on the next step, in the
     # same quorum.

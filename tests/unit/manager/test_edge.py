@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 
 from tests.unit.manager.test_rounds import LONG, PUBLISHED, REQUEST, Followed
-from torchft._manager.edge import Peers, Server, Transport, as_server
+from torchft._manager.edge import Peers, Server, Transport, _NativeServer, as_server
 from torchft._torchft import ManagerClient, QuorumResult
 from torchft.checkpointing import CheckpointTransport
 
@@ -73,6 +73,17 @@ def test_a_double_of_our_client_is_asked_for_what_it_has() -> None:
     server.close()
     double._leave.assert_called_once_with(SOON)
     double.shutdown.assert_called_once_with()
+
+
+@pytest.mark.parametrize(("yes", "committed"), [(True, True), (True, False), (False, False)])
+def test_our_manager_servers_decision_is_taken(yes: bool, committed: bool) -> None:
+    assert _NativeServer(MagicMock(should_commit=lambda *_, **__: committed), 0).vote(5, yes, SOON) is committed
+
+
+def test_our_manager_server_cannot_commit_what_this_rank_voted_against() -> None:
+    server = _NativeServer(MagicMock(should_commit=lambda *_, **__: True), 0)
+    with pytest.raises(RuntimeError, match="committed step 5, which this rank voted against"):
+        server.vote(5, False, SOON)
 
 
 class PublishedTransport:

@@ -35,7 +35,7 @@ func TestThePureImportOnlyTheStandardLibraryAndEachOther(t *testing.T) {
 // What is replayed from a seed must not depend on a schedule, on a clock or on the surroundings.
 func TestThePureHaveNoGoroutinesLocksOrClocks(t *testing.T) {
 	allowed := map[string]bool{
-		"bytes": true, "container/list": true, "crypto/sha256": true, "encoding/binary": true, "errors": true, "fmt": true,
+		"bytes": true, "cmp": true, "container/list": true, "crypto/sha256": true, "encoding/binary": true, "errors": true, "fmt": true,
 		"maps": true, "math": true, "math/bits": true, "slices": true, "strings": true, "time": true,
 		module + "quorum": true, module + "recovery": true,
 	}

@@ -113,7 +113,7 @@ func (m *Machine) torn(d decision, in []*replica) (reason string, missing []Vote
 }
 
 // base is whom the quorum after the next one has to outvote besides the members of the next one.
-func (m *Machine) base(in []*replica, changed bool) []Voter {
+func (m *Machine) base(in []*replica, changed bool) [][]Voter {
 	if !m.list.listed() || m.latest == nil || m.latest.Base == nil && !changed {
 		return nil
 	}
@@ -203,7 +203,7 @@ func (m *Machine) tookAddress(by *Member) {
 		return
 	}
 	p := m.latest.Past()
-	for _, v := range slices.Concat(p.Members, p.Base) {
+	for _, v := range slices.Concat(p.sets()...) {
 		if v.Address == by.Address {
 			m.over(v.ReplicaID, m.list.holds(v.ReplicaID, p.ID, m.now))
 		}

@@ -48,9 +48,9 @@ type Voter struct {
 // Past is a quorum as its members remember it, all that a lighthouse needs to go on after it.
 type Past struct {
 	ID      int64
-	Step    int64   // largest of its members
-	Members []Voter // ordered by ReplicaID
-	Base    []Voter // as Quorum.Base
+	Step    int64     // largest of its members
+	Members []Voter   // ordered by ReplicaID
+	Base    [][]Voter // as Quorum.Base
 }
 
 // Past is what there is to remember of a quorum.
@@ -62,6 +62,9 @@ func (q *Quorum) Past() Past {
 	}
 	return p
 }
+
+// sets are those of which the next quorum needs the votes: the members, and then each of the base.
+func (p Past) sets() [][]Voter { return slices.Concat([][]Voter{p.Members}, p.Base) }
 
 // at is the place of a member.
 func (q *Quorum) at(id string) (i int, in bool) {
@@ -78,7 +81,10 @@ func (p Past) Validate() error {
 	if len(p.Members) == 0 {
 		return fmt.Errorf("quorum %d has no members", p.ID)
 	}
-	for _, voters := range [][]Voter{p.Members, p.Base} {
+	if len(p.Base) > mostBases {
+		return fmt.Errorf("quorum %d has a base of %d quorums: allowed are %d", p.ID, len(p.Base), mostBases)
+	}
+	for _, voters := range p.sets() {
 		for i, v := range voters {
 			if v.ReplicaID == "" || i > 0 && voters[i-1].ReplicaID >= v.ReplicaID {
 				return fmt.Errorf("the members of quorum %d are not in order, each once: %q is at place %d", p.ID, v.ReplicaID, i)
@@ -308,8 +314,10 @@ func (m *memory) voter(id string) (Voter, bool) {
 	if i, in := m.latest.at(id); in {
 		return m.latest.Members[i].voter(), true
 	}
-	if i, in := slices.BinarySearchFunc(m.latest.Base, id, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); in {
-		return m.latest.Base[i], true
+	for _, set := range m.latest.Base {
+		if i, in := slices.BinarySearchFunc(set, id, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); in {
+			return set[i], true
+		}
 	}
 	return Voter{}, false
 }

@@ -10,7 +10,7 @@ import (
 // keeps two of them from serving the job at once is this rule, and all of it is in here and in bond.go:
 //
 //	A lighthouse goes on after the last quorum that it knows only with the votes of more than half of that quorum's members,
-//	or of half of them with the first by replica_id; and so of the members of its base. A member votes by asking here, or by
+//	or of half of them with the first by replica_id; and so of each quorum in its base. A member votes by asking here, or by
 //	having ended while it was bound to this lighthouse.
 //
 // Invariants:
@@ -22,8 +22,10 @@ import (
 //  3. A quorum commits a step only after all of its members have heard of it: they meet in one process group, and a member
 //     that is missing there fails the step of the others. So whoever votes after a quorum that committed, and was in it,
 //     shows it.
-//  4. Members that heard of a quorum alone cannot outvote those of the quorum before, its base: joint consensus, as when Raft
-//     changes its members. The base is kept until members that know of a later quorum outvote it.
+//  4. Members that heard of a quorum alone cannot outvote those of the quorums before, its base: joint consensus, as when Raft
+//     changes its members. A quorum is in the base of all that come after it until members that know of a later one outvote
+//     it. None is left out in between: where A dropped one and kept the one before, and B the other way round, they would have
+//     no member in common. So the base may hold several, mostBases at most; then the members stay the same until one goes.
 //
 // So of two quorums that both commit, the second is a successor of the first. "Gone" is no vote: that a member has ended
 // does not say that it was in no later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go looks at
@@ -104,6 +106,10 @@ func (s *succession) firstID(now time.Time) int64 {
 	return s.term<<termBits + min(max(now.UnixMilli(), 0), 1<<termBits-1<<32) // with room, whatever the clock says
 }
 
+// mostBases is how many quorums a base may hold. There is more than one only where members change again before those of a
+// quorum have heard of it.
+const mostBases = 4
+
 // outvotes reports whether some of a set, those that count, outvote the rest.
 func outvotes(set []Voter, counts func(Voter) bool) bool {
 	n, first := 0, false
@@ -134,9 +140,9 @@ type shortfall struct {
 
 // shortfalls are those of a quorum that is to be formed after p, of the members that ask. Without any, it may be.
 func (s *succession) shortfalls(p Past, asks func(id string) bool) (short []shortfall) {
-	for i, set := range [][]Voter{p.Members, p.Base} {
+	for i, set := range p.sets() {
 		votes := func(v Voter) bool { return asks(v.ReplicaID) || s.given(v) }
-		if len(set) == 0 || outvotes(set, votes) {
+		if outvotes(set, votes) {
 			continue
 		}
 		f := shortfall{base: i > 0, set: set}
@@ -155,7 +161,7 @@ func (s *succession) shortfalls(p Past, asks func(id string) bool) (short []shor
 func (f shortfall) describe(id int64) string {
 	of := fmt.Sprintf("quorum %d", id)
 	if f.base {
-		of = "the quorum before " + of + ", which few of them know of,"
+		of = "a quorum before " + of + ", which few of them know of,"
 	}
 	missing := make([]string, len(f.missing))
 	for i, v := range f.missing {
@@ -168,21 +174,24 @@ func (f shortfall) describe(id int64) string {
 // baseAfter is whom the quorum after the next one has to outvote besides the members of the next one, which comes after p
 // and is of other members if it changed. knows says who of the next one shows that it knows of p.
 //
-// While those are too few, members that do not know of p may go on after its base elsewhere, and are only outvoted there.
-func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool) []Voter {
-	base := p.Base
-	if len(base) > 0 && outvotes(base, func(v Voter) bool { return knows(v.ReplicaID) || s.given(v) }) {
-		base = nil
-	}
-	if len(base) == 0 {
-		if !changed {
-			return nil
+// A set of the base is dropped when those that know of p outvote it: whoever goes on after that set elsewhere then learns of
+// p. Until then members that do not know of p may go on after it elsewhere. The members of p come behind it, since p may have
+// committed, too: without them, those that know of p and those that do not could each find a set of their own to outvote.
+func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool) (base [][]Voter) {
+	for _, set := range p.Base {
+		if outvotes(set, func(v Voter) bool { return knows(v.ReplicaID) || s.given(v) }) {
+			continue
 		}
-		base = p.Members
+		base = append(base, set)
 	}
-	base = slices.Clone(base)
-	for i := range base {
-		base[i].Given = s.given(base[i])
+	if changed {
+		base = append(base, p.Members)
+	}
+	for i, set := range base {
+		base[i] = slices.Clone(set)
+		for j := range set {
+			base[i][j].Given = s.given(set[j])
+		}
 	}
 	return base
 }

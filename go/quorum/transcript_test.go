@@ -120,9 +120,13 @@ func (r *scribe) run(words []string) []string {
 			}
 		}
 		if base := transcript.Option(args, "base"); base != "" {
-			for _, id := range strings.Split(base, ",") {
-				id, given := strings.CutSuffix(id, "+")
-				p.Base = append(p.Base, Voter{ReplicaID: id, Address: "http://" + id, Given: given})
+			for _, ids := range strings.Split(base, ";") {
+				var set []Voter
+				for _, id := range strings.Split(ids, ",") {
+					id, given := strings.CutSuffix(id, "+")
+					set = append(set, Voter{ReplicaID: id, Address: "http://" + id, Given: given})
+				}
+				p.Base = append(p.Base, set)
 			}
 		}
 		require.NoError(r.t, p.Validate())
@@ -212,10 +216,15 @@ func (r *scribe) step(e Event) []string {
 				id = fmt.Sprintf("%d (term %d)", a.Quorum.ID&(1<<termBits-1), term)
 			}
 			base := ""
-			for _, v := range a.Quorum.Base {
-				base += " " + v.ReplicaID
-				if v.Given {
-					base += "(given)"
+			for i, set := range a.Quorum.Base {
+				if i > 0 {
+					base += ";"
+				}
+				for _, v := range set {
+					base += " " + v.ReplicaID
+					if v.Given {
+						base += "(given)"
+					}
 				}
 			}
 			if base != "" {

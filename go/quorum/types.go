@@ -9,8 +9,8 @@ import "time"
 // Quorum is the set of groups that train a step together. It is immutable once delivered.
 type Quorum struct {
 	ID       int64
-	Members  []Member // ordered by ReplicaID
-	Base     []Voter  // whom the next quorum has to outvote besides Members, nil for nobody: see succession.go
+	Members  []Member  // ordered by ReplicaID
+	Base     [][]Voter // of quorums before, whom the next one has to outvote besides Members, each for itself; nil for nobody: see succession.go
 	Created  time.Time
 	Revision Revision // of Members; 0 where nobody asked for it, as in an answer to a call
 }

@@ -2438,7 +2438,9 @@ type Voter struct {
 	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
 	Address   string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of the group's manager server
 	// In a base: it ended while it was bound to the lighthouse that formed the quorum, which has its vote for good.
-	Given         bool `protobuf:"varint,3,opt,name=given,proto3" json:"given,omitempty"`
+	Given bool `protobuf:"varint,3,opt,name=given,proto3" json:"given,omitempty"`
+	// In a base: in which of its quorums, from 0. They come in this order.
+	Place         uint32 `protobuf:"varint,4,opt,name=place,proto3" json:"place,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2492,6 +2494,13 @@ func (x *Voter) GetGiven() bool {
 		return x.Given
 	}
 	return false
+}
+
+func (x *Voter) GetPlace() uint32 {
+	if x != nil {
+		return x.Place
+	}
+	return 0
 }
 
 // The member waits for a quorum with it, and for no other ask of this stream.
@@ -3024,8 +3033,8 @@ type QuorumStates struct {
 	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	Others            []*PlacedState         `protobuf:"bytes,7,rep,name=others,proto3" json:"others,omitempty"`
-	// Whom the next quorum has to outvote besides the members of this one, where there are several lighthouses. Members
-	// carry it, and look at nothing of it.
+	// Whom the next quorum has to outvote besides the members of this one, where there are several lighthouses: the members of
+	// quorums before, of each for itself. Members carry it, and look at nothing of it.
 	Base          []*Voter `protobuf:"bytes,40,rep,name=base,proto3" json:"base,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3379,12 +3388,13 @@ const file_torchft_proto_rawDesc = "" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12(\n" +
 	"\amembers\x18\x03 \x03(\v2\x0e.torchft.VoterR\amembers\x12\"\n" +
-	"\x04base\x18\x04 \x03(\v2\x0e.torchft.VoterR\x04base\"V\n" +
+	"\x04base\x18\x04 \x03(\v2\x0e.torchft.VoterR\x04base\"l\n" +
 	"\x05Voter\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x14\n" +
-	"\x05given\x18\x03 \x01(\bR\x05given\"\xbc\x02\n" +
+	"\x05given\x18\x03 \x01(\bR\x05given\x12\x14\n" +
+	"\x05place\x18\x04 \x01(\rR\x05place\"\xbc\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +

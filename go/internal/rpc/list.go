@@ -107,18 +107,18 @@ func AddPart(c *quorum.Change, part *torchftpb.ListChange) error {
 func StatesToProto(q *quorum.Quorum) *torchftpb.QuorumStates {
 	p := statesToProto(quorum.StatesOf(q.Members))
 	p.QuorumId, p.Created, p.Revision = q.ID, timestamppb.New(q.Created), uint64(q.Revision)
-	p.Base = votersToProto(q.Base)
+	p.Base = baseToProto(q.Base)
 	return p
 }
 
 // PastToProto is the wire form of a past quorum.
 func PastToProto(p quorum.Past) *torchftpb.PastQuorum {
-	return &torchftpb.PastQuorum{QuorumId: p.ID, Step: p.Step, Members: votersToProto(p.Members), Base: votersToProto(p.Base)}
+	return &torchftpb.PastQuorum{QuorumId: p.ID, Step: p.Step, Members: votersToProto(p.Members), Base: baseToProto(p.Base)}
 }
 
 // PastFromProto is the inverse of PastToProto.
 func PastFromProto(p *torchftpb.PastQuorum) quorum.Past {
-	return quorum.Past{ID: p.GetQuorumId(), Step: p.GetStep(), Members: votersFromProto(p.GetMembers()), Base: votersFromProto(p.GetBase())}
+	return quorum.Past{ID: p.GetQuorumId(), Step: p.GetStep(), Members: votersFromProto(p.GetMembers()), Base: baseFromProto(p.GetBase())}
 }
 
 func votersToProto(voters []quorum.Voter) (p []*torchftpb.Voter) {
@@ -135,6 +135,27 @@ func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
 	return voters
 }
 
+// A base travels as one list: each voter says in which of its quorums it is.
+func baseToProto(base [][]quorum.Voter) (p []*torchftpb.Voter) {
+	for i, set := range base {
+		for _, v := range votersToProto(set) {
+			v.Place = uint32(i) //nolint:gosec // a base has few quorums
+			p = append(p, v)
+		}
+	}
+	return p
+}
+
+func baseFromProto(p []*torchftpb.Voter) (base [][]quorum.Voter) {
+	for i, v := range votersFromProto(p) {
+		if i == 0 || p[i].GetPlace() != p[i-1].GetPlace() {
+			base = append(base, nil)
+		}
+		base[len(base)-1] = append(base[len(base)-1], v)
+	}
+	return base
+}
+
 // QuorumFromStates is the inverse of StatesToProto, with the list that this side holds.
 func QuorumFromStates(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Quorum, error) {
 	states := quorum.States{Common: StateFromProto(p)}
@@ -147,6 +168,6 @@ func QuorumFromStates(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.
 	}
 	return &quorum.Quorum{
 		ID: p.GetQuorumId(), Members: members, Created: p.GetCreated().AsTime(), Revision: quorum.Revision(p.GetRevision()),
-		Base: votersFromProto(p.GetBase()),
+		Base: baseFromProto(p.GetBase()),
 	}, nil
 }

@@ -360,13 +360,18 @@ class ManagerClient(_Native):
         connect_timeout (timedelta): how long to try to reach it, more than 0.
 
     Raises:
+        TypeError: one of the two is missing.
         ValueError: an argument that is not allowed.
         RuntimeError: the server is not reached in time, or the address has no scheme.
     """
 
     __slots__ = ("_round", "_votes")
 
-    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+    # Both are needed. The defaults are for unittest.mock: a stand-in of the published class is made without arguments.
+    def __init__(self, addr: str | None = None, connect_timeout: timedelta | None = None) -> None:
+        if addr is None or connect_timeout is None:
+            given = {"addr": addr, "connect_timeout": connect_timeout}
+            raise TypeError(f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}")
         # What is prepared for the calls of each step: the request it was prepared with, and its handle. Threads may
         # vote for several ranks at the same time, so each has its own.
         self._round: tuple[QuorumRequest | None, int] = (None, 0)

@@ -796,13 +796,17 @@ class Manager(Stateful):
     # What the training loop may ask
 
     def participating_rank(self) -> Optional[int]:
-        """This group's rank among those that take part in the step, None if it does not. Waits for the quorum."""
-        self.wait_quorum()
+        """This group's rank among those that take part in the step, None if it does not. Waits for the quorum, once one
+        was asked for.
+        """
+        if self._round is not None:
+            self.wait_quorum()
         return self._current.participating_rank
 
     def num_participants(self) -> int:
-        """Groups that take part in the step. Waits for the quorum."""
-        self.wait_quorum()
+        """Groups that take part in the step, 0 before the first. Waits for the quorum, once one was asked for."""
+        if self._round is not None:
+            self.wait_quorum()
         return self._current.participants
 
     def recovery_seconds(self) -> Dict[str, float]:

@@ -64,6 +64,7 @@ class Source:
 
     replica_rank: int
     manager_address: str
+    replica_id: str  # empty: the quorum does not say
 
 
 def make_plan(
@@ -88,7 +89,9 @@ def make_plan(
             rank = None
     source = None
     if allow_heal and result.heal and result.recover_src_replica_rank is not None:
-        source = Source(result.recover_src_replica_rank, result.recover_src_manager_address)
+        source_rank, ids = result.recover_src_replica_rank, result.replica_ids
+        source_id = ids[source_rank] if source_rank < len(ids) else ""
+        source = Source(source_rank, result.recover_src_manager_address, source_id)
     return Plan(
         quorum_id=result.quorum_id,
         replica_rank=result.replica_rank,

@@ -168,7 +168,7 @@ class Recovery:
             self._target = target = Target(self._own, self._may_write(plan))
             if self._transport.takes_target:
                 several["target"] = target
-            self._source = plan.quorum_id, plan.replica_ids[source.replica_rank]
+            self._source = plan.quorum_id, source.replica_id
             try:
                 self._check_peers()  # of what is told from here on peer_died hears
                 in_place = self._transport.in_place or (self._transport.takes_target and target.writable)

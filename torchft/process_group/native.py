@@ -55,7 +55,8 @@ def backend_error(backend: Any) -> Optional[Exception]:
 def group_error(pg: dist.ProcessGroup) -> Optional[Exception]:
     """What went wrong in a group, native or torchft's, since it was made, if it noticed."""
     errored = getattr(pg, "errored", None)
-    return errored() if errored is not None else native_error(pg)
+    error = errored() if errored is not None else native_error(pg)
+    return error if isinstance(error, Exception) else None  # a stand-in of unittest.mock answers with another one
 
 
 def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:

@@ -30,7 +30,7 @@ def plan(groups: list[Optional[list[str]]], me: int, source: Optional[int] = Non
         replica_ids=[f"group{i}" for i in range(len(groups))],
         handles=[handle(i, lines) for i, lines in enumerate(groups)],
         max_step=max_step,
-        source=None if source is None else Source(source, "http://source"),
+        source=None if source is None else Source(source, "http://source", str(source)),
     )
     return Plan(**fields)
 

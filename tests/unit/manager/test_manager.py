@@ -276,9 +276,18 @@ def test_too_few_participants(fixture: Fixture) -> None:
 
 def test_start_quorum_first(fixture: Fixture) -> None:
     manager = fixture.manager()
-    for call in (manager.wait_quorum, manager.num_participants, manager.should_commit):
+    for call in (manager.wait_quorum, manager.should_commit):
         with pytest.raises(RuntimeError, match="start_quorum must be called before"):
             call()
+
+
+def test_nobody_takes_part_before_the_first_quorum(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    assert manager.num_participants() == 0
+    assert manager.participating_rank() is None
+    assert manager.is_participating() is False
+    manager.start_quorum()
+    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (2, 1, True)
 
 
 def test_wrap_future(fixture: Fixture) -> None:

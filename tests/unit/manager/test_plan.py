@@ -79,7 +79,8 @@ def test_too_few_groups_are_not_made_up_by_spares() -> None:
 
 
 def test_sources_and_destinations() -> None:
-    assert plan(result()).source == Source(0, "http://source:1")
+    assert plan(result()).source == Source(0, "http://source:1", "a")
+    assert plan(result(replica_ids=[])).source == Source(0, "http://source:1", "")
     assert plan(result()).helpers == ["http://helper:1"]
     assert plan(result(heal=False)).source is None
     assert plan(result(), allow_heal=False).helpers == []

@@ -54,9 +54,11 @@ def backend_error(backend: Any) -> Optional[Exception]:
 
 def group_error(pg: dist.ProcessGroup) -> Optional[Exception]:
     """What went wrong in a group, native or torchft's, since it was made, if it noticed."""
-    errored = getattr(pg, "errored", None)
-    error = errored() if errored is not None else native_error(pg)
-    return error if isinstance(error, Exception) else None  # a stand-in of unittest.mock answers with another one
+    if is_native(pg):
+        return native_error(pg)
+    errored = getattr(pg, "errored", None)  # a stand-in may lack it, or answer with a stand-in
+    error = errored() if errored is not None else None
+    return error if isinstance(error, Exception) else None
 
 
 def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
@@ -69,7 +71,7 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         RuntimeError: the peers could not be reached; the group is of no use until a later call succeeds.
     """
     if not is_native(pg):
-        pg.reconfigure(opts).wait()
+        _end(pg.reconfigure(opts))
         return
     if len(set(opts.handles)) != len(opts.handles):
         raise ValueError(
@@ -77,11 +79,15 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
             "rank of its own in init_process_group(..., rank=, world_size=)"
         )
     _cut(pg)
-    work: Optional[Work] = pg.reconfigure(opts)
-    if work is not None:
-        work.wait()
+    _end(pg.reconfigure(opts))
     if _is_gloo(pg):
         _connections[pg] = Connections(_published(pg, opts.uuid), pg.rank(), pg.size())
+
+
+def _end(work: Optional[Work]) -> None:
+    """Of a reconfiguration: some groups have ended theirs when they return, and give nothing to wait for."""
+    if work is not None:
+        work.wait()
 
 
 def abort_group(pg: dist.ProcessGroup) -> None:

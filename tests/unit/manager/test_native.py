@@ -93,6 +93,35 @@ def test_a_death_ends_a_collective_that_gloo_forgets(
     abort_group(peer)  # which is what Gloo waits for here
 
 
+def test_a_group_that_could_not_be_reconfigured_trains_in_the_next_quorum(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult]
+) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    peer, own = natives(store, 2)
+    handles = [group.get_reconfigure_handle() for group in (peer, own)]
+    manager = fixture.manager(pg=own, timeout=2 * TIMEOUT)
+    fixture.client._quorum.return_value = make_quorum(reconfigure_handles=[handles[0], "another"])
+    manager.start_quorum()
+    manager.allreduce(torch.ones(1)).wait()
+    assert manager.errored() is not None
+    assert not manager.should_commit()
+    fixture.client._quorum.return_value = make_quorum(quorum_id=2, reconfigure_handles=handles)
+    ours, theirs = torch.tensor([2.0]), torch.tensor([4.0])
+
+    def train() -> None:
+        manager.start_quorum()
+        assert manager.allreduce(ours).wait()
+
+    def follow() -> None:
+        opts = ReconfigureOptions()
+        opts.uuid, opts.handles, opts.timeout = 2, handles, TIMEOUT
+        reconfigure_group(peer, opts)
+        peer.allreduce([theirs]).wait()
+
+    assert in_threads([train, follow]) == [None, None]
+    assert ours.tolist() == [3.0] and manager.should_commit() and manager._pg is own
+
+
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_group_whose_threads_are_all_held_joins_no_quorum(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult], monkeypatch: pytest.MonkeyPatch, lost: int

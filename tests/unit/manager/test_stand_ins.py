@@ -209,3 +209,47 @@ def test_the_future_of_an_allreduce_is_asked_for_once(stand_ins: StandIns) -> No
     ended.set_result(None)
     assert managed.wait() and len(seen) == 2
     assert manager.should_commit() and manager.errored() is None
+
+
+# Process groups
+
+
+class NativeLike:
+    """What a Manager calls of PyTorch's own reconfigurable groups, and no more. The first reconfiguration fails."""
+
+    supports_reconfigure = True
+    error = RuntimeError("a peer did not come")
+
+    def __init__(self) -> None:
+        self.quorums: list[int] = []
+
+    def get_reconfigure_handle(self) -> str:
+        return "b"
+
+    def reconfigure(self, opts: Any) -> None:
+        self.quorums.append(opts.uuid)
+        if len(self.quorums) == 1:
+            raise self.error
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions) -> dist._Work:
+        return _DummyWork(tensors)
+
+    def abort(self) -> None:
+        pass
+
+
+def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns) -> None:
+    group = NativeLike()
+    manager = stand_ins.manager(pg=group)
+    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: should_commit
+    for quorum_id, committed in ((1, False), (2, True), (2, True)):
+        stand_ins.client._quorum.return_value = published(
+            quorum_id=quorum_id, max_replica_rank=1, reconfigure_handles=["a", "b"]
+        )
+        manager.start_quorum()
+        manager.allreduce(torch.ones(1)).wait()
+        assert (cause(manager) is None) is committed
+        assert manager.should_commit() is committed
+    assert group.quorums == [1, 2]
+    requests = [call.kwargs for call in stand_ins.client._quorum.call_args_list]
+    assert [request["commit_failures"] for request in requests] == [0, 1, 0]  # the lighthouse then gives a new id

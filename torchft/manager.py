@@ -566,7 +566,7 @@ class Manager(Stateful):
             reduction = allreduce_quantized([tensor], op, self._peers.abortable)
         else:
             reduction = self._peers.abortable.allreduce([tensor], _allreduce_options(op))
-        work = _ManagedWork(self, reduction, tensor)
+        work = _ManagedWork(self, reduction, tensor, self._report_collective_error)
         step.collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end
         if reduce_op == ReduceOp.AVG and step.participants > 1:

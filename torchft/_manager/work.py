@@ -20,11 +20,9 @@ S = TypeVar("S")
 
 
 class _Reported(Protocol):
-    """Whoever is told of failures."""
+    """A Manager, or a stand-in for one, which may have no ``_timeout``."""
 
-    _timeout: timedelta
-
-    def _report_collective_error(self, e: Exception) -> None: ...
+    def report_error(self, e: Exception) -> None: ...
 
 
 class _SimpleFuture(torch.futures.Future[T]):
@@ -54,14 +52,22 @@ class _ManagedWork(dist._Work):
     collective ends. A caller that only waits so pays for no callback on the backend's thread.
 
     Args:
-        manager: learns of failures, and gives the timeout.
+        manager: gives the timeout.
         work: of the process group.
         value: what the future gives; also after a failure, as it is then.
+        report: learns of a failure; default: the Manager's ``report_error``.
     """
 
-    def __init__(self, manager: _Reported, work: dist._Work, value: object) -> None:
+    def __init__(
+        self,
+        manager: _Reported,
+        work: dist._Work,
+        value: object,
+        report: Optional[Callable[[Exception], None]] = None,
+    ) -> None:
         super().__init__()
         self._manager = manager
+        self._report = manager.report_error if report is None else report
         self._work = work
         self._value = value
         self._on_success: Optional[Callable[[], object]] = None
@@ -102,13 +108,13 @@ class _ManagedWork(dist._Work):
             if self._mark is not None:
                 self._mark.follow()  # the value may have been finished on another stream
             return self._succeeded
-        patience = self._manager._timeout if timeout is None else timeout
+        patience = self._patience() if timeout is None else timeout
         try:
             with self._lock:
                 future = self._future
             if future is not None:
-                timed(future, patience, self._devices()).wait()
-            elif timeout is not None or self._on_cpu or not self._polls_on_host():
+                (future if patience is None else timed(future, patience, self._devices())).wait()
+            elif patience is not None and (timeout is not None or self._on_cpu or not self._polls_on_host()):
                 self._work.wait(patience)
             else:
                 self._work.wait()
@@ -135,7 +141,17 @@ class _ManagedWork(dist._Work):
         return time.monotonic() < deadline
 
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        """Orders the current accelerator stream behind the value; on a CPU this waits for it."""
+        """Orders the current accelerator stream behind the value; on a CPU this waits for it.
+
+        Another project's work may only order; where a future was asked for, that one tells when the value is final.
+        """
+        if self._future is not None and self._succeeded is None and self._orders_by_itself():
+            try:
+                self._work.block_current_stream()
+            except Exception as e:
+                self._end(e)
+            if self._work.is_completed() is not True:
+                return
         self.wait(timeout)
 
     def synchronize(self) -> None:
@@ -151,6 +167,11 @@ class _ManagedWork(dist._Work):
                 return self._future
             future: _ManagedFuture[object] = _ManagedFuture(weakref.ref(self))
             self._future = future
+            if self._succeeded is not None:
+                if self._mark is not None:
+                    self._mark.follow()  # the value may have been finished on another stream
+                future.set_result(self._value)
+                return future
 
         def complete(done: torch.futures.Future[object]) -> None:
             try:
@@ -161,12 +182,20 @@ class _ManagedWork(dist._Work):
                 self._end(None)
             future.set_result(self._value)
 
+        error: Optional[Exception] = None
         try:
-            # then, not add_done_callback: its callbacks run ordered behind the collective's own stream
-            timed(self._work.get_future(), self._manager._timeout, self._devices()).then(complete)
+            ended, patience = self._work.get_future(), self._patience()
+            if isinstance(ended, torch._C.Future):
+                if patience is not None:
+                    ended = timed(ended, patience, self._devices())
+                # then, not add_done_callback: its callbacks run ordered behind the collective's own stream
+                ended.then(complete)
+                return future
+            self._work.wait()  # a stand-in, whose future never ends
         except Exception as e:
-            self._end(e)
-            future.set_result(self._value)
+            error = e
+        self._end(error)
+        future.set_result(self._value)
         return future
 
     def _end(self, error: Optional[Exception]) -> bool:
@@ -178,7 +207,7 @@ class _ManagedWork(dist._Work):
                 error = self._finish()
             # Under the lock: whoever sees the outcome may rely on the Manager knowing of the error.
             if error is not None:
-                self._manager._report_collective_error(error)
+                self._report(error)
             if self._on_end is not None:
                 self._on_end()
             self._succeeded = error is None
@@ -200,6 +229,18 @@ class _ManagedWork(dist._Work):
         except Exception as e:
             return e
         return None
+
+    def _patience(self) -> Optional[timedelta]:
+        """The Manager's timeout; None: of a stand-in, which has none."""
+        timeout = getattr(self._manager, "_timeout", None)
+        return timeout if isinstance(timeout, timedelta) else None
+
+    def _orders_by_itself(self) -> bool:
+        """Whether the work has a ``block_current_stream`` of its own. PyTorch's needs CUDA, and torchft's waits."""
+        kind = type(self._work)
+        if self._devices() or kind.__module__.startswith("torchft."):
+            return False
+        return getattr(kind, "block_current_stream", None) is not dist._Work.block_current_stream
 
     def _polls_on_host(self) -> bool:
         """Whether a wait with a timeout may keep the host until the device has finished, as that of PyTorch's NCCL."""

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
+from torch.nn.parallel import DistributedDataParallel
 
 from torchft._torchft import ManagerClient, QuorumResult
 from torchft.checkpointing import CheckpointTransport
-from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager
-from torchft.process_group import ProcessGroup
+from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
+from torchft.process_group import ProcessGroup, ProcessGroupDummy
 from torchft.work import _DummyWork
 
 
@@ -253,3 +254,97 @@ def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns) -> 
     assert group.quorums == [1, 2]
     requests = [call.kwargs for call in stand_ins.client._quorum.call_args_list]
     assert [request["commit_failures"] for request in requests] == [0, 1, 0]  # the lighthouse then gives a new id
+
+
+# Works
+
+
+@pytest.fixture
+def reporting() -> MagicMock:
+    """A stand-in for a Manager that learns of failures."""
+    return create_autospec(Manager, instance=True)
+
+
+def failing(future: object) -> MagicMock:
+    work = create_autospec(dist._Work, instance=True)
+    work.wait.side_effect = RuntimeError("a peer failed")
+    work.get_future.return_value = future
+    return work
+
+
+def test_a_work_that_fails_is_reported(reporting: MagicMock) -> None:
+    work, value = failing(MagicMock()), torch.ones(1)
+    managed = _ManagedWork(reporting, work, value)
+    assert managed.wait() is False
+    reporting.report_error.assert_called_once_with(work.wait.side_effect)
+    assert managed.get_future().value() is value
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_hook_on_a_work_that_fails_gives_a_finished_future(reporting: MagicMock, waits: bool) -> None:
+    # Never completed: only a wait shows that the work has failed.
+    work = failing(torch.futures.Future[Any]() if waits else MagicMock())
+    futures = []
+
+    def reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        managed = _ManagedWork(reporting, work, bucket.buffer())
+        if waits:
+            assert not managed.wait()
+        futures.append(managed.get_future())
+        assert futures[-1].done()
+        return futures[-1]
+
+    model = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=ProcessGroupDummy(0, 1))
+    model.register_comm_hook(None, lambda state, bucket: reduce(bucket))
+    model(torch.ones(1, 2)).backward()
+    assert len(futures) == 1 and reporting.report_error.call_count == 1
+    assert [p.grad.tolist() for p in model.parameters() if p.grad is not None] == [[[1.0, 1.0]], [1.0]]
+
+
+class Later(dist._Work):
+    """A work that completes when a test says so, and can be ordered behind before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future = torch.futures.Future[Any]()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.future
+
+    def block_current_stream(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+
+def as_double(later: Later) -> Any:
+    work = create_autospec(dist._Work, instance=True)
+    work.get_future.return_value = later.future
+    return work
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_callback_runs_once_with_the_value(reporting: MagicMock, double: bool, fails: bool) -> None:
+    later, value, seen = Later(), torch.ones(1), []
+    work: Any = as_double(later) if double else later
+    managed = _ManagedWork(reporting, work, value)
+    managed.get_future().then(lambda done: seen.append(done.value()))
+    managed.block_current_stream()
+    assert not seen
+    if fails:
+        later.future.set_exception(RuntimeError("a peer failed"))
+    else:
+        later.future.set_result("another value")
+    assert len(seen) == 1 and seen[0] is value
+    assert managed.wait() is not fails and reporting.report_error.call_count == fails
+
+
+def test_what_is_finished_before_the_future_is_asked_for(reporting: MagicMock) -> None:
+    later, value, seen = Later(), torch.ones(1), []
+    managed = _ManagedWork(reporting, as_double(later), value)
+    managed.block_current_stream()
+    managed.get_future().then(lambda done: seen.append(done.value()))
+    later.future.set_result(None)
+    assert len(seen) == 1 and seen[0] is value

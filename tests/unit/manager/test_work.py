@@ -19,7 +19,7 @@ class Reports:
         self._timeout = timedelta(seconds=timeout)
         self.errors: list[Exception] = []
 
-    def _report_collective_error(self, e: Exception) -> None:
+    def report_error(self, e: Exception) -> None:
         self.errors.append(e)
 
 

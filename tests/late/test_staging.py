@@ -10,9 +10,10 @@ import torch
 
 from tests.late.observed import BLOCK, Observed, numbers, until
 from torchft.checkpointing import HTTPTransport
-from torchft.checkpointing._checkpoint import FULL, Checkpoint
+from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._staging import Staged
+from torchft.checkpointing._stock import FULL
 
 TIMEOUT = timedelta(seconds=20)
 

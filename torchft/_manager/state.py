@@ -6,10 +6,11 @@ from datetime import timedelta
 from typing import Any, Callable, Dict, NamedTuple, Optional, TypeVar
 
 from torchft.checkpointing._rwlock import RWLock
+from torchft.checkpointing._stock import MAIN_PARTS
 
 T = TypeVar("T")
 
-DEFAULT_KEY = "default"
+DEFAULT_KEY = MAIN_PARTS[0]
 
 
 class Position(NamedTuple):
@@ -60,7 +61,7 @@ class UserState:
             return {key: read() for key, read in self.read_fns.items()}
 
     def load(self, parts: dict[str, Any]) -> None:
-        """Loads all parts.
+        """Loads all parts, the main one by any of its names.
 
         Raises:
             RuntimeError: nothing is registered, or the source lacks a part that this group has.
@@ -68,11 +69,13 @@ class UserState:
         """
         if not self.load_fns:
             raise RuntimeError("there is nothing to load a peer's state with: call set_state_dict_fns first")
-        missing = sorted(self.load_fns.keys() - parts.keys())
+        main = next((key for key in MAIN_PARTS if key in parts), DEFAULT_KEY)
+        names = {key: main if key == DEFAULT_KEY else key for key in self.load_fns}
+        missing = sorted(key for key, name in names.items() if name not in parts)
         if missing:
             raise RuntimeError(f"the source's state lacks {missing}; it has {sorted(parts)}")
         for key, load in self.load_fns.items():
-            load(parts[key])
+            load(parts[names[key]])
 
     def allow_read(self) -> None:
         if not self._readable:

@@ -11,10 +11,8 @@ import torch.utils._pytree as pytree
 
 from torchft.checkpointing._encoding import Encoded, decode
 from torchft.checkpointing._handshake import pack_structure
+from torchft.checkpointing._stock import FULL, METADATA, with_main_parts
 from torchft.checkpointing._stream import Pickled, pickle_object, storage_bytes
-
-FULL = "full"
-METADATA = "metadata"
 
 
 class Checkpoint:
@@ -48,6 +46,7 @@ class Checkpoint:
     def _stock_streams(self) -> Dict[str, Pickled]:
         flats = [storage_bytes(storage) for storage in self.encoded.storages]
         state = decode(json.loads(self.encoded.structure), flats, "the state to send", trusted=True)
+        state = with_main_parts(state, self.num_chunks)
         streams = {FULL: pickle_object(state)}
         if self.num_chunks > 0:
             leaves, spec = pytree.tree_flatten(state)

@@ -12,7 +12,6 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 
 from torchft.addresses import host_port
-from torchft.checkpointing._checkpoint import FULL
 from torchft.checkpointing._encoding import Path, decode, flat_storage
 from torchft.checkpointing._handshake import DONE, Garbled, Structure, Ticket, parse_structure, read_frame
 from torchft.checkpointing._http_client import Answer, Refused, ask, describe
@@ -22,6 +21,7 @@ from torchft.checkpointing._memory import HostMemory, check_room
 from torchft.checkpointing._places import Places, local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Progress, summary
 from torchft.checkpointing._staging import copies_for
+from torchft.checkpointing._stock import FULL
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, Helper
 from torchft.http import _DeadlineSocket

@@ -9,8 +9,9 @@ import time
 from contextlib import contextmanager
 from typing import Counter, Iterator, List, Optional, Tuple
 
-from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
+from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._stock import FULL, METADATA
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Healing in the published format, seen from the target: one stream, or several with a part of the leaves each."""
+"""Healing in the published format: one stream, or several with a part of the leaves each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
-from torchft.checkpointing._checkpoint import FULL
 from torchft.checkpointing._http_client import Answer, describe, fetch
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import Home, read_object
@@ -17,7 +16,34 @@ from torchft.checkpointing.transport import CheckpointError
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+FULL = "full"
+METADATA = "metadata"
 _MAX_STREAMS = 16  # chunks that are fetched at once
+
+# Names of the main part of the user's state: the constructor's, and what a generation of the published package calls it
+# where set_state_dict_fns set it.
+MAIN_PARTS = ("default", "set_state_dict_fns")
+
+
+def with_main_parts(state: Any, num_chunks: int) -> Any:
+    """The state of a Manager with its main part under all names, so that a target of any generation finds it.
+
+    A stream has each storage once. So the leaves of a part are in the same chunks under all names: those that fill up
+    are ignored by the target, like every name that it does not know.
+    """
+    user = state.get("user") if isinstance(state, dict) else None
+    if not isinstance(user, dict):
+        return state
+    given = [key for key in MAIN_PARTS if key in user]
+    if len(given) != 1:
+        return state
+    parts = {key: part for key, part in user.items() if key not in given}
+    leaves = pytree.tree_structure(user[given[0]]).num_leaves
+    for key in (*given, *MAIN_PARTS):
+        if key not in parts:
+            parts[key] = user[given[0]]
+            parts[f"after {key}"] = [0] * (-leaves % max(1, num_chunks))
+    return {**state, "user": parts}
 
 
 def receive_stock(

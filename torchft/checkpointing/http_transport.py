@@ -13,7 +13,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 
 from torchft.addresses import announced_host
 from torchft.checkpointing import _lending
-from torchft.checkpointing._checkpoint import FULL, METADATA, Checkpoint
+from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
 from torchft.checkpointing._http_client import Answer, ask, describe
 from torchft.checkpointing._memory import available_memory
@@ -22,7 +22,7 @@ from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._places import moved_into
 from torchft.checkpointing._receive import Abandon, StockHomes, receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
-from torchft.checkpointing._stock import receive_stock
+from torchft.checkpointing._stock import FULL, METADATA, receive_stock
 from torchft.checkpointing._target import Target
 from torchft.checkpointing._token import accepts, checkpoint_token
 from torchft.checkpointing.transport import CheckpointTransport, Helper, Unsendable

@@ -17,6 +17,22 @@ def test_read_and_load_all_parts() -> None:
     assert loaded == {"model": 1, "data": 2}
 
 
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"default": 1}, 1),
+        ({"set_state_dict_fns": 2}, 2),
+        ({"default": 1, "set_state_dict_fns": 2}, 1),
+        ({"set_state_dict_fns": 2, "model": 3}, 2),
+    ],
+)
+def test_the_main_part_is_found_by_the_name_of_any_generation(parts: dict[str, int], expected: int) -> None:
+    state, loaded = UserState(timeout_sec=5), list[int]()
+    state.register("default", loaded.append, lambda: 1)
+    state.load(parts)
+    assert loaded == [expected]
+
+
 def test_key_twice() -> None:
     state = UserState(timeout_sec=5)
     state.register("model", print, dict)

@@ -139,7 +139,7 @@ def main() -> None:
 
     # Gone for the other groups before the evaluation, but not before every rank here has its quorum.
     dist.barrier()
-    manager.shutdown()
+    manager.shutdown(finished=not manager.draining())  # a group that was drained may come back
     pg.shutdown()
     dist.destroy_process_group()
 

@@ -109,7 +109,8 @@ def main() -> None:
     except TheEnd:
         pass
 
-    manager.shutdown()  # gone for the other groups before the evaluation
+    # Gone for the other groups before the evaluation. A group that was drained may come back.
+    manager.shutdown(finished=not manager.draining())
     pg.shutdown()
 
     diloco.restore_global_parameters()

@@ -351,6 +351,11 @@ class ManagerServer(_Server):
             security(),
         )
 
+    def _finish(self) -> None:
+        """Says, with ``shutdown``, that the training has ended on purpose."""
+        if self._handle:
+            self._go.pyapi_ManagerServerFinish(self._handle)
+
 
 class ManagerClient(_Native):
     """A rank's connection to the manager server of a replica group.

@@ -838,18 +838,23 @@ class Manager(Stateful):
         """Whether this group's gradients count in this step."""
         return self._current.participating_rank is not None and not self._current.healing
 
-    def shutdown(self, wait: bool = True) -> None:
+    def shutdown(self, wait: bool = True, finished: bool = False) -> None:
         """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.
 
         A group that is :meth:`draining`, and between two steps, stays until its peers have ended its last one as well.
 
         Args:
             wait: until all of it has ended.
+            finished: the training has ended on purpose, and is not to go on. When all groups of the last quorum say so,
+                the lighthouse forgets what step it had reached: the next training on its port is another one. A loop
+                that is preempted, or stops for a restart, must not say it.
         """
         if wait:
             self._leave()
         self._transport.shutdown(wait=wait)
         if self._manager is not None:
+            if finished:
+                self._manager._finish()
             self._manager.shutdown()
         self._server.close()  # ends the rounds, and the thread that waits for them
         if self._rounds is not None:

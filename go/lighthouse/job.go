@@ -220,6 +220,9 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.TurnAway:
 			j.greeting.turned = status.Error(codes.FailedPrecondition, a.Reason)
 		case quorum.Keep:
+			if a.Past.ID == 0 {
+				j.log.Info("torchft: the training has ended, as all of its groups said; what begins here next is another one")
+			}
 			j.keeper.keep(state{Job: j.name, Highest: a.Highest + stateAhead, Past: a.Past})
 		case quorum.Renew:
 			if n := j.streams.renew(); n > 0 {

@@ -318,7 +318,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Leaving:
 		return s.job.feed(quorum.Leaving{ReplicaID: s.replicaID})
 	case *torchftpb.MemberMessage_ShuttingDown:
-		return s.feed(quorum.ShuttingDown{ReplicaID: s.replicaID})
+		return s.feed(quorum.ShuttingDown{ReplicaID: s.replicaID, Finished: message.GetFinished()})
 	case *torchftpb.MemberMessage_Progress:
 		s.alive()
 		p := m.Progress

@@ -31,7 +31,7 @@ const (
 type state struct {
 	Job     string      `json:"job"`
 	Highest int64       `json:"highest"` // no id up to this one is given out again
-	Past    quorum.Past `json:"past"`
+	Past    quorum.Past `json:"past"`    // zero: the training ended on purpose
 }
 
 func (s state) encode() ([]byte, error) {
@@ -59,8 +59,14 @@ func decodeState(file []byte, job string) (s state, err error) {
 	if s.Job != job {
 		return s, fmt.Errorf("it is of job %q", s.Job)
 	}
+	if s.ended() {
+		return s, nil
+	}
 	return s, s.Past.Validate()
 }
+
+// ended reports whether the training has ended on purpose: there is no past to go on after.
+func (s state) ended() bool { return s.Highest > 0 && s.Past.ID == 0 && len(s.Past.Members) == 0 }
 
 // writeState replaces a file in one move: whoever reads it finds the one of before or this one, whole.
 func writeState(path string, s state) (err error) {
@@ -118,7 +124,9 @@ func (j *job) keep() {
 				"moved", os.Rename(k.path, aside) == nil)
 			break
 		}
-		j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
+		if !s.ended() {
+			j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
+		}
 		_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // an error is of the machine, and logged
 	}
 	j.keeper = k

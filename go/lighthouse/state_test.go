@@ -60,7 +60,7 @@ func FuzzState(f *testing.F) {
 	f.Add(text)
 	f.Add([]byte(stateMagic))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		if s, err := decodeState(text, "x"); err == nil && s.Past.Validate() != nil {
+		if s, err := decodeState(text, "x"); err == nil && !s.ended() && s.Past.Validate() != nil {
 			t.Error("an invalid state was read")
 		}
 	})
@@ -116,6 +116,23 @@ func TestALighthouseGoesOnAfterWhatIsOnDisk(t *testing.T) {
 		require.NoError(t, err)
 		return got.Past.ID == id && got.Past.Step == 100
 	}, time.Minute, 50*time.Millisecond)
+}
+
+func TestATrainingThatHasEndedOnPurposeIsNoPastOnDisk(t *testing.T) {
+	dir := t.TempDir()
+	s, log := startOn(t, dir)
+	before := s.testAsk(t, "a", 7)
+	require.NoError(t, s.jobs["default"].feed(quorum.ShuttingDown{ReplicaID: "a", Finished: true}))
+	assert.Contains(t, log.String(), "the training has ended, as all of its groups said")
+	assert.Empty(t, s.Status().Quorum)
+	s.Shutdown()
+
+	again, log := startOn(t, dir)
+	assert.Empty(t, again.Status().Quorum)
+	assert.NotContains(t, log.String(), "the job goes on")
+	after := again.testAsk(t, "b", 0)
+	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead, "an id was given out again")
+	assert.NotContains(t, log.String(), "THE JOB GOES BACK")
 }
 
 func TestWhatIsDamagedOnDiskIsSaidAndIgnored(t *testing.T) {

@@ -17,6 +17,21 @@ type Leaver interface {
 	Leave(ctx context.Context) error
 }
 
+// Finisher is a Membership that can be told that the training has ended on purpose.
+type Finisher interface {
+	// Finish makes the end of the membership say so. A lighthouse that hears it of all groups forgets the job's past.
+	Finish()
+}
+
+func (m *member) Finish() { m.finished.Store(true) }
+
+// Finish is for a group whose training has ended on purpose, before Shutdown.
+func (s *Server) Finish() {
+	if finisher, ok := s.membership.(Finisher); ok {
+		finisher.Finish()
+	}
+}
+
 func (m *member) Leave(ctx context.Context) error {
 	stream, client, _, err := m.connect(ctx)
 	if status.Code(err) == codes.Unimplemented {

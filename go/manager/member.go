@@ -249,7 +249,10 @@ func (m *member) sayEnd() {
 	said := make(chan struct{})
 	m.tasks.Go(func() {
 		defer close(said)
-		stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true}})
+		stream.send(&torchftpb.MemberMessage{
+			Finished: m.finished.Load(),
+			Message:  &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
+		})
 		select {
 		case <-stream.free:
 		case <-stream.ended:

@@ -21,6 +21,8 @@ type promise struct {
 	until atomic.Int64 // since birth, until when it asks no other lighthouse
 	left  atomic.Int64 // place, from 1, of the lighthouse that was told that the group leaves for good; 0: none
 	ends  atomic.Bool  // the group asks nobody any more
+
+	finished atomic.Bool // its training has ended on purpose
 }
 
 // bind makes a promise.

@@ -841,6 +841,28 @@ PyObject * _wrap__torchft_go_pyapi_ManagerSayRecovered(PyObject * PYBINDGEN_UNUS
 
 
 PyObject *
+_wrap__torchft_go_pyapi_ManagerServerFinish(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    bool retval;
+    int64_t handle;
+    const char *keywords[] = {"handle", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &handle)) {
+        return NULL;
+    }
+    retval = pyapi_ManagerServerFinish(handle);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_ManagerServerFinish(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_ManagerServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -1116,6 +1138,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_ManagerSayNonfinite", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayNonfinite, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayNonfinite(handle, groupRank)\n\ntype: handle: int64_t\ntype: groupRank: int64_t" },
     {(char *) "pyapi_ManagerSayProgress", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayProgress, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayProgress(handle, groupRank, waits, what)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: waits: bool\ntype: what: char *" },
     {(char *) "pyapi_ManagerSayRecovered", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSayRecovered, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSayRecovered(handle, groupRank, healed, quorumID, step, bytes, stepsLost, phases)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: healed: bool\ntype: quorumID: int64_t\ntype: step: int64_t\ntype: bytes: int64_t\ntype: stepsLost: int64_t\ntype: phases: char *" },
+    {(char *) "pyapi_ManagerServerFinish", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerFinish, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerFinish(handle)\n\ntype: handle: int64_t" },
     {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerSuspect", (PyCFunction) _wrap__torchft_go_pyapi_ManagerSuspect, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerSuspect(handle, quorumID, replicaID)\n\ntype: handle: int64_t\ntype: quorumID: int64_t\ntype: replicaID: char *" },
     {(char *) "pyapi_ManagerTrace", (PyCFunction) _wrap__torchft_go_pyapi_ManagerTrace, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerTrace(handle, traceparent)\n\ntype: handle: int64_t\ntype: traceparent: char *" },

@@ -465,6 +465,18 @@ func pyapi_ManagerSayRecovered(handle C.longlong, groupRank C.longlong, healed C
 	return boolGoToPy(cret)
 }
 
+//export pyapi_ManagerServerFinish
+func pyapi_ManagerServerFinish(handle C.longlong) C.char {
+	cret, __err := pyapi.ManagerServerFinish(int64(handle))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
+}
+
 //export pyapi_ManagerServerStart
 func pyapi_ManagerServerStart(replicaID *C.char, lighthouseAddr *C.char, hostname *C.char, bind *C.char, storeAddr *C.char, worldSize C.longlong, heartbeatIntervalUs C.longlong, connectTimeoutUs C.longlong, quorumRetries C.longlong, security *C.char) C.longlong {
 	cret, __err := pyapi.ManagerServerStart(C.GoString(replicaID), C.GoString(lighthouseAddr), C.GoString(hostname), C.GoString(bind), C.GoString(storeAddr), int64(worldSize), int64(heartbeatIntervalUs), int64(connectTimeoutUs), int64(quorumRetries), C.GoString(security))

@@ -108,6 +108,17 @@ func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int6
 	}), nil
 }
 
+// ManagerServerFinish is called before the server is released, where the training has ended on purpose.
+func ManagerServerFinish(handle int64) (found bool, err error) {
+	defer ops.Guard(&err)
+	server, err := ops.Get[*manager.Server](handle)
+	if err != nil {
+		return false, err
+	}
+	server.Finish()
+	return true, nil
+}
+
 // ManagerTrace is called before each quorum of a rank that traces, with the W3C trace context of the step, which its vote
 // goes on with as well.
 func ManagerTrace(handle int64, traceparent string) (found bool, err error) {

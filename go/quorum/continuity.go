@@ -34,7 +34,7 @@ func (m *Machine) greeted(e Greeted) []Action {
 		return []Action{TurnAway{e.ReplicaID, refusal}}
 	}
 	r := m.roster.beat(e.ReplicaID, m.now)
-	r.returned, r.ending = true, false
+	r.returned, r.ending, r.finished = true, false, false
 	m.list.back(e.ReplicaID)
 	if !m.list.listed() {
 		return []Action{m.welcome(r)}

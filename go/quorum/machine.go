@@ -111,10 +111,10 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		// It may still be needed in the step that it has ended, so it is no death before its connection has ended and the
 		// grace is over.
 		if r := m.roster.replicas[e.ReplicaID]; r != nil {
-			r.ending = true
+			r.ending, r.finished = true, e.Finished
 		}
 		m.over(e.ReplicaID, m.list.promised(e.ReplicaID, m.latestID()))
-		refused = append(refused, Release(e))
+		refused = append(append(refused, Release{e.ReplicaID}), m.finish()...)
 	case Lost:
 		// It is a suspect, and counts as alive until its grace is over: a short cut of the network must not cost a step. Its host
 		// is asked at once all the same, while its bond makes its end a vote.

@@ -114,6 +114,22 @@ func (m *memory) keep(fresh bool, now time.Time) []Action {
 	return []Action{Keep{p, m.highest}}
 }
 
+// finish forgets the past of a job whose training has ended on purpose, as every member of its latest quorum said: what begins
+// here next is another training, which loses nothing. The ids stay, since those of another training must not repeat them. One
+// member that only went away may come back, and its weights count. So may those of a quorum at another lighthouse of a list.
+func (m *Machine) finish() []Action {
+	if m.latest == nil || m.list.listed() || slices.ContainsFunc(m.members, func(r *replica) bool { return !r.finished }) {
+		return nil
+	}
+	for _, r := range m.members {
+		m.roster.setPrevious(r, false, m.now)
+	}
+	actions := m.drains.release()
+	m.memory = memory{highest: m.highest, recall: m.recall}
+	m.anew, m.suspicion, m.watch, m.behind = reconnect{}, suspicion{}, watch{}, time.Time{}
+	return append(actions, Keep{Highest: m.highest})
+}
+
 // recallPause is how long a member that was asked for a quorum may take before another one is.
 const recallPause = time.Second
 
@@ -242,6 +258,9 @@ func (m *memory) looking(listed bool, p Policy, now time.Time) bool {
 func (m *Machine) recalled(e Recalled) (actions []Action) {
 	p := e.Past
 	if p.Validate() != nil {
+		if e.From == "" && p.ID == 0 && len(p.Members) == 0 { // of a training that has ended
+			m.highest = max(m.highest, min(e.Highest, maxKnownID))
+		}
 		return nil
 	}
 	if _, in := slices.BinarySearchFunc(p.Members, e.From, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); e.From != "" && !in {

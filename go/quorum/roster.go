@@ -35,6 +35,7 @@ type replica struct {
 
 	draining string // who wants it to leave; empty if nobody does
 	ending   bool   // it said that its manager server ends
+	finished bool   // and that its training has, on purpose
 
 	out string // why it counts as dead until it asks again, whatever signs of life there are; empty if it does not
 }
@@ -240,7 +241,7 @@ func (s *roster) presume(id string, now time.Time) *replica {
 // ask lets a waiter wait for its member. Waiters of one replica_id share one membership.
 func (s *roster) ask(e Asked, now time.Time) {
 	r := s.beat(e.Member.ReplicaID, now)
-	r.number, r.address, r.ending = max(r.number, e.Number), e.Member.Address, false
+	r.number, r.address, r.ending, r.finished = max(r.number, e.Number), e.Member.Address, false, false
 	s.waiters[e.Waiter] = r
 	s.update(r, now, func() {
 		r.out = ""

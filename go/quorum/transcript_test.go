@@ -176,7 +176,7 @@ func (r *scribe) run(words []string) []string {
 	case "leaving":
 		return r.step(Leaving{ReplicaID: args[0]})
 	case "shutdown":
-		return r.step(ShuttingDown{ReplicaID: args[0]})
+		return r.step(ShuttingDown{ReplicaID: args[0], Finished: slices.Contains(args, "finished")})
 	case "slept":
 		r.now = r.now.Add(transcript.Duration(r.t, args[0]))
 		return r.step(Slept{For: transcript.Duration(r.t, args[0])})
@@ -267,6 +267,10 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("what do they do? %v", a.ReplicaIDs))
 		case Drain:
 			answers = append(answers, fmt.Sprintf("tell %s to leave: %s", a.ReplicaID, a.Reason))
+		case Keep:
+			if a.Past.ID == 0 {
+				answers = append(answers, fmt.Sprintf("the past is forgotten, but for quorum ids up to %d", a.Highest))
+			}
 		case Release:
 			answers = append(answers, a.ReplicaID+" may go")
 		case Wake:

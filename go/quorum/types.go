@@ -102,7 +102,10 @@ type (
 	// Leaving: a member has ended its last step, and takes part in nothing more.
 	Leaving struct{ ReplicaID string }
 	// ShuttingDown: the manager server of a member ends, as the member wants it. The end of its stream is no failure then.
-	ShuttingDown struct{ ReplicaID string }
+	ShuttingDown struct {
+		ReplicaID string
+		Finished  bool // its training has ended on purpose: it is neither preempted nor to be started again
+	}
 	// Slept: the lighthouse itself stood still for a time, in which it heard nobody.
 	Slept struct{ For time.Duration }
 	// Woken: the time of the latest Wake has come.
@@ -191,7 +194,7 @@ type (
 	Waived struct{ ReplicaID, By string }
 	// Keep is what a lighthouse that starts anew would have to know of the job, to be written to a disk.
 	Keep struct {
-		Past    Past
+		Past    Past  // zero: the training has ended, and only the ids are to be kept
 		Highest int64 // no id up to this one may be given out again
 	}
 	// Regressed reports a quorum whose steps are below those that the job had reached.

@@ -2010,7 +2010,8 @@ type MemberMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The newest stamp that the lighthouse sent on this stream: the member asks no other lighthouse before Welcome.bond_us have
 	// passed since it received that one, or the lighthouse has let it go.
-	Stamp uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	Stamp    uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	Finished bool   `protobuf:"varint,51,opt,name=finished,proto3" json:"finished,omitempty"` // with shutting_down: the training has ended on purpose, and this group needs its past no more
 	// Types that are valid to be assigned to Message:
 	//
 	//	*MemberMessage_Greeting
@@ -2066,6 +2067,13 @@ func (x *MemberMessage) GetStamp() uint64 {
 		return x.Stamp
 	}
 	return 0
+}
+
+func (x *MemberMessage) GetFinished() bool {
+	if x != nil {
+		return x.Finished
+	}
+	return false
 }
 
 func (x *MemberMessage) GetMessage() isMemberMessage_Message {
@@ -3356,9 +3364,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xb7\x04\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xd3\x04\n" +
 	"\rMemberMessage\x12\x14\n" +
-	"\x05stamp\x182 \x01(\x04R\x05stamp\x12/\n" +
+	"\x05stamp\x182 \x01(\x04R\x05stamp\x12\x1a\n" +
+	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
 	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x19\n" +
 	"\agive_up\x18\x03 \x01(\x04H\x00R\x06giveUp\x12\x16\n" +

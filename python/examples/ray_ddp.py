@@ -181,7 +181,7 @@ def train(steps: int, journal: Any) -> str:
                 group=group, rank=rank, step=manager.current_step(), participants=participants, healing=healing
             )
     dist.barrier()
-    manager.shutdown()
+    manager.shutdown(finished=True)
     pg.shutdown()
     dist.destroy_process_group()
     return sha256_of(net)

@@ -395,3 +395,30 @@ def test_a_step_is_replayed_where_all_groups_announce_it(
     asking = [partial(ask, two.client(i), step=5, replays_failed_steps=announced[i]) for i in range(2)]
     results = [f.result() for f in two.together(*asking)]
     assert [result.replay for result in results] == [replay, replay]
+
+
+def latest(groups: Groups) -> tuple[int, int]:
+    """The quorum that the lighthouse goes on after, and the step that the job has reached; 0 without one."""
+    with urllib.request.urlopen(f"{groups.lighthouse.address()}/status", timeout=10) as answer:
+        status = json.load(answer)
+    return status["quorum_id"], status["max_step"]
+
+
+@pytest.mark.parametrize("finished", [2, 1, 0])
+def test_a_training_that_ended_on_purpose_is_forgotten(groups: Callable[..., Groups], finished: int) -> None:
+    g = groups(2)
+    clients = [g.client(0), g.client(1)]
+    before = g.together(*[partial(ask, client, step=7) for client in clients])[0].result()
+    for number, server in enumerate(g.servers):
+        if number < finished:
+            server._finish()
+        server.shutdown()
+        server._finish()  # too late, and no error
+    if finished < 2:
+        assert latest(g) == (before.quorum_id, 7)
+        return
+    assert latest(g) == (0, 0)
+    g.servers = [g.server("other0"), g.server("other1")]
+    clients = [g.client(0), g.client(1)]
+    after = g.together(*[partial(ask, client, step=0) for client in clients])[0].result()
+    assert after.quorum_id > before.quorum_id and after.max_step == 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from torchft._torchft import ManagerClient, QuorumResult
+from torchft._torchft import ManagerClient, ManagerServer, QuorumResult
 from torchft.checkpointing import CheckpointTransport
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
 from torchft.process_group import ProcessGroup, ProcessGroupDummy
@@ -124,6 +124,15 @@ def test_steps_with_a_stand_in_of_a_client(stand_ins: StandIns, use_async_quorum
         assert tensor.tolist() == [2.0]
         assert manager.should_commit() and manager.errored() is None
         assert manager.current_step() == step + 1
+
+
+@pytest.mark.parametrize(("how", "said"), [({}, 0), ({"wait": False}, 0), ({"finished": True}, 1)])
+def test_only_a_training_that_ended_on_purpose_says_so(stand_ins: StandIns, how: dict[str, bool], said: int) -> None:
+    manager = stand_ins.manager()
+    manager._manager = server = create_autospec(ManagerServer, instance=True)
+    manager.shutdown(**how)
+    assert server._finish.call_count == said
+    server.shutdown.assert_called_once_with()
 
 
 def test_a_heal_by_published_fields(stand_ins: StandIns) -> None:

@@ -20,8 +20,8 @@ FULL = "full"
 METADATA = "metadata"
 _MAX_STREAMS = 16  # chunks that are fetched at once
 
-# Names of the main part of the user's state: the constructor's, and what a generation of the published package calls it
-# where set_state_dict_fns set it.
+# Names of the main part of the user's state: the constructor's, and what the published package (measured: 0.2.0 and a
+# nightly of 2026-10-26) calls it where set_state_dict_fns set it.
 MAIN_PARTS = ("default", "set_state_dict_fns")
 
 

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"strings"
 	"time"
 )
 
@@ -406,7 +405,7 @@ func (m *Machine) pick(d decision) (in []*replica, changed bool) {
 			in = append(in, r)
 		}
 	}
-	slices.SortFunc(in, func(a, b *replica) int { return strings.Compare(a.id, b.id) })
+	slices.SortFunc(in, byID)
 	return in, true
 }
 

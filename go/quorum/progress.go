@@ -2,6 +2,7 @@ package quorum
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"time"
 )
@@ -51,8 +52,15 @@ type verdict struct {
 	evict bool // it counts as dead until it asks again
 }
 
-func evicted(r *replica, found []verdict) bool {
-	return slices.ContainsFunc(found, func(v verdict) bool { return v.evict && v.replica == r })
+// evicted are those of whom some verdicts say so.
+func evicted(found []verdict) map[*replica]bool {
+	out := map[*replica]bool{}
+	for _, v := range found {
+		if v.evict {
+			out[v.replica] = true
+		}
+	}
+	return out
 }
 
 // next begins a step. The first quorum of a set of members tells nothing of how long a step takes.
@@ -89,6 +97,13 @@ func (w *watch) progressed(e Progressed, now time.Time) {
 	}
 }
 
+// answer is what a member said since it was asked.
+func (w *watch) answer(r *replica) (p Progress, said bool) {
+	r.looks++
+	p, said = w.said[r.id]
+	return p, said
+}
+
 // overdue looks at a step that takes too long. told: its members know already that one of them is gone.
 func (w *watch) overdue(p Policy, q *Quorum, members []*replica, told bool, now time.Time) (actions []Action, found []verdict) {
 	if q == nil {
@@ -111,8 +126,9 @@ func (w *watch) overdue(p Policy, q *Quorum, members []*replica, told bool, now 
 	}
 	if w.askedAt.IsZero() || age >= patience && now.Sub(w.askedAt) >= answers {
 		var ask []string
+		out := evicted(found)
 		for _, r := range members {
-			if r.alive() && !r.waiting() && !evicted(r, found) {
+			if r.alive() && !r.waiting() && !out[r] {
 				ask = append(ask, r.id)
 			}
 		}
@@ -128,15 +144,16 @@ func (w *watch) overdue(p Policy, q *Quorum, members []*replica, told bool, now 
 // the lighthouse that gave it. Nobody is stalled, and none of them would go on before the timeout of a collective. The
 // peers are told that they wait in vain, and all meet in the next quorum.
 func (w *watch) parted(members []*replica, found []verdict) []verdict {
-	for _, r := range members {
-		if !r.waiting() {
-			continue
+	reached, out := int64(math.MinInt64), evicted(found) // the latest step in which a peer waits
+	for _, peer := range members {
+		if p, said := w.answer(peer); said && p.Waits && peer.alive() && !peer.waiting() && !out[peer] {
+			reached = max(reached, p.Step)
 		}
-		for _, peer := range members {
-			if p, said := w.said[peer.id]; said && p.Waits && p.Step >= r.member().Step && peer.alive() && !peer.waiting() && !evicted(peer, found) {
-				reason := fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it", r.member().Step)
-				return []verdict{{death: death{r, Parted, reason}}}
-			}
+	}
+	for _, r := range members {
+		if r.waiting() && r.member().Step <= reached {
+			reason := fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it", r.member().Step)
+			return []verdict{{death: death{r, Parted, reason}}}
 		}
 	}
 	return nil
@@ -144,7 +161,7 @@ func (w *watch) parted(members []*replica, found []verdict) []verdict {
 
 func (w *watch) allSaid(members []*replica) bool {
 	for _, r := range members {
-		if _, said := w.said[r.id]; !said && r.alive() && !r.waiting() {
+		if _, said := w.answer(r); !said && r.alive() && !r.waiting() {
 			return false
 		}
 	}
@@ -155,7 +172,7 @@ func (w *watch) allSaid(members []*replica) bool {
 func (w *watch) name(p Policy, quorumID int64, members []*replica, age, patience time.Duration, now time.Time) (actions []Action, found []verdict) {
 	waiting := 0
 	for _, r := range members {
-		if r.alive() && (r.waiting() || w.said[r.id].Waits) {
+		if said, _ := w.answer(r); r.alive() && (r.waiting() || said.Waits) {
 			waiting++
 		}
 	}
@@ -163,7 +180,7 @@ func (w *watch) name(p Policy, quorumID int64, members []*replica, age, patience
 		return nil, nil // nobody is held up
 	}
 	for _, r := range members {
-		said, answered := w.said[r.id]
+		said, answered := w.answer(r)
 		if !r.alive() || r.waiting() || said.Waits {
 			continue
 		}

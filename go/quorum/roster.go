@@ -4,6 +4,7 @@ import (
 	"container/list"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -38,6 +39,8 @@ type replica struct {
 	finished bool   // and that its training has, on purpose
 
 	out string // why it counts as dead until it asks again, whatever signs of life there are; empty if it does not
+
+	looks int // how often it was looked at: a test checks how that grows with the members
 }
 
 type request struct {
@@ -47,9 +50,23 @@ type request struct {
 	tells  bool  // it answers a Recall
 }
 
-func (r *replica) alive() bool     { return r.pulse != nil && r.out == "" }
-func (r *replica) waiting() bool   { return len(r.requests) > 0 }
+func (r *replica) alive() bool {
+	r.looks++
+	return r.pulse != nil && r.out == ""
+}
+
+func (r *replica) waiting() bool {
+	r.looks++
+	return len(r.requests) > 0
+}
+
 func (r *replica) candidate() bool { return r.alive() && r.waiting() }
+
+// byID is the order of members.
+func byID(a, b *replica) int {
+	a.looks++
+	return strings.Compare(a.id, b.id)
+}
 
 // member is what the newest request says. The replica must wait.
 func (r *replica) member() *Member { return &r.newest().member }

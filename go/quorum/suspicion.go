@@ -39,9 +39,16 @@ func (s *suspicion) report(by, suspect string) bool {
 
 // look returns on which of a quorum's members to check now that one of them has reported a suspect.
 func (s *suspicion) look(q *Quorum, members []*replica, suspect string) (actions []Action) {
-	few := len(members)-len(s.accused) <= mostChecks
-	for i, r := range members {
-		if (few || r.id == suspect) && s.due(r, len(members)-1) {
+	from, to := 0, len(members)
+	if len(members)-len(s.accused) > mostChecks { // only the one that was named: all report, and none may look at all
+		at, in := q.at(suspect)
+		if !in {
+			return nil
+		}
+		from, to = at, at+1
+	}
+	for i := from; i < to; i++ {
+		if r := members[i]; s.due(r, len(members)-1) {
 			s.checked[r.id] = true
 			actions = append(actions, Check{ReplicaID: r.id, Address: q.Members[i].Address, QuorumID: q.ID})
 		}

@@ -1,0 +1,163 @@
+package quorum
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// crowd is a job of many members that has had its first quorum.
+type crowd struct {
+	ring
+	ids []string
+	was int
+}
+
+func newCrowd(t testing.TB, n int, policy Policy) *crowd {
+	c := &crowd{ring: ring{now: epoch, machine: NewMachine(policy, epoch)}, ids: make([]string, n)}
+	for i := range c.ids {
+		c.ids[i] = fmt.Sprintf("%06d", (i*7919)%n) // they come in no order
+	}
+	for i, id := range c.ids {
+		actions := c.ask(Member{ReplicaID: id, Address: "http://" + id, Step: 1})
+		if i == n-1 {
+			require.IsType(t, Deliver{}, actions[0])
+		}
+	}
+	return c
+}
+
+func (c *crowd) step(event Event) []Action { return c.machine.Step(event, c.now) }
+
+// looks is how often the machine looked at a replica since the last call.
+func (c *crowd) looks() int {
+	sum := 0
+	for _, r := range c.machine.roster.replicas {
+		sum += r.looks
+	}
+	defer func() { c.was = sum }()
+	return sum - c.was
+}
+
+// patient lets nobody be missed who says nothing.
+func patient(n int) Policy {
+	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: time.Hour, SuspectGrace: time.Hour, StalledAfter: time.Second}
+}
+
+// burst is something that all members of a job, or half of them, do at once.
+type burst struct {
+	name   string
+	policy func(n int) Policy
+	before func(c *crowd) // is not counted
+	run    func(t testing.TB, c *crowd)
+}
+
+// half lets every other member ask at a step, and time pass until the others are asked what they do.
+func half(step int64) func(c *crowd) {
+	return func(c *crowd) {
+		for i := 0; i < len(c.ids); i += 2 {
+			c.ask(Member{ReplicaID: c.ids[i], Address: "http://" + c.ids[i], Step: step})
+		}
+		c.now = c.now.Add(2 * time.Second)
+		c.step(Tick{})
+	}
+}
+
+// others lets those who do not wait say what they do.
+func (c *crowd) others(p Progress) {
+	for i := 1; i < len(c.ids); i += 2 {
+		c.step(Progressed{ReplicaID: c.ids[i], Progress: p})
+	}
+}
+
+var bursts = []burst{
+	{"round", patient, func(*crowd) {}, func(t testing.TB, c *crowd) {
+		for i, id := range c.ids {
+			actions := c.ask(Member{ReplicaID: id, Address: "http://" + id, Step: 2})
+			assert.Equal(t, i == len(c.ids)-1, len(actions) > 0)
+		}
+	}},
+	{"beats", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
+		for _, id := range c.ids {
+			c.step(Beat{ReplicaID: id})
+		}
+	}},
+	{"a tick while half wait for the others", patient, func(c *crowd) {
+		half(3)(c)
+		c.others(Progress{Step: 2, Waits: true})
+	}, func(t testing.TB, c *crowd) { assert.Empty(t, c.step(Tick{})) }},
+	{"a tick that ejects half", func(n int) Policy {
+		p := patient(n)
+		p.EjectStalledAfter = time.Second
+		return p
+	}, func(c *crowd) {
+		half(3)(c)
+		c.others(Progress{Step: 2, For: time.Hour})
+	}, func(t testing.TB, c *crowd) { assert.Greater(t, len(c.step(Tick{})), len(c.ids)/2) }},
+	{"reports", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
+		for _, id := range c.ids {
+			c.step(Suspected{Reporter: id, Suspect: c.ids[0], QuorumID: c.machine.latestID()})
+		}
+	}},
+	{"broken streams", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
+		for _, id := range c.ids {
+			c.step(Lost{ReplicaID: id})
+		}
+	}},
+	{"greetings", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
+		for _, id := range c.ids {
+			c.step(Greeted{ReplicaID: id, KnownQuorumID: c.machine.latestID()})
+		}
+	}},
+	{"ends", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
+		for _, id := range c.ids {
+			c.step(ShuttingDown{ReplicaID: id})
+			c.step(Lost{ReplicaID: id})
+			c.step(Ended{ReplicaID: id})
+		}
+	}},
+	{"describe", patient, half(3), func(t testing.TB, c *crowd) {
+		assert.Len(t, c.machine.Describe(c.now).Members, len(c.ids))
+	}},
+}
+
+func (b burst) start(t testing.TB, n int) *crowd {
+	c := newCrowd(t, n, b.policy(n))
+	b.before(c)
+	return c
+}
+
+// What all members do at once costs the machine as much as there are members, or a little more, and never their square.
+func TestNothingGrowsWithTheSquareOfTheMembers(t *testing.T) {
+	for _, b := range bursts {
+		t.Run(b.name, func(t *testing.T) {
+			looks := func(n int) int {
+				c := b.start(t, n)
+				c.looks()
+				b.run(t, c)
+				return c.looks()
+			}
+			few, many := looks(100), looks(1000)
+			assert.LessOrEqual(t, many, 20*max(few, 100), "looks at replicas: %d with 100 members, %d with 1,000", few, many)
+		})
+	}
+}
+
+// BenchmarkBurst is what TestNothingGrowsWithTheSquareOfTheMembers counts, by the clock.
+func BenchmarkBurst(b *testing.B) {
+	for _, burst := range bursts {
+		for _, n := range []int{100, 1000, 10000} {
+			b.Run(fmt.Sprintf("%s/members=%d", burst.name, n), func(b *testing.B) {
+				for b.Loop() {
+					b.StopTimer()
+					c := burst.start(b, n)
+					b.StartTimer()
+					burst.run(b, c)
+				}
+			})
+		}
+	}
+}

@@ -294,6 +294,7 @@ func (m *Machine) decide(t tally, now time.Time) (d decision, in []*replica, cha
 
 // forbid refuses all who would go on below the job's step.
 func (m *Machine) forbid(d decision, in []*replica) (actions []Action) {
+	slices.SortFunc(in, byID)
 	for _, r := range in {
 		for _, w := range r.waiters(func(request) bool { return true }) {
 			m.roster.giveUp(w, m.now)
@@ -333,6 +334,9 @@ func (m *Machine) wake() []Action {
 // deliver makes the quorum that was decided and answers everybody in it.
 func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	failing := ""
+	if changed {
+		slices.SortFunc(in, byID)
+	}
 	q := &Quorum{Members: make([]Member, len(in)), Created: m.now, Base: m.base(in, changed)}
 	m.step = 0
 	for i, r := range in {
@@ -393,7 +397,8 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	return actions
 }
 
-// pick returns the replicas of the quorum in order, and whether they differ from the latest one's.
+// pick returns the replicas of the quorum, and whether they differ from the latest one's: if not they are in order. Most that are
+// picked are not delivered (an event of a member each, while the others have the time to come), so only those that are get sorted.
 func (m *Machine) pick(d decision) (in []*replica, changed bool) {
 	t := d.tally
 	if d.eligible() == t.previous && t.previousCandidates == t.previous {
@@ -405,7 +410,6 @@ func (m *Machine) pick(d decision) (in []*replica, changed bool) {
 			in = append(in, r)
 		}
 	}
-	slices.SortFunc(in, byID)
 	return in, true
 }
 

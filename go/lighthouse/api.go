@@ -115,7 +115,7 @@ func (j *job) drain(replicaID, why string) error {
 	if j.closed {
 		return errShutdown
 	}
-	if j.streams.of[replicaID] == 0 {
+	if len(j.streams.of[replicaID]) == 0 {
 		return errNoStream
 	}
 	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Drained, Left: []string{replicaID}, Reason: why})

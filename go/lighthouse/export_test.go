@@ -21,7 +21,7 @@ func (s *Server) Streams() int {
 	j := s.defaultJob()
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return len(j.streams.open)
+	return j.streams.open
 }
 
 func (s *Server) defaultJob() *job {

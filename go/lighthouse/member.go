@@ -40,72 +40,6 @@ const (
 
 var errStale = status.Error(codes.Unavailable, "another lighthouse was asked, or is to be asked, in the meantime: begin a stream anew")
 
-// streams are the open ones. The job's lock guards them.
-type streams struct {
-	open map[*stream]struct{}
-	of   map[string]int // how many a member has: more than one while it replaces one that is half dead
-}
-
-func (s *streams) add(one *stream) {
-	if s.open == nil {
-		s.open, s.of = map[*stream]struct{}{}, map[string]int{}
-	}
-	s.open[one] = struct{}{}
-	s.of[one.replicaID]++
-}
-
-// remove reports whether it was the last of its member.
-func (s *streams) remove(one *stream) bool {
-	delete(s.open, one)
-	if s.of[one.replicaID]--; s.of[one.replicaID] > 0 {
-		return false
-	}
-	delete(s.of, one.replicaID)
-	return true
-}
-
-// renew ends all streams, and returns how many: their members learn of the new term on the next ones.
-func (s *streams) renew() int {
-	for one := range s.open {
-		one.stale = true
-		one.post(outgoing{closing: true})
-	}
-	return len(s.open)
-}
-
-// goBack sends all members to an earlier lighthouse.
-func (s *streams) goBack(place int) {
-	for one := range s.open {
-		one.stale = true
-		one.post(outgoing{goBack: &torchftpb.LighthouseMessage_GoBack{GoBack: uint32(place)}})
-	}
-}
-
-// recall asks a member for the quorum that it knows.
-func (s *streams) recall(replicaID string, quorumID int64) {
-	for one := range s.open {
-		if one.replicaID == replicaID {
-			one.post(outgoing{recall: quorumID})
-		}
-	}
-}
-
-// tell says something to one member, on all the streams that it has.
-func (s *streams) tell(replicaID string, message *torchftpb.LighthouseMessage) {
-	word := wordOf(message)
-	for one := range s.open {
-		if one.replicaID == replicaID {
-			one.post(outgoing{news: word})
-		}
-	}
-}
-
-func (s *streams) close() {
-	for one := range s.open {
-		one.post(outgoing{closing: true})
-	}
-}
-
 // stream is one member's, while it lasts. It costs one goroutine, and another one while it sends.
 type stream struct {
 	job       *job
@@ -234,7 +168,7 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	})
 	job.greeting = nil
 	if err = errors.Join(err, s.turned); err != nil {
-		if _, open := job.streams.open[s]; open { // the machine failed after it had welcomed it
+		if job.streams.has(s) { // the machine failed after it had welcomed it
 			job.streams.remove(s)
 		}
 	}

@@ -92,8 +92,8 @@ func (j *job) tell(now time.Time) {
 	})...)
 	j.record(now, dashboard.MemberFailed, failed)
 	j.record(now, dashboard.MemberEnded, ended)
-	j.news.next = now.Add(time.Duration(len(j.streams.open)) * tellPause)
-	for one := range j.streams.open {
+	j.news.next = now.Add(time.Duration(j.streams.open) * tellPause)
+	for one := range j.streams.all() {
 		one.post(outgoing{news: messages})
 	}
 }

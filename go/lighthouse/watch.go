@@ -26,11 +26,9 @@ const checkTime = time.Second
 func (j *job) check(p quorum.Check) {
 	var streams []*stream
 	var before []int64
-	for one := range j.streams.open {
-		if one.replicaID == p.ReplicaID {
-			streams, before = append(streams, one), append(before, one.heard.Load())
-			one.post(outgoing{news: wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}})})
-		}
+	for one := range j.streams.each(p.ReplicaID) {
+		streams, before = append(streams, one), append(before, one.heard.Load())
+		one.post(outgoing{news: wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}})})
 	}
 	rpc.Go(&j.server.tasks, j.log, "check", func() {
 		var reached bool
@@ -99,18 +97,12 @@ func (j *job) connect(address string) error {
 
 // askProgress asks members what they do. The caller holds mu.
 func (j *job) askProgress(ids []string, now time.Time) {
-	asked := map[string]bool{}
-	for _, id := range ids {
-		asked[id] = true
-	}
 	word := wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}})
-	for one := range j.streams.open {
-		if asked[one.replicaID] {
+	for _, id := range ids {
+		for one := range j.streams.each(id) {
 			one.post(outgoing{news: word})
 		}
-	}
-	for _, id := range ids {
-		if j.streams.of[id] == 0 {
+		if len(j.streams.of[id]) == 0 {
 			// A peer of the published package cannot say what it does: it gets the benefit of the doubt.
 			j.machine.Step(quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}, now) // of the same time: there is nothing else to do about it
 		}

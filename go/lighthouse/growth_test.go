@@ -1,0 +1,114 @@
+package lighthouse
+
+import (
+	"fmt"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// crowd is a job with the streams of many members, which nobody reads.
+func crowd(n int) (*job, []*stream) {
+	cfg := DefaultConfig()
+	cfg.MinReplicas, cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = n, time.Hour, time.Hour, time.Hour
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	s := &Server{cfg: cfg.withDefaults(), log: cfg.Logger, stop: make(chan struct{}), jobs: map[string]*job{}}
+	j := newJob(s, "crowd")
+	all := make([]*stream, n)
+	for i := range all {
+		one := &stream{job: j, replicaID: fmt.Sprintf("%06d", i), sending: true}
+		j.greeting, all[i] = one, one
+		_ = j.feed(quorum.Greeted{ReplicaID: one.replicaID})
+	}
+	for i, one := range all {
+		_, _, _ = j.ask(quorum.Asked{Member: quorum.Member{ReplicaID: one.replicaID}, Number: uint64(i + 1)})
+	}
+	return j, all
+}
+
+// shutDown ends a crowd.
+func (j *job) shutDown() {
+	j.close(errShutdown)
+	j.server.tasks.Wait()
+}
+
+// bursts are what all members of a job do at once.
+var bursts = []struct {
+	name string
+	run  func(j *job, all []*stream)
+}{
+	{"end", func(j *job, all []*stream) {
+		for _, one := range all {
+			_ = j.feed(quorum.ShuttingDown{ReplicaID: one.replicaID})
+		}
+		for _, one := range all {
+			j.mu.Lock()
+			if j.streams.remove(one) {
+				_ = j.step(quorum.Lost{ReplicaID: one.replicaID})
+			}
+			j.mu.Unlock()
+		}
+	}},
+	{"drain", func(j *job, all []*stream) {
+		for _, one := range all {
+			_ = j.drain(one.replicaID, "maintenance")
+		}
+	}},
+	{"recall", func(j *job, all []*stream) {
+		for i, one := range all {
+			j.mu.Lock()
+			j.streams.recall(one.replicaID, int64(i))
+			j.mu.Unlock()
+		}
+	}},
+	{"tell", func(j *job, all []*stream) {
+		for _, one := range all {
+			j.mu.Lock()
+			j.streams.tell(one.replicaID, &torchftpb.LighthouseMessage{})
+			j.mu.Unlock()
+		}
+	}},
+}
+
+// The end of a large job must not stop the others: what all members do at once visits each stream a few times, and not all
+// streams for each member.
+func TestNothingGrowsWithTheSquareOfTheStreams(t *testing.T) {
+	for _, b := range bursts {
+		t.Run(b.name, func(t *testing.T) {
+			visits := func(n int) int {
+				j, all := crowd(n)
+				defer j.shutDown()
+				before := j.streams.visited
+				b.run(j, all)
+				return j.streams.visited - before
+			}
+			few, many := visits(100), visits(1000)
+			assert.Positive(t, few)
+			assert.LessOrEqual(t, many, 20*few, "visits of streams: %d with 100 members, %d with 1,000", few, many)
+		})
+	}
+}
+
+// BenchmarkBurst is what TestNothingGrowsWithTheSquareOfTheStreams counts, by the clock.
+func BenchmarkBurst(b *testing.B) {
+	for _, burst := range bursts {
+		for _, n := range []int{100, 1000, 10000} {
+			b.Run(fmt.Sprintf("%s/members=%d", burst.name, n), func(b *testing.B) {
+				for b.Loop() {
+					b.StopTimer()
+					j, all := crowd(n)
+					b.StartTimer()
+					burst.run(j, all)
+					b.StopTimer()
+					j.shutDown()
+					b.StartTimer()
+				}
+			})
+		}
+	}
+}

@@ -1,0 +1,104 @@
+package lighthouse
+
+import (
+	"iter"
+	"slices"
+
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// streams are the open ones, by member. The job's lock guards them.
+type streams struct {
+	of      map[string][]*stream // more than one while a member replaces one that is half dead
+	open    int
+	visited int // streams, in all: a test checks how that grows
+}
+
+func (s *streams) add(one *stream) {
+	if s.of == nil {
+		s.of = map[string][]*stream{}
+	}
+	s.of[one.replicaID] = append(s.of[one.replicaID], one)
+	s.open++
+}
+
+// has reports whether a stream is open.
+func (s *streams) has(one *stream) bool { return slices.Contains(s.of[one.replicaID], one) }
+
+// remove reports whether it was the last of its member.
+func (s *streams) remove(one *stream) bool {
+	left := s.of[one.replicaID]
+	if i := slices.Index(left, one); i >= 0 {
+		left = slices.Delete(left, i, i+1)
+		s.open--
+	}
+	if len(left) > 0 {
+		s.of[one.replicaID] = left
+		return false
+	}
+	delete(s.of, one.replicaID)
+	return true
+}
+
+// all are the streams of all members.
+func (s *streams) all() iter.Seq[*stream] {
+	return func(yield func(*stream) bool) {
+		for id := range s.of {
+			for one := range s.each(id) {
+				if !yield(one) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// each are the streams of one member.
+func (s *streams) each(replicaID string) iter.Seq[*stream] {
+	return func(yield func(*stream) bool) {
+		for _, one := range s.of[replicaID] {
+			s.visited++
+			if !yield(one) {
+				return
+			}
+		}
+	}
+}
+
+// renew ends all streams, and returns how many: their members learn of the new term on the next ones.
+func (s *streams) renew() int {
+	for one := range s.all() {
+		one.stale = true
+		one.post(outgoing{closing: true})
+	}
+	return s.open
+}
+
+// goBack sends all members to an earlier lighthouse.
+func (s *streams) goBack(place int) {
+	for one := range s.all() {
+		one.stale = true
+		one.post(outgoing{goBack: &torchftpb.LighthouseMessage_GoBack{GoBack: uint32(place)}})
+	}
+}
+
+// recall asks a member for the quorum that it knows.
+func (s *streams) recall(replicaID string, quorumID int64) {
+	for one := range s.each(replicaID) {
+		one.post(outgoing{recall: quorumID})
+	}
+}
+
+// tell says something to one member, on all the streams that it has.
+func (s *streams) tell(replicaID string, message *torchftpb.LighthouseMessage) {
+	word := wordOf(message)
+	for one := range s.each(replicaID) {
+		one.post(outgoing{news: word})
+	}
+}
+
+func (s *streams) close() {
+	for one := range s.all() {
+		one.post(outgoing{closing: true})
+	}
+}

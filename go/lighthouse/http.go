@@ -47,7 +47,7 @@ func (s *Server) handler() http.Handler {
 // serveStatus tells of the job that the query names, else of the default one.
 func (s *Server) serveStatus(w http.ResponseWriter, r *http.Request) {
 	if j := s.jobFor(w, r); j != nil {
-		s.json(w, j.status())
+		s.json(w, j.shown())
 	}
 }
 

@@ -75,6 +75,7 @@ func TestStatusSaysWhoIsHereAndWhyThereIsNoQuorum(t *testing.T) {
 
 		require.NoError(t, (<-ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, 10*time.Second)).Err)
 		require.NoError(t, (<-waiting).Err)
+		time.Sleep(time.Millisecond) // for a moment all see the same status
 		_, body = get(t, client, "/status")
 		require.NoError(t, json.Unmarshal([]byte(body), &status))
 		assert.Equal(t, []string{"<a>", "b"}, status.Quorum)

@@ -49,6 +49,9 @@ type job struct {
 	closed  bool
 
 	greeting *stream // that just greeted
+
+	snapshot  snapshot // has a lock of its own
+	described int      // how often the machine was asked about itself: a test counts it
 }
 
 // answer ends the wait of one quorum request.
@@ -65,7 +68,7 @@ func newJob(s *Server, name string) *job {
 	j.wake = rpc.AfterFunc(j.log, "wake", func() { _ = j.feed(quorum.Woken{}) })
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.tellLater)
 	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now())
-	j.board = dashboard.NewFeed(name, j.status)
+	j.board = dashboard.NewFeed(name, j.shown)
 	j.site = http.NewServeMux()
 	j.board.Register(j.site)
 	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) })
@@ -177,6 +180,7 @@ func (j *job) safely(use func()) (err error) {
 
 // describe is what the machine says about itself. The caller holds mu.
 func (j *job) describe(now time.Time) (status quorum.Status) {
+	j.described++
 	if err := j.safely(func() { status = j.machine.Describe(now) }); err != nil {
 		status.Reason = rpc.Message(err)
 	}

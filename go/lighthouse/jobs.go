@@ -114,11 +114,12 @@ type JobOverview struct {
 	MaxStep  int64  `json:"max_step"`
 }
 
-// Overview tells of all jobs, in the order of their names.
+// Overview tells of all jobs, in the order of their names, as they are shown.
 func (s *Server) Overview() []JobOverview {
 	jobs := []JobOverview{}
 	for _, name := range s.Jobs() {
-		if st, known := s.StatusOf(name); known {
+		if j := s.find(name); j != nil {
+			st := j.shown()
 			jobs = append(jobs, JobOverview{name, st.QuorumID, len(st.Quorum), st.Healthy, st.MaxStep})
 		}
 	}

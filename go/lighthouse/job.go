@@ -45,6 +45,7 @@ type job struct {
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	keeper  *keeper         // of the state on disk, nil if none is kept
 	heals   map[string]heal // what groups say of their heals
+	probed  map[string]bool // members whose hosts are asked whether they have ended
 	blamed  int64           // the quorum of whose failure it was last told what it cost
 	closed  bool
 
@@ -61,7 +62,7 @@ type answer struct {
 }
 
 func newJob(s *Server, name string) *job {
-	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), stop: make(chan struct{})}
+	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), stop: make(chan struct{}), probed: map[string]bool{}}
 	if name != rpc.DefaultJob {
 		j.log = s.log.With("job", name)
 	}

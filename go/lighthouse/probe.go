@@ -16,14 +16,21 @@ const (
 )
 
 // probe asks a member's host whether the process at its address is gone. That is certain only if the host says so: it
-// refuses the connection, at every address that its name has. The caller holds mu.
+// refuses the connection, at every address that its name has. The machine asks again while it has no answer: of a member
+// there is one probe at a time, so that none queue for hosts that do not answer. The caller holds mu.
 func (j *job) probe(v quorum.Probe) {
 	address, err := rpc.ParseAddress("address", v.Address)
-	if err != nil {
+	if err != nil || j.probed[v.ReplicaID] {
 		return
 	}
+	j.probed[v.ReplicaID] = true
 	s := j.server
 	rpc.Go(&s.tasks, j.log, "probe", func() {
+		defer func() {
+			j.mu.Lock()
+			defer j.mu.Unlock()
+			delete(j.probed, v.ReplicaID)
+		}()
 		select {
 		case s.probing <- struct{}{}:
 			defer func() { <-s.probing }()

@@ -2,6 +2,8 @@ package quorum
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -47,7 +49,7 @@ func patient(n int) Policy {
 	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: time.Hour, SuspectGrace: time.Hour, StalledAfter: time.Second}
 }
 
-// burst is something that all members of a job, or half of them, do at once.
+// burst is something that happens to all members of a job, or half of them, at once.
 type burst struct {
 	name   string
 	policy func(n int) Policy
@@ -80,11 +82,6 @@ var bursts = []burst{
 			assert.Equal(t, i == len(c.ids)-1, len(actions) > 0)
 		}
 	}},
-	{"beats", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
-		for _, id := range c.ids {
-			c.step(Beat{ReplicaID: id})
-		}
-	}},
 	{"a tick while half wait for the others", patient, func(c *crowd) {
 		half(3)(c)
 		c.others(Progress{Step: 2, Waits: true})
@@ -97,31 +94,47 @@ var bursts = []burst{
 		half(3)(c)
 		c.others(Progress{Step: 2, For: time.Hour})
 	}, func(t testing.TB, c *crowd) { assert.Greater(t, len(c.step(Tick{})), len(c.ids)/2) }},
-	{"reports", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
-		for _, id := range c.ids {
-			c.step(Suspected{Reporter: id, Suspect: c.ids[0], QuorumID: c.machine.latestID()})
-		}
-	}},
-	{"broken streams", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
-		for _, id := range c.ids {
-			c.step(Lost{ReplicaID: id})
-		}
-	}},
-	{"greetings", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
-		for _, id := range c.ids {
-			c.step(Greeted{ReplicaID: id, KnownQuorumID: c.machine.latestID()})
-		}
-	}},
-	{"ends", patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
-		for _, id := range c.ids {
-			c.step(ShuttingDown{ReplicaID: id})
-			c.step(Lost{ReplicaID: id})
-			c.step(Ended{ReplicaID: id})
-		}
-	}},
 	{"describe", patient, half(3), func(t testing.TB, c *crowd) {
 		assert.Len(t, c.machine.Describe(c.now).Members, len(c.ids))
 	}},
+}
+
+// each are bursts of one event of each member.
+func each() (all []burst) {
+	for name, event := range map[string]func(c *crowd, i int) Event{
+		"Asked": func(c *crowd, i int) Event {
+			return Asked{Waiter: WaiterID(1_000_000 + i), Member: Member{ReplicaID: c.ids[i], Address: "http://another", Step: 1}}
+		},
+		"Greeted": func(c *crowd, i int) Event { return Greeted{ReplicaID: c.ids[i], KnownQuorumID: c.machine.latestID()} },
+		"Reaches": func(c *crowd, i int) Event { return Reaches{ReplicaID: c.ids[i], Places: 1} },
+		"Recalled": func(c *crowd, i int) Event {
+			return Recalled{Past: Past{ID: 1, Members: []Voter{{ReplicaID: c.ids[i]}}}, From: c.ids[i]}
+		},
+		"Bound":        func(c *crowd, i int) Event { return Bound{ReplicaID: c.ids[i], Since: c.now} },
+		"GivenUp":      func(c *crowd, i int) Event { return GivenUp{ReplicaIDs: []string{c.ids[i]}, By: "an operator"} },
+		"Ended":        func(c *crowd, i int) Event { return Ended{ReplicaID: c.ids[i]} },
+		"GaveUp":       func(_ *crowd, i int) Event { return GaveUp{Waiter: WaiterID(i)} },
+		"Beat":         func(c *crowd, i int) Event { return Beat{ReplicaID: c.ids[i]} },
+		"Lost":         func(c *crowd, i int) Event { return Lost{ReplicaID: c.ids[i]} },
+		"Incomplete":   func(c *crowd, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank is gone"} },
+		"Suspected":    func(c *crowd, i int) Event { return Suspected{c.ids[i], c.ids[0], c.machine.latestID()} },
+		"Checked":      func(c *crowd, i int) Event { return Checked{ReplicaID: c.ids[i], QuorumID: c.machine.latestID()} },
+		"Progressed":   func(c *crowd, i int) Event { return Progressed{ReplicaID: c.ids[i]} },
+		"Drained":      func(c *crowd, i int) Event { return Drained{c.ids[i], "maintenance"} },
+		"Leaving":      func(c *crowd, i int) Event { return Leaving{ReplicaID: c.ids[i]} },
+		"ShuttingDown": func(c *crowd, i int) Event { return ShuttingDown{ReplicaID: c.ids[i]} },
+	} {
+		all = append(all, burst{name, patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
+			for i := range c.ids {
+				c.step(event(c, i))
+			}
+		}})
+	}
+	slices.SortFunc(all, func(a, b burst) int { return strings.Compare(a.name, b.name) })
+	for name, event := range map[string]Event{"Slept": Slept{For: time.Second}, "Tick": Tick{}, "Woken": Woken{}} { // one for all members
+		all = append(all, burst{name, patient, half(3), func(_ testing.TB, c *crowd) { c.step(event) }})
+	}
+	return all
 }
 
 func (b burst) start(t testing.TB, n int) *crowd {
@@ -132,7 +145,7 @@ func (b burst) start(t testing.TB, n int) *crowd {
 
 // What all members do at once costs the machine as much as there are members, or a little more, and never their square.
 func TestNothingGrowsWithTheSquareOfTheMembers(t *testing.T) {
-	for _, b := range bursts {
+	for _, b := range slices.Concat(bursts, each()) {
 		t.Run(b.name, func(t *testing.T) {
 			looks := func(n int) int {
 				c := b.start(t, n)
@@ -148,7 +161,7 @@ func TestNothingGrowsWithTheSquareOfTheMembers(t *testing.T) {
 
 // BenchmarkBurst is what TestNothingGrowsWithTheSquareOfTheMembers counts, by the clock.
 func BenchmarkBurst(b *testing.B) {
-	for _, burst := range bursts {
+	for _, burst := range slices.Concat(bursts, each()) {
 		for _, n := range []int{100, 1000, 10000} {
 			b.Run(fmt.Sprintf("%s/members=%d", burst.name, n), func(b *testing.B) {
 				for b.Loop() {

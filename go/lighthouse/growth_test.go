@@ -127,9 +127,9 @@ func TestReadersShareASnapshot(t *testing.T) {
 			return j.described - before
 		}
 		assert.Equal(t, 1, read())
-		time.Sleep(100*time.Millisecond - 1)
+		time.Sleep(99 * time.Millisecond)
 		assert.Zero(t, read())
-		time.Sleep(1)
+		time.Sleep(time.Millisecond)
 		assert.Equal(t, 1, read())
 	})
 }

@@ -20,6 +20,9 @@ import (
 const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
+	// unacknowledged is after how long the connection to one of several lighthouses is given up whose host acknowledges nothing:
+	// a member says something each second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
+	unacknowledged = 2 * time.Second
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second
 	// patience is for how long only the lighthouse that served last is tried: a restart of it is no reason to leave.
@@ -48,6 +51,9 @@ func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.
 	list, err := rpc.ParseAddresses("lighthouse address", addresses)
 	if err != nil {
 		return nil, 0, status.Error(codes.InvalidArgument, err.Error())
+	}
+	if len(list) > 1 {
+		options = append(slices.Clone(options), WithNetwork(rpc.Impatient(cmp.Or(dialSettings(options).network, rpc.TCP), unacknowledged)))
 	}
 	first, err := DialLighthouse(ctx, addresses, connectTimeout, options...)
 	if err != nil {

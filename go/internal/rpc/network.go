@@ -7,6 +7,7 @@ import (
 	"net"
 	"slices"
 	"syscall"
+	"time"
 )
 
 // Network is how servers listen and clients connect. TCP is the real one; tests have an in-memory twin.
@@ -20,7 +21,9 @@ type Network interface {
 // TCP is the network of the machine.
 var TCP Network = tcp{}
 
-type tcp struct{}
+// tcp gives up a connection that it made when what was sent is not acknowledged for so long; 0: when the kernel does, after a
+// quarter of an hour.
+type tcp struct{ unacknowledged time.Duration }
 
 func (tcp) Listen(address string) (net.Listener, error) {
 	lis, err := net.Listen("tcp", address)
@@ -41,12 +44,27 @@ func noIPv6(err error) bool {
 	return errors.Is(err, syscall.EAFNOSUPPORT) || errors.Is(err, syscall.EADDRNOTAVAIL)
 }
 
-func (tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
-	conn, err := new(net.Dialer).DialContext(ctx, "tcp", address)
+func (t tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
+	dialed, err := new(net.Dialer).DialContext(ctx, "tcp", address)
 	if err != nil {
 		return nil, err
 	}
-	return tcpConn{conn.(*net.TCPConn)}, nil
+	conn := dialed.(*net.TCPConn)
+	if t.unacknowledged > 0 {
+		setUserTimeout(conn, t.unacknowledged) // gRPC would, but does not see a TCP connection behind tcpConn
+	}
+	return tcpConn{conn}, nil
+}
+
+// Impatient is a network that gives up a connection which it made when the other host acknowledges nothing for a time, where
+// the system can do that. It is for those who have somewhere else to go: for all others a network that is away for
+// longer than that, and comes back, is best waited for on the connection that there is.
+func Impatient(network Network, unacknowledged time.Duration) Network {
+	if t, isTCP := network.(tcp); isTCP {
+		t.unacknowledged = unacknowledged
+		return t
+	}
+	return network
 }
 
 // Resolve finds the addresses that a host:port stands for.

@@ -211,3 +211,24 @@ func TestWhoCannotBeDrained(t *testing.T) {
 		assert.Equal(t, http.StatusConflict, drain(t, c, "old"))
 	})
 }
+
+// A lighthouse that is away for a moment is no reason to end as a failure.
+func TestLeavingIsTriedAgainUntilItsDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		groups := []*fttest.Group{c.StartGroup("a", 1), c.StartGroup("b", 1)}
+		round(t, 1, groups...)
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		start := time.Now()
+		late := <-leave(groups[0], 0, 3*time.Second)
+		require.ErrorContains(t, late.Err, "leave")
+		assert.InDelta(t, 3, time.Since(start).Seconds(), 0.5, "as long as it was given")
+
+		left := leave(groups[0], 0, time.Minute)
+		time.Sleep(2 * time.Second)
+		c.StartLighthouse(1)
+		round(t, 2, groups[1])
+		require.NoError(t, (<-left).Err)
+	})
+}

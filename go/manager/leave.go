@@ -2,6 +2,8 @@ package manager
 
 import (
 	"context"
+	"math/rand/v2"
+	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -33,6 +35,23 @@ func (s *Server) Finish() {
 }
 
 func (m *member) Leave(ctx context.Context) error {
+	for failed := 1; ; failed++ {
+		err := m.leaveOnce(ctx)
+		if !rpc.IsUnavailable(err) { // there is no lighthouse for a moment: without its word the end would count as a failure
+			return err
+		}
+		select {
+		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
+		case <-ctx.Done():
+			return err
+		case <-m.ctx.Done():
+			return err
+		}
+	}
+}
+
+// leaveOnce is UNAVAILABLE where another attempt may do.
+func (m *member) leaveOnce(ctx context.Context) error {
 	stream, client, _, err := m.connect(ctx)
 	if status.Code(err) == codes.Unimplemented {
 		return nil // a published lighthouse hears of it when the heartbeats end
@@ -46,9 +65,6 @@ func (m *member) Leave(ctx context.Context) error {
 	case <-stream.free:
 		return nil
 	case <-stream.ended:
-		if stream.moved.Load() && ctx.Err() == nil && m.ctx.Err() == nil {
-			return m.Leave(ctx)
-		}
 		err = stream.err
 	case <-ctx.Done():
 		err = status.FromContextError(ctx.Err()).Err()

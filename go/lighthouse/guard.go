@@ -32,7 +32,7 @@ func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why 
 	}
 	ending := rpc.Ending{
 		Token:       s.gate.CheckToken(authorization(w, r)),
-		Loopback:    rpc.IsLoopback(r.RemoteAddr) && !forwarded(r),
+		Loopback:    rpc.IsLoopback(r.RemoteAddr) && !rpc.Forwarded(r.Header.Values),
 		AllowRemote: s.cfg.AllowRemoteKill,
 	}
 	if why := ending.Refusal(); why != "" {
@@ -60,16 +60,6 @@ func authorization(w http.ResponseWriter, r *http.Request) []string {
 		return []string{rpc.Bearer(token)}
 	}
 	return nil
-}
-
-// forwarded reports whether a proxy on this host hands on what comes from elsewhere.
-func forwarded(r *http.Request) bool {
-	for _, header := range []string{"Forwarded", "X-Forwarded-For", "X-Real-Ip", "Via"} {
-		if r.Header.Get(header) != "" {
-			return true
-		}
-	}
-	return false
 }
 
 // security is what the lighthouse shows and wants when it calls a manager. Whoever signs its clients also signs its

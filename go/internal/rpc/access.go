@@ -4,9 +4,11 @@ import (
 	"context"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 )
@@ -14,7 +16,7 @@ import (
 // Ending is a request that would end a process: a kill, a drain, an eject.
 type Ending struct {
 	Token       TokenCheck
-	Loopback    bool // it comes from this host
+	Loopback    bool // it comes from this host, and through no proxy
 	AllowRemote bool // the operator lets everybody do it
 }
 
@@ -41,12 +43,20 @@ func CheckEnding(ctx context.Context, hasTokens bool) error {
 		e.Token = TokenOK
 	}
 	if p, ok := peer.FromContext(ctx); ok {
-		e.Loopback = IsLoopback(p.Addr.String())
+		headers, _ := metadata.FromIncomingContext(ctx)
+		e.Loopback = IsLoopback(p.Addr.String()) && !Forwarded(headers.Get)
 	}
 	if why := e.Refusal(); why != "" {
 		return status.Error(codes.PermissionDenied, "kill is refused: "+why)
 	}
 	return nil
+}
+
+// Forwarded reports whether a proxy on this host hands on what comes from elsewhere, by the headers of a request.
+func Forwarded(values func(header string) []string) bool {
+	return slices.ContainsFunc([]string{"Forwarded", "X-Forwarded-For", "X-Real-Ip", "Via"}, func(header string) bool {
+		return strings.Join(values(header), "") != ""
+	})
 }
 
 // IsLoopback reports whether host:port, or a host, is this one by a loopback address.

@@ -1,0 +1,22 @@
+package rpc
+
+import (
+	"context"
+	"net"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+)
+
+// A proxy on this host hands on what comes from elsewhere: its calls come from this host only as far as the socket tells.
+func TestAProxyOnThisHostMayEndNothing(t *testing.T) {
+	here := peer.NewContext(context.Background(), &peer.Peer{Addr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 1}})
+	assert.NoError(t, CheckEnding(here, false))
+	for _, header := range []string{"forwarded", "x-forwarded-for", "x-real-ip", "via"} {
+		through := metadata.NewIncomingContext(here, metadata.Pairs(header, "192.0.2.1"))
+		assert.ErrorContains(t, CheckEnding(through, false), "token", header)
+		assert.NoError(t, CheckEnding(through, true), "the token was shown")
+	}
+}

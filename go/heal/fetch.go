@@ -310,8 +310,9 @@ type source struct {
 	secret   []byte
 	assigned bool
 
-	mu   sync.Mutex
-	gone error // it said that it has the state no longer
+	mu    sync.Mutex
+	gone  error // it said that it has the state no longer
+	wrong int   // blocks that it gave, and that are not the assigned source's
 }
 
 func (s *source) run() {
@@ -384,6 +385,20 @@ func (s *source) setGone(err error) {
 	if s.gone == nil {
 		s.gone = err
 	}
+}
+
+// gaveWrong counts a block that is not the assigned source's, and is an error when that was too often.
+func (s *source) gaveWrong(block int) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.wrong++; s.wrong < maxGarbled {
+		return nil
+	}
+	err := fmt.Errorf("it gave %d blocks, the last of them %d, that are not those of the assigned source", s.wrong, block)
+	if s.gone == nil {
+		s.gone = err
+	}
+	return err
 }
 
 const (

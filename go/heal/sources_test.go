@@ -55,6 +55,42 @@ func TestAnotherSourceGivesOnlyWhatIsAlike(t *testing.T) {
 	require.Positive(t, grant.Served())
 }
 
+// One bad source must not fail the transfer while the assigned one is there: what it gave comes from that one.
+func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
+	source := filled(newRand(t), 1<<20)
+	other := clone(source)
+	for i := range other.regions[0] {
+		other.regions[0][i]++
+	}
+	const secret = "00112233445566778899aabbccddeeff"
+	for name, add := range map[string]func(f *Fetch) error{
+		"and sums that fit them": func(f *Fetch) error { return f.Add(honestUntilTheEnd(t, other, ""), secret, false) },
+		"and the right sums": func(f *Fetch) error { // its memory has changed since
+			o := offer(t, other, small)
+			for block := range o.layout.Blocks() {
+				require.NoError(t, o.note(block, checksum(source.regions[0][block*small:(block+1)*small])))
+			}
+			s := listen(t, time.Minute, 0)
+			return f.Add(address(s), s.Grant(o).Secret(), false)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			target := empty(1 << 20)
+			a := listen(t, time.Minute, 4<<20)
+			f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
+			require.NoError(t, add(f))
+			require.NoError(t, f.Add(address(a), a.Grant(offer(t, source, small)).Secret(), true))
+			status := wait(t, f)
+			for !status.Done && status.Failure == "" && status.Running {
+				status = wait(t, f)
+			}
+			require.True(t, status.Done, status)
+			requireSame(t, source, target)
+			require.EqualValues(t, 1<<20, status.Received)
+		})
+	}
+}
+
 // One that dies is replaced by the other; the assigned one too, once its checksums are known.
 func TestASourceThatDiesIsReplaced(t *testing.T) {
 	for name, assignedDies := range map[string]bool{"assigned": true, "other": false} {
@@ -287,7 +323,7 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string) (address 
 					}
 					r := parseRequest(b)
 					body := []byte(announced)
-					if r.op == opBlock {
+					if r.op == opBlock || r.op == opEqual {
 						body = block(r.block)
 					}
 					answer := append(response{statusOK, r.block, uint32(len(body))}.append(nil), body...)

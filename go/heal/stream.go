@@ -128,7 +128,7 @@ func (st *stream) fetch() error {
 		if len(st.pending) == 0 {
 			return nil
 		}
-		if err := st.receive(st.pending[0]); err != nil {
+		if err := st.receive(st.pending[0], sums); err != nil {
 			return err
 		}
 	}
@@ -145,8 +145,9 @@ func (st *stream) request(block int, sums []uint32) request {
 	return r
 }
 
-// receive reads the answer to the oldest request.
-func (st *stream) receive(block int) error {
+// receive reads the answer to the oldest request. sums are those that a block of a source must have which is not the assigned
+// one: what it says itself of a block proves only that the block arrived as it was sent.
+func (st *stream) receive(block int, sums []uint32) error {
 	f := st.source.fetch
 	r, err := st.header(block)
 	if err != nil {
@@ -167,14 +168,17 @@ func (st *stream) receive(block int) error {
 	st.pending = append(st.pending[:0], st.pending[1:]...)
 	if !f.settings.Unchecked {
 		theirs, err := st.sum()
-		if err != nil || theirs != crc {
+		bad := err == nil && !st.source.assigned && (theirs != crc || crc != sums[block])
+		if err != nil || bad || theirs != crc {
 			f.received.Add(-f.layout.Length(block))
-			f.queue.back(block, false)
+			f.queue.back(block, bad)
 		}
-		if err != nil {
+		switch {
+		case err != nil:
 			return err
-		}
-		if theirs != crc {
+		case bad: // it comes from the assigned source then
+			return st.source.gaveWrong(block)
+		case theirs != crc:
 			if err := f.queue.wrong(block); err != nil {
 				f.fail(fmt.Errorf("%s: %w", st.source.address, err))
 				return err

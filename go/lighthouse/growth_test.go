@@ -22,7 +22,7 @@ import (
 func crowd(n int) (*job, []*stream) {
 	cfg := DefaultConfig()
 	cfg.MinReplicas, cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = n, time.Hour, time.Hour, time.Hour
-	cfg.Logger = slog.New(slog.DiscardHandler)
+	cfg.Logger, cfg.Hostname = slog.New(slog.DiscardHandler), "localhost" // which needs no look-up
 	s := &Server{cfg: cfg.withDefaults(), log: cfg.Logger, stop: make(chan struct{}), jobs: map[string]*job{}}
 	j := newJob(s, rpc.DefaultJob)
 	s.jobs[j.name] = j

@@ -11,7 +11,10 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
@@ -68,8 +71,9 @@ func decodeState(file []byte, job string) (s state, err error) {
 // ended reports whether the training has ended on purpose: there is no past to go on after.
 func (s state) ended() bool { return s.Highest > 0 && s.Past.ID == 0 && len(s.Past.Members) == 0 }
 
-// writeState replaces a file in one move: whoever reads it finds the one of before or this one, whole.
-func writeState(path string, s state) (err error) {
+// writeState replaces a file in one move: whoever reads it finds the one of before or this one, whole. It leaves it as it is if
+// nobody wants it any more when the disk has answered: another lighthouse may use it then.
+func writeState(path string, s state, wanted func() bool) (err error) {
 	text, err := s.encode()
 	if err != nil {
 		return err
@@ -88,6 +92,9 @@ func writeState(path string, s state) (err error) {
 	if err != nil {
 		return err
 	}
+	if !wanted() {
+		return errors.New("the disk answered after the end of the lighthouse")
+	}
 	if err := os.Rename(temporary.Name(), path); err != nil {
 		return err
 	}
@@ -98,30 +105,41 @@ func writeState(path string, s state) (err error) {
 	return errors.Join(dir.Sync(), dir.Close())
 }
 
+// lastWrite is how long the end of a lighthouse waits for the last states to be written. A disk that hangs cannot be
+// interrupted: what writes to it is then left to itself.
+const lastWrite = 2 * time.Second
+
 // keeper writes the state of a job, the latest there is, off the job's lock.
 type keeper struct {
 	path  string
 	log   *slog.Logger
-	dirty chan state // has room for one
+	write func(path string, s state, wanted func() bool) error
+	left  atomic.Bool // nobody waits for what it writes
+	dirty chan state  // has room for one
 	quit  chan struct{}
+	ended chan struct{} // closed when nothing is written any more
+}
+
+func newKeeper(path string, log *slog.Logger, write func(path string, s state, wanted func() bool) error) *keeper {
+	k := &keeper{path: path, log: log, write: write, dirty: make(chan state, 1), quit: make(chan struct{}), ended: make(chan struct{})}
+	var alone sync.WaitGroup // nobody waits for it but wait
+	rpc.Go(&alone, log, "state on disk", k.run)
+	return k
 }
 
 // keep reads what is on disk of a job, and sees to it that it is kept there from now on.
 func (j *job) keep() {
-	k := &keeper{
-		path: filepath.Join(j.cfg.StateDir, j.name+".state"), log: j.log,
-		dirty: make(chan state, 1), quit: make(chan struct{}),
-	}
-	switch text, err := os.ReadFile(k.path); {
+	path := filepath.Join(j.cfg.StateDir, j.name+".state")
+	switch text, err := os.ReadFile(path); {
 	case errors.Is(err, os.ErrNotExist):
 	case err != nil:
-		j.log.Warn("torchft: what is on disk of the job cannot be read, and is ignored", "file", k.path, "error", err)
+		j.log.Warn("torchft: what is on disk of the job cannot be read, and is ignored", "file", path, "error", err)
 	default:
 		s, err := decodeState(text, j.name)
 		if err != nil {
-			aside := k.path + ".corrupt"
-			j.log.Warn("torchft: what is on disk of the job is damaged, and is ignored", "file", k.path, "error", err, "moved_to", aside,
-				"moved", os.Rename(k.path, aside) == nil)
+			aside := path + ".corrupt"
+			j.log.Warn("torchft: what is on disk of the job is damaged, and is ignored", "file", path, "error", err, "moved_to", aside,
+				"moved", os.Rename(path, aside) == nil)
 			break
 		}
 		if !s.ended() {
@@ -129,8 +147,8 @@ func (j *job) keep() {
 		}
 		_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // an error is of the machine, and logged
 	}
-	j.keeper = k
-	rpc.Go(&j.server.tasks, j.log, "state on disk", k.run)
+	j.keeper = newKeeper(path, j.log, writeState)
+	rpc.Go(&j.server.tasks, j.log, "the last state on disk", j.keeper.wait)
 }
 
 // keep hands over what is to be written. The caller holds the job's lock.
@@ -151,10 +169,24 @@ func (k *keeper) stop() {
 	}
 }
 
+// wait returns when nothing is written any more, or lastWrite after the keeper was stopped.
+func (k *keeper) wait() {
+	<-k.quit
+	late := time.NewTimer(lastWrite)
+	defer late.Stop()
+	select {
+	case <-k.ended:
+	case <-late.C:
+		k.left.Store(true)
+		k.log.Warn("torchft: the last state of the job may not be on disk: the disk does not answer", "file", k.path, "waited", lastWrite)
+	}
+}
+
 func (k *keeper) run() {
+	defer close(k.ended)
 	failed := false
 	write := func(s state) {
-		err := writeState(k.path, s)
+		err := k.write(k.path, s, func() bool { return !k.left.Load() })
 		if err != nil && !failed {
 			k.log.Warn("torchft: the state of the job is not kept on disk", "file", k.path, "error", err)
 		}

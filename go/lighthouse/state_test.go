@@ -20,7 +20,7 @@ func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
 	want := state{Job: "x", Highest: 2000, Past: somePast}
 	for range 2 { // also over an older one
-		require.NoError(t, writeState(path, want))
+		require.NoError(t, writeState(path, want, func() bool { return true }))
 		text, err := os.ReadFile(path)
 		require.NoError(t, err)
 		got, err := decodeState(text, "x")

@@ -228,7 +228,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			if a.Past.ID == 0 {
 				j.log.Info("torchft: the training has ended, as all of its groups said; what begins here next is another one")
 			}
-			j.keeper.keep(state{Job: j.name, Highest: a.Highest + stateAhead, Past: a.Past})
+			j.keeper.keep(state{Job: j.name, Highest: a.Highest + stateAhead, Seat: a.Seat, Past: a.Past})
 		case quorum.Renew:
 			if n := j.streams.renew(); n > 0 {
 				j.log.Info("torchft: the members begin again", "members", n, "reason", a.Reason)

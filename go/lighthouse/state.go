@@ -34,7 +34,8 @@ const (
 type state struct {
 	Job     string      `json:"job"`
 	Highest int64       `json:"highest"` // no id up to this one is given out again
-	Past    quorum.Past `json:"past"`    // zero: the training ended on purpose
+	Seat    quorum.Seat `json:"seat"`
+	Past    quorum.Past `json:"past"` // zero: the training ended on purpose
 }
 
 func (s state) encode() ([]byte, error) {
@@ -145,7 +146,7 @@ func (j *job) keep() {
 		if !s.ended() {
 			j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
 		}
-		_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // an error is of the machine, and logged
+		_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // an error is of the machine, and logged
 	}
 	j.keeper = newKeeper(path, j.log, writeState)
 	rpc.Go(&j.server.tasks, j.log, "the last state on disk", j.keeper.wait)

@@ -18,7 +18,7 @@ var somePast = quorum.Past{ID: 1234, Step: 56, Members: []quorum.Voter{{ReplicaI
 
 func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
-	want := state{Job: "x", Highest: 2000, Past: somePast}
+	want := state{Job: "x", Highest: 2000, Seat: quorum.Seat{Place: 1, Of: 3}, Past: somePast}
 	for range 2 { // also over an older one
 		require.NoError(t, writeState(path, want, func() bool { return true }))
 		text, err := os.ReadFile(path)

@@ -151,7 +151,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		actions = append(actions, m.act(tick, lastTick)...)
 	}
 	if tick {
-		actions = slices.Concat(actions, m.goBack(), m.keep(false, m.now))
+		actions = slices.Concat(actions, m.goBack(), m.keep(false, m.list.seat, m.now))
 	}
 	if is := (InUse{m.roster.counts.healthy > 0, m.latest != nil}); is != m.inUse {
 		m.inUse = is
@@ -392,7 +392,7 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	m.watch.next(m.now, !changed)
 	m.list.keep(m.votes)
 	if fresh {
-		actions = append(actions, m.keep(true, m.now)...)
+		actions = append(actions, m.keep(true, m.list.seat, m.now)...)
 	}
 	return actions
 }

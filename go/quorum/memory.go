@@ -104,14 +104,14 @@ type kept struct {
 }
 
 // keep hands over what is to be remembered: at once where the quorum is a new one, and its step once in a while.
-func (m *memory) keep(fresh bool, now time.Time) []Action {
+func (m *memory) keep(fresh bool, seat Seat, now time.Time) []Action {
 	if m.latest == nil || !fresh && (m.step == m.disk.step || now.Sub(m.disk.at) < keepEvery) {
 		return nil
 	}
 	m.disk = kept{m.step, now}
 	p := m.latest.Past()
 	p.Step = m.step
-	return []Action{Keep{p, m.highest}}
+	return []Action{Keep{p, m.highest, seat}}
 }
 
 // finish forgets the past of a job whose training has ended on purpose, as every member of its latest quorum said: what begins
@@ -127,7 +127,7 @@ func (m *Machine) finish() []Action {
 	actions := m.drains.release()
 	m.memory = memory{highest: m.highest, recall: m.recall}
 	m.anew, m.suspicion, m.watch, m.behind = reconnect{}, suspicion{}, watch{}, time.Time{}
-	return append(actions, Keep{Highest: m.highest})
+	return append(actions, Keep{Highest: m.highest, Seat: m.list.seat})
 }
 
 // recallPause is how long a member that was asked for a quorum may take before another one is.
@@ -257,6 +257,7 @@ func (m *memory) looking(listed bool, p Policy, now time.Time) bool {
 // they had the time to come, but for those whose hosts say that they are gone.
 func (m *Machine) recalled(e Recalled) (actions []Action) {
 	p := e.Past
+	m.list.remember(e.Seat)
 	if p.Validate() != nil {
 		if e.From == "" && p.ID == 0 && len(p.Members) == 0 { // of a training that has ended
 			m.highest = max(m.highest, min(e.Highest, maxKnownID))

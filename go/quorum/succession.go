@@ -32,6 +32,7 @@ import (
 // all short histories.
 type succession struct {
 	seat Seat
+	disk bool  // the seat is what a disk remembers: no member has said yet where this lighthouse is
 	term int64 // see begin
 	bonds
 	waived map[string]struct{} // voters that an operator gave up by name
@@ -72,14 +73,22 @@ func (s *succession) listed() bool { return s.seat.Of > 1 }
 // that have the old list, one with another list must not begin (docs/correctness.md, what the proof takes for granted).
 func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	switch {
-	case seat.Of == 0 || seat == s.seat:
-	case s.seat.Of != 0 && others:
+	case seat.Of == 0:
+	case s.seat.Of != 0 && others && !s.disk && seat != s.seat:
 		return fmt.Sprintf("for replica %s this lighthouse is %s, for the others %s: TORCHFT_LIGHTHOUSE must be the same for all groups of a job",
 			id, seat, s.seat)
 	default:
-		s.seat = seat
+		s.seat, s.disk = seat, false
 	}
 	return ""
+}
+
+// remember takes the seat that a disk has, until a member says another one. A lighthouse that starts anew would else be the only
+// one for a published group, which says nothing of a list: it could go on with that group while the others are elsewhere.
+func (s *succession) remember(seat Seat) {
+	if s.seat.Of == 0 && seat.Of != 0 {
+		s.seat, s.disk = seat, true
+	}
 }
 
 // begin takes a term above all that other lighthouses may have used, as far as a member was told of them (told), and above

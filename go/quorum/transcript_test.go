@@ -114,6 +114,12 @@ func (r *scribe) run(words []string) []string {
 		return r.step(Reaches{args[0], places(r.t, strings.Join(args[1:], ""))})
 	case "recalled":
 		p := Past{ID: transcript.Number(r.t, args[0]), Step: transcript.Number(r.t, transcript.Option(args, "step"))}
+		seat := Seat{}
+		if text := transcript.Option(args, "seat"); text != "" {
+			_, err := fmt.Sscanf(text, "%d/%d", &seat.Place, &seat.Of)
+			require.NoError(r.t, err)
+			seat.Place--
+		}
 		for _, id := range args[2:] {
 			if !strings.Contains(id, "=") {
 				p.Members = append(p.Members, Voter{ReplicaID: id, Address: "http://" + id})
@@ -130,7 +136,7 @@ func (r *scribe) run(words []string) []string {
 			}
 		}
 		require.NoError(r.t, p.Validate())
-		return r.step(Recalled{Past: p, From: transcript.Option(args, "from")})
+		return r.step(Recalled{Past: p, From: transcript.Option(args, "from"), Seat: seat})
 	case "bound":
 		age := transcript.Duration(r.t, cmp.Or(transcript.Option(args, "age"), "0s"))
 		var answers []string

@@ -56,6 +56,7 @@ type (
 		Past    Past
 		From    string // the member that shows it: it must have been in it. Empty: a disk
 		Highest int64  // no id up to this one may be given out again; 0 if that is Past.ID
+		Seat    Seat   // of this lighthouse, as a disk has it
 	}
 	// Bound: a member answered a stamp of this lighthouse, on a stream that counts. See bond.go.
 	Bound struct {
@@ -196,6 +197,7 @@ type (
 	Keep struct {
 		Past    Past  // zero: the training has ended, and only the ids are to be kept
 		Highest int64 // no id up to this one may be given out again
+		Seat    Seat  // a lighthouse of a list that starts anew must not take itself for the only one
 	}
 	// Regressed reports a quorum whose steps are below those that the job had reached.
 	Regressed struct {

@@ -2,7 +2,8 @@
 
 # No postponed annotations here: PyTorch compares those of communication hooks with real types.
 
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Set, Tuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
 
 import torch
 import torch.distributed as dist
@@ -172,17 +173,27 @@ class PureDistributedDataParallel(nn.Module):
         self.module = module
         self._manager = manager
         self._works: Optional[List[dist._Work]] = None  # of the backward pass that runs
+        self._syncs = True
         for param in module.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._reduce)
 
     def _reduce(self, param: torch.Tensor) -> None:
-        if param.grad is None:
+        if param.grad is None or not self._syncs:
             return
         if self._works is None:
             self._works = []
             Variable._execution_engine.queue_callback(self._wait)
         self._works.append(self._manager.allreduce(param.grad))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As PyTorch's: backward passes in it add to the gradients, and the next one outside of it reduces the sum."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
 
     def _wait(self) -> None:
         works, self._works = self._works, None

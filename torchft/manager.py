@@ -31,6 +31,8 @@ from torchft._manager.group import join_group
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
+from torchft._manager.loader import NAME as LOADER
+from torchft._manager.loader import BatchCheck, Loader, lines
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.ranges import ranged
@@ -223,6 +225,7 @@ class Manager(Stateful):
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
         self._layout: Optional[List[str]] = None  # what is reduced, a line for each tensor
+        self._batches: Optional[BatchCheck] = None  # of the loader, if there is one
         self._has_left = False
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         self._logger = _ManagerLogger(self, self._replica_id, self._group_rank, Reports(self._server.say))
@@ -322,6 +325,8 @@ class Manager(Stateful):
         Raises:
             RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
         """
+        if self._loader_began():
+            return
         request = Request(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
         if self._replayer.is_ahead:
             if self._replayer.arrives(self._position) and request.is_like(self._current.request):
@@ -363,9 +368,15 @@ class Manager(Stateful):
         )
         self._round = self._rounds.begin(partial(self._follow, step), said, request.timeout)
 
+    def _loader_began(self) -> bool:
+        """Whether the step that runs was begun by the loader, and nothing has been reduced in it."""
+        step = self._current
+        return self._batches is not None and self._round is not None and step.undecided and not len(step.collectives)
+
     def _heal_before_step(self) -> None:
-        if self._current.healing and self._apply_pending_state_dict() and not self._use_async_quorum:
-            self._current.joined()
+        step = self._current
+        if step.healing and self._apply_pending_state_dict() and step.plan is not None and not step.plan.in_background:
+            step.joined()
 
     @ranged("wait_quorum")
     def wait_quorum(self) -> None:
@@ -561,6 +572,8 @@ class Manager(Stateful):
             return None
         if not self.is_participating():
             tensor.zero_()
+        if self._batches is not None:
+            self._compare_batches(self._batches, step, tensor.device)
         op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
         if should_quantize:
             reduction = allreduce_quantized([tensor], op, self._peers.abortable)
@@ -569,9 +582,64 @@ class Manager(Stateful):
         work = _ManagedWork(self, reduction, tensor, self._report_collective_error)
         step.collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end
-        if reduce_op == ReduceOp.AVG and step.participants > 1:
+        if reduce_op == ReduceOp.AVG and step.participants > 1 and self._batches is None:
             work.on_success(partial(tensor.div_, step.participants))
         return work
+
+    def _compare_batches(self, batches: BatchCheck, step: Step, device: torch.device) -> None:
+        """Reduces what tells whether all train on the same batch, before the first tensor of a quorum."""
+        if step.plan is None or not batches.is_due(step.plan.quorum_id):
+            return
+        sums = batches.words(step.plan, device)
+        batches.begun(sums, self._reduce(sums, ReduceOp.SUM, False))
+
+    # The loader
+
+    def _adds_gradients(self) -> bool:
+        """Whether gradients are weighted, so that a sum over groups is not divided."""
+        return self._batches is not None
+
+    def _attach_loader(self, loader: Loader) -> None:
+        """All groups of the job train on the units of such loaders, whose losses are weighted: see _manager/loader.py.
+
+        Raises:
+            ValueError: something that does not go together with a loader.
+        """
+        if self._batches is not None:
+            raise ValueError(f"this Manager has an {LOADER} already: a job has one, which all of its epochs come from")
+        if self._round is not None:
+            raise ValueError(f"the first step has begun: make the {LOADER} before, in all groups")
+        if self._replayer.enabled:
+            raise ValueError(
+                f"replay_failed_step=True and {LOADER} exclude each other: a replay lacks the units of the group that "
+                "failed, and the loader gives them again. Choose replay_failed_step=False (and "
+                "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else torchft.data.DistributedSampler"
+            )
+        if self._layout is not None:
+            raise ValueError(f"LocalSGD and DiLoCo do not go together with {LOADER}: use DistributedSampler")
+        self._batches = BatchCheck(loader)
+        self._planner.heal_first = self._init_sync
+        self.register_layout(LOADER, lines(loader.stamp))
+
+    def _begin_batch(self) -> Plan:
+        """Begins a step, if it has not begun, and waits until it is known who takes part in it. A heal goes on."""
+        if not self._loader_began():
+            self.start_quorum()
+        assert self._round is not None
+        plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)
+        if not plan.in_background:
+            self.wait_quorum()
+            self._heal_before_step()
+        return plan
+
+    def _pass_step(self) -> None:
+        """Gives up a step in which others heal, and this group has nothing to train on. The others load what they
+        fetched, and all meet in the next quorum.
+        """
+        self.wait_quorum()
+        self._abort_collectives()  # who heals does not know yet that there is nothing to reduce
+        self._commit_failures += 1  # so the next quorum connects anew
+        self._current.dropped()
 
     # Errors, and failures of peers
 
@@ -714,12 +782,22 @@ class Manager(Stateful):
         step = self._current
         if step.healing and arrived:
             self._apply_pending_state_dict()
+        if self._batches is not None:
+            self._verify_batches(self._batches)
         if step.participants < self._min_replica_size:
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
         self._end_serving()  # from here on the weights may change
         return committed
+
+    def _verify_batches(self, batches: BatchCheck) -> None:
+        step = self._current
+        try:
+            batches.verify(step)
+        except Exception as e:
+            self._logger.exception(f"the step is not committed: {e}")
+            self._step_failed(e)
 
     def _end_serving(self) -> None:
         """Returns when nobody reads this group's state any more. A failure is the target's: this group has its state,

@@ -3,6 +3,9 @@
 LocalSGD and DiLoCo describe what they reduce in lines of text (``Manager.register_layout``). A digest of them travels
 in each group's reconfigure handle; the lines themselves lie in the store that the handle names, and are only read when
 digests differ. Groups that announce nothing (the published package, native groups) are not compared.
+
+So do the loaders of :mod:`torchft.data`, with one rule more: if one group has such a loader, all must have. The digest
+says so by a prefix. A handle that announces nothing then differs; only native ones are left to ``loader.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import hashlib
 from datetime import timedelta
 from typing import Callable, Optional, Sequence
 
+from torchft._manager.loader import NAME as LOADER
 from torchft._manager.plan import Plan
 from torchft.process_group.reconfigure import Handle, create_store_client
 
@@ -20,8 +24,11 @@ _FETCH_TIMEOUT = timedelta(seconds=2)
 _SHOWN = 6  # lines of each side in an error
 
 
+_WITH_LOADER = "loader-"
+
+
 class LayoutDiffers(ValueError):
-    """Another group reduces other tensors.
+    """Another group reduces other tensors, or trains on other data.
 
     Attributes:
         ours_to_mend: whether it is this group that does not fit into the job, and has to go.
@@ -33,7 +40,8 @@ class LayoutDiffers(ValueError):
 
 
 def digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    prefix = _WITH_LOADER if any(line.startswith(f"{LOADER}: ") for line in lines) else ""
+    return prefix + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def check_layouts(
@@ -50,11 +58,9 @@ def check_layouts(
         new_here: whether this group has committed no step since its process began.
         read: gives the lines of a group, None if they cannot be had.
     """
-    if ours is None:
-        return
     peers = [_decode(text) for text in plan.handles]
-    mine = digest(ours)
-    differing = [i for i, peer in enumerate(peers) if peer is not None and peer.layout not in (None, mine)]
+    mine = None if ours is None else digest(ours)
+    differing = [i for i, peer in enumerate(peers) if peer is not None and _differ(peer.layout, mine)]
     if not differing:
         return
     judge = plan.source.replica_rank if plan.source is not None and plan.max_step > 0 else 0
@@ -62,8 +68,30 @@ def check_layouts(
     other = judge if ours_to_mend else differing[0]
     peer = peers[other]
     assert peer is not None
-    raise LayoutDiffers(
-        f"this group reduces other tensors than {plan.replica_ids[other]}: {_describe(ours, read(peer))}", ours_to_mend
+    raise LayoutDiffers(_say(plan.replica_ids[other], ours, peer, read), ours_to_mend)
+
+
+def _differ(one: Optional[str], other: Optional[str]) -> bool:
+    if one is None or other is None:  # a group that announces nothing
+        return _has_loader(one) != _has_loader(other)
+    return one != other
+
+
+def _has_loader(layout: Optional[str]) -> bool:
+    return layout is not None and layout.startswith(_WITH_LOADER)
+
+
+def _say(name: str, ours: Optional[Sequence[str]], peer: Handle, read: Callable[[Handle], Optional[list[str]]]) -> str:
+    here = ours is not None and _has_loader(digest(ours))
+    if here != _has_loader(peer.layout):
+        who, other = ("this group", name) if here else (name, "this group")
+        return (
+            f"{who} trains with an {LOADER}, which weights gradients by samples, and {other} without: it would divide "
+            "their sum by the number of groups; all groups of a job need one, made before their first step"
+        )
+    assert ours is not None
+    return f"this group {'trains on other data' if here else 'reduces other tensors'} than {name}: " + _describe(
+        ours, read(peer)
     )
 
 

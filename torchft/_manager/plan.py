@@ -47,6 +47,8 @@ class Plan:
     recover_dst: list[int]  # groups that heal from this one
     help_dst: list[int]  # groups that heal from another one, and may ask this one
     draining: bool = False  # this is the group's last step: somebody wants it to leave
+    in_background: bool = True  # a heal goes on while the model runs; else it has ended before the forward pass
+    leads: bool = False  # the first of the groups at max_step
 
     @property
     def heal(self) -> bool:
@@ -74,13 +76,16 @@ def make_plan(
     allow_heal: bool,
     world_size_mode: WorldSizeMode,
     min_replica_size: int,
+    heal_first: bool = False,
 ) -> Plan:
     """Turns a quorum into a plan.
 
     While a group heals in the background (async), or may not heal at all, only the groups at max_step take part;
-    with a synchronous quorum it has healed before the step begins, and all take part.
+    with a synchronous quorum it has healed before the step begins, and all take part. With ``heal_first`` that is so at
+    step 0 in any case: there all groups but one may heal, and hold a participating rank.
     """
-    only_up_to_date = use_async_quorum or not allow_heal
+    in_background = use_async_quorum and not (heal_first and result.max_step == 0)
+    only_up_to_date = in_background or not allow_heal
     rank = result.max_replica_rank if only_up_to_date else result.replica_rank
     participants = result.max_world_size if only_up_to_date else result.replica_world_size
     if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
@@ -112,6 +117,8 @@ def make_plan(
         recover_dst=result.recover_dst_replica_ranks if allow_heal else [],
         help_dst=result.help_dst_replica_ranks if allow_heal else [],
         draining=result.draining,
+        in_background=in_background,
+        leads=result.max_replica_rank == 0,
     )
 
 
@@ -119,7 +126,12 @@ class Planner:
     """Plans of one rank. Rounds give the very same result again while nothing changes: so does this.
 
     Args: as those of :func:`make_plan`.
+
+    Attributes:
+        heal_first: as that argument; set before the first quorum.
     """
+
+    heal_first = False
 
     def __init__(self, use_async_quorum: bool, world_size_mode: WorldSizeMode, min_replica_size: int) -> None:
         self._make = partial(
@@ -135,6 +147,6 @@ class Planner:
         last = self._last
         if last is not None and last[0] is result and last[1] == allow_heal:
             return last[2]
-        plan = self._make(result, allow_heal=allow_heal)
+        plan = self._make(result, allow_heal=allow_heal, heal_first=self.heal_first)
         self._last = (result, allow_heal, plan)
         return plan

@@ -28,12 +28,15 @@ class Round:
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._error: Optional[BaseException] = None
+        self._answered = threading.Event()  # or ended without an answer
+        self._answer: Optional[QuorumResult] = None
 
     def end(self, error: Optional[BaseException] = None) -> None:
         """Ends the round; what came first counts."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
+            self._answered.set()
 
     def ended(self) -> bool:
         """Whether the round has ended."""
@@ -42,6 +45,23 @@ class Round:
     def wait(self) -> None:
         """Returns when the round has ended, whatever came of it."""
         self._ended.wait()
+
+    def answer(self) -> QuorumResult:
+        """The result of the quorum, which may still be followed by another thread.
+
+        Raises:
+            BaseException: what the round failed with.
+        """
+        self._answered.wait()
+        if self._answer is None:
+            assert self._error is not None
+            raise self._error
+        return self._answer
+
+    def _set_answer(self, answer: QuorumResult) -> QuorumResult:
+        self._answer = answer
+        self._answered.set()
+        return answer
 
     def result(self) -> None:
         """Returns when the result has been followed.
@@ -117,6 +137,11 @@ class _NativeRound(Round):
             self._get()
             super().wait()
 
+    def answer(self) -> QuorumResult:
+        if not self._ended.is_set():
+            self._get()
+        return super().answer()
+
     def follow_change(self) -> None:
         """For the thread that follows changes."""
         self._get()
@@ -128,7 +153,7 @@ class _NativeRound(Round):
             if self._result is not None or self._ended.is_set():
                 return
             try:
-                self._result = self._take()
+                self._result = self._set_answer(self._take())
             except BaseException as e:
                 self.end(e)
                 if isinstance(e, KeyboardInterrupt):
@@ -210,7 +235,11 @@ class ThreadRounds:
 
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         begun = Round()
-        self._begun.put((begun, lambda: follow(self._ask(timeout=timeout, **request.published()))))
+
+        def call() -> None:
+            follow(begun._set_answer(self._ask(timeout=timeout, **request.published())))
+
+        self._begun.put((begun, call))
         self._thread.start()
         return begun
 

@@ -1,12 +1,13 @@
 """Which rank reads which part of the data.
 
+``loader``: :class:`ElasticDataLoader`, each sample once an epoch, in batches that do not depend on who is there
 ``sampler``: :class:`DistributedSampler`, a fixed part for each rank of each group
 ``position``: the samples of each step, and the part of each rank in them
 ``agreement``: whether the groups of a quorum are at the same position
 ``permutation``: the order of an epoch
 ``exact_sum``: sums of gradients that depend neither on their order nor on who computes them
 
-All but ``sampler`` and ``exact_sum`` is pure and free of torch, so names are resolved on first use.
+``position``, ``agreement`` and ``permutation`` are pure and free of torch, so names are resolved on first use.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchft.data.loader import ElasticDataLoader as ElasticDataLoader
     from torchft.data.sampler import DistributedSampler as DistributedSampler
 
-__all__ = ["DistributedSampler"]
+__all__ = ["DistributedSampler", "ElasticDataLoader"]
+
+_MODULES = {"DistributedSampler": "torchft.data.sampler", "ElasticDataLoader": "torchft.data.loader"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module 'torchft.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module("torchft.data.sampler"), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
@@ -56,11 +56,13 @@ class Unit:
         weight: factor of the mean loss over ``indices``: the samples in it divided by those of the batch; 0 if another
             rank counts them. The weights of a batch, over all ranks and groups, have the sum 1: gradients are added.
         last: whether it is the last one of this rank in this step.
+        number: of the unit in its batch, from 0.
     """
 
     indices: Sequence[int]
     weight: float
     last: bool
+    number: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,7 @@ class Plan:
         return Share(
             position,
             tuple(
-                Unit(self.indices(position, unit), weight, last=number == rounds)
+                Unit(self.indices(position, unit), weight, last=number == rounds, number=unit)
                 for number, (unit, weight) in enumerate(weighted, start=1)
             ),
             samples=self._samples(position, own.start, own.stop),

@@ -60,6 +60,9 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         return self._manager.allreduce(tensors[0], reduce_op=cast(ReduceOp, reduce_op))
 
     def size(self) -> int:
+        adds = getattr(self._manager, "_adds_gradients", None)  # stand-ins for a Manager need not have it
+        if adds is not None and adds() is True:
+            return 1  # what divides by it must not: a loader has weighted the losses
         try:
             return self._manager.num_participants()
         except RuntimeError:  # no quorum

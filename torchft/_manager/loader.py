@@ -1,0 +1,103 @@
+"""What a Manager does for an :class:`~torchft.data.ElasticDataLoader`: all groups train on the same batch.
+
+The loader weights each loss by its samples, so gradients are added, and not divided by the number of groups. That is
+right only if each sample of the batch is in the sum once. In the first step of a quorum the groups therefore reduce 24
+bytes more: the samples that each of them adds, and a digest of the settings and the position of its loader. A group
+whose sum is not what it should be votes against the step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torchft._manager.plan import Plan
+    from torchft._manager.step import Step
+    from torchft._manager.work import _ManagedWork
+    from torchft.data.position import Share, Stamp
+
+# First of the lines that groups with a loader announce; see layout.py.
+NAME = "ElasticDataLoader"
+
+
+class Loader(Protocol):
+    """What the Manager asks of a loader."""
+
+    @property
+    def stamp(self) -> Stamp:
+        """Its settings and position: after a heal was loaded, those of the job."""
+        ...
+
+    def share(self, rank: Optional[int], participants: int) -> Share:
+        """What this rank computes at that position."""
+        ...
+
+
+class BatchDiffers(RuntimeError):
+    """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed."""
+
+
+class BatchCheck:
+    """Compares what the groups of a quorum train on, once a quorum.
+
+    Args:
+        loader: of this rank.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._checked = -1  # the quorum in which the reduction was begun
+        self._sums: Optional[torch.Tensor] = None
+        self._work: Optional[_ManagedWork] = None
+
+    def is_due(self, quorum_id: int) -> bool:
+        """Whether this quorum has not been compared, in this step or an earlier one."""
+        return self._checked != quorum_id
+
+    def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
+        """What this rank adds to the reduction; a group that does not take part adds zeros in its place."""
+        self._checked = plan.quorum_id
+        samples = self._loader.share(plan.participating_rank, plan.participants).samples
+        return torch.tensor([samples, *self._digest()], dtype=torch.int64, device=device)
+
+    def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
+        """The reduction runs; None: it could not be begun, and the step has failed."""
+        self._sums, self._work = (sums, work) if work is not None else (None, None)
+
+    def verify(self, step: Step) -> None:
+        """Compares the sums, when the collectives of the step have ended and a heal has been loaded.
+
+        Raises:
+            BatchDiffers: the step must not be committed.
+        """
+        sums, work, self._sums, self._work = self._sums, self._work, None, None
+        if sums is None or work is None or step.error is not None or not work.wait():
+            return
+        samples, *digests = sums.tolist()
+        here = self._loader.stamp
+        if digests != [step.participants * word for word in self._digest()]:
+            raise BatchDiffers(
+                f"the {step.participants} groups that take part do not train on the same batch: this one is at batch "
+                f"{here.batch} of epoch {here.epoch}, with {_settings(here)}"
+            )
+        expected = self._loader.share(None, step.participants).expected
+        if samples != expected:
+            raise BatchDiffers(
+                f"batch {here.batch} of epoch {here.epoch}: {samples} samples were reduced, {expected} belong to it"
+            )
+
+    def _digest(self) -> tuple[int, int]:
+        """Two halves of 32 bits: their sums over any number of groups fit into 64."""
+        digest = self._loader.stamp.digest
+        return int(digest[:8], 16), int(digest[8:], 16)
+
+
+def lines(stamp: Stamp) -> list[str]:
+    """What all groups must have alike, for :meth:`Manager.register_layout`."""
+    return [f"{name}={value}" for name, value in stamp._asdict().items() if name not in ("epoch", "batch")]
+
+
+def _settings(stamp: Stamp) -> str:
+    return ", ".join(lines(stamp))

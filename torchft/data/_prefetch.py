@@ -1,0 +1,141 @@
+"""Reads units ahead with PyTorch's DataLoader, although who computes which may change at any step.
+
+The DataLoader takes its batches from a forecast: the units that this rank computes if nobody comes or goes. When that
+turns out wrong there is another forecast. What it has in common with what is under way is not read again; the rest is
+dropped when it arrives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple, Optional
+
+from torchft.data.position import Position, Unit
+
+
+class Key(NamedTuple):
+    """Names a unit of a job."""
+
+    position: Position
+    unit: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """A unit to read."""
+
+    key: Key
+    unit: Unit
+
+
+class ReadFailed(RuntimeError):
+    """The dataset, the collate function or a worker process raised."""
+
+
+class Prefetcher:
+    """The units of one rank, in the order in which it takes them.
+
+    Args:
+        start: begins to read, given an iterator over tasks; gives an iterator over what was read, in that order. It may
+            ask for many tasks before it gives the first result. An iterator that has ended may give more later.
+    """
+
+    def __init__(self, start: Callable[[Iterator[Task]], Iterator[Any]]) -> None:
+        self._start = start
+        self._tasks: Iterator[Task] = iter(())
+        self._results: Optional[Iterator[Any]] = None
+        self._under_way: deque[Optional[Key]] = deque()  # None: nobody wants it any more
+        self._ready: dict[Key, list[Any]] = {}
+        self.dropped = 0  # units that were read for nothing
+
+    def expect(self, forecast: Iterable[Task]) -> None:
+        """Sets what is taken from now on; by and by, since a forecast may reach to the end of the job."""
+        tasks = iter(forecast)
+        have = Counter(key for key in self._under_way if key is not None)
+        have.update({key: len(units) for key, units in self._ready.items()})
+        horizon = max(have, default=None)
+        new: list[Task] = []
+        for task in tasks:
+            if horizon is None or task.key.position > horizon.position:
+                new.append(task)
+                break
+            if have[task.key] > 0:
+                have[task.key] -= 1
+            else:
+                new.append(task)
+        self._forget(+have)
+        self._tasks = itertools.chain(new, tasks)
+
+    def _forget(self, stale: Counter[Key]) -> None:
+        for key in [key for key in self._ready if stale[key] > 0]:
+            count = min(stale[key], len(self._ready[key]))
+            del self._ready[key][:count]
+            stale[key] -= count
+            self.dropped += count
+            if not self._ready[key]:
+                del self._ready[key]
+        for i, key in enumerate(self._under_way):
+            if key is not None and stale[key] > 0:
+                stale[key] -= 1
+                self._under_way[i] = None
+
+    def take(self, key: Key) -> Any:
+        """A unit of the forecast; waits until it has been read.
+
+        Raises:
+            ReadFailed: it could not be read.
+        """
+        while key not in self._ready:
+            self._receive(key)
+        units = self._ready[key]
+        data = units.pop(0)
+        if not units:
+            del self._ready[key]
+        return data
+
+    def _receive(self, wanted: Key) -> None:
+        if self._results is None:
+            self._results = self._start(_Feed(self))
+        try:
+            data = next(self._results)
+        except StopIteration:
+            # It was told that there are no more tasks, and has ended; now there are.
+            self._results = None
+            if self._under_way:
+                raise ReadFailed("the DataLoader ended before it gave all that it was asked for") from None
+            if not self._has_task():
+                raise KeyError(f"{wanted} is not in the forecast") from None
+            return
+        except Exception as e:
+            self._under_way.clear()
+            self._results = None
+            raise ReadFailed(f"a unit could not be read: {type(e).__name__}: {e}") from e
+        key = self._under_way.popleft()
+        if key is None:
+            self.dropped += 1
+        else:
+            self._ready.setdefault(key, []).append(data)
+
+    def _has_task(self) -> bool:
+        task = next(self._tasks, None)
+        if task is not None:
+            self._tasks = itertools.chain([task], self._tasks)
+        return task is not None
+
+    def _next_task(self) -> Task:
+        task = next(self._tasks)
+        self._under_way.append(task.key)
+        return task
+
+
+class _Feed(Iterator[Task]):
+    """What the DataLoader asks for its batches. Not a generator: after its end it may have more."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+
+    def __next__(self) -> Task:
+        return self._prefetcher._next_task()

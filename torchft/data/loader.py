@@ -1,0 +1,371 @@
+"""A loader whose groups come and go: each sample counts once an epoch, in batches that do not depend on who is there.
+
+:mod:`torchft.data.position` says what each step trains on, and who computes which part of it; the Manager, who is there
+and whether a step is committed (``torchft/_manager/loader.py``). This module is the part between them and PyTorch's
+DataLoader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
+from torchft.data.position import Plan, Position, Share, Stamp
+from torchft.data.position import Unit as PlannedUnit
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+STATE_KEY = "torchft.data"  # of the position in the state that a group heals with
+
+# Arguments of PyTorch's DataLoader that the plan of a job takes the place of.
+_DECIDED = {
+    "batch_size": "give global_batch_size and micro_batch_size",
+    "sampler": "the order is that of shuffle and seed",
+    "batch_sampler": "the batches are those of global_batch_size and micro_batch_size",
+    "drop_last": "the last batch of an epoch holds what is left: each sample counts once",
+    "in_order": "units are taken in their order",
+}
+
+
+class Unit:
+    """A micro-batch of one rank.
+
+    Attributes:
+        data: what the collate function made of the samples.
+        indices: of the samples, in the dataset.
+        weight: by which the mean loss of the samples is multiplied; 0 if this group heals or is a spare, or if another
+            rank counts them.
+        last: whether gradients are reduced with this one.
+    """
+
+    def __init__(self, data: Any, planned: PlannedUnit, weight: float, seed: Optional[int]) -> None:
+        self.data = data
+        self.indices = planned.indices
+        self.weight = weight
+        self.last = planned.last
+        self._seed = seed
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+        """Around forward and backward pass: gradients are added up, and reduced with the last unit of the step only.
+
+        Args:
+            models: those that the passes go through: wrapped by DistributedDataParallel (of torchft or PyTorch), made
+                FSDP2 modules by ``fully_shard``, or plain ones, which reduce nothing by themselves.
+        """
+        if self._seed is not None:
+            torch.manual_seed(self._seed)
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+                    model.set_requires_gradient_sync(self.last)
+                elif not self.last and hasattr(model, "no_sync"):
+                    stack.enter_context(model.no_sync())
+            yield
+
+
+class Step:
+    """What one rank computes in one step of the optimizer: iterate over its units.
+
+    Attributes:
+        position: of the step: epoch, and batch of that epoch.
+        participants: groups whose gradients count.
+    """
+
+    def __init__(self, loader: ElasticDataLoader, share: Share, participants: int) -> None:
+        self._loader = loader
+        self._share = share
+        self.position = share.position
+        self.participants = participants
+
+    def __len__(self) -> int:
+        return len(self._share.units)
+
+    def __iter__(self) -> Iterator[Unit]:
+        for unit in self._share.units:
+            yield self._loader._read(self.position, unit)
+
+
+class _Membership(NamedTuple):
+    rank: Optional[int]
+    participants: int
+
+
+class ElasticDataLoader:
+    """Gives each rank its units of each step, whoever takes part in it.
+
+    An iteration begins a step of the Manager, and waits until its quorum is known. A step that is not committed comes
+    again, cut anew. All groups of a job have such a loader with the same settings; the gradients of a step are the sum
+    over groups, which is not divided, because each loss is multiplied by ``unit.weight``.
+
+    Make it before the first step. Of LocalSGD, DiLoCo and ``replay_failed_step`` it is refused: with those, samples are
+    lost, or counted by nobody.
+
+    Args:
+        manager: of this rank.
+        dataset: with a length, and samples by index; the same in all groups.
+        global_batch_size: samples of a step, whatever the number of groups.
+        micro_batch_size: samples of a unit; divides ``global_batch_size``.
+        shuffle: a new order in each epoch.
+        seed: of the orders.
+        epochs: after which the iteration ends, in all groups at once.
+        data_rank: of this rank, among the ranks of its group that read different data; default: its rank in the group.
+            Ranks that are parallel by model give the same one.
+        data_world_size: how many different parts the ranks of a group read; default: all ranks.
+        reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum".
+        reproducible_rng: random numbers depend on seed, epoch and unit alone, not on the rank: those of the dataset
+            (torch, random, and numpy if it is imported), and torch's in :meth:`Unit.accumulate`.
+        dataloader: further arguments of PyTorch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, …
+
+    Raises:
+        TypeError: an IterableDataset, or an argument of DataLoader that the plan takes the place of.
+        ValueError: a setting is out of range, or does not go together with a loader.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int = 1,
+        data_rank: Optional[int] = None,
+        data_world_size: Optional[int] = None,
+        reduction_in_group: str = "mean",
+        reproducible_rng: bool = False,
+        **dataloader: Any,
+    ) -> None:
+        _check_dataset(dataset)
+        for name, instead in _DECIDED.items():
+            if name in dataloader:
+                raise TypeError(f"{name}={dataloader[name]!r}: ElasticDataLoader takes no {name}; {instead}")
+        if reduction_in_group not in ("mean", "sum"):
+            raise ValueError(f"reduction_in_group is {reduction_in_group!r}: allowed are 'mean' and 'sum'")
+        if (data_rank is None) != (data_world_size is None):
+            raise ValueError(
+                f"data_rank is {data_rank}, and data_world_size is {data_world_size}: they belong together"
+            )
+        settings = manager._settings
+        self._manager = manager
+        self._plan = Plan(len(dataset), global_batch_size, micro_batch_size, shuffle, seed, epochs)
+        self._position = Position()
+        self._data_rank = settings.group_rank if data_rank is None else data_rank
+        self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
+        self._factor = self._data_world_size if reduction_in_group == "mean" else 1
+        self._reproducible_rng = reproducible_rng
+        self.share(None, 1)  # refuses a data rank that is out of range
+
+        self._dataset = _Seeded(dataset) if reproducible_rng else dataset
+        self._dataloader = dataloader
+        self._prefetcher = Prefetcher(self._start_reading)
+        self._forecast: Optional[tuple[_Membership, Position]] = None  # its next step
+        manager._attach_loader(self)
+        manager.register_state_dict_fn(STATE_KEY, self.load_state_dict, self.state_dict)
+        manager.register_commit_hook(self._decided)
+
+    # Positions
+
+    @property
+    def position(self) -> Position:
+        """Of the next step: epoch and batch, from 0."""
+        return self._position
+
+    @property
+    def stamp(self) -> Stamp:
+        """What peers compare: settings and position."""
+        return self._plan.stamp(self._position)
+
+    def state_dict(self) -> dict[str, int]:
+        """For a checkpoint, taken after the optimizer has stepped: it belongs to those weights. All groups have the
+        same, and a job may go on from it with any number of them.
+        """
+        return self._plan.save(self._position)
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Goes on where :meth:`state_dict` was taken.
+
+        Raises:
+            PositionDiffers: it is of another dataset, seed or global batch size.
+        """
+        self._position = self._plan.load(state_dict)
+
+    def __len__(self) -> int:
+        """Steps of the whole job."""
+        return self._plan.batches_per_epoch * self._plan.epochs
+
+    def share(self, rank: Optional[int], participants: int) -> Share:
+        """What this rank computes at its position; at the end, that of the first step.
+
+        Args:
+            rank: of this group among the participants, None if it is not one.
+            participants: groups whose gradients count.
+        """
+        position = self._position
+        if rank is None and position == self._plan.end:
+            position = Position()  # any: its weight is 0
+        return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
+
+    def _decided(self, step: int, committed: bool, participants: int) -> None:
+        if committed:
+            self._position = self._plan.advance(self._position)
+
+    # Steps
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        """Begins a step.
+
+        Raises:
+            StopIteration: the job is at its end, in all groups; or this group is drained.
+            TimeoutError: the job is at its end, and other groups have not healed to it in time.
+        """
+        manager = self._manager
+        if manager.draining():
+            raise StopIteration
+        deadline = time.monotonic() + manager._quorum_timeout.total_seconds()
+        while True:
+            plan = manager._begin_batch()
+            if self._position != self._plan.end or (plan.heal and plan.in_background):
+                break
+            # All groups of a quorum know how many of them are up to date: they leave together.
+            if plan.num_up_to_date == plan.replica_world_size:
+                raise StopIteration
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the job is at its end, and {plan.replica_world_size - plan.num_up_to_date} groups have not "
+                    f"healed to it within {manager._quorum_timeout.total_seconds():g} s"
+                )
+            manager._pass_step()
+        membership = _Membership(plan.participating_rank, plan.participants)
+        share = self.share(*membership)
+        self._expect(membership, share)
+        return Step(self, share, plan.participants)
+
+    # Reading
+
+    def _expect(self, membership: _Membership, share: Share) -> None:
+        """Units of this step and the next ones are read, unless those are what is being read."""
+        if self._forecast != (membership, share.position):
+            self._prefetcher.expect(self._foresee(membership, share))
+        following = self._plan.advance(share.position)
+        self._forecast = None if membership.rank is None else (membership, following)
+
+    def _foresee(self, membership: _Membership, share: Share) -> Iterator[Task]:
+        """All units from this step on if nobody comes or goes; only those of the step if this group does not count."""
+        while True:
+            position = share.position
+            yield from (Task(Key(position, unit.number), unit) for unit in share.units)
+            position = self._plan.advance(position)
+            if membership.rank is None or position == self._plan.end:
+                return
+            share = self._plan.share(position, *membership, self._data_rank, self._data_world_size)
+
+    def _start_reading(self, tasks: Iterator[Task]) -> Iterator[Any]:
+        batches = _Batches(tasks, self._seed if self._reproducible_rng else None)
+        return iter(DataLoader(self._dataset, batch_sampler=batches, **self._dataloader))
+
+    def _read(self, position: Position, unit: PlannedUnit) -> Unit:
+        key = Key(position, unit.number)
+        try:
+            data = self._prefetcher.take(key)
+        except ReadFailed as e:
+            failure = ReadFailed(
+                f"unit {unit.number} of batch {position.batch} of epoch {position.epoch}, or one read ahead of it: {e}"
+            )
+            self._manager._report_collective_error(failure)  # the others must not wait for this group's part
+            self._forecast = None
+            raise failure from e
+        seed = self._seed(key) if self._reproducible_rng else None
+        return Unit(data, unit, unit.weight * self._factor, seed)
+
+    def _seed(self, key: Key) -> int:
+        text = f"torchft.data rng 1: {self._plan.seed}, {key.position.epoch}, {key.position.batch}, {key.unit}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}: an IterableDataset has no samples by index, so no group can take "
+            "over those of another; give a dataset with __getitem__ and __len__ (an index of the stream's records), or "
+            "use PyTorch's DataLoader, which loses the samples of failed groups"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise TypeError(f"dataset is a {type(dataset).__name__}: it needs __getitem__ and __len__")
+    if len(dataset) < 1:
+        raise ValueError("the dataset has no samples: allowed are 1 and more")
+
+
+class _SeededIndices(list[int]):
+    """Indices of a unit, and what its random numbers begin with."""
+
+    seed: int = 0
+
+
+class _Batches(Iterator[list[int]]):
+    """The batch sampler of PyTorch's DataLoader."""
+
+    def __init__(self, tasks: Iterator[Task], seed: Any) -> None:
+        self._tasks = tasks
+        self._seed = seed
+
+    def __next__(self) -> list[int]:
+        task = next(self._tasks)
+        if self._seed is None:
+            return list(task.unit.indices)
+        indices = _SeededIndices(task.unit.indices)
+        indices.seed = self._seed(task.key)
+        return indices
+
+
+@dataclass(frozen=True)
+class _Seeded:
+    """A dataset whose random numbers depend on the unit alone."""
+
+    dataset: Any
+
+    def __getitems__(self, indices: _SeededIndices) -> list[Any]:
+        with _seeded(indices.seed):
+            if hasattr(self.dataset, "__getitems__"):
+                return self.dataset.__getitems__(indices)
+            return [self.dataset[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Random numbers begin with a seed, and go on afterwards as if nothing had been."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            if numpy is not None:
+                numpy.random.set_state(before[1])

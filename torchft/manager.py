@@ -32,7 +32,7 @@ from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.loader import NAME as LOADER
-from torchft._manager.loader import BatchCheck, Loader, lines
+from torchft._manager.loader import BatchCheck, BatchDiffers, Loader, lines
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.ranges import ranged
@@ -92,6 +92,11 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_LOCAL_STEPS = (
+    f"LocalSGD and DiLoCo exclude {LOADER}: their groups step by themselves between two quorums, so no batch is one of "
+    "all groups. Use torchft.data.DistributedSampler with them"
+)
 
 CommitHook = Callable[[int, bool, int], None]
 
@@ -511,6 +516,8 @@ class Manager(Stateful):
             what: whose tensors they are.
             lines: a line for each tensor, in the order in which they are reduced.
         """
+        if self._batches is not None and what != LOADER:
+            raise ValueError(f"{what}: {_LOCAL_STEPS}")
         self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
         self._peers.announce_layout(digest(self._layout), "\n".join(self._layout))
 
@@ -616,7 +623,7 @@ class Manager(Stateful):
                 "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else torchft.data.DistributedSampler"
             )
         if self._layout is not None:
-            raise ValueError(f"LocalSGD and DiLoCo do not go together with {LOADER}: use DistributedSampler")
+            raise ValueError(_LOCAL_STEPS)
         self._batches = BatchCheck(loader)
         self._planner.heal_first = self._init_sync
         self.register_layout(LOADER, lines(loader.stamp))
@@ -739,6 +746,7 @@ class Manager(Stateful):
         step, failures, why = self._step, self._commit_failures, ""
         if not committed:
             why = self._current.why_lost()
+            self._give_way()
             committed = self._replayer.replay(
                 self._current,
                 vote=lambda yes: self._server.vote(self._step, yes, timeout),
@@ -798,6 +806,13 @@ class Manager(Stateful):
         except Exception as e:
             self._logger.exception(f"the step is not committed: {e}")
             self._step_failed(e)
+
+    def _give_way(self) -> None:
+        """A group whose data is at another position than the others' says that it is a step behind: it heals."""
+        kept = self._current.error
+        error = kept.original_exception if kept is not None else None
+        if isinstance(error, BatchDiffers) and error.gives_way:
+            self._position = Position(self._step - 1, self._batches_committed, -1)
 
     def _end_serving(self) -> None:
         """Returns when nobody reads this group's state any more. A failure is the target's: this group has its state,

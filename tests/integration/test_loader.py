@@ -14,7 +14,11 @@ from torch.utils.data import TensorDataset
 from tests.integration.cluster import Cluster, Gate, Rank, results
 from torchft import Optimizer
 from torchft.data import ElasticDataLoader
+from torchft.data._prefetch import ReadFailed
 from torchft.data.position import Plan, Position
+from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
+from torchft.manager import Manager, WorldSizeMode
+from torchft.process_group import ManagedProcessGroup
 
 SAMPLES = 41  # no multiple of anything
 SETTINGS: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, seed=3, epochs=2)
@@ -63,6 +67,8 @@ class Training:
     loader: dict[str, Any] = field(default_factory=dict)
     start_with: int = 1  # groups that must be alive before the first step
     wrap: Callable[[Any, nn.Module], nn.Module] = lambda manager, model: model
+    before: Callable[[Rank, ElasticDataLoader], None] = lambda rank, loader: None  # the first step
+    data: Any = field(default_factory=dataset)
     lives: Counter[int] = field(default_factory=Counter)
     # The weight of each sample in the step that a group committed, by (group, step)
     committed: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
@@ -83,7 +89,8 @@ class Training:
         manager = rank.start_manager(load_state_dict=load, state_dict=save, **self.settings)
         model = self.wrap(manager, net)
         optimizer = Optimizer(manager, sgd)
-        loader = ElasticDataLoader(manager, dataset(), **{**SETTINGS, **self.loader})
+        loader = ElasticDataLoader(manager, self.data, **{**SETTINGS, **self.loader})
+        self.before(rank, loader)
         rank.cluster.wait_for_healthy(self.start_with if life == 0 else 1)
         for step in loader:
             number = manager.current_step()
@@ -183,3 +190,135 @@ def test_a_step_that_a_group_fails_in_comes_again() -> None:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     check(training, ended, incomplete=frozenset({3}))
     assert training.lost[0] == "planned"
+
+
+LAST = 7  # the number of the last step
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_group_that_loses_the_last_step_heals_before_the_others_leave(use_async_quorum: bool) -> None:
+    training = Training(start_with=3, settings={"use_async_quorum": use_async_quorum})
+    training.events[1, 0, LAST] = lambda rank: "failed"
+    with Cluster(min_replicas=3) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(3)))
+    check(training, ended, incomplete=frozenset({LAST}))
+    assert len(training.lost) <= 2  # its own, and the one in which it learns that there is nothing more to do
+
+
+def wrapped_by_torchft(manager: Manager, net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(manager, net)
+
+
+def wrapped_one_by_one(manager: Manager, net: nn.Module) -> nn.Module:
+    return PureDistributedDataParallel(manager, net)
+
+
+def wrapped_by_pytorch(manager: Manager, net: nn.Module) -> nn.Module:
+    group = ManagedProcessGroup(manager)
+    return nn.parallel.DistributedDataParallel(net, process_group=group, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("wrap", [wrapped_by_torchft, wrapped_one_by_one, wrapped_by_pytorch])
+def test_wrapped_models_reduce_once_a_step(wrap: Callable[[Manager, nn.Module], nn.Module]) -> None:
+    training = Training(start_with=2, wrap=wrap)
+    training.events[1, 0, 3] = lambda rank: "failed" if training.lost == [] else None
+    with Cluster(min_replicas=2) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(2)))
+    check(training, ended, incomplete=frozenset({3}))
+
+
+def test_a_spare_group_trains_along_with_weight_0() -> None:
+    fixed = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
+    training = Training(start_with=3, settings=fixed)
+    with Cluster(min_replicas=3) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(3)))
+    check(training, ended)
+    assert all(not indices for (group, _), indices in training.committed.items() if group == 2)
+
+
+def test_a_group_at_another_position_heals() -> None:
+    """As after a restart from checkpoints that do not belong together: the first group is right."""
+
+    def restore(rank: Rank, loader: ElasticDataLoader) -> None:
+        if rank.group == 1:
+            loader.load_state_dict({**loader.state_dict(), "batch": 2})
+
+    training = Training(start_with=2, settings={"init_sync": False}, before=restore)
+    with Cluster(min_replicas=2) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(2)))
+    check(training, ended)
+    assert len(training.lost) == 2
+    assert all("do not train on the same batch" in why for why in training.lost)
+
+
+def refused(job: Training, newcomer: Callable[[Rank], object]) -> tuple[list[Optional[torch.Tensor]], str]:
+    """What a job ends with when a group comes that does not fit, and what that group is told."""
+    started = Gate()
+
+    def join(rank: Rank) -> str:
+        started.wait()
+        try:
+            newcomer(rank)
+        except ValueError as e:
+            return str(e)
+        finally:
+            rank.crash()
+        raise AssertionError("it was not refused")
+
+    def await_it(rank: Rank) -> None:
+        started.open()
+        rank.cluster.wait_for_healthy(2)
+
+    job.events[0, 0, 2] = await_it
+    with Cluster() as cluster:
+        ended, (told,) = cluster.start(job, group=0), results(cluster.start(join, group=1))
+        return results(ended), told
+
+
+def test_a_group_with_another_dataset_is_refused_by_name() -> None:
+    job = Training()
+    ended, told = refused(job, Training(loader={"seed": 4}))
+    assert "this group trains on other data than group_0:" in told
+    assert "here ElasticDataLoader: seed=4; there ElasticDataLoader: seed=3" in told
+    check(job, ended)
+    assert job.lost and all("seed=4" in why for why in job.lost)
+
+
+def without_loader(rank: Rank) -> None:
+    manager = rank.start_manager(load_state_dict=lambda state: None, state_dict=dict)
+    for _ in range(2):
+        manager.start_quorum()
+        manager.allreduce(torch.ones(4)).wait()
+        manager.should_commit()
+
+
+def test_a_group_without_a_loader_is_refused_by_name() -> None:
+    job = Training()
+    ended, told = refused(job, without_loader)
+    assert told.startswith("group_0:") and "trains with an ElasticDataLoader" in told
+    assert "this group without: it would divide their sum by the number of groups" in told
+    check(job, ended)
+    assert job.lost and all("and group_1:" in why for why in job.lost)
+
+
+def test_a_dataset_that_raises_in_one_group_costs_it_the_job_and_the_others_a_step() -> None:
+    class Broken(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            if index % 2:
+                raise OSError("the disk is gone")
+            return super().__getitem__(index)
+
+    job = Training(start_with=2)
+
+    def fail(rank: Rank) -> str:
+        with pytest.raises(ReadFailed, match=r"of batch 0 of epoch 0 could not be read: OSError: the disk"):
+            Training(data=Broken(*dataset().tensors))(rank)
+        rank.crash()
+        return "dead"
+
+    with Cluster(min_replicas=1) as cluster:
+        running = cluster.start(job, group=1)
+        assert results(cluster.start(fail, group=0)) == ["dead"]
+        ended = results(running)
+    check(job, ended)
+    assert len(job.lost) == 1

@@ -36,7 +36,15 @@ class Loader(Protocol):
 
 
 class BatchDiffers(RuntimeError):
-    """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed."""
+    """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed.
+
+    Attributes:
+        gives_way: whether it is this group that has to heal, because the first one that is up to date is right.
+    """
+
+    def __init__(self, message: str, gives_way: bool = False) -> None:
+        super().__init__(message)
+        self.gives_way = gives_way
 
 
 class BatchCheck:
@@ -80,7 +88,8 @@ class BatchCheck:
         if digests != [step.participants * word for word in self._digest()]:
             raise BatchDiffers(
                 f"the {step.participants} groups that take part do not train on the same batch: this one is at batch "
-                f"{here.batch} of epoch {here.epoch}, with {_settings(here)}"
+                f"{here.batch} of epoch {here.epoch}, with {_settings(here)}",
+                gives_way=not step.healing and step.plan is not None and not step.plan.leads,
             )
         expected = self._loader.share(None, step.participants).expected
         if samples != expected:

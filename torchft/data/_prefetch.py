@@ -31,6 +31,11 @@ class Task:
     unit: Unit
 
 
+@dataclass(frozen=True)
+class _Failed:
+    error: Exception
+
+
 class ReadFailed(RuntimeError):
     """The dataset, the collate function or a worker process raised."""
 
@@ -94,12 +99,17 @@ class Prefetcher:
         data = units.pop(0)
         if not units:
             del self._ready[key]
+        if isinstance(data, _Failed):
+            self._under_way.clear()
+            self._results = None  # it may have lost a worker
+            raise ReadFailed(f"{type(data.error).__name__}: {data.error}") from data.error
         return data
 
     def _receive(self, wanted: Key) -> None:
-        if self._results is None:
-            self._results = self._start(_Feed(self))
+        data: Any
         try:
+            if self._results is None:
+                self._results = self._start(_Feed(self))
             data = next(self._results)
         except StopIteration:
             # It was told that there are no more tasks, and has ended; now there are.
@@ -110,10 +120,8 @@ class Prefetcher:
                 raise KeyError(f"{wanted} is not in the forecast") from None
             return
         except Exception as e:
-            self._under_way.clear()
-            self._results = None
-            raise ReadFailed(f"a unit could not be read: {type(e).__name__}: {e}") from e
-        key = self._under_way.popleft()
+            data = _Failed(e)  # of the unit whose turn it is: told to the one who takes that
+        key = self._under_way.popleft() if self._under_way else wanted
         if key is None:
             self.dropped += 1
         else:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -57,7 +57,7 @@ class Unit:
         self._seed = seed
 
     @contextlib.contextmanager
-    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: Any) -> Iterator[None]:
         """Around forward and backward pass: gradients are added up, and reduced with the last unit of the step only.
 
         Args:
@@ -169,8 +169,9 @@ class ElasticDataLoader:
         self._reproducible_rng = reproducible_rng
         self.share(None, 1)  # refuses a data rank that is out of range
 
-        self._dataset = _Seeded(dataset) if reproducible_rng else dataset
-        self._dataloader = dataloader
+        self._batches = _Batches(self._seed if reproducible_rng else None)
+        read: Any = _Seeded(dataset) if reproducible_rng else dataset
+        self._dataloader = DataLoader(read, batch_sampler=self._batches, **dataloader)
         self._prefetcher = Prefetcher(self._start_reading)
         self._forecast: Optional[tuple[_Membership, Position]] = None  # its next step
         manager._attach_loader(self)
@@ -277,8 +278,8 @@ class ElasticDataLoader:
             share = self._plan.share(position, *membership, self._data_rank, self._data_world_size)
 
     def _start_reading(self, tasks: Iterator[Task]) -> Iterator[Any]:
-        batches = _Batches(tasks, self._seed if self._reproducible_rng else None)
-        return iter(DataLoader(self._dataset, batch_sampler=batches, **self._dataloader))
+        self._batches.tasks = tasks
+        return iter(self._dataloader)
 
     def _read(self, position: Position, unit: PlannedUnit) -> Unit:
         key = Key(position, unit.number)
@@ -286,7 +287,7 @@ class ElasticDataLoader:
             data = self._prefetcher.take(key)
         except ReadFailed as e:
             failure = ReadFailed(
-                f"unit {unit.number} of batch {position.batch} of epoch {position.epoch}, or one read ahead of it: {e}"
+                f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: {e}"
             )
             self._manager._report_collective_error(failure)  # the others must not wait for this group's part
             self._forecast = None
@@ -321,12 +322,12 @@ class _SeededIndices(list[int]):
 class _Batches(Iterator[list[int]]):
     """The batch sampler of PyTorch's DataLoader."""
 
-    def __init__(self, tasks: Iterator[Task], seed: Any) -> None:
-        self._tasks = tasks
+    def __init__(self, seed: Optional[Callable[[Key], int]]) -> None:
+        self.tasks: Iterator[Task] = iter(())
         self._seed = seed
 
     def __next__(self) -> list[int]:
-        task = next(self._tasks)
+        task = next(self.tasks)
         if self._seed is None:
             return list(task.unit.indices)
         indices = _SeededIndices(task.unit.indices)

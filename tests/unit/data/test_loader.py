@@ -1,0 +1,411 @@
+"""The loader of one rank without peers: what it gives, what it refuses, and how it reads."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from typing import Any, Callable, Iterator, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from torchft._manager.loader import BatchCheck, BatchDiffers, lines
+from torchft._manager.plan import Plan as QuorumPlan
+from torchft._manager.settings import resolve
+from torchft.data import ElasticDataLoader
+from torchft.data._prefetch import ReadFailed
+from torchft.data.loader import Step
+from torchft.data.position import Plan, Position, PositionDiffers, Share, Stamp
+from torchft.manager import Manager
+
+DATA = TensorDataset(torch.arange(10))
+SIZES: dict[str, Any] = dict(global_batch_size=4, micro_batch_size=2)
+
+
+class Alone(Manager):
+    """The Manager of a group that is alone, and commits at once."""
+
+    def __init__(self, group_rank: int = 0, group_world_size: int = 1) -> None:
+        self._settings = resolve(
+            rank=group_rank,
+            world_size=group_world_size,
+            store_addr="localhost",
+            store_port=1,
+            lighthouse_addr="http://localhost:1",
+            port=None,
+            timeout=timedelta(seconds=1),
+            quorum_timeout=timedelta(seconds=1),
+            connect_timeout=timedelta(seconds=1),
+            heartbeat_interval=timedelta(seconds=1),
+            quorum_retries=0,
+        )
+        self._quorum_timeout = self._settings.quorum_timeout
+        self.errors: list[Exception] = []
+        self.hooks: list[Callable[[int, bool, int], None]] = []
+        self.drained = False
+        self.up_to_date = 1
+        self.groups = 1
+        self.passed = 0
+
+    def _attach_loader(self, loader: Any) -> None:
+        pass
+
+    def register_state_dict_fn(self, *_: Any) -> None:
+        pass
+
+    def register_commit_hook(self, hook: Callable[[int, bool, int], None]) -> None:
+        self.hooks.append(hook)
+
+    def draining(self) -> bool:
+        return self.drained
+
+    def _begin_batch(self) -> QuorumPlan:
+        fields: dict[str, Any] = dict.fromkeys(QuorumPlan.__dataclass_fields__)
+        fields.update(
+            participating_rank=0,
+            participants=1,
+            in_background=True,
+            num_up_to_date=self.up_to_date,
+            replica_world_size=self.groups,
+        )
+        return QuorumPlan(**fields)
+
+    def _pass_step(self) -> None:
+        self.passed += 1
+        self.up_to_date += 1
+
+    def _report_collective_error(self, e: Exception) -> None:
+        self.errors.append(e)
+
+    def decide(self, committed: bool) -> None:
+        for hook in self.hooks:
+            hook(0, committed, 1)
+
+
+def make(dataset: Any = DATA, manager: Optional[Alone] = None, **settings: Any) -> ElasticDataLoader:
+    return ElasticDataLoader(manager or Alone(), dataset, **{**SIZES, **settings})
+
+
+def train(loader: ElasticDataLoader) -> Iterator[tuple[Step, list[Any]]]:
+    """Each step is committed, unless the caller says so with send(False)."""
+    for step in loader:
+        committed = yield step, list(step)
+        loader._manager.decide(committed is not False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_sample_once_an_epoch_in_the_order_of_the_plan(num_workers: int) -> None:
+    loader = make(seed=7, epochs=2, num_workers=num_workers)
+    assert len(loader) == 6
+    plan = Plan(10, 4, 2, seed=7, epochs=2)
+    position, ended = Position(), 0
+    for step, units in train(loader):
+        assert step.position == position and len(step) == len(units)
+        for unit, planned in zip(units, plan.share(position, 0, 1).units):
+            assert unit.data[0].tolist() == list(planned.indices) == list(unit.indices)
+            assert (unit.weight, unit.last) == (planned.weight, planned.last)
+        position, ended = plan.advance(position), ended + 1
+    assert ended == len(loader) and loader.position == plan.end
+
+
+def test_a_lost_step_comes_again() -> None:
+    steps = train(make(shuffle=False))
+    _, first = next(steps)
+    _, again = steps.send(False)
+    assert [unit.data[0].tolist() for unit in first] == [unit.data[0].tolist() for unit in again] == [[0, 1], [2, 3]]
+    _, second = next(steps)
+    assert [unit.data[0].tolist() for unit in second] == [[4, 5], [6, 7]]
+
+
+def test_a_saved_position_goes_on_where_it_was() -> None:
+    loader = make(epochs=2)
+    steps = train(loader)
+    for _ in range(3):
+        next(steps)
+    saved = loader.state_dict()
+    restored = make(epochs=2, micro_batch_size=4)
+    restored.load_state_dict(saved)
+    assert restored.position == loader.position == Position(0, 2)
+    ours = [index for unit in next(steps)[1] for index in unit.indices]
+    loader.load_state_dict(saved)
+    (unit,) = next(train(restored))[1]
+    assert ours != list(unit.indices)  # the steps went on
+    assert list(unit.indices) == [index for unit in next(train(loader))[1] for index in unit.indices]
+
+
+def test_of_other_data_a_position_is_refused() -> None:
+    with pytest.raises(PositionDiffers, match="seed is 0, and the saved position is of a run in which it was 1"):
+        make().load_state_dict(make(seed=1).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("reduction", "factor"),
+    [("mean", 2), ("sum", 1)],
+)
+def test_the_weight_has_the_factor_of_the_reduction_in_the_group(reduction: str, factor: int) -> None:
+    weights = []
+    for rank in range(2):
+        loader = make(manager=Alone(rank, 2), reduction_in_group=reduction)
+        weights += [unit.weight for unit in next(train(loader))[1]]
+    assert sum(weights) == factor
+
+
+def test_ranks_that_are_parallel_by_model_read_the_same() -> None:
+    indices = [
+        [unit.indices for unit in next(train(make(manager=Alone(rank, 2), data_rank=0, data_world_size=1)))[1]]
+        for rank in range(2)
+    ]
+    assert indices[0] == indices[1] and len(indices[0]) == 2
+
+
+def test_a_drained_group_gets_no_further_step() -> None:
+    manager = Alone()
+    steps = train(make(manager=manager))
+    next(steps)
+    manager.drained = True
+    assert next(steps, None) is None
+
+
+def test_at_the_end_a_group_waits_for_those_that_heal() -> None:
+    manager = Alone()
+    loader = make(manager=manager)
+    loader.load_state_dict({**loader.state_dict(), "epoch": 1})
+    manager.groups = 3
+    assert next(train(loader), None) is None
+    assert manager.passed == 2
+
+
+def test_groups_that_do_not_heal_are_waited_for_no_longer_than_for_a_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Alone()
+    loader = make(manager=manager)
+    loader.load_state_dict({**loader.state_dict(), "epoch": 1})
+    manager.groups, manager._quorum_timeout = 2, timedelta(0)
+    with pytest.raises(TimeoutError, match="the job is at its end, and 1 groups have not healed to it within 0 s"):
+        next(loader)
+
+
+# Reading
+
+
+class Raises(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        raise OSError(f"no sample {index}")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_raises(num_workers: int) -> None:
+    manager = Alone()
+    loader = make(Raises(), manager, shuffle=False, num_workers=num_workers)
+    with pytest.raises(ReadFailed, match=r"(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*no sample 0"):
+        next(train(loader))
+    assert len(manager.errors) == 1, "the other groups are not told"
+
+
+class Dies(Raises):
+    def __getitem__(self, index: int) -> int:
+        import os
+
+        os._exit(3)
+
+
+def test_a_worker_that_dies() -> None:
+    loader = make(Dies(), num_workers=1, timeout=0.3)
+    with pytest.raises(ReadFailed, match=r"DataLoader worker .* exited unexpectedly"):
+        next(train(loader))
+
+
+def test_arguments_of_the_dataloader_reach_it() -> None:
+    loader = make(collate_fn=lambda samples: [int(sample[0]) for sample in samples], shuffle=False)
+    assert [unit.data for unit in next(train(loader))[1]] == [[0, 1], [2, 3]]
+
+
+class Random(Raises):
+    def __getitem__(self, index: int) -> tuple[float, float]:
+        return float(torch.rand(())), random.random()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_reproducible_random_numbers_depend_on_the_unit_alone(num_workers: int) -> None:
+    def numbers(**settings: Any) -> list[Any]:
+        loader = make(Random(), reproducible_rng=True, epochs=2, **settings)
+        read = [unit for _, units in train(loader) for unit in units]
+        drawn = []
+        for unit in read:
+            with unit.accumulate():
+                drawn.append((unit.data, float(torch.rand(()))))
+        return drawn
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), random.getstate()
+    first = [data for data, _ in numbers(num_workers=num_workers)]
+    assert random.getstate() == before[1]
+    torch.manual_seed(6)
+    assert str(first) == str([data for data, _ in numbers()])
+    draws = [drawn for _, drawn in numbers()]
+    assert draws == [drawn for _, drawn in numbers()] and len(set(draws)) == len(draws)
+    assert str(first) != str([data for data, _ in numbers(seed=1)])
+
+
+# Accumulation
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Any] = []
+
+    def no_sync(self) -> Any:
+        self.log.append("no_sync")
+        return torch.no_grad()  # some context
+
+
+class Sharded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Any] = []
+
+    def set_requires_gradient_sync(self, value: bool) -> None:
+        self.log.append(value)
+
+
+def test_gradients_are_reduced_with_the_last_unit_only() -> None:
+    wrapped, sharded, plain = Wrapped(), Sharded(), nn.Linear(1, 1)
+    for unit in next(train(make()))[1]:
+        with unit.accumulate(wrapped, sharded, plain):
+            assert torch.is_grad_enabled() is unit.last
+    assert wrapped.log == ["no_sync"] and sharded.log == [False, True]
+
+
+# Bad input
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "error", "match"),
+    [
+        (Stream(), {}, TypeError, "an IterableDataset has no samples by index.*give a dataset with __getitem__"),
+        (object(), {}, TypeError, "dataset is a object: it needs __getitem__ and __len__"),
+        ([], {}, ValueError, "the dataset has no samples: allowed are 1 and more"),
+        (
+            DATA,
+            {"micro_batch_size": 3},
+            ValueError,
+            "global_batch_size is 4: allowed are multiples of micro_batch_size",
+        ),
+        (DATA, {"epochs": 0}, ValueError, "epochs is 0: allowed are"),
+        (DATA, {"batch_size": 2}, TypeError, "takes no batch_size; give global_batch_size and micro_batch_size"),
+        (DATA, {"sampler": [1]}, TypeError, "takes no sampler; the order is that of shuffle and seed"),
+        (DATA, {"drop_last": True}, TypeError, "takes no drop_last"),
+        (DATA, {"reduction_in_group": "max"}, ValueError, "reduction_in_group is 'max': allowed are 'mean' and 'sum'"),
+        (DATA, {"data_rank": 1}, ValueError, "data_rank is 1, and data_world_size is None: they belong together"),
+        (DATA, {"data_rank": 2, "data_world_size": 2}, ValueError, "data_rank is 2: allowed are .* 0 to 1"),
+        (DATA, {"num_workers": -1}, ValueError, "num_workers option should be non-negative"),
+    ],
+)
+def test_bad_settings_are_named(dataset: Any, settings: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make(dataset, **settings)
+
+
+# The check of a quorum
+
+
+class Fake:
+    def __init__(self, plan: Plan, position: Position) -> None:
+        self.plan, self.position = plan, position
+
+    @property
+    def stamp(self) -> Stamp:
+        return self.plan.stamp(self.position)
+
+    def share(self, rank: Optional[int], participants: int) -> Share:
+        return self.plan.share(self.position, rank, participants)
+
+
+class Done:
+    def wait(self) -> bool:
+        return True
+
+
+class InQuorum:
+    """A step of the second of two groups."""
+
+    error = None
+    healing = False
+    participants = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        fields: dict[str, Any] = dict.fromkeys(QuorumPlan.__dataclass_fields__)
+        fields.update(quorum_id=5, participating_rank=rank, participants=2, leads=rank == 0)
+        self.plan = QuorumPlan(**fields)
+
+
+def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[Optional[BatchDiffers]]:
+    """What two groups find; so many samples were not reduced."""
+    checks, steps = [BatchCheck(first), BatchCheck(second)], [InQuorum(0), InQuorum(1)]
+    assert all(check.is_due(5) for check in checks)
+    words = [check.words(step.plan, torch.device("cpu")) for check, step in zip(checks, steps)]
+    sums = words[0] + words[1]
+    sums[0] -= lost
+    found: list[Optional[BatchDiffers]] = []
+    for check, step in zip(checks, steps):
+        check.begun(sums, Done())  # type: ignore[arg-type]
+        assert not check.is_due(5) and check.is_due(6)
+        try:
+            check.verify(step)  # type: ignore[arg-type]
+            found.append(None)
+        except BatchDiffers as e:
+            found.append(e)
+    return found
+
+
+PLAN = Plan(**{"length": 10, **SIZES})
+
+
+def test_groups_alike_pass() -> None:
+    assert verdicts(Fake(PLAN, Position(0, 2)), Fake(PLAN, Position(0, 2))) == [None, None]
+
+
+def test_samples_that_are_missing_cost_the_step() -> None:
+    for found in verdicts(Fake(PLAN, Position()), Fake(PLAN, Position()), lost=2):
+        assert str(found) == "batch 0 of epoch 0: 2 samples were reduced, 4 belong to it"
+        assert found is not None and not found.gives_way
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Fake(PLAN, Position(0, 1)),
+        *(
+            Fake(Plan(**{"length": 10, **SIZES, name: value}), Position())
+            for name, value in [("length", 11), ("seed", 1), ("micro_batch_size", 4), ("shuffle", False), ("epochs", 2)]
+        ),
+    ],
+)
+def test_groups_that_differ_lose_the_step_and_the_first_one_is_right(other: Fake) -> None:
+    first, second = verdicts(Fake(PLAN, Position()), other)
+    assert first is not None and second is not None
+    assert "the 2 groups that take part do not train on the same batch" in str(first)
+    assert [first.gives_way, second.gives_way] == [False, True]
+
+
+def test_what_is_announced_is_all_but_the_position() -> None:
+    assert lines(PLAN.stamp(Position(0, 1))) == lines(PLAN.stamp(Position()))
+    assert lines(PLAN.stamp(Position())) == [
+        "length=10",
+        "global_batch_size=4",
+        "micro_batch_size=2",
+        "shuffle=True",
+        "seed=0",
+        "epochs=1",
+    ]

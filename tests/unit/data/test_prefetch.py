@@ -1,0 +1,165 @@
+"""Units are read ahead, and what changes of membership leave of a forecast is not read twice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Callable, Optional
+
+import pytest
+
+from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
+from torchft.data.position import Plan, Position
+
+PLAN = Plan(length=48, global_batch_size=12, micro_batch_size=2, epochs=2)
+
+
+class Reading:
+    """A DataLoader that is always so many units ahead."""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+        self.read: list[Key] = []
+        self.starts = 0
+        self.fails_at: Optional[Key] = None
+        self.prefetcher = Prefetcher(self.start)
+
+    def start(self, tasks: Iterator[Task]) -> Iterator[tuple[int, ...]]:
+        self.starts += 1
+        under_way: list[Task] = []
+
+        def read() -> tuple[int, ...]:
+            for task in itertools.islice(tasks, self.ahead + 1 - len(under_way)):
+                self.read.append(task.key)
+                under_way.append(task)
+            if not under_way:
+                return ()
+            task = under_way.pop(0)
+            if task.key == self.fails_at:
+                raise OSError("gone")
+            return tuple(task.unit.indices)
+
+        return _Results(read)
+
+    def step(self, position: Position, rank: int, participants: int) -> list[Key]:
+        """The units of a step after a change, each checked."""
+        self.prefetcher.expect(forecast(position, rank, participants))
+        return self.take(position, rank, participants)
+
+    def take(self, position: Position, rank: int, participants: int) -> list[Key]:
+        keys = []
+        for unit in PLAN.share(position, rank, participants).units:
+            keys.append(Key(position, unit.number))
+            assert self.prefetcher.take(keys[-1]) == unit.indices
+        return keys
+
+
+class _Results(Iterator[tuple[int, ...]]):
+    """As the DataLoader's iterator does; an empty result is its end."""
+
+    def __init__(self, read: Callable[[], tuple[int, ...]]) -> None:
+        self._read = read
+
+    def __next__(self) -> tuple[int, ...]:
+        indices = self._read()
+        if not indices:
+            raise StopIteration
+        return indices
+
+
+def forecast(position: Position, rank: int, participants: int) -> Iterator[Task]:
+    while position != PLAN.end:
+        for unit in PLAN.share(position, rank, participants).units:
+            yield Task(Key(position, unit.number), unit)
+        position = PLAN.advance(position)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4, 50])
+def test_units_are_read_once_and_in_order_while_nothing_changes(ahead: int) -> None:
+    reading = Reading(ahead)
+    position = Position()
+    taken = reading.step(position, 1, 2)
+    while (position := PLAN.advance(position)) != PLAN.end:
+        taken += reading.take(position, 1, 2)
+    assert reading.read == taken and reading.starts == 1 and reading.prefetcher.dropped == 0
+
+
+def test_what_stays_with_this_rank_is_kept() -> None:
+    reading = Reading(ahead=5)
+    reading.step(Position(), 0, 2)  # units 0 to 2 of each batch
+    before = len(reading.read)
+    assert before == 8
+    taken = reading.step(Position(0, 1), 0, 1)  # now alone: 3 to 5, too
+    assert [key.unit for key in taken] == [0, 1, 2, 3, 4, 5]
+    assert reading.prefetcher.dropped == 0
+    assert len(set(reading.read)) == len(reading.read), "a unit was read twice"
+
+
+def test_what_goes_to_another_rank_is_dropped() -> None:
+    reading = Reading(ahead=5)
+    reading.step(Position(), 0, 1)
+    assert len(reading.read) == 11
+    reading.step(Position(0, 1), 1, 2)  # units 3 to 5 of batch 1
+    reading.take(Position(0, 2), 1, 2)
+    assert reading.prefetcher.dropped == 3
+    assert len(set(reading.read)) == len(reading.read)
+
+
+def test_a_step_that_is_lost_is_read_again() -> None:
+    reading = Reading(ahead=2)
+    first = reading.step(Position(), 0, 2)
+    assert reading.step(Position(), 0, 2) == first
+    reading.take(Position(0, 1), 0, 2)
+    assert reading.prefetcher.dropped == 0
+
+
+def test_more_after_the_end_of_a_forecast() -> None:
+    """The last step is lost with another group: this one has to read its units, though nothing is under way."""
+    reading = Reading(ahead=3)
+    last = Position(1, 3)
+    reading.step(last, 0, 2)
+    assert [key.unit for key in reading.step(last, 0, 1)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_group_that_is_alone_then_not_reads_each_unit_that_it_takes() -> None:
+    """Every change of rank and size, at every distance ahead."""
+    for ahead in (0, 1, 3, 7, 20):
+        reading = Reading(ahead)
+        position = Position()
+        for rank, participants in [(0, 1), (2, 3), (0, 2), (0, 2), (1, 2), (0, 1), (3, 4), (0, 3)]:
+            reading.step(position, rank, participants)
+            position = PLAN.advance(position)
+        assert position == PLAN.end
+
+
+def test_a_failure_belongs_to_the_unit_that_could_not_be_read() -> None:
+    """Unit 3 of batch 1 goes to another rank before it is taken."""
+    reading = Reading(ahead=8)
+    reading.fails_at = Key(Position(0, 1), 3)
+    reading.step(Position(), 0, 1)
+    reading.step(Position(0, 1), 0, 2)
+    reading.take(Position(0, 2), 0, 2)
+
+
+def test_a_unit_that_cannot_be_read_is_named_and_can_be_tried_again() -> None:
+    reading = Reading(ahead=1)
+    reading.fails_at = Key(Position(), 1)
+    with pytest.raises(ReadFailed, match="OSError: gone"):
+        reading.step(Position(), 0, 2)
+    reading.fails_at = None
+    reading.step(Position(), 0, 2)
+
+
+def test_a_reader_that_ends_early_is_named() -> None:
+    prefetcher = Prefetcher(lambda tasks: iter([next(tasks) for _ in range(3)][:2]))
+    prefetcher.expect(forecast(Position(), 0, 1))
+    for unit in range(2):
+        prefetcher.take(Key(Position(), unit))
+    with pytest.raises(ReadFailed, match="ended before it gave all"):
+        prefetcher.take(Key(Position(), 2))
+
+
+def test_what_is_not_expected_is_not_waited_for() -> None:
+    prefetcher = Prefetcher(lambda tasks: iter(()))
+    with pytest.raises(KeyError, match="not in the forecast"):
+        prefetcher.take(Key(Position(), 0))

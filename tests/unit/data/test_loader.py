@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Generator, Iterator, Optional
 
 import pytest
 import torch
@@ -52,7 +54,7 @@ class Alone(Manager):
     def _attach_loader(self, loader: Any) -> None:
         pass
 
-    def register_state_dict_fn(self, *_: Any) -> None:
+    def register_state_dict_fn(self, key: str, load_state_dict: Any, state_dict: Any) -> None:
         pass
 
     def register_commit_hook(self, hook: Callable[[int, bool, int], None]) -> None:
@@ -88,7 +90,7 @@ def make(dataset: Any = DATA, manager: Optional[Alone] = None, **settings: Any) 
     return ElasticDataLoader(manager or Alone(), dataset, **{**SIZES, **settings})
 
 
-def train(loader: ElasticDataLoader) -> Iterator[tuple[Step, list[Any]]]:
+def train(loader: ElasticDataLoader) -> Generator[tuple[Step, list[Any]], Optional[bool], None]:
     """Each step is committed, unless the caller says so with send(False)."""
     for step in loader:
         committed = yield step, list(step)
@@ -193,7 +195,7 @@ class Raises(Dataset):
     def __len__(self) -> int:
         return 10
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
         raise OSError(f"no sample {index}")
 
 
@@ -207,9 +209,7 @@ def test_a_dataset_that_raises(num_workers: int) -> None:
 
 
 class Dies(Raises):
-    def __getitem__(self, index: int) -> int:
-        import os
-
+    def __getitem__(self, index: int) -> Any:
         os._exit(3)
 
 
@@ -369,7 +369,7 @@ def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[Optional[BatchDif
     return found
 
 
-PLAN = Plan(**{"length": 10, **SIZES})
+PLAN = Plan(length=10, **SIZES)
 
 
 def test_groups_alike_pass() -> None:
@@ -387,7 +387,7 @@ def test_samples_that_are_missing_cost_the_step() -> None:
     [
         Fake(PLAN, Position(0, 1)),
         *(
-            Fake(Plan(**{"length": 10, **SIZES, name: value}), Position())
+            Fake(replace(PLAN, **{name: value}), Position())
             for name, value in [("length", 11), ("seed", 1), ("micro_batch_size", 4), ("shuffle", False), ("epochs", 2)]
         ),
     ],

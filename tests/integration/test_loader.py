@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
@@ -30,9 +31,12 @@ def dataset() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True).tanh(), torch.arange(SAMPLES))
 
 
+# Groups are threads, which would draw from one generator in turns.
+_MODEL = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    return copy.deepcopy(_MODEL)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

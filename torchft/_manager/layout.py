@@ -58,8 +58,15 @@ def check_layouts(
         new_here: whether this group has committed no step since its process began.
         read: gives the lines of a group, None if they cannot be had.
     """
-    peers = [_decode(text) for text in plan.handles]
     mine = None if ours is None else digest(ours)
+    if _has_loader(mine) and not plan.handles and plan.replica_world_size > 1:
+        without = ", ".join(plan.without_handles or plan.replica_ids)
+        raise LayoutDiffers(
+            f"this group trains with an {LOADER}, which torchft 0.2.0 has not: among {without} is a group that "
+            "announces nothing, and would divide the sum of weighted gradients by the number of groups",
+            ours_to_mend=plan.heal or new_here,
+        )
+    peers = [_decode(text) for text in plan.handles]
     differing = [i for i, peer in enumerate(peers) if peer is not None and _differ(peer.layout, mine)]
     if not differing:
         return

@@ -105,6 +105,12 @@ class Prefetcher:
             raise ReadFailed(f"{type(data.error).__name__}: {data.error}") from data.error
         return data
 
+    def close(self) -> None:
+        """Ends what reads, with its worker processes; it begins again when something is taken."""
+        self._results = None
+        self._under_way.clear()
+        self._ready.clear()
+
     def _receive(self, wanted: Key) -> None:
         data: Any
         try:

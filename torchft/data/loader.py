@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, NoReturn, Optional
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -238,7 +238,7 @@ class ElasticDataLoader:
         """
         manager = self._manager
         if manager.draining():
-            raise StopIteration
+            self._end()
         deadline = time.monotonic() + manager._quorum_timeout.total_seconds()
         while True:
             plan = manager._begin_batch()
@@ -246,7 +246,7 @@ class ElasticDataLoader:
                 break
             # All groups of a quorum know how many of them are up to date: they leave together.
             if plan.num_up_to_date == plan.replica_world_size:
-                raise StopIteration
+                self._end()
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"the job is at its end, and {plan.replica_world_size - plan.num_up_to_date} groups have not "
@@ -257,6 +257,11 @@ class ElasticDataLoader:
         share = self.share(*membership)
         self._expect(membership, share)
         return Step(self, share, plan.participants)
+
+    def _end(self) -> NoReturn:
+        self._prefetcher.close()
+        self._forecast = None
+        raise StopIteration
 
     # Reading
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Callable, Optional
 
@@ -17,6 +18,9 @@ from torchft.process_group.reconfigure import Handle
 SHORT = timedelta(milliseconds=100)
 OURS = ["model: weight float32[2]", "model: bias float32[2]"]
 THEIRS = ["model: weight float32[3]", "model: bias float32[2]"]
+
+
+LOADER, OTHER_LOADER = ["ElasticDataLoader: seed=0"], ["ElasticDataLoader: seed=1"]
 
 
 def handle(i: int, lines: Optional[list[str]]) -> str:
@@ -49,6 +53,12 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
         ([OURS, OURS], 0, None, 7, False, "alike"),
         ([OURS, None], 0, None, 7, False, "alike"),  # a published peer announces nothing
         ([OURS, THEIRS], 0, None, 7, False, "theirs"),  # the other one came and heals
+        ([LOADER, LOADER], 0, None, 7, False, "alike"),
+        ([LOADER, None], 0, None, 7, False, "theirs"),  # all have a loader, or none
+        ([LOADER, None], 1, 0, 7, True, "mine to mend"),
+        ([None, LOADER], 1, 0, 7, True, "mine to mend"),
+        ([LOADER, OURS], 0, None, 7, False, "theirs"),
+        ([LOADER, OTHER_LOADER], 1, 0, 7, True, "mine to mend"),
         ([OURS, THEIRS], 1, 0, 7, True, "mine to mend"),  # and is told so
         ([THEIRS, OURS, OURS], 0, 2, 7, True, "mine to mend"),  # whatever its rank
         ([THEIRS, OURS, OURS], 1, None, 7, False, "theirs"),
@@ -137,3 +147,21 @@ def test_a_group_that_does_not_fit_is_told_by_start_quorum(fixture: Fixture) -> 
     with pytest.raises(ValueError, match="this group reduces other tensors than group_0"):
         manager.start_quorum()
     assert fixture.pg.reconfigure_count == 0
+
+
+@pytest.mark.parametrize("new_here", [True, False])
+def test_a_group_without_handles_cannot_be_in_a_job_with_a_loader(new_here: bool) -> None:
+    """That of torchft 0.2.0."""
+    the_plan = replace(plan([LOADER, None], 0), handles=[], without_handles=["group1"], replica_world_size=2)
+    with pytest.raises(LayoutDiffers, match="among group1 is a group that announces nothing") as error:
+        check_layouts(the_plan, LOADER, new_here=new_here, read=lambda peer: None)
+    assert error.value.ours_to_mend is new_here
+    check_layouts(the_plan, OURS, new_here=new_here, read=lambda peer: None)
+
+
+def test_what_differs_between_loaders_is_named() -> None:
+    with pytest.raises(LayoutDiffers, match="trains on other data than group0: here ElasticDataLoader: seed=1; there"):
+        check_layouts(plan([LOADER, OTHER_LOADER], 1, 0), OTHER_LOADER, new_here=True, read=lambda peer: LOADER)
+    for groups, me, who in [([LOADER, None], 1, "group0"), ([None, LOADER], 1, "this group")]:
+        with pytest.raises(LayoutDiffers, match=f"^{who} trains with an ElasticDataLoader"):
+            check_layouts(plan(groups, me, 0), groups[me], new_here=True, read=lambda peer: None)

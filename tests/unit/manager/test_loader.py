@@ -1,0 +1,133 @@
+"""What a Manager does differently with a loader, and what it refuses then."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from tests.unit.manager.conftest import Fixture, quorum
+from torchft._manager.plan import WorldSizeMode, make_plan
+from torchft.data import ElasticDataLoader
+from torchft.manager import Manager
+from torchft.process_group import ManagedProcessGroup, ProcessGroupDummy
+from torchft.work import _DummyWork
+
+
+@pytest.fixture
+def native(fixture: Fixture) -> Fixture:
+    """The peers have handles of another kind, which announce nothing."""
+    fixture.client._quorum.return_value = quorum(reconfigure_handles=["native 0", "native 1"])
+    fixture.pg = Native(0, 1)
+    return fixture
+
+
+class Native(ProcessGroupDummy):
+    def reconfigure(self, opts: Any) -> Any:
+        return _DummyWork(None)
+
+
+def attach(manager: Manager) -> ElasticDataLoader:
+    return ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("with_loader", [True, False])
+def test_an_average_is_the_sum_of_weighted_gradients(native: Fixture, with_loader: bool) -> None:
+    manager = native.manager()
+    if with_loader:
+        attach(manager)
+    manager.start_quorum()
+    gradient = torch.full((2,), 6.0)
+    manager.allreduce(gradient, reduce_op=ReduceOp.AVG).wait()
+    assert gradient.tolist() == ([6.0, 6.0] if with_loader else [3.0, 3.0])
+    assert ManagedProcessGroup(manager).size() == (1 if with_loader else 2)
+    assert manager.num_participants() == 2
+
+
+def test_a_batch_that_is_not_whole_is_not_committed(native: Fixture) -> None:
+    """The dummy group reduces nothing: the other group's samples are missing."""
+    manager = native.manager()
+    loader = attach(manager)
+    before = loader.position
+    next(loader)
+    manager.allreduce(torch.ones(2)).wait()
+    assert not manager.should_commit()
+    assert native.votes() == [False]
+    assert "do not train on the same batch" in str(manager.errored())
+    assert loader.position == before
+
+
+def test_a_step_is_begun_once(native: Fixture) -> None:
+    manager = native.manager()
+    loader = attach(manager)
+    next(loader)
+    manager.start_quorum()  # as the optimizer's zero_grad does
+    next(loader)
+    assert native.client._quorum.call_count == 1
+
+
+def test_the_first_unit_waits_for_the_quorum_and_no_heal(fixture: Fixture) -> None:
+    fixture.client._quorum.return_value = quorum(
+        max_step=7, max_replica_rank=None, max_world_size=1, heal=True, recover_src_replica_rank=0
+    )
+    heals: list[Any] = []
+    fixture.transport.recv_checkpoint.side_effect = lambda **_: heals.append(ended.wait(10)) or {}
+    ended = threading.Event()
+    step = next(attach(fixture.manager()))
+    assert [unit.weight for unit in step] == [0.0]
+    assert heals == []
+    ended.set()
+
+
+def test_at_step_0_all_take_part_with_a_loader() -> None:
+    def plan(heal_first: bool, step: int) -> Any:
+        result = quorum(max_step=step, max_replica_rank=None, max_world_size=1)
+        result.replica_rank, result.replica_world_size = 1, 2
+        made = make_plan(
+            result,
+            use_async_quorum=True,
+            allow_heal=True,
+            world_size_mode=WorldSizeMode.DYNAMIC,
+            min_replica_size=1,
+            heal_first=heal_first,
+        )
+        return made.participating_rank, made.participants, made.in_background
+
+    assert plan(True, 0) == (1, 2, False)
+    assert plan(False, 0) == plan(True, 3) == (None, 1, True)
+
+
+# What does not go together
+
+
+def test_replays_are_refused(fixture: Fixture) -> None:
+    manager = fixture.manager(replay_failed_step=True)
+    with pytest.raises(ValueError, match=r"replay_failed_step=True and ElasticDataLoader exclude each other.*Choose"):
+        attach(manager)
+
+
+def test_a_second_loader_is_refused(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    attach(manager)
+    with pytest.raises(ValueError, match="has an ElasticDataLoader already"):
+        attach(manager)
+
+
+def test_a_loader_after_the_first_step_began_is_refused(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    with pytest.raises(ValueError, match="the first step has begun: make the ElasticDataLoader before"):
+        attach(manager)
+
+
+def test_local_sgd_is_refused(fixture: Fixture) -> None:
+    before, after = fixture.manager(), fixture.manager()
+    before.register_layout("LocalSGD", ["weight float32[2]"])
+    with pytest.raises(ValueError, match=r"LocalSGD and DiLoCo exclude ElasticDataLoader.*DistributedSampler"):
+        attach(before)
+    attach(after)
+    with pytest.raises(ValueError, match="LocalSGD: LocalSGD and DiLoCo exclude ElasticDataLoader"):
+        after.register_layout("LocalSGD", ["weight float32[2]"])

@@ -69,16 +69,27 @@ def test_a_step_is_begun_once(native: Fixture) -> None:
     assert native.client._quorum.call_count == 1
 
 
-def test_the_first_unit_waits_for_the_quorum_and_no_heal(fixture: Fixture) -> None:
-    fixture.client._quorum.return_value = quorum(
-        max_step=7, max_replica_rank=None, max_world_size=1, heal=True, recover_src_replica_rank=0
+def test_the_first_unit_waits_for_the_quorum_and_no_heal(native: Fixture) -> None:
+    native.client._quorum.return_value = quorum(
+        reconfigure_handles=["native 0", "native 1"],
+        max_step=7,
+        max_replica_rank=None,
+        max_world_size=1,
+        heal=True,
+        recover_src_replica_rank=0,
     )
-    heals: list[Any] = []
-    fixture.transport.recv_checkpoint.side_effect = lambda **_: heals.append(ended.wait(10)) or {}
-    ended = threading.Event()
-    step = next(attach(fixture.manager()))
+    began, ended = threading.Event(), threading.Event()
+
+    def receive(**_: Any) -> Any:
+        began.set()
+        assert ended.wait(10)
+        raise RuntimeError("the source is gone")
+
+    native.transport.recv_checkpoint.side_effect = receive
+    step = next(attach(native.manager()))
     assert [unit.weight for unit in step] == [0.0]
-    assert heals == []
+    assert began.wait(10), "no heal began"
+    assert not ended.is_set()
     ended.set()
 
 

@@ -243,8 +243,7 @@ class Plan:
         places = range(first, first + self._samples(position, unit, unit + 1))
         if not self.shuffle:
             return tuple(places)
-        order = _order(self.length, self.seed, position.epoch)
-        return tuple(order[place] for place in places)
+        return _shuffled(self.length, self.seed, position.epoch, places)
 
     def share(
         self,
@@ -305,6 +304,13 @@ class Plan:
         """Samples in the units from start to before stop."""
         size = self.batch_size(position)
         return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)
+
+
+# A unit is asked for when it is read ahead, and again in its step.
+@lru_cache(maxsize=1024)
+def _shuffled(length: int, seed: int, epoch: int, places: range) -> tuple[int, ...]:
+    order = _order(length, seed, epoch)
+    return tuple(order[place] for place in places)
 
 
 @lru_cache(maxsize=2)

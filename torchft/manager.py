@@ -586,7 +586,7 @@ class Manager(Stateful):
             reduction = allreduce_quantized([tensor], op, self._peers.abortable)
         else:
             reduction = self._peers.abortable.allreduce([tensor], _allreduce_options(op))
-        work = _ManagedWork(self, reduction, tensor, self._report_collective_error)
+        work = _ManagedWork(self, reduction, tensor, step.collectives.failed)
         step.collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end
         if reduce_op == ReduceOp.AVG and step.participants > 1 and self._batches is None:
@@ -674,12 +674,19 @@ class Manager(Stateful):
         self._incidents.noticed(e, self._step, self._quorum_id)
         self._logger.error_event(e)
 
-    def _report_collective_error(self, e: Exception) -> None:
+    def _report_collective_error(self, e: Exception, of: Optional[Collectives] = None) -> None:
         """As report_error, for a collective that failed: no peer shall wait for what is left of this quorum.
 
         Only the neighbours of a dead group see its connection break. Their abort lets the others see it too.
+
+        Args:
+            of: those of the step that it belongs to; default: the current one. A late failure of an earlier step is
+                only logged: an abort would end the collectives of the current one, with other peers.
         """
         step = self._current
+        if of is not None and of is not step.collectives:
+            self._logger.warn(f"a collective of an earlier step failed: {e!r}")
+            return
         if not peers_fault(e):
             self._refuse_replay(f"a collective cannot be done: {e!r}")
         elif not step.collectives.aborted and not isinstance(e, PeerFailed) and step.plan:

@@ -28,7 +28,7 @@ class Collectives:
 
     Args:
         abort: aborts the process group.
-        report: learns of a collective that a device did not finish; it aborts, too.
+        report: learns of a collective that failed, and whose it is: these.
         backlog: takes those that the backend is not through with.
         logger: of the Manager.
 
@@ -41,7 +41,7 @@ class Collectives:
     def __init__(
         self,
         abort: Callable[[], None],
-        report: Callable[[Exception], None],
+        report: Callable[[Exception, Collectives], None],
         backlog: Backlog,
         logger: _ManagerLogger,
     ) -> None:
@@ -63,6 +63,10 @@ class Collectives:
         self._flights[self._begun] = work
         work.belongs_to(self._flights, self._begun)
         self._begun += 1
+
+    def failed(self, error: Exception) -> None:
+        """One of them failed."""
+        self._report(error, self)
 
     def running(self) -> Optional[int]:
         """The number of the first collective that has not ended, None if all have."""
@@ -115,10 +119,10 @@ class Collectives:
         try:
             ended = poll(lambda: self.aborted or all(mark.reached() for mark in marks), timeout.total_seconds())
         except Exception as e:  # the device has failed
-            self._report(e)
+            self.failed(e)
             return
         if not ended:
-            self._report(
+            self.failed(
                 TimeoutError(
                     f"timed out: the device did not finish the collectives of the step within "
                     f"{timeout.total_seconds()} s"

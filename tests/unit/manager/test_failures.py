@@ -14,6 +14,7 @@ from torch.distributed import Work
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupDummy
+from torchft.utils import Mark
 
 if TYPE_CHECKING:
     from tests.unit.manager.conftest import Fixture
@@ -84,6 +85,46 @@ def test_a_failure_ends_what_is_in_flight(fixture: Fixture) -> None:
     assert not work.wait() and group.aborts == 1
     assert not manager.should_commit()
     assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+
+
+def test_a_late_failure_of_an_earlier_step_is_not_the_next_ones(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult]
+) -> None:
+    """A loss that is reduced after the commit, and nobody waits for: it fails in the next quorum."""
+    manager, group = started(fixture)
+    assert manager.should_commit()
+    loss = manager.allreduce(torch.ones(1))
+    future = loss.get_future()
+    fixture.client._quorum.return_value = make_quorum(quorum_id=2, max_step=1)
+    manager.start_quorum()
+    manager.wait_quorum()
+    group.works[0].future.set_exception(RuntimeError("Connection closed by peer"))
+    future.wait()
+    assert not loss.wait()
+    assert manager.errored() is None and group.aborts == 0
+    gradients = manager.allreduce(torch.ones(1))
+    group.works[1].future.set_result(None)
+    assert gradients.wait() and manager.should_commit()
+
+
+def test_a_device_that_is_late_fails_only_its_own_step(fixture: Fixture) -> None:
+    manager, group = started(fixture)
+    earlier = manager._current.collectives
+    assert manager.should_commit()
+    manager.start_quorum()
+    manager.wait_quorum()
+
+    class Late(Mark):
+        def __init__(self) -> None:
+            pass
+
+        def reached(self) -> bool:
+            return False
+
+    earlier._flights[0] = Late()
+    earlier.end(timedelta(0))
+    assert manager.errored() is None and group.aborts == 0
+    assert manager.should_commit()
 
 
 def test_a_failure_told_while_the_first_collective_begins(fixture: Fixture) -> None:

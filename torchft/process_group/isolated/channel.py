@@ -7,6 +7,7 @@ nobody asks for a future.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -249,25 +250,39 @@ class Channel:
         op = self._ops.pop(operation, None)
         if op is None:
             return
-        if marks:
-            op.marks = protocol.read_marks(marks)[0]
         try:
+            if marks:
+                op.marks = protocol.read_marks(marks)[0]
             for _, lease in op.leases:
                 lease.fetch()
         except Exception as e:
             op.error = e
-        self._end(op)
+        except BaseException as e:  # of the thread that leads: whoever waits for this operation has no part in it
+            op.error = RuntimeError(f"{self._name}: interrupted while a result was copied: {e!r}")
+            raise
+        finally:
+            self._end(op)
 
     def _end(self, op: _OpMetadata) -> None:
-        if op.marks:
-            self.devices.hold(op)
-        else:
-            release(op)
-        with self._lock:
-            op.done = True
-            self._leadership.ended(op)
-            if op.future is not None:
-                self._completer.ended(op)
+        """Ends an operation that was taken out: nobody else does."""
+        try:
+            if op.marks:
+                self.devices.hold(op)
+            else:
+                release(op)
+        except Exception as e:
+            op.error = op.error or e
+        finally:
+            with self._lock:
+                op.done = True
+                self._leadership.ended(op)
+                if op.future is not None:
+                    self._completer.ended(op)
+
+    def _fail(self, op: _OpMetadata) -> None:
+        op.error = self._error()
+        op.leases = []
+        self._end(op)
 
     # Devices
 
@@ -392,18 +407,20 @@ class Channel:
             self._broken = error
             self._leadership.close()
             ops, self._ops = self._ops, {}
-        self.devices.abandon()
-        for op in ops.values():
-            op.error = self._error()
-            op.leases = []
-            self._end(op)
+        with contextlib.ExitStack() as rest:  # backwards, and each part whatever another one raises
+            rest.callback(self._on_broken)
+            rest.callback(self._hang_up)
+            for op in reversed(ops.values()):
+                rest.callback(self._fail, op)
+            rest.callback(self.devices.abandon)
+
+    def _hang_up(self) -> None:
         with self._lock:
             self._completer.wake()
             if self._leadership.taken:
                 self.wire.wake()
         self.wire.hang_up()
         self._close_wire()
-        self._on_broken()
 
     def _close_wire(self) -> None:
         with self._lock:

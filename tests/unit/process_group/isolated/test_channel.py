@@ -115,3 +115,59 @@ def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None
     assert channel.wait(op, 0.0)
     assert "a forked process cannot use its parent's group" in str(op.error)
     os.close(channel.wire.theirs[1])
+
+
+class Broken:
+    """A lease whose methods raise, if they are told to."""
+
+    ref = b""
+
+    def __init__(self, fetch: BaseException | None = None, release: BaseException | None = None) -> None:
+        self._fetch = fetch
+        self._release = release
+
+    def fetch(self) -> None:
+        if self._fetch is not None:
+            raise self._fetch
+
+    def release(self) -> None:
+        if self._release is not None:
+            raise self._release
+
+
+def test_an_operation_ends_when_its_leader_is_interrupted(channel: Channel) -> None:
+    """A Ctrl-C while the leader copies another thread's result is not that thread's."""
+    op = channel.start(protocol.PING, (), [(0, Broken(fetch=KeyboardInterrupt()))], None, 60.0)
+    with pytest.raises(KeyboardInterrupt):
+        channel._done(op.op_id, b"")
+    assert channel.wait(op, 0.0)
+    assert isinstance(op.error, RuntimeError) and "interrupted" in str(op.error)
+    os.close(channel.wire.theirs[1])
+
+
+def test_an_operation_ends_when_its_memory_cannot_be_given_back(channel: Channel) -> None:
+    op = channel.start(protocol.PING, (), [(0, Broken(release=OSError("no device")))], None, 60.0)
+    channel._done(op.op_id, b"")
+    assert channel.wait(op, 0.0)
+    assert "no device" in str(op.error)
+    os.close(channel.wire.theirs[1])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no thread"), KeyboardInterrupt()])
+def test_all_operations_end_with_the_channel_whatever_one_raises(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    first, second = (channel.start(protocol.PING, (), [], None, 60.0) for _ in range(2))
+    ended = channel._leadership.ended
+
+    def end(op: object) -> None:
+        ended(op)
+        if op is first:
+            raise error
+
+    monkeypatch.setattr(channel._leadership, "ended", end)
+    with pytest.raises(type(error)):
+        channel.close(RuntimeError("aborted"))
+    assert channel.wait(first, 0.0) and channel.wait(second, 0.0)
+    assert "aborted" in str(second.error) and channel.wire.closed
+    os.close(channel.wire.theirs[1])

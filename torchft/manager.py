@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -949,19 +949,20 @@ class Manager(Stateful):
                 the lighthouse forgets what step it had reached: the next training on its port is another one. A loop
                 that is preempted, or stops for a restart, must not say it.
         """
-        if wait:
-            self._leave()
-        self._transport.shutdown(wait=wait)
-        if self._manager is not None:
-            if finished:
-                self._manager._finish()
-            self._manager.shutdown()
-        self._server.close()  # ends the rounds, and the thread that waits for them
-        if self._rounds is not None:
-            self._rounds.shutdown(wait=wait)
-            self._rounds = None
-        if wait:
-            self._server.join()
+        rounds, self._rounds = self._rounds, None
+        with ExitStack() as parts:  # backwards, and each part whatever another one raises
+            if wait:
+                parts.callback(self._server.join)
+            if rounds is not None:
+                parts.callback(rounds.shutdown, wait=wait)
+            parts.callback(self._server.close)  # ends the rounds, and the thread that waits for them
+            if self._manager is not None:
+                parts.callback(self._manager.shutdown)
+                if finished:
+                    parts.callback(self._manager._finish)
+            parts.callback(self._transport.shutdown, wait=wait)
+            if wait:
+                parts.callback(self._leave)
 
     def _leave(self) -> None:
         """A group that was asked to leave says that it does, so that nobody misses it."""

@@ -1026,6 +1026,21 @@ def test_shutdown_leaves_no_thread(fixture: Fixture) -> None:
     fixture.transport.shutdown.assert_called_with(wait=True)
 
 
+def test_shutdown_ends_all_parts_whatever_one_raises(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager._manager = server = MagicMock()
+    fixture.transport.shutdown.side_effect = OSError("transport")
+    server.shutdown.side_effect = RuntimeError("server")
+    try:
+        with pytest.raises(RuntimeError, match="server"):
+            manager.shutdown()
+        fixture.client.shutdown.assert_called_once_with()
+        with pytest.raises(RuntimeError, match="shut down"):
+            manager.start_quorum()
+    finally:
+        fixture.transport.shutdown.side_effect = server.shutdown.side_effect = None
+
+
 def test_finish_serving_waits_for_the_step_and_then_for_the_readers(fixture: Fixture, make_quorum: Quorum) -> None:
     """Streaming DiLoCo changes its state while a step is open: a group that heals must not read half of that."""
     manager = fixture.manager(use_async_quorum=False)

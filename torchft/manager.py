@@ -349,6 +349,7 @@ class Manager(Stateful):
             raise RuntimeError("the Manager is shut down")
         if self._round is not None:
             self._round.wait()  # its error went to whoever asked for that quorum
+            self._round = None  # if this one cannot begin, nothing is reduced among the peers of the last
         self._backlog.make_room(request.timeout)  # before: in a quorum the others would wait as well
         if self._current.undecided:
             self._current.dropped()

@@ -250,6 +250,28 @@ def test_no_quorum_does_not_raise_into_the_model(fixture: Fixture) -> None:
     assert manager.should_commit()
 
 
+@pytest.mark.parametrize("where", ["metadata", "handle", "begin"])
+def test_a_step_that_cannot_begin_has_no_quorum(fixture: Fixture, where: str) -> None:
+    """Not the one of the step before either."""
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert manager.should_commit()
+    failing = MagicMock(side_effect=RuntimeError("cannot begin"))
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "metadata":
+            patch.setattr(fixture.transport, "metadata", failing)
+        elif where == "handle":
+            patch.setattr(fixture.pg, "get_reconfigure_handle", failing)
+        else:
+            patch.setattr(manager._rounds, "begin", failing)
+        with pytest.raises(RuntimeError, match="cannot begin"):
+            manager.start_quorum()
+        with pytest.raises(RuntimeError, match="start_quorum must be called"):
+            manager.wait_quorum()
+    manager.start_quorum()
+    assert manager.should_commit()
+
+
 def test_synchronous_quorum_raises_at_once(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     fixture.client._quorum.side_effect = TimeoutError("too late")

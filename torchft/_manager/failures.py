@@ -153,11 +153,19 @@ class Failures:
             raise PeerFailed(failure)
 
     def died(self, failure: MemberFailure) -> None:
-        """Ends what waits for a peer that died. A step whose collectives and transfers have all ended is none the worse
-        for it.
+        """Ends what waits for a peer that died, and tells the subscribers. What one of them raises is logged, and
+        the others hear of it all the same.
         """
         if not self.enabled:
             return
+        for tell in (self._end_collectives, self._end_connecting, *self._callbacks):
+            try:
+                tell(failure)
+            except Exception as e:
+                self._logger.exception(f"the failure of {failure.replica_id} could not be taken: {e}")
+
+    def _end_collectives(self, failure: MemberFailure) -> None:
+        """A step whose collectives and transfers have all ended is none the worse for a death."""
         with self._lock:
             if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
                 self._told.setdefault(failure.quorum_id, failure)
@@ -167,12 +175,12 @@ class Failures:
                 error = PeerFailed(failure)
                 self._logger.warn(str(error))
                 self._report(error)
+
+    def _end_connecting(self, failure: MemberFailure) -> None:
         # An abort that comes before the group has begun to connect finds nothing to end.
         while self._connecting and failure.quorum_id == self._quorum_id:
             self._abort()
             time.sleep(_ABORT_AGAIN_SEC)
-        for callback in self._callbacks:
-            callback(failure)
 
     def stalled(self, failure: MemberFailure) -> None:
         """A peer makes no progress while the others wait for it."""

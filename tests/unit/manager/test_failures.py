@@ -186,6 +186,34 @@ def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
     assert not manager.should_commit() and not group.works
 
 
+def test_all_callbacks_hear_of_a_failure_whatever_one_raises(fixture: Fixture) -> None:
+    manager, _ = started(fixture)
+    heard: list[MemberFailure] = []
+
+    def broken(_: MemberFailure) -> None:
+        raise ValueError("a mistake of the user's")
+
+    manager.subscribe_failures(broken)
+    manager.subscribe_failures(heard.append)
+    manager._failures.died(failure())
+    assert heard == [failure()]
+
+
+def test_callbacks_hear_of_a_failure_when_the_group_cannot_be_aborted(fixture: Fixture) -> None:
+    group = PendingGroup()
+    heard: list[MemberFailure] = []
+
+    def broken() -> None:
+        raise RuntimeError("no abort")
+
+    manager = fixture.manager(pg=group)
+    manager.subscribe_failures(heard.append)
+    group.connecting, group.on_abort = lambda: manager._failures.died(failure()), broken
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert heard == [failure()]
+
+
 def test_a_failure_after_the_last_collective_costs_nothing(fixture: Fixture) -> None:
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))

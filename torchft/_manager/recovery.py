@@ -222,9 +222,11 @@ class Recovery:
             left = timedelta(seconds=end - time.monotonic())
             try:
                 return call(min(patience, left))
-            except again_after:
+            except again_after as e:
                 if left <= patience:
                     raise
+                if time.monotonic() >= end:  # it took longer than it was given
+                    raise TimeoutError(f"the source was not reached within {timeout}: {e}") from e
                 self._check_peers()
                 patience *= 2
 

@@ -617,6 +617,18 @@ def test_a_source_that_is_not_reached_costs_the_connect_timeout_at_most(fixture:
     assert sum(tries, timedelta()) <= timedelta(seconds=2)
 
 
+def test_a_source_that_overruns_its_time_is_a_timeout(fixture: Fixture, make_quorum: Quorum) -> None:
+    """Connecting may take longer than it was given."""
+    manager = fixture.manager(connect_timeout=timedelta(seconds=0.6))
+    fixture.client._quorum.return_value = healing(make_quorum)
+    tries: list[timedelta] = []
+    unreachable(fixture, tries, lambda: time.sleep(0.7))
+    manager.start_quorum()
+    assert not manager.should_commit()
+    assert "the source was not reached within 0:00:00.6" in str(manager.errored())
+    assert tries == [timedelta(seconds=0.5)]
+
+
 def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> None:
     fixture.transport.several_sources = True
     manager = fixture.manager()

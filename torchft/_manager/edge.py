@@ -124,6 +124,11 @@ class _NativeServer(Server):
     ) -> None:
         self._listener = FailureListener(self.client, self._group_rank, died, stalled, progress)
 
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.end()
+        super().close()
+
     def join(self) -> None:
         if self._listener is not None:
             self._listener.join()

@@ -20,6 +20,8 @@ _logger = logging.getLogger("torchft.manager")
 
 # After this long without a failure the wait for one begins anew; nothing depends on it.
 _LONGEST_WAIT = timedelta(hours=1)
+# After a notice that could not be read: so errors that do not end fill no disk.
+_LISTEN_AGAIN_SEC = 1.0
 # Between two aborts of a group that connects.
 _ABORT_AGAIN_SEC = 0.05
 
@@ -59,8 +61,13 @@ class FailureListener:
         self._group_rank = group_rank
         self._about = {"died": died, "stalled": stalled}
         self._progress = progress
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
         self._thread.start()
+
+    def end(self) -> None:
+        """The client is about to be shut down: that ends the thread."""
+        self._ending.set()
 
     def join(self) -> None:
         """Returns when the thread has ended; shut the client down before."""
@@ -71,8 +78,15 @@ class FailureListener:
         while True:
             try:
                 notice = self._client._wait_notice(_LONGEST_WAIT)
-            except Exception:  # the client is shut down
+            except RuntimeError as e:  # the client is shut down: by `end`, or by somebody else
+                if not self._ending.is_set():
+                    _logger.warning("no more notices of the lighthouse are heard: %s", e)
                 return
+            except Exception:
+                _logger.exception("a notice of the lighthouse could not be read")
+                if self._ending.wait(_LISTEN_AGAIN_SEC):
+                    return
+                continue
             if notice is None:
                 continue
             kind, failure = notice

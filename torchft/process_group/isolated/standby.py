@@ -284,19 +284,19 @@ class Worker:
         if self._number < 0:
             return
         self._server.kill(self._number)
-        if self.channel.devices.any:
-            # Nobody waits for a device to let go of a process.
-            threading.Thread(target=self._reap, name="torchft_isolated_reaper", daemon=True).start()
+        # It must not write into shared memory any more when whoever aborts goes on. Nobody waits for a device to let go
+        # of a process.
+        if not self.channel.devices.any and self._poll_end(_STOP_SEC):
+            self._close(ended=True)
         else:
-            # It must not write into shared memory any more when whoever aborts goes on.
-            self._poll_end(_STOP_SEC)
-            self.channel.devices.close()
-            os.close(self._ended)
+            threading.Thread(target=self._reap, name="torchft_isolated_reaper", daemon=True).start()
 
     def _reap(self) -> None:
-        ended = self._poll_end(_REAP_SEC)
+        self._close(self._poll_end(_REAP_SEC))
+
+    def _close(self, ended: bool) -> None:
         os.close(self._ended)
-        if ended:
+        if ended:  # else it may still write into what it shares
             self.channel.devices.close()
 
     def _poll_end(self, seconds: float) -> bool:

@@ -358,6 +358,25 @@ def test_an_abort_ends_all_waits(pair: list[ProcessGroup]) -> None:
     assert isinstance(pair[1].errored(), RuntimeError)
 
 
+def test_a_worker_that_is_slow_to_die_keeps_what_it_shares(
+    alone: ProcessGroupBabyGloo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write there until it has ended."""
+    alone.allreduce([torch.ones(4)], ReduceOp.SUM).wait()
+    assert alone._worker is not None
+    closed = threading.Event()
+    monkeypatch.setattr(alone._worker.channel.devices, "close", closed.set)
+    pid, killer = worker(), server()
+    os.kill(killer, signal.SIGSTOP)
+    try:
+        alone.abort()
+        assert not closed.is_set() and pid in children(killer)
+    finally:
+        os.kill(killer, signal.SIGCONT)
+    assert closed.wait(60)
+    assert pid not in workers()
+
+
 def test_a_stopped_worker_is_given_up(pair: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither answers nor dies."""
     monkeypatch.setattr(channel_module, "_PING_EVERY_SEC", 0.05)

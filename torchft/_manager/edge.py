@@ -151,7 +151,11 @@ class _NativeServer(Server):
 
 
 def as_server(client: Any, group_rank: int) -> Server:
-    """The manager server behind a client."""
+    """The manager server behind a client.
+
+    A subclass of torchft's client is another project's: it may override the published methods, and only
+    :class:`Server` calls all of them. It has no failure bus then.
+    """
     return (_NativeServer if type(client) is _torchft.ManagerClient else Server)(client, group_rank)
 
 

@@ -190,7 +190,7 @@ class Step:
             self.state = after(self.state, Event.ERROR)
 
     def vote(self, least: int) -> bool:
-        """This rank's vote, which no later error changes.
+        """This rank's vote. An error that comes after it does not change it; asked again, this rank then votes no.
 
         Args:
             least: groups that must take part.

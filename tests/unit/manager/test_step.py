@@ -253,6 +253,14 @@ def test_a_vote_that_nobody_answers_may_be_repeated(fixture: Fixture) -> None:
     assert manager.should_commit() and manager.current_step() == 1
 
 
+def test_an_error_after_the_vote_counts_when_it_is_asked_again() -> None:
+    step = begun(heal=False, max_replica_rank=1)
+    assert step.vote(least=1) is True
+    step.failed(RuntimeError("late"))
+    assert step.state is State.VOTED_YES
+    assert step.vote(least=1) is False
+
+
 def test_a_stand_in_that_commits_against_this_ranks_vote_is_followed(fixture: Fixture) -> None:
     manager = fixture.manager()
     fixture.client.should_commit.side_effect = [True]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn import parallel
 
+from torchft import _stand_in
 from torchft.process_group import ProcessGroupDummy
 
 if TYPE_CHECKING:
@@ -59,22 +60,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 def _copied_allreduce_hook(manager: "Manager", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
-    _refuse_replay(manager, "gradients are copies of what is reduced (gradient_as_bucket_view=False)")
+    _stand_in.refuse_replay(manager, "gradients are copies of what is reduced (gradient_as_bucket_view=False)")
     return _allreduce_hook(manager, bucket)
-
-
-def _refuse_replay(manager: "Manager", reason: str) -> None:
-    refuse = getattr(manager, "_refuse_replay", None)  # stand-ins for a Manager need not have it
-    if refuse is not None:
-        refuse(reason)
 
 
 def _allreduce_hook(manager: "Manager", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
     buffer = bucket.buffer()
-    share = getattr(getattr(manager, "_pg", None), "share_buffer", None)
-    if share is not None:
-        # Buckets are DDP's own memory. Gradients are views of them, and follow.
-        share(buffer)
+    _stand_in.share_buffer(manager, buffer)  # it is DDP's own memory; gradients are views of it, and follow
     return manager.allreduce(buffer).get_future()  # type: ignore[return-value]
 
 
@@ -135,7 +127,7 @@ class _StaticGraph:
         self._arrived = {}
 
     def _reduce_pieces(self, collected: List[Tuple[dist.GradBucket, _BUCKET_FUTURE]]) -> None:
-        _refuse_replay(self._manager, "the first passes over a static graph reduce copies of the gradients")
+        _stand_in.refuse_replay(self._manager, "the first passes over a static graph reduce copies of the gradients")
         grads: Dict[torch.Tensor, torch.Tensor] = {}
         for bucket, _ in collected:
             grads.update(zip(bucket.parameters(), bucket.gradients()))

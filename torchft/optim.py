@@ -9,6 +9,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torchft import _stand_in
+
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
@@ -31,9 +33,7 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ is left out: the wrapped one owns the parameters and runs the hooks
         self.optim = optim
         self.manager = manager
-        register = getattr(manager, "_register_gradients", None)  # stand-ins for a Manager need not have it
-        if register is not None:
-            register(self._gradients)
+        _stand_in.register_gradients(manager, self._gradients)
 
     def _gradients(self) -> List[torch.Tensor]:
         return [p.grad for group in self.optim.param_groups for p in group["params"] if p.grad is not None]

@@ -12,6 +12,7 @@ from typing import Callable, Optional, Protocol, TypeVar, Union
 import torch
 import torch.distributed as dist
 
+from torchft import _stand_in
 from torchft.futures import timed
 from torchft.utils import Mark, devices_of, poll
 
@@ -108,7 +109,7 @@ class _ManagedWork(dist._Work):
             if self._mark is not None:
                 self._mark.follow()  # the value may have been finished on another stream
             return self._succeeded
-        patience = self._patience() if timeout is None else timeout
+        patience = _stand_in.timeout(self._manager) if timeout is None else timeout
         try:
             with self._lock:
                 future = self._future
@@ -184,7 +185,7 @@ class _ManagedWork(dist._Work):
 
         error: Optional[Exception] = None
         try:
-            ended, patience = self._work.get_future(), self._patience()
+            ended, patience = self._work.get_future(), _stand_in.timeout(self._manager)
             if isinstance(ended, torch._C.Future):
                 if patience is not None:
                     ended = timed(ended, patience, self._devices())
@@ -229,11 +230,6 @@ class _ManagedWork(dist._Work):
         except Exception as e:
             return e
         return None
-
-    def _patience(self) -> Optional[timedelta]:
-        """The Manager's timeout; None: of a stand-in, which has none."""
-        timeout = getattr(self._manager, "_timeout", None)
-        return timeout if isinstance(timeout, timedelta) else None
 
     def _orders_by_itself(self) -> bool:
         """Whether the work has a ``block_current_stream`` of its own. PyTorch's needs CUDA, and torchft's waits."""

@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+from torchft import _stand_in
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.dummy import ProcessGroupDummy
 from torchft.process_group.wrapper import ProcessGroupWrapper
@@ -39,7 +40,7 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         return super().parent if self._had_quorum() else self._alone
 
     def _had_quorum(self) -> bool:
-        return getattr(self._manager, "_quorum_id", None) != -1  # stand-ins for a Manager need not have it
+        return _stand_in.had_quorum(self._manager)
 
     def _run_context(self) -> ContextManager[None]:
         self.size()  # the quorum may replace the peers
@@ -54,14 +55,13 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         if len(tensors) != 1:
             raise ValueError(f"allreduce through the manager takes one tensor at a time, got {len(tensors)}")
         reduce_op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
-        refuse = getattr(self._manager, "_refuse_replay", None)  # stand-ins for a Manager need not have it
-        if refuse is not None:
-            refuse("a ManagedProcessGroup reduced it: what its user makes of the result is not known")
+        _stand_in.refuse_replay(
+            self._manager, "a ManagedProcessGroup reduced it: what its user makes of the result is not known"
+        )
         return self._manager.allreduce(tensors[0], reduce_op=cast(ReduceOp, reduce_op))
 
     def size(self) -> int:
-        adds = getattr(self._manager, "_adds_gradients", None)  # stand-ins for a Manager need not have it
-        if adds is not None and adds() is True:
+        if _stand_in.adds_gradients(self._manager):
             return 1  # what divides by it must not: a loader has weighted the losses
         try:
             return self._manager.num_participants()

@@ -6,16 +6,19 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.late import load
+from torchft.process_group.native import abort_group, group_error, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions
 
 load()
 from tests.late.group import native_group  # noqa: E402
+from tests.late.one_rank import OneRank  # noqa: E402
 
 LATE = torch.device("late")
 
@@ -106,3 +109,54 @@ def test_an_aborted_wait_of_another_thread_ends(late):
     work.wait()
     torch.accelerator.synchronize()
     assert work.is_completed()
+
+
+def test_an_aborted_group_has_an_error_until_it_has_peers_again(late: Any) -> None:
+    (group,) = ranks(1)
+    torch.accelerator.set_device_index(0)
+    reconfigure([group], 1)
+    assert group_error(group) is None
+    abort_group(group)
+    assert "was aborted" in str(group_error(group))
+    opts = ReconfigureOptions()
+    opts.uuid, opts.timeout = 2, timedelta(seconds=20)
+    opts.handles = [group._get_backend(LATE).get_reconfigure_handle()]
+    reconfigure_group(group, opts)
+    assert group_error(group) is None
+
+
+class _HangsInItsAbort(OneRank):
+    """NCCL may hang in an abort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+        self.ended = False
+        self.had_ended: list[bool] = []
+
+    def abort(self) -> None:
+        assert self.may_end.wait(20)
+        self.ended = True
+
+    def reconfigure(self, opts: object) -> None:
+        self.had_ended.append(self.ended)
+
+
+def test_an_abort_of_a_native_group_that_hangs_holds_up_nobody_but_its_next_peers(late: Any) -> None:
+    """A late end of it would strike them."""
+    group, opts = _HangsInItsAbort(), ReconfigureOptions()
+    opts.handles, opts.timeout = ["late"], timedelta(seconds=0.2)
+    began = time.monotonic()
+    caller = threading.Thread(target=abort_group, args=(group,), daemon=True)
+    caller.start()
+    try:
+        caller.join(10)
+        assert not caller.is_alive() and time.monotonic() - began < 10
+        with pytest.raises(RuntimeError, match=r"the abort of its last peers has not ended within 0.2 s"):
+            reconfigure_group(group, opts)
+        assert group.had_ended == []
+    finally:
+        group.may_end.set()
+    opts.timeout = timedelta(seconds=20)
+    reconfigure_group(group, opts)
+    assert group.had_ended == [True]

@@ -21,9 +21,11 @@ from torchft.checkpointing._target import Target
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError, Unsendable
 from torchft.process_group import ProcessGroupGloo
+from torchft.process_group.native import abort_group
 
 load()
 from tests.late.group import ProcessGroupLate  # noqa: E402
+from tests.late.test_reconfigure import LATE, ranks, reconfigure  # noqa: E402
 
 TIMEOUT = timedelta(seconds=30)
 Pair = tuple[CheckpointTransport[Any], CheckpointTransport[Any]]
@@ -233,3 +235,51 @@ def test_no_memory_of_the_host_for_what_is_on_a_device(late: Any, monkeypatch: p
         ):
             target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(lambda: own, writable=False))
         sent.exception(60)
+
+
+def test_a_heal_whose_native_group_was_aborted_is_no_state(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The abort ends the receive on the device, which leaves anything in the tensor; the backend has no error."""
+    groups = ranks(2)
+    reconfigure(groups, 1)
+    source, target = (PGTransport[Any](group, TIMEOUT, LATE) for group in groups)
+    receiving, may_send = threading.Event(), threading.Event()
+    wait, announced = pg_transport._Channel._wait, pg_transport._Channel.announced
+
+    def started(self: Any, operations: list[Callable[[], Any]]) -> None:
+        def start() -> Any:
+            work = operations[0]()
+            if self.meter is not None:  # the target's, past the header
+                receiving.set()
+            return work
+
+        wait(self, [start])
+
+    def stop(self: Any, nbytes: int) -> None:
+        announced(self, nbytes)
+        if self.meter is None:  # the source's
+            assert may_send.wait(20)
+
+    monkeypatch.setattr(pg_transport._Channel, "_wait", started)
+    monkeypatch.setattr(pg_transport._Channel, "announced", stop)
+    own = {"w": torch.zeros(1000, device="late:1")}
+
+    def send() -> None:
+        torch.accelerator.set_device_index(0)
+        source.send_checkpoint([1], 3, {"w": torch.full((1000,), 3.0, device="late:0")}, TIMEOUT)
+
+    def receive() -> Any:
+        torch.accelerator.set_device_index(1)
+        return target.recv_checkpoint(0, "", 3, TIMEOUT, target=Target(lambda: own, writable=True))
+
+    with ThreadPoolExecutor(2) as pool:
+        sent, got = pool.submit(send), pool.submit(receive)
+        try:
+            assert receiving.wait(20)
+            abort_group(groups[1])
+            with pytest.raises(CheckpointError, match="was aborted and has no peers until it is reconfigured"):
+                got.result(20)
+        finally:
+            for group in groups:
+                abort_group(group)
+            may_send.set()
+            sent.exception(20)

@@ -11,7 +11,6 @@ Only its beginning ends the operations, so nobody waits for its end.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group._operations import tensors_of
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
-from torchft.process_group.native import backend_error, native_error
+from torchft.process_group.native import ABORT_PATIENCE_SEC, abort_elsewhere, backend_error, native_error
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.process_group.wrapper import _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
 from torchft.utils import Mark, get_stream_context, poll, refuse_capture, synchronize
@@ -36,11 +35,6 @@ T = TypeVar("T")
 # PyTorch's own deadline of an operation, by which ours has struck long ago. Its watchdog takes an expired
 # operation for a reason to end the process.
 _NEVER = timedelta(days=7)
-
-# How long an abort is waited for. Most are over by then; the others go on by themselves.
-_ABORT_PATIENCE_SEC = 0.05
-
-_logger: logging.Logger = logging.getLogger(__name__)
 
 
 class _Deadline:
@@ -182,7 +176,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         self._timeout = timeout
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
-        abort_elsewhere(self.getBackendName(), pg).join(_ABORT_PATIENCE_SEC)
+        abort_elsewhere(self.getBackendName(), pg).join(ABORT_PATIENCE_SEC)
 
     # Connecting
 
@@ -284,20 +278,6 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         error = super().errored()
         pg = self._pg
         return error if error is not None or pg is None else native_error(pg)
-
-
-def abort_elsewhere(name: str, pg: Any) -> threading.Thread:
-    """Aborts a group or a backend on a thread of its own: NCCL may hang in it, and the caller may be the timers."""
-
-    def abort() -> None:
-        try:
-            pg.abort()
-        except Exception:
-            _logger.exception("%s: could not abort the old group", name)
-
-    thread = threading.Thread(target=abort, name="torchft_abort", daemon=True)
-    thread.start()
-    return thread
 
 
 def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> None:

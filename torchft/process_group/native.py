@@ -11,6 +11,8 @@ group that had no peers yet by the rank that it was made with: every replica gro
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
 
 # Of every native group that has peers.
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
+
+# The aborts of native groups that have got no peers since.
+_aborts: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
+
+# How long an abort is waited for. Most are over by then; the others go on by themselves.
+ABORT_PATIENCE_SEC = 0.05
+# How long the next peers wait for it where their options have no timeout.
+_LONGEST_ABORT_SEC = 60.0
+
+_logger: logging.Logger = logging.getLogger(__name__)
 
 
 def is_native(pg: object) -> bool:
@@ -55,6 +67,8 @@ def backend_error(backend: Any) -> Optional[Exception]:
 def group_error(pg: dist.ProcessGroup) -> Optional[Exception]:
     """What went wrong in a group, native or torchft's, since it was made, if it noticed."""
     if is_native(pg):
+        if pg in _aborts:  # the backend takes an abort of ours for no error
+            return RuntimeError(f"the native group {pg.name()} was aborted and has no peers until it is reconfigured")
         return native_error(pg)
     errored = getattr(pg, "errored", None)  # a stand-in may lack it, or answer with a stand-in
     error = errored() if errored is not None else None
@@ -68,7 +82,8 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
 
     Raises:
         ValueError: two peers cannot be told apart.
-        RuntimeError: the peers could not be reached; the group is of no use until a later call succeeds.
+        RuntimeError: the peers could not be reached, or an abort of the last ones hangs; the group is of no use until a
+            later call succeeds.
     """
     if not is_native(pg):
         _end(pg.reconfigure(opts))
@@ -79,6 +94,13 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
             "rank of its own in init_process_group(..., rank=, world_size=)"
         )
     _cut(pg)
+    abort = _aborts.get(pg)
+    if abort is not None:
+        seconds = _LONGEST_ABORT_SEC if opts.timeout is None else opts.timeout.total_seconds()
+        abort.join(seconds)
+        if abort.is_alive():  # its end would strike the next peers
+            raise RuntimeError(f"reconfigure: the abort of its last peers has not ended within {seconds} s")
+        del _aborts[pg]
     _end(pg.reconfigure(opts))
     if _is_gloo(pg):
         _connections[pg] = Connections(_published(pg, opts.uuid), pg.rank(), pg.size())
@@ -91,10 +113,37 @@ def _end(work: Optional[Work]) -> None:
 
 
 def abort_group(pg: dist.ProcessGroup) -> None:
-    """Ends what is in flight in a group, native or torchft's. It is of no use until it is reconfigured."""
-    if is_native(pg):
-        _cut(pg)
-    pg.abort()
+    """Ends what is in flight in a group, native or torchft's. It is of no use until it is reconfigured.
+
+    Returns before a native group's own abort has ended, if that takes long.
+    """
+    if not is_native(pg):
+        pg.abort()
+        return
+    _cut(pg)
+    last = _aborts.get(pg)
+    if last is None or not last.is_alive():
+        # It is known before it ends anything: a wait that it ends may ask at once.
+        last = _aborts[pg] = _abort_thread(pg.name(), pg)
+        last.start()
+    last.join(ABORT_PATIENCE_SEC)
+
+
+def abort_elsewhere(name: str, pg: Any) -> threading.Thread:
+    """Aborts a group or a backend on a thread of its own: NCCL may hang in it, and the caller may be the timers."""
+    thread = _abort_thread(name, pg)
+    thread.start()
+    return thread
+
+
+def _abort_thread(name: str, pg: Any) -> threading.Thread:
+    def abort() -> None:
+        try:
+            pg.abort()
+        except Exception:
+            _logger.exception("%s: could not abort the old group", name)
+
+    return threading.Thread(target=abort, name="torchft_abort", daemon=True)
 
 
 def reset_flight_recorder() -> None:

@@ -236,3 +236,42 @@ def test_a_captured_allreduce_is_refused(fixture: Fixture, late: ModuleType, mon
     monkeypatch.setattr(torch.get_device_module(), "is_current_stream_capturing", lambda: True, raising=False)
     with started(fixture) as (manager, _), pytest.raises(RuntimeError, match=r"Manager.allreduce cannot be captured"):
         manager.allreduce(ones())
+
+
+def test_a_waiter_that_comes_second_reads_the_average(fixture: Fixture, late: ModuleType) -> None:
+    """Both wait for the collective at once; the division is queued on the stream of the one that is first."""
+    first, second = torch.Stream("late"), torch.Stream("late")
+    waits, may_end = threading.Event(), threading.Event()
+    read: list[torch.Tensor] = []
+    with started(fixture) as (manager, _):
+        tensor = ones()
+        work = manager.allreduce(tensor)
+        wait = work._work.wait
+
+        def slow(*given: Any) -> bool:
+            result = wait(*given)
+            if threading.current_thread() is other:
+                waits.set()
+                assert may_end.wait(20)
+            return result
+
+        def wait_on_second() -> None:
+            with second:
+                work.wait()
+                read.append(tensor + 0)
+
+        other = threading.Thread(target=wait_on_second)
+        work._work.wait = slow
+        with late.held(first):
+            other.start()
+            assert waits.wait(20)
+            with first:
+                work.wait()
+            may_end.set()
+            other.join(20)
+            done = second.record_event()
+            deadline = time.monotonic() + 0.2  # it has that long to read too early
+            while not done.query() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        done.synchronize()
+        assert read[0].tolist() == [1, 1, 1, 1]

@@ -106,9 +106,7 @@ class _ManagedWork(dist._Work):
             False if the collective failed; the Manager knows why, and the step will not be committed.
         """
         if self._succeeded is not None:
-            if self._mark is not None:
-                self._mark.follow()  # the value may have been finished on another stream
-            return self._succeeded
+            return self._end(None)
         patience = _stand_in.timeout(self._manager) if timeout is None else timeout
         try:
             with self._lock:
@@ -200,9 +198,11 @@ class _ManagedWork(dist._Work):
         return future
 
     def _end(self, error: Optional[Exception]) -> bool:
-        """Finishes the value, once; later calls give the first one's outcome."""
+        """Finishes the value, once; later calls give the first one's outcome, and order their stream behind it."""
         with self._lock:
             if self._succeeded is not None:
+                if self._mark is not None:
+                    self._mark.follow()  # the first may have finished the value on another stream
                 return self._succeeded
             if error is None:
                 error = self._finish()

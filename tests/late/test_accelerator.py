@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -154,3 +155,19 @@ def test_a_synchronous_operation_of_a_native_group_is_no_error(late: ModuleType)
     tensor = ones()
     assert group.allreduce([tensor], opts).wait()
     assert group.error() is None and tensor.tolist() == [2, 2, 2, 2]
+
+
+def test_an_abort_while_an_operation_is_launched_is_known_to_its_wait(group: Group) -> None:
+    backend = group.backend
+    backend.hang()
+    launch = backend.allreduce
+
+    def launch_then_abort(*given: Any) -> Any:
+        work = launch(*given)
+        group.abort()  # by another thread
+        return work
+
+    with patch.object(backend, "allreduce", launch_then_abort):
+        work = group.allreduce([ones()], ReduceOp.SUM)
+    with pytest.raises(RuntimeError, match="ended with its group"):
+        work.wait()

@@ -265,7 +265,11 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
         check_tensors(self.getBackendName(), name, args)
-        return super()._run(name, *args, opts=opts)
+        deadline = _Deadline(self)  # before the launch: another thread may abort the group until there is a work
+        work = super()._run(name, *args, opts=opts)
+        if isinstance(work, _WorkAcceleratorTimeout):
+            work._deadline = deadline
+        return work
 
     def errored(self) -> Optional[Exception]:
         """Waits for the device, so that an operation that hangs shows: after the group's timeout it is aborted.

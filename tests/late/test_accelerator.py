@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -171,3 +172,18 @@ def test_an_abort_while_an_operation_is_launched_is_known_to_its_wait(group: Gro
         work = group.allreduce([ones()], ReduceOp.SUM)
     with pytest.raises(RuntimeError, match="ended with its group"):
         work.wait()
+
+
+def test_asking_for_an_error_does_not_wait_for_the_device(group: Group, late: ModuleType) -> None:
+    """Least of all for streams that have nothing to do with the group."""
+    group.set_timeout(timedelta(seconds=0.1))
+    side = torch.Stream("late")
+    answers: list[Exception | None] = []
+    asking = threading.Thread(target=lambda: answers.append(group.errored()))
+    with late.held(side):
+        with side:
+            ones()
+        asking.start()
+        asking.join(5)
+        assert not asking.is_alive() and answers == [None]
+    assert group.backend.aborts == 0

@@ -27,7 +27,7 @@ from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_PATIENCE_SEC, abort_elsewhere, backend_error, native_error
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.process_group.wrapper import _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
-from torchft.utils import Mark, get_stream_context, poll, refuse_capture, synchronize
+from torchft.utils import Mark, get_stream_context, poll, refuse_capture
 from torchft.work import _DummyWork
 
 T = TypeVar("T")
@@ -272,13 +272,11 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         return work
 
     def errored(self) -> Optional[Exception]:
-        """Waits for the device, so that an operation that hangs shows: after the group's timeout it is aborted.
+        """What is known now: the device is not waited for, and an error of an operation shows when that has ended.
 
         PyTorch's backend handles some failures itself, by aborting its communicator: the operation then ends as if it
-        had succeeded. So the backend is asked as well, after the device.
+        had succeeded. So the backend is asked as well.
         """
-        with self._run_context():
-            synchronize()
         error = super().errored()
         pg = self._pg
         return error if error is not None or pg is None else native_error(pg)

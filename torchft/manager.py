@@ -474,6 +474,7 @@ class Manager(Stateful):
         plan = self._current.plan
         if plan is not None and (plan.recover_dst or plan.help_dst):
             self._current.collectives.wait()
+            self._end_transfers()  # a transport of a process group has only queued them
             self._end_serving()
 
     def _apply_pending_state_dict(self) -> bool:

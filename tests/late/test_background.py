@@ -198,3 +198,39 @@ def test_the_device_is_that_of_the_step_not_that_of_the_constructor(
     manager.start_quorum()
     manager.wait_quorum()
     assert [thread.name for thread in set_on] == ["torchft_quorum"]
+
+
+def test_a_state_that_is_being_sent_may_be_changed_after_finish_serving(fixture: Fixture, late: ModuleType) -> None:
+    """Streaming DiLoCo goes on in mid-step; the sends were only queued when the transport returned."""
+    fixture.client._quorum.return_value = serving()
+    state, sent = torch.ones(4, device="late"), torch.zeros(4, device="late")
+    streams: list[torch.Stream] = []
+
+    def send(**given: Any) -> None:
+        streams.append(torch.accelerator.current_stream())
+        late.hold(streams[0])
+        sent.copy_(state)
+
+    fixture.transport.send_checkpoint.side_effect = send
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.wait_quorum()
+    finishing = threading.Thread(target=lambda: (manager.finish_serving(), state.fill_(7)))
+    finishing.start()
+    try:
+        finishing.join(0.3)
+        assert finishing.is_alive(), "the device has not sent it yet"
+    finally:
+        late.release(streams[0])
+        finishing.join(20)
+    torch.accelerator.synchronize()
+    assert sent.tolist() == [1, 1, 1, 1]
+
+
+def test_a_state_that_is_not_sent_in_time_costs_the_step(fixture: Fixture, hanging: OneRank) -> None:
+    manager = sending(fixture, hanging, timeout=timedelta(seconds=0.2))
+    began = time.monotonic()
+    manager.finish_serving()
+    assert time.monotonic() - began < within(0.2 + ABORT_S)
+    assert hanging.aborts == 1
+    assert "transfer of a state within 0.2 s" in str(manager.errored())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Optional, Union, cast
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Callable, Generator, Iterable, Optional, Union, cast
 
 import torch
 
@@ -31,6 +31,23 @@ def get_stream_context(
     if torch.xpu.is_available():
         return torch.xpu.stream(cast(torch.xpu.Stream, stream))
     return cast(Any, stream) if torch.accelerator.is_available() else nullcontext()
+
+
+@contextmanager
+def on_device(device: Optional[torch.device]) -> Generator[None, None, None]:
+    """Within it `device` is the current one; None, or the CPU, leaves the current one as it is."""
+    if device is None or device.index is None or device.type == "cpu" or not torch.accelerator.is_available():
+        yield
+        return
+    before = torch.accelerator.current_device_index()
+    if device.index == before:
+        yield
+        return
+    torch.accelerator.set_device_index(device.index)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
 
 
 def record_event() -> Union[torch.cuda.Event, torch.xpu.Event]:

@@ -15,9 +15,10 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+from tests.late.group import together
 from tests.late.one_rank import Group, OneRank
 from torchft import futures
-from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupWrapper
+from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupWrapper
 
 
 @pytest.fixture
@@ -187,3 +188,25 @@ def test_asking_for_an_error_does_not_wait_for_the_device(group: Group, late: Mo
         asking.join(5)
         assert not asking.is_alive() and answers == [None]
     assert group.backend.aborts == 0
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_a_deadline_watches_the_device_of_the_tensors(late: ModuleType, async_op: bool) -> None:
+    """The caller's current device is another one."""
+    aborted = threading.Event()
+
+    def rank(r: int, pg: ProcessGroup) -> None:
+        if r == 1:
+            assert aborted.wait(20), "its peer waits for ever"
+            return
+        opts = AllreduceOptions()
+        opts.timeout, opts.asyncOp = timedelta(milliseconds=50), async_op
+        tensor = torch.ones(4, device="late:0")
+        torch.accelerator.set_device_index(2)
+        work = pg.allreduce([tensor], opts)
+        assert not work.is_completed()
+        work.wait()
+        eventually(lambda: pg.errored() is not None)
+        aborted.set()
+
+    together(rank)

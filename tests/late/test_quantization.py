@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -66,3 +67,20 @@ def test_gloo_takes_tensors_of_the_device_by_the_host(late) -> None:
         return tensor.unique().tolist()
 
     assert together(rank, make=gloo_group) == [[3.0], [3.0]]
+
+
+def test_the_order_is_that_of_the_tensors_device(late) -> None:
+    """The caller's current device is another one."""
+
+    def rank(r: int, pg: ProcessGroup) -> list[float]:
+        current = torch.accelerator.current_device_index()
+        tensor = torch.ones(5000, device="late")
+        torch.accelerator.set_device_index(current + 2)
+        late.enqueue(lambda: time.sleep(0.1), torch.accelerator.current_stream(tensor.device))
+        tensor.add_(r)
+        allreduce_quantized([tensor], ReduceOp.SUM, pg).wait()
+        read = tensor + 0
+        torch.accelerator.set_device_index(current)
+        return read.unique().tolist()
+
+    assert together(rank, make=late_group) == [[3.0], [3.0]]

@@ -13,7 +13,7 @@ import hashlib
 import threading
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, Optional, Sequence, cast
+from typing import Any, Callable, Optional, Sequence
 
 import torch
 from torch.distributed import ProcessGroup as BaseProcessGroup
@@ -21,7 +21,7 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.futures import Future
 
-from torchft.utils import get_stream_context, record_event
+from torchft.utils import Mark, get_stream_context
 
 # Of sends and receives; large, so that nobody else's are the same.
 _DESCRIPTION_TAG = 0x71F7_0001
@@ -105,19 +105,20 @@ class _StreamWork(Work):
     ) -> None:
         super().__init__()
         self._result = result
-        before = record_event()
-        own = torch.Stream(tensors[0].device) if stream is None else stream
+        device = tensors[0].device
+        before = Mark([device])
+        own = torch.Stream(device) if stream is None else stream
         with get_stream_context(own):
-            own.wait_event(cast(torch.Event, before))
+            before.follow()
             run(_StreamExchange(pg))
             for tensor in tensors:
                 tensor.record_stream(own)
-            self._event = record_event()
-            self._future: Future[object] = Future(devices=[tensors[0].device])
+            self._end = Mark([device])
+            self._future: Future[object] = Future(devices=[device])
             self._future.set_result(result)  # done for those whose stream waits for this one
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        self._event.wait()
+        self._end.follow()
         return True
 
     def synchronize(self) -> None:
@@ -130,10 +131,10 @@ class _StreamWork(Work):
         return self._future
 
     def is_completed(self) -> bool:
-        return self._event.query()
+        return self._end.reached()
 
     def is_success(self) -> bool:
-        return self._event.query()
+        return self._end.reached()
 
     def result(self) -> Any:
         return self._result
@@ -229,12 +230,12 @@ def _on_stream(
     run: Callable[[Exchange], None], device: torch.device, stream: Optional[torch.Stream]
 ) -> Callable[[Exchange], None]:
     """`run` behind what is queued on the current stream now, until its own stream has done all of it."""
-    before = cast(torch.Event, record_event())
+    before = Mark([device])
     own = torch.Stream(device) if stream is None else stream
 
     def run_there(exchange: Exchange) -> None:
         with get_stream_context(own):
-            own.wait_event(before)
+            before.follow()
             run(exchange)
             own.synchronize()
 

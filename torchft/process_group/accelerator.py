@@ -27,7 +27,7 @@ from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_PATIENCE_SEC, abort_elsewhere, backend_error, native_error
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.process_group.wrapper import _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
-from torchft.utils import Mark, get_stream_context, poll, refuse_capture
+from torchft.utils import Mark, get_stream_context, on_device, poll, refuse_capture
 from torchft.work import _DummyWork
 
 T = TypeVar("T")
@@ -79,6 +79,7 @@ class _WorkAcceleratorTimeout(Work):
         self._work = work
         self._timeout = timeout
         self._deadline = _Deadline(pg)
+        self._device: Optional[torch.device] = None  # that of the tensors; None: the current one
 
     @property
     def _over(self) -> bool:
@@ -104,7 +105,8 @@ class _WorkAcceleratorTimeout(Work):
             raise RuntimeError(
                 f"{self._pg.getBackendName()}: the operation ended with its group, which was aborted or has new peers"
             )
-        process_group.stream_timeout(self._deadline, timeout)
+        with on_device(self._device):
+            process_group.stream_timeout(self._deadline, timeout)
         return True
 
     def synchronize(self) -> None:
@@ -117,11 +119,12 @@ class _WorkAcceleratorTimeout(Work):
         from torchft import process_group
 
         fut = self._work.get_future()
-        deadline, timeout = self._deadline, self._timeout
+        deadline, timeout, device = self._deadline, self._timeout, self._device
 
         def watch(done: torch.futures.Future[object]) -> None:
             # Runs on a stream that waits for the operation.
-            process_group.stream_timeout(deadline, timeout)
+            with on_device(device):
+                process_group.stream_timeout(deadline, timeout)
 
         fut.add_done_callback(watch)
         return fut
@@ -264,11 +267,12 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             yield
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
-        check_tensors(self.getBackendName(), name, args)
+        device = check_tensors(self.getBackendName(), name, args)
         deadline = _Deadline(self)  # before the launch: another thread may abort the group until there is a work
-        work = super()._run(name, *args, opts=opts)
+        with on_device(device):
+            work = super()._run(name, *args, opts=opts)
         if isinstance(work, _WorkAcceleratorTimeout):
-            work._deadline = deadline
+            work._deadline, work._device = deadline, device
         return work
 
     def errored(self) -> Optional[Exception]:
@@ -282,8 +286,11 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         return error if error is not None or pg is None else native_error(pg)
 
 
-def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> None:
+def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> Optional[torch.device]:
     """Refuses what a group on a device cannot do, before any rank waits for it.
+
+    Returns:
+        The device of the tensors, None if there are none.
 
     Raises:
         ValueError: tensors without memory, not dense, or on several devices.
@@ -299,3 +306,4 @@ def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> None:
         where = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"{group}: {name} of tensors on {where}: all of them must be on one device")
     refuse_capture(f"{group}: {name}")
+    return next(iter(devices), None)

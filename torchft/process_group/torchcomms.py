@@ -33,6 +33,7 @@ from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
+from torchft.utils import on_device
 from torchft.work import _DummyWork
 
 _REDUCE_OP_MAP: dict[ReduceOp, object] = {
@@ -388,7 +389,8 @@ class _TorchCommsWork(Work):
         else:
             self.end(None)
             if not self._pg._on_cpu:  # there the stream has still to get past it
-                stream_timeout(self._deadline, timeout)
+                with on_device(self._pg._device):
+                    stream_timeout(self._deadline, timeout)
 
     def _wait_elsewhere(self) -> None:
         with self._lock:

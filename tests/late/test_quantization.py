@@ -10,12 +10,14 @@ import torch
 from torch.distributed import ReduceOp
 
 from tests.late import load
+from torchft._quantization.exchange import start
 from torchft.collectives import allocate_reduce_scatter_output, allreduce_quantized, reduce_scatter_quantized
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 from torchft.quantization import FORMAT_ENV
 
 load()
 from tests.late.group import ProcessGroupLate, together  # noqa: E402
+from tests.late.one_rank import Group  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -84,3 +86,14 @@ def test_the_order_is_that_of_the_tensors_device(late) -> None:
         return read.unique().tolist()
 
     assert together(rank, make=late_group) == [[3.0], [3.0]]
+
+
+def test_memory_of_a_quantized_collective_is_not_used_again_early(late) -> None:
+    """The caller drops the tensor at once; the next allocation on its stream must not get the memory."""
+    tensors = [torch.ones(5000, device="late")]
+    stream, address = torch.Stream("late"), tensors[0].data_ptr()
+    with late.held(stream):
+        work = start(lambda _: tensors[0].mul_(2), "double", tensors, None, Group(), stream)
+        tensors.clear()
+        assert torch.zeros(5000, device="late").data_ptr() != address
+    work.synchronize()

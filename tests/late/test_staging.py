@@ -12,7 +12,7 @@ from tests.late.observed import BLOCK, Observed, numbers, until
 from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
-from torchft.checkpointing._staging import Staged
+from torchft.checkpointing._staging import Staged, StreamCopies
 from torchft.checkpointing._stock import FULL
 
 TIMEOUT = timedelta(seconds=20)
@@ -115,3 +115,16 @@ def test_a_heal_from_device_memory(device: type[Observed], num_chunks: int) -> N
         target.shutdown()
     assert got["lr"] == 0.1 and all(torch.equal(got[key], state[key]) for key in ("w", "b", "empty"))
     assert 2 <= sum(each.blocks for each in Observed.made) <= 4
+
+
+def test_copies_come_after_what_was_queued_on_the_device(late: Any) -> None:
+    source = torch.zeros(BLOCK, dtype=torch.uint8, device="late")
+    training = torch.accelerator.current_stream()
+    with late.held(training):
+        source.fill_(7)
+        copies = StreamCopies(source.device)
+        block = copies.block(BLOCK)
+        copied = copies.start(block, source)
+        assert not copies._stream.query(), "a copy overtook the training's stream"
+    copied()
+    assert block.unique().tolist() == [7]

@@ -275,3 +275,12 @@ def test_a_waiter_that_comes_second_reads_the_average(fixture: Fixture, late: Mo
                 time.sleep(0.001)
         done.synchronize()
         assert read[0].tolist() == [1, 1, 1, 1]
+
+
+def test_a_drain_waits_for_the_device(fixture: Fixture, late: ModuleType) -> None:
+    with started(fixture) as (manager, backend):
+        backend.hang()
+        work: Any = manager.allreduce(ones())
+        assert not work.drain(timedelta(milliseconds=50))
+        backend.peer_comes()
+        assert work.drain(timedelta(seconds=20)) and backend.stream.query()

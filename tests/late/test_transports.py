@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -283,3 +284,18 @@ def test_a_heal_whose_native_group_was_aborted_is_no_state(late: Any, monkeypatc
                 abort_group(group)
             may_send.set()
             sent.exception(20)
+
+
+def test_a_state_has_arrived_on_the_device_when_it_is_given_back(late: Any, held_at_the_tensors: None) -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        source, target = process_group(stack, on_device=True)
+        torch.accelerator.set_device_index(0)
+        got = pool.submit(target.recv_checkpoint, 0, "", 3, TIMEOUT)
+        source.send_checkpoint([1], 3, {"w": torch.full((1000,), 3.0, device="late:0")}, TIMEOUT)
+        try:
+            with pytest.raises(FutureTimeout):
+                got.result(0.3)
+        finally:
+            late.release()
+        assert got.result(60)["w"].tolist() == [3.0] * 1000
+        source.disallow_checkpoint()

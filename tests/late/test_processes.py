@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -110,5 +111,33 @@ def test_a_group_that_dies_in_the_last_bucket_leaves_its_peers_with_the_same_wei
         job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it dies")
         at = max(committed(victim, 3))
         job.wait(lambda: all(len(committed(peer, 2, at)) >= 2 for peer in peers), PHASE_TIMEOUT_S, "its peers go on")
+        finish(job, *peers)
+        check_steps(*peers, victim)
+
+
+@pytest.mark.processes
+@pytest.mark.slow  # three processes each, and without the bus the timeout of 20 s
+@pytest.mark.parametrize("bus", ["1", "0"], ids=["failure bus", "no failure bus"])
+def test_the_failure_bus_ends_a_collective_whose_backend_notices_nothing(job_server: None, bus: str) -> None:
+    """NCCL without a watchdog, or one whose connections do not break: without the bus a failure costs the timeout."""
+    env = {"TORCHFT_FAILURE_BUS": bus, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    args = ["--timeout_s=20"]
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
+        peers = start(job, 0, 0, *args, env=env), start(job, 1, 0, *args, env=env)
+        victim = start(job, 2, 0, "--dies=3", *args, env=env)
+        victim.expected_to_live = False
+        for child in (*peers, victim):
+            join(job, child, lighthouse)
+        job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it dies")
+        began = time.monotonic()
+
+        def ended() -> bool:
+            at = max(committed(victim, 3))
+            return all(any(e["step"] == at and not e["committed"] for e in peer.of("step")) for peer in peers)
+
+        job.wait(ended, PHASE_TIMEOUT_S, "its peers' collectives end")
+        took = time.monotonic() - began
+        assert took < 10 if bus == "1" else took > 15, f"after {took:.1f} s"
         finish(job, *peers)
         check_steps(*peers, victim)

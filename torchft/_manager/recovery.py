@@ -226,7 +226,9 @@ class Recovery:
                 if left <= patience:
                     raise
                 if time.monotonic() >= end:  # it took longer than it was given
-                    raise TimeoutError(f"the source was not reached within {timeout}: {e}") from e
+                    raise TimeoutError(
+                        f"the source was not reached: timed out after {timeout.total_seconds():g} s: {e}"
+                    ) from e
                 self._check_peers()
                 patience *= 2
 

@@ -23,6 +23,7 @@ _MAX_STREAMS = 16  # chunks that are fetched at once
 # Names of the main part of the user's state: the constructor's, and what the published package (measured: 0.2.0 and a
 # nightly of 2026-10-26) calls it where set_state_dict_fns set it.
 MAIN_PARTS = ("default", "set_state_dict_fns")
+_AFTER = "after "  # begins the key of what fills up behind a main part
 
 
 def with_main_parts(state: Any, num_chunks: int) -> Any:
@@ -37,13 +38,28 @@ def with_main_parts(state: Any, num_chunks: int) -> Any:
     given = [key for key in MAIN_PARTS if key in user]
     if len(given) != 1:
         return state
-    parts = {key: part for key, part in user.items() if key not in given}
     leaves = pytree.tree_structure(user[given[0]]).num_leaves
-    for key in (*given, *MAIN_PARTS):
-        if key not in parts:
-            parts[key] = user[given[0]]
-            parts[f"after {key}"] = [0] * (-leaves % max(1, num_chunks))
+    parts = {}
+    for key, part in user.items():
+        if key not in given:
+            parts[key] = part
+            continue
+        for name in sorted(MAIN_PARTS, key=lambda name: name != key):  # its own first
+            parts[name] = part
+            parts[_AFTER + name] = [0] * (-leaves % max(1, num_chunks))
     return {**state, "user": parts}
+
+
+def without_other_names(state: Any) -> Any:
+    """The state of before :func:`with_main_parts`; one that it did not make is as it was."""
+    user = state.get("user") if isinstance(state, dict) else None
+    if not isinstance(user, dict):
+        return state
+    names = [key[len(_AFTER) :] for key in user if str(key).startswith(_AFTER)]
+    if len(names) != len(MAIN_PARTS):
+        return state
+    dropped = {*names[1:], *(_AFTER + name for name in names)}
+    return {**state, "user": {key: part for key, part in user.items() if key not in dropped}}
 
 
 def receive_stock(
@@ -67,7 +83,7 @@ def receive_stock(
         if key != FULL:
             got = _receive_chunks(got, metadata, step, num_chunks, deadline, token, meter, home)
         meter.done()
-    return got
+    return without_other_names(got)
 
 
 def _receive_chunks(

@@ -249,8 +249,8 @@ class ElasticDataLoader:
                 self._end()
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"the job is at its end, and {plan.replica_world_size - plan.num_up_to_date} groups have not "
-                    f"healed to it within {manager._quorum_timeout.total_seconds():g} s"
+                    f"timed out after {manager._quorum_timeout.total_seconds():g} s: the job is at its end, and "
+                    f"{plan.replica_world_size - plan.num_up_to_date} groups have not healed to it"
                 )
             manager._pass_step()
         membership = _Membership(plan.participating_rank, plan.participants)

@@ -584,7 +584,7 @@ def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.Mo
     def configure() -> None:
         group.configure(meeting(store), "replica", 0, 1)
 
-    with pytest.raises(RuntimeError, match="timed out after .* seconds: it did not start"):
+    with pytest.raises(RuntimeError, match=r"timed out after .* seconds: it did not start"):
         (group.get_reconfigure_handle if standby_too else configure)()
     monkeypatch.undo()
     configure()
@@ -765,7 +765,7 @@ def test_calls_in_any_order(store: TCPStore) -> None:
         group.configure(meeting(store), "replica", 0, 1)
         group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     group.shutdown()
-    with pytest.raises(AssertionError, match="process group not initialized"):
+    with pytest.raises(OSError, match="handle is closed"):
         group.barrier()
     group.configure(meeting(store), "replica", 0, 1)
     group.abort()

@@ -251,6 +251,7 @@ def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -
         server.shutdown()
 
 
+@pytest.mark.slow  # the pages of jobs are those of go/lighthouse, http_test.go
 def test_each_job_has_its_page(browser: Any, lighthouse: LighthouseServer, tmp_path: Path) -> None:
     members = [Member(0, lighthouse.address(), tmp_path), Member(1, lighthouse.address(), tmp_path, job="second")]
     try:

@@ -89,7 +89,7 @@ def venv(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("target", "running"),
     [
-        # slow: test_train_demo has the Ctrl-C of what it starts
+        # slow: that of make minimal goes the same way
         pytest.param("train", r"^group 0 .* training", marks=pytest.mark.slow, id="train"),
         pytest.param("minimal", r"^group 0 .* starting", id="minimal"),
     ],

@@ -74,6 +74,7 @@ def says_where_the_logs_are(run: Command) -> None:
     assert run.log.read_text().splitlines()[-1] == f"logs: {run.folder / 'logs'}"
 
 
+@pytest.mark.slow  # test_it_kills_and_restarts starts, loses and ends groups; the counts are in tests/unit/launch
 @pytest.mark.timeout(240)
 def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
     """Without kills: one that comes when the third one is to leave would be another way to leave."""

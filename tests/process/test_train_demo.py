@@ -82,6 +82,7 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     assert lines[-1] == "equal"
 
 
+@pytest.mark.slow  # test_make.py ends make minimal with Ctrl-C
 @pytest.mark.timeout(240)
 def test_ctrl_c_ends_the_demo_and_every_process_it_started(environment: dict[str, str], tmp_path: Path) -> None:
     log = tmp_path / "output"

@@ -183,6 +183,7 @@ def test_names_of_triton() -> None:
     assert quantization.SCALE_TL_DTYPE_BYTES.value == 4
 
 
+@pytest.mark.slow  # ten seconds of Triton's interpreter; test_codes.py has the formulas in plain PyTorch
 def test_kernels_give_the_same_bits() -> None:
     """On a CPU, in Triton's interpreter: it must be chosen before Triton is imported, so in a process of its own."""
     pytest.importorskip("triton", reason="needs Triton")

@@ -159,7 +159,7 @@ class Worker:
             time.sleep(self.compute_s)
             manager.wait_quorum()
             step, contributes = manager.current_step(), manager.is_participating()
-            plan = manager._plan
+            plan = manager._current.plan
             assert plan is not None
             groups = sorted(int(i.split(":")[0].removeprefix("chaos_")) for i in plan.replica_ids)
             # Before the first collective: whoever dies after this may be part of the sum.

@@ -100,8 +100,9 @@ participants: list[list[int]] = []
 def note(step: int, committed: bool, count: int) -> None:
     commits.append(committed)
     if committed:
-        assert manager._plan is not None
-        participants.append([int(i.split(":")[0].split("_")[1]) for i in manager._plan.replica_ids][:count])
+        plan = manager._current.plan
+        assert plan is not None
+        participants.append([int(i.split(":")[0].split("_")[1]) for i in plan.replica_ids][:count])
 
 
 manager.register_commit_hook(note)

@@ -126,7 +126,7 @@ proto: $(VENV)/with-generate ## regenerate go/torchftpb from proto/torchft.proto
 bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pyapi
 	$(PY) python/binding/generate.py
 
-lint: lint-go lint-style lint-imports lint-types lint-docker ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint (-k: all of them)
+lint: lint-go lint-style lint-imports lint-types lint-docker lint-commits ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint, commit subjects (-k: all of them)
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)" || exit; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
@@ -146,6 +146,11 @@ lint-types: $(VENV)/with-lint $(VENV)/with-test
 
 lint-docker: $(VENV)/with-lint
 	$(VENV)/bin/hadolint Dockerfile
+
+# The commits since the rule. A source distribution has no history to check.
+lint-commits:
+	@test -e .git || exit 0; long="$$(git log --since=2026-11-23T00:00:00Z --format=%s | grep -E '^.{73}')" || exit 0; \
+	echo "a commit's subject has at most 72 characters:" >&2; echo "$$long" >&2; exit 1
 
 bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package
 	$(PY) python/bench/run.py

@@ -85,6 +85,17 @@ def venv(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("length", "status"), [(72, 0), (73, 2)])
+def test_a_long_subject_of_a_commit_is_a_failure(length: int, status: int, tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True, timeout=60)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "s" * length], check=True, timeout=60)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    done = subprocess.run(["make", "lint-commits"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert ("s" * length in done.stderr) == (status != 0)
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("target", "running"),

@@ -20,6 +20,7 @@ pytestmark = [
     # Each group is one process here.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # PyTorch 2.7's own writer
 ]
 
 

@@ -108,10 +108,13 @@ class SpecDecoder:
             if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
                 raise ValueError(f"a tensor of dtype {dtype_name!r}, shape {shape} and strides {strides}")
             spec.tensor_meta = TensorMeta(torch.Size(_numbers(shape)), tuple(_numbers(strides)), dtype)
+        entries = [(_numbers([dim])[0], tuple(_numbers(dims))) for dim, dims in order or []]
+        if any(mesh_dim >= len(made) for _, dims in entries for mesh_dim in dims):
+            raise ValueError(f"an order of shards {order} on a mesh of {len(made)} dimensions")
         if order is not None and hasattr(spec, "shard_order"):
             from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
-            wanted = tuple(ShardOrderEntry(_numbers([dim])[0], tuple(_numbers(dims))) for dim, dims in order)
+            wanted = tuple(ShardOrderEntry(dim, dims) for dim, dims in entries)
             if wanted != spec.shard_order:
                 spec.shard_order = wanted
         return spec

@@ -268,6 +268,8 @@ def tensor_at(flat: torch.Tensor, node: List[Any]) -> torch.Tensor:
     """The tensor that a `T` describes, in the memory of its region."""
     _, _, dtype_name, offset, shape, strides, _ = node
     dtype = dtype_of(dtype_name)
+    if dtype_name.startswith("q"):  # qint8, quint4x2, ...: is_plain leaves these out, they have a quantizer besides
+        raise ValueError(f"a tensor of dtype {dtype_name!r} is more than its memory")
     numbers = [offset, *shape, *strides]
     if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"a tensor of shape {shape} with strides {strides} at {offset}")

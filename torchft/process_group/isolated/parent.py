@@ -345,9 +345,10 @@ class ProcessGroupBaby(ProcessGroup):
         self,
         output_tensors: List[List[torch.Tensor]],
         input_tensor: List[torch.Tensor],
-        opts: AllgatherOptions,
+        opts: Optional[AllgatherOptions] = None,
     ) -> Work:
-        return self._start("allgather", output_tensors, input_tensor, opts)
+        # PyTorch 2.7's dist.all_gather gives none.
+        return self._start("allgather", output_tensors, input_tensor, AllgatherOptions() if opts is None else opts)
 
     def allgather_into_tensor_coalesced(
         self,

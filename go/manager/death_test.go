@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 )
@@ -92,7 +93,11 @@ func TestAFlappingNetworkIsNoDeath(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		before := round(t, 0, a, b)
-		for step := range int64(600) {
+		steps := int64(100)
+		if testmain.Full() {
+			steps = 600
+		}
+		for step := range steps {
 			c.Net.Interrupt("a", "lighthouse", 100*time.Millisecond)
 			c.Net.Interrupt("b", "lighthouse", 100*time.Millisecond)
 			began := time.Now()

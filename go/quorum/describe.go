@@ -58,9 +58,9 @@ type MemberStatus struct {
 
 // Describe tells the state at a time. It changes nothing, and it counts anew what Step counts as it goes.
 //
-// It is the one query: all else leaves Step as actions. Somebody who looks may do so at any time, its ages and what is left
-// of a timeout are those of that moment, and to hand all of it out with every event would cost as much as the job has
-// groups. Nothing is decided by it: the shell shows it to people and dashboards, and the simulation checks it.
+// It and Remembers are the queries: all else leaves Step as actions. Somebody who looks may do so at any time, its ages and
+// what is left of a timeout are those of that moment, and to hand all of it out with every event would cost as much as the
+// job has groups. Nothing is decided by it: the shell shows it to people and dashboards.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
 		now = m.now
@@ -120,6 +120,11 @@ func (m *Machine) Describe(now time.Time) Status {
 	}
 	slices.SortFunc(s.Members, func(a, b MemberStatus) int { return strings.Compare(a.ReplicaID, b.ReplicaID) })
 	return s
+}
+
+// Remembers is how many members and requests Describe would count. The simulation checks it after each event.
+func (m *Machine) Remembers() (replicas, waiters int) {
+	return len(m.roster.replicas), len(m.roster.waiters)
 }
 
 func (m *Machine) healthyAt(r *replica, now time.Time) bool {

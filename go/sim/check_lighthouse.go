@@ -438,11 +438,12 @@ func (c *watch) ticked() {
 
 // memory compares how much the lighthouse remembers.
 func (c *watch) memory() {
-	w, s := c.l.w, c.l.describe()
-	if n := len(s.Members); n != len(c.known) {
-		w.broken(ruleMemory, "the lighthouse remembers %d replicas, %d are alive, wait or are in the latest quorum", n, len(c.known))
+	w := c.l.w
+	replicas, waiters := c.l.machine.Remembers()
+	if replicas != len(c.known) {
+		w.broken(ruleMemory, "the lighthouse remembers %d replicas, %d are alive, wait or are in the latest quorum", replicas, len(c.known))
 	}
-	if s.Waiters != len(c.l.waiting) {
-		w.broken(ruleWaiters, "the lighthouse remembers %d waiters, %d wait", s.Waiters, len(c.l.waiting))
+	if waiters != len(c.l.waiting) {
+		w.broken(ruleWaiters, "the lighthouse remembers %d waiters, %d wait", waiters, len(c.l.waiting))
 	}
 }

@@ -64,6 +64,7 @@ type (
 	lighthouseMachine interface {
 		Step(quorum.Event, time.Time) []quorum.Action
 		Describe(time.Time) quorum.Status
+		Remembers() (replicas, waiters int)
 	}
 	groupMachine interface {
 		Step(round.Event, time.Time) []round.Action

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testmain"
 )
 
 var (
@@ -19,12 +21,15 @@ var (
 	soakFlag   = flag.Duration("soak", 0, "simulate for so long (TestSoak)")
 )
 
-// budget is n, or less where everything is ten times as slow.
+// budget is n in full, else a third of it, and less where everything is ten times as slow.
 func budget(n, underRace int) int {
 	if raceEnabled {
 		return underRace
 	}
-	return n
+	if testmain.Full() {
+		return n
+	}
+	return max(n/3, underRace)
 }
 
 // hold runs the history of a seed and fails the test if a rule does not hold in it.
@@ -184,7 +189,7 @@ func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
 // and some groups never committed.
 func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	t.Parallel()
-	for seed := range uint64(budget(100, 10)) {
+	for seed := range uint64(budget(300, 10)) {
 		s := Draw(seed, 0, 200)
 		s.Lighthouses = 1
 		s.Policy.MinReplicas, s.Policy.JoinTimeout = s.Slots/2+1, 60*time.Millisecond

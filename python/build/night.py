@@ -35,7 +35,7 @@ FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
 # What takes minutes and cannot be told to end sooner runs from this time on: the mistakes that are planted in machines
-# and shells, and the model check with one event more.
+# and shells, and the model check with a second event more.
 LONG_S = 1800.0
 CHAOS = (
     ("gloo", "--kind=gloo", "--groups=4"),
@@ -100,17 +100,22 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     late = Part("late", pytest("late", "-m", "", "tests/late", folder=FOLDER), env=settings, needs_s=60)
     cgo = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-O2 -I{toolchain.python_include()}"}
     test = [GO, "test", "-trimpath"]
+    # Histories and lives of servers are longer, and there are more of them.
+    full = {"FULL": "1"}
     # Histories are the same each time, so that Go may take the result of an earlier run; schedules are not.
     mutants = ["-mutants"] if time_s >= LONG_S else []
-    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", *mutants], go, needs_s=60)
-    # All histories that are one event longer than those of `make test`.
+    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", *mutants], go, full, needs_s=90)
+    # All histories that are one event longer than those of `make test`, or two.
+    more, needs_s = (2, 180) if time_s >= LONG_S else (1, 60)
     model = Part(
         "model",
-        [*test, "-vet=off", "-timeout=20m", "-run=^TestNoHistory", "-v", "./quorum", "-events=1"],
+        [*test, "-vet=off", "-timeout=20m", "-run=^TestNoHistory", "-v", "./quorum", f"-events={more}"],
         go,
-        needs_s=180,
+        needs_s=needs_s,
     )
-    race = Part("race", [*test, "-race", "-vet=off", "-count=1", "-timeout=20m", "./..."], go, cgo, needs_s=240)
+    race = Part(
+        "race", [*test, "-race", "-vet=off", "-count=1", "-timeout=20m", "./..."], go, {**cgo, **full}, needs_s=240
+    )
     fuzz = [
         Part(
             f"fuzz-{Path(package).name}-{name}",
@@ -150,7 +155,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     mistakes = Part(
         "sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300
     )
-    sims = [sim, mistakes, model] if time_s >= LONG_S else [sim]
+    sims = [sim, mistakes, model] if time_s >= LONG_S else [sim, model]
     # `make test` runs most of it.
     device = [late] if time_s >= LONG_S else []
     return [tests, race, *sims, *device, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]

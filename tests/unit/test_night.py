@@ -55,8 +55,8 @@ def test_the_parts_of_go_fit_in_the_time(minutes: float) -> None:
     """One after the other: what they are told, and the race detector, which cannot be told anything."""
     _, *parts = plan(60 * minutes, 20261122, 0, fuzz_targets())
     names = [p.name.split("-")[0] for p in parts]
-    long = ["model", "late"] if minutes >= 30 else []
-    assert list(dict.fromkeys(names)) == ["race", "sim", *long, "chaos", "fuzz", "soak"]
+    late = ["late"] if minutes >= 30 else []
+    assert list(dict.fromkeys(names)) == ["race", "sim", "model", *late, "chaos", "fuzz", "soak"]
     assert names.count("fuzz") == 14
     assert (
         sum(p.needs_s if p.wants_s is None else p.wants_s for p in parts if p.name not in ("sim", "model"))

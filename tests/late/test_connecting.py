@@ -21,8 +21,8 @@ from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.reconfigure import ReconfigureOptions
 
-# PyTorch's own deadline of a communicator that connects.
-CONNECTS_SEC = 3.0
+# PyTorch's own deadline of a communicator that connects: later than an abort may take.
+CONNECTS_SEC = 2 * within(ABORT_S)
 
 
 class Connecting(OneRank):

@@ -17,6 +17,8 @@ T = TypeVar("T")
 class Attempt(Generic[T]):
     """A call on a thread of its own, for which nobody waits any more after `give_up`.
 
+    The thread starts with `result`: who may give it up knows of it by then.
+
     Args:
         call: what may wait for peers.
         discard: gets what `call` made too late.
@@ -30,14 +32,14 @@ class Attempt(Generic[T]):
         self._value: list[T] = []
         self._error: Optional[BaseException] = None
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-        threading.Thread(target=self._run, name="torchft_connect", daemon=True).start()
 
     def result(self) -> T:
-        """Waits for the end.
+        """Makes the call, once, and waits for its end.
 
         Raises:
             BaseException: what the call raised, or what `give_up` was given.
         """
+        threading.Thread(target=self._run, name="torchft_connect", daemon=True).start()
         self._ended.wait()
         if self._error is not None:
             raise self._error

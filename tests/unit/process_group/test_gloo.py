@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
 import pytest
@@ -30,6 +31,7 @@ from torchft.process_group import (
     ProcessGroup,
     ProcessGroupBabyGloo,
     ProcessGroupGloo,
+    _attempt,
     _connections,
     _operations,
     _reaper,
@@ -90,6 +92,31 @@ def test_an_abort_ends_a_connection_that_a_dead_peer_holds_up(store: TCPStore) -
         late.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     for made in [*groups, late]:
         made.shutdown()
+
+
+def test_an_abort_as_soon_as_the_connection_begins_ends_it(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that connects may be there before the one that waits for it goes on."""
+    connects, aborted = threading.Event(), threading.Event()
+
+    class Eager(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            connects.set()
+            assert aborted.wait(TIMEOUT.total_seconds())
+
+    monkeypatch.setattr(_attempt, "threading", SimpleNamespace(**{**vars(threading), "Thread": Eager}))
+    group = gloo()
+
+    def abort() -> None:
+        assert connects.wait(TIMEOUT.total_seconds())
+        group.abort()
+        aborted.set()
+
+    aborter = threading.Thread(target=abort)
+    aborter.start()
+    with pytest.raises(RuntimeError, match="was aborted"):
+        group.configure(meeting(store), "replica", 0, 2)
+    aborter.join()
 
 
 # Peers in other processes

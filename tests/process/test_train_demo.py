@@ -46,7 +46,9 @@ def read_events(folder: Path, group: int) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(240)
 def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "600", "--kill-at", "60", "--logs", str(tmp_path)]
+    script = str(Path(__file__).with_name("paced_train_ddp.py"))
+    options = ["--steps", "200", "--kill-at", "60", "--logs", str(tmp_path), "--script", script]
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -60,7 +62,7 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     survivor, victim = (read_events(tmp_path, group) for group in (0, 1))
     commits = [event["step"] for event in survivor if event["event"] == "commit"]
     assert commits == list(range(commits[0], commits[0] + len(commits)))  # not one step twice, and none left out
-    assert commits[-1] >= 600
+    assert commits[-1] >= 200
     assert rows["steps committed"] == [str(sum(e["event"] == "commit" for e in es)) for es in (survivor, victim)]
     assert rows["steps lost"] == [str(sum(e["event"] == "lost" for e in es)) for es in (survivor, victim)]
     assert int(rows["steps lost"][0]) <= 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +14,7 @@ from typing import Iterator
 import pytest
 from torch.futures import Future
 
+from tests.unit.children import run_python
 from torchft import futures
 from torchft.futures import (
     WATCHDOG_TIMEOUT_SEC,
@@ -243,13 +242,7 @@ with context_timeout(threading.Event().wait, timedelta(milliseconds=1)):
 
 
 def test_the_watchdog_ends_a_process_whose_callback_hangs() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", _HUNG],
-        env={WATCHDOG_TIMEOUT_SEC: "0.2", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    process = run_python(_HUNG, env={WATCHDOG_TIMEOUT_SEC: "0.2"})
     assert process.returncode == 1
     assert "did not return within 0.2 s" in process.stderr
     assert "most recent call first" in process.stderr  # the stacks
@@ -260,11 +253,5 @@ def test_pending_timers_do_not_hold_up_the_end_of_the_process() -> None:
         "from datetime import timedelta; from torch.futures import Future; from torchft.futures import future_timeout\n"
         "future_timeout(Future(), timedelta(seconds=600)); print('end')"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    process = run_python(code, timeout=60)
     assert (process.returncode, process.stdout) == (0, "end\n"), process.stderr

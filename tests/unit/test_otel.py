@@ -3,8 +3,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
-import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler
@@ -13,6 +11,7 @@ from typing import Any, Iterator
 
 import pytest
 
+from tests.unit.children import run_python
 from torchft._manager.exporters import otel_exporters
 from torchft._manager.log import export_events
 from torchft.http import _IPv6HTTPServer
@@ -86,8 +85,7 @@ def test_off_means_off() -> None:
         "assert type(step_trace(print, 'g', 0)) is StepTrace\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry', 'torchft.otel'))])\n"
     )
-    env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env=env)
+    done = run_python(script)
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -288,8 +286,8 @@ def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
     collector = Collector()
     try:
         endpoint = f"http://localhost:{collector.server.server_port}"
-        env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_LOGS_EXPORTER": "none"}
-        done = subprocess.run([sys.executable, "-c", TWO_STEPS], capture_output=True, text=True, timeout=100, env=env)
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_LOGS_EXPORTER": "none"}
+        done = run_python(TWO_STEPS, by_itself=True, env=env)  # a fork leaves Go its parent's environment
         assert done.returncode == 0, done.stderr
     finally:
         collector.close()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from typing import Callable, Sequence, TypeVar
@@ -75,14 +72,3 @@ def native(own: Store, rank: int, n: int, prefix: str = "cpu/") -> dist.ProcessG
     backend = dist.ProcessGroupGloo(below, rank, n, timeout=TIMEOUT, enable_reconfigure=True)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
-
-
-def run_python(script: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a process of its own, which imports what this one does."""
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )

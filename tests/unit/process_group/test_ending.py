@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.unit.process_group.ranks import run_python
+from tests.unit.children import run_python
 
 # What waits ends after 1 s, and Python is about to end for 3 s: most of that time nobody but the main thread may run
 # Python.
@@ -53,7 +53,7 @@ sys.last = Last()  # is deleted when nobody but the main thread runs Python any 
 
 
 def test_a_wait_that_ends_while_python_ends_does_not_abort_the_process() -> None:
-    done = run_python(_SCRIPT)
+    done = run_python(_SCRIPT, by_itself=True)
     assert (done.returncode, done.stdout) == (0, "last"), done.stderr
 
 
@@ -66,5 +66,5 @@ import torchft.process_group
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names libstdc++ as Linux does")
 def test_the_main_thread_aborts_as_ever() -> None:
-    done = run_python(_ABORTS)
+    done = run_python(_ABORTS, by_itself=True)
     assert done.returncode == -6 and "terminate called" in done.stderr, done.stderr

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting, on_ranks, run_python
+from tests.unit.children import run_python
+from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroupBabyNCCL, ProcessGroupNCCL, create_store_client, nccl, nccl2
 from torchft.process_group.reconfigure import Handle, plan_rendezvous
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tests.unit.process_group.ranks import run_python
+from tests.unit.children import run_python
 from torchft.process_group import _reaper
 
 # In a process of its own: if destroying the group kept the GIL, no timeout of ours would ever run.

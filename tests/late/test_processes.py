@@ -80,7 +80,7 @@ def run_with_a_kill(*args: str) -> None:
         ("--transport=http",),
         ("--transport=pg",),
         ("--kind=diloco",),
-        ("--kind=local_sgd",),
+        pytest.param(("--kind=local_sgd",), marks=pytest.mark.slow),  # DiLoCo's sync is the same, and more
         # The second form of the backend, which revokes: in torchft's group, and in PyTorch's own. Seconds each;
         # test_connecting.py and test_reconfigure.py have its rules.
         pytest.param(("--pg=late2",), marks=pytest.mark.slow),

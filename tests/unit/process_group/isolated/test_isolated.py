@@ -82,6 +82,10 @@ def workers() -> set[int]:
     return set(children(server()))
 
 
+# Each costs another server, which imports PyTorch. With a standby there is more that can die or hang.
+STANDBY_TOO = [pytest.param(False, marks=pytest.mark.slow), True]
+
+
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -525,7 +529,7 @@ def test_a_standby_whose_death_nobody_has_noticed_is_replaced(store: TCPStore, m
     group.shutdown()
 
 
-@pytest.mark.parametrize("standby_too", [False, True])
+@pytest.mark.parametrize("standby_too", STANDBY_TOO)
 def test_a_server_that_dies_while_it_is_asked_is_replaced(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool
 ) -> None:
@@ -572,7 +576,7 @@ def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
     group.shutdown()
 
 
-@pytest.mark.parametrize("standby_too", [False, True])
+@pytest.mark.parametrize("standby_too", STANDBY_TOO)
 def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
     old = server()

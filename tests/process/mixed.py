@@ -20,15 +20,15 @@ PUBLISHED_SILENCE_MS = 1000
 class Group:
     """One replica group: the process that trains now, and those that were killed before."""
 
-    def __init__(self, job: Job, number: int, path: Path) -> None:
-        self.job, self.number, self.path = job, number, path
+    def __init__(self, job: Job, number: int, path: Path, options: tuple[str, ...]) -> None:
+        self.job, self.number, self.path, self.options = job, number, path, options
         # The process that takes over after the kill is started at once and waits, with torch imported: this is
         # what a quick restart would be, without its seconds of import in each test.
         self.child, self._spare = self._start(0), self._start(1)
 
     def _start(self, life: int) -> Child:
         env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        args = [f"--group={self.number}", f"--seed={10 * self.number + life}"]
+        args = [f"--group={self.number}", f"--seed={10 * self.number + life}", *self.options]
         return self.job.python(f"group{self.number}", HERE / "worker.py", *args, path=self.path, env=env)
 
     def kill_and_replace(self) -> None:
@@ -52,9 +52,13 @@ class Group:
         return max([e["step"] for e in self.child.of("step")], default=0)
 
 
-def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path) -> None:
-    """Run the whole course with group i from paths[i]; raises AssertionError or JobFailed."""
-    groups = [Group(job, number, path) for number, path in enumerate(paths)]
+def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, options: tuple[str, ...] = ()) -> None:
+    """Run the whole course with group i from paths[i]; raises AssertionError or JobFailed.
+
+    Args:
+        options: of worker.py, for both groups
+    """
+    groups = [Group(job, number, path, options) for number, path in enumerate(paths)]
     # A published group keeps no connection to the lighthouse, and a published lighthouse knows nothing but silence.
     ours_only = {lighthouse_path, *paths} == {ours_path()}
     heartbeat_ms = SILENCE_MS if ours_only else PUBLISHED_SILENCE_MS

@@ -21,3 +21,12 @@ def test_published_and_ours_share_a_job(generation: str, lighthouse: str) -> Non
     ours, published = ours_path(), published_path(generation)
     with Job() as job:
         run_mixed_job(job, (published, ours), ours if lighthouse == "ours" else published)
+
+
+# In make test: test_the_main_part_has_all_names_and_travels_once, ..._is_found_by_the_name_of_any_generation.
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
+def test_a_state_that_is_set_after_the_manager_was_made_heals_both_ways(generation: str) -> None:
+    with Job() as job:
+        run_mixed_job(job, (published_path(generation), ours_path()), ours_path(), ("--set-fns",))

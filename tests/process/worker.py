@@ -26,6 +26,7 @@ parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights: differs from group to group")
 parser.add_argument("--compute_s", type=float, default=0.04, help="seconds between zero_grad and the forward pass")
 parser.add_argument("--isolated", action="store_true", help="run the collectives in a process of their own")
+parser.add_argument("--set-fns", action="store_true", help="the state is set after the Manager was made")
 args = parser.parse_args()
 
 commands = Commands()
@@ -60,8 +61,8 @@ def load_state_dict(state: dict[str, dict]) -> None:
 store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
 manager = Manager(
     pg=(ProcessGroupBabyGloo if args.isolated else ProcessGroupGloo)(timeout=timedelta(seconds=10)),
-    load_state_dict=load_state_dict,
-    state_dict=state_dict,
+    load_state_dict=None if args.set_fns else load_state_dict,
+    state_dict=None if args.set_fns else state_dict,
     min_replica_size=1,
     lighthouse_addr=command["lighthouse"],
     replica_id=f"worker_{args.group}",
@@ -69,6 +70,8 @@ manager = Manager(
     quorum_timeout=timedelta(seconds=15),
     connect_timeout=timedelta(seconds=10),
 )
+if args.set_fns:
+    manager.set_state_dict_fns(load_state_dict, state_dict)
 optimizer = Optimizer(manager, adam)
 emit("ready", digest=digest(), torchft=os.path.dirname(torchft.__file__))
 assert commands.next()["do"] == "train"

@@ -219,6 +219,15 @@ class _GuardedWork(Work):
         self._future: Optional[Future[Any]] = None
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        try:
+            return self._wait(timeout)
+        except RuntimeError as e:
+            error = self._own(e)
+            if error is e:
+                raise
+        raise error
+
+    def _wait(self, timeout: Optional[timedelta]) -> bool:
         if timeout is not None and timeout <= timedelta(0):
             timeout = None
         if self._point_to_point:
@@ -234,8 +243,8 @@ class _GuardedWork(Work):
             try:
                 return self._work.wait(step)
             except Exception:
-                if self._work.is_completed():
-                    return self._completed()
+                if self._work.is_completed():  # the deadline may have passed in the same moment
+                    return self._work.wait()
                 error = self._operations.over()
                 if error is not None:
                     raise error from None
@@ -255,16 +264,8 @@ class _GuardedWork(Work):
             time.sleep(_DRAIN_LOOK_SEC)
         return True
 
-    def _completed(self) -> bool:
-        """What an operation gives that ended while somebody waited with a deadline, which may have passed meanwhile."""
-        try:
-            return self._work.wait()
-        except Exception as e:
-            error = self._own(e)
-        raise error
-
     def _own(self, error: Exception) -> Exception:
-        return refused(self._operations.name, self._name, self._args, error)
+        return explained(self._operations.name, self._name, self._args, error)
 
     def get_future(self) -> Future[Any]:
         if self._future is None:
@@ -308,7 +309,10 @@ class _GuardedWork(Work):
         return self._work.is_completed() and self._work.is_success()
 
     def exception(self) -> Any:
-        return self._work.exception() if self._work.is_completed() else self._over()
+        if not self._work.is_completed():
+            return self._over()
+        error: Any = self._work.exception()
+        return self._own(error) if isinstance(error, Exception) else error
 
     def _over(self) -> Optional[Exception]:
         return self._operations.over(collective=not self._point_to_point)
@@ -329,18 +333,33 @@ _UNSUPPORTED = re.compile(
 )
 
 
-def refused(group: str, name: str, args: tuple[Any, ...], error: Exception) -> Exception:
+# Gloo says "Timed out waiting" or "Application timeout caused pair closure" of a timeout, a store "wait timeout after".
+_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_TIMED_OUT = "timed out"  # what scripts look for
+
+
+def explained(group: str, name: str, args: tuple[Any, ...], error: Exception) -> Exception:
     """The error that a caller gets: the backend's, with group and operation where these are what it does not have.
 
     PyTorch says of a dtype nothing but "Invalid scalar type".
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or _UNSUPPORTED.search(text) is None:
-        return error
+        return named_timeout(error)
     kinds = sorted({f"{t.dtype} on {t.device.type}" for t in tensors_of(args)})
     unsupported = RuntimeError(f"{group} does not support {name} of {', '.join(kinds) or 'this'}: {text}")
     unsupported.__cause__ = error
     return unsupported
+
+
+def named_timeout(error: Exception) -> Exception:
+    """The same error, whose text says "timed out" at its end where it is a timeout that says so in other words."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or _TIMED_OUT in text or _TIMEOUT.search(text) is None:
+        return error
+    named = type(error)(f"{text} ({_TIMED_OUT})")
+    named.__cause__ = error.__cause__
+    return named
 
 
 def copied(error: Exception) -> Exception:

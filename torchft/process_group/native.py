@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, Work
 
 from torchft.process_group._connections import Connections
+from torchft.process_group._operations import named_timeout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReconfigureOptions
@@ -86,7 +87,7 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
             later call succeeds.
     """
     if not is_native(pg):
-        _end(pg.reconfigure(opts))
+        _reconfigure(pg, opts)
         return
     if len(set(opts.handles)) != len(opts.handles):
         raise ValueError(
@@ -101,15 +102,18 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         if abort.is_alive():  # its end would strike the next peers
             raise RuntimeError(f"reconfigure: the abort of its last peers has not ended within {seconds} s")
         del _aborts[pg]
-    _end(pg.reconfigure(opts))
+    _reconfigure(pg, opts)
     if _is_gloo(pg):
         _connections[pg] = Connections(_published(pg, opts.uuid), pg.rank(), pg.size())
 
 
-def _end(work: Optional[Work]) -> None:
-    """Of a reconfiguration: some groups have ended theirs when they return, and give nothing to wait for."""
-    if work is not None:
-        work.wait()
+def _reconfigure(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
+    try:
+        work: Optional[Work] = pg.reconfigure(opts)
+        if work is not None:  # some groups have ended theirs when they return
+            work.wait()
+    except RuntimeError as e:
+        raise named_timeout(e) from e.__cause__
 
 
 def abort_group(pg: dist.ProcessGroup) -> None:

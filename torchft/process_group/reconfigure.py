@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from torchft.addresses import announced_host, host_port
+from torchft.process_group._operations import named_timeout
 from torchft.process_group.native import is_native as is_native
 from torchft.process_group.native import native_error as native_error
 from torchft.process_group.native import reconfigure_group
@@ -288,7 +289,10 @@ def reconfigure_with_store(
         store.set("uuid", str(random.randint(1, MAX_UUID)))
 
     opts = ReconfigureOptions()
-    opts.handles = [store.get(f"handle/{i}").decode() for i in range(world_size)]
-    opts.uuid = int(store.get("uuid"))
+    try:
+        opts.handles = [store.get(f"handle/{i}").decode() for i in range(world_size)]
+        opts.uuid = int(store.get("uuid"))
+    except RuntimeError as e:
+        raise named_timeout(e) from e.__cause__
     opts.timeout = timeout
     reconfigure_group(pg, opts)

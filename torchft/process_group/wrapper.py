@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torchft.process_group._attempt import Attempt
-from torchft.process_group._operations import Operations, copied, refused
+from torchft.process_group._operations import Operations, copied, explained, named_timeout
 from torchft.process_group._reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
@@ -172,6 +172,8 @@ class ProcessGroupWrapper(ProcessGroup):
         self._attempt = attempt = Attempt(connect, discard)
         try:
             pg, self._operations, store = attempt.result()
+        except RuntimeError as e:
+            raise named_timeout(e) from e.__cause__
         finally:
             self._attempt = None
         _owners.add(self)
@@ -389,7 +391,7 @@ class ProcessGroupWrapper(ProcessGroup):
                     raise
                 # The error keeps this frame, which must not keep the group: its end would wait for operations.
                 parent = None
-                raise refused(self.getBackendName(), name, args, e) from e.__cause__
+                raise explained(self.getBackendName(), name, args, e) from e.__cause__
             if operations is not None:
                 work = operations.guard(work, name, args)
             return self._wrap_work(work, None if opts is _NO_OPTIONS else opts)

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import Work
 
 from torchft.process_group._connections import Connections
-from torchft.process_group._operations import _LOOK_SEC, POINT_TO_POINT, Operations, refused
+from torchft.process_group._operations import _LOOK_SEC, POINT_TO_POINT, Operations, explained
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated import _native, protocol
 from torchft.process_group.isolated.messages import unpack
@@ -212,7 +212,7 @@ class Worker:
         try:
             work = function(*arguments)
         except RuntimeError as e:
-            raise self._refused(call, e) from e
+            raise self._explained(call, e) from e
         if plain:
             self._answer_when_finished(operation, work, call)
         elif self._group._queues:
@@ -224,8 +224,8 @@ class Worker:
             self._in_flight[operation] = name
             self._waiters.run(lambda: self._wait(operation, work, call, [d for d, _ in marks]))
 
-    def _refused(self, call: _Call, error: Exception) -> Exception:
-        return refused(self._group._name, call[0], tuple(call[2]), error)
+    def _explained(self, call: _Call, error: Exception) -> Exception:
+        return explained(self._group._name, call[0], tuple(call[2]), error)
 
     def _decode(self, body: bytes) -> _Call:
         plain = True
@@ -264,7 +264,7 @@ class Worker:
             return
 
         def failed(operation: int, error: Exception) -> None:
-            self.answer(protocol.FAILED, operation, protocol.encode_error(self._refused(call, error)))
+            self.answer(protocol.FAILED, operation, protocol.encode_error(self._explained(call, error)))
 
         _native.answer_when_done(future, self._answers, operation, self._in_flight, failed)
 
@@ -274,7 +274,7 @@ class Worker:
             work.wait() if timeout is None else work.wait(timeout)
             marks = self._marks(devices)
         except Exception as e:
-            self.answer(protocol.FAILED, operation, protocol.encode_error(self._refused(call, e)))
+            self.answer(protocol.FAILED, operation, protocol.encode_error(self._explained(call, e)))
         else:
             self.answer(protocol.DONE, operation, marks)
         del self._in_flight[operation]

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpointing.checkpoint_states import Evil, assert_same, training_state
-from tests.unit.process_group.ranks import connect
+from tests.unit.process_group.backends import NATIVE
+from tests.unit.process_group.ranks import connect, meeting, natives, on_ranks
 from torchft.checkpointing import pg_transport
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
-from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo
+from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupGloo, create_store_client, reconfigure_with_store
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")
@@ -168,6 +169,63 @@ def test_the_timeout_of_a_call_wins_when_it_is_longer(isolated_rank: int) -> Non
     finally:
         for group in groups:
             group.shutdown()
+
+
+def of_torchft(store: dist.TCPStore, timeout: timedelta) -> list[Any]:
+    groups = [ProcessGroupGloo(timeout), ProcessGroupGloo(timeout)]
+    connect(groups, store)
+    return groups
+
+
+def of_pytorch(store: dist.TCPStore, timeout: timedelta) -> list[Any]:
+    where = meeting(store)
+    own = [create_store_client(where, TIMEOUT) for _ in range(2)]
+    return on_ranks(2, lambda rank: dist.ProcessGroupGloo(own[rank], rank, 2, timeout))
+
+
+def native(store: dist.TCPStore, timeout: timedelta) -> list[Any]:
+    groups, where = natives(store, 2), meeting(store)
+    on_ranks(2, lambda rank: reconfigure_with_store(groups[rank], where, rank, 2, timeout))
+    for group in groups:
+        group.set_timeout(timeout)
+    return groups
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_torchft,
+        of_pytorch,
+        pytest.param(native, marks=pytest.mark.skipif(not NATIVE, reason="needs PyTorch >= 2.14")),
+    ],
+)
+def test_the_timeout_of_a_call_wins_over_that_of_gloo(make: Callable[..., list[Any]]) -> None:
+    """Longer than the transport's and the group's, in both directions at once: the peer comes later than that."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    short, late = timedelta(seconds=1), threading.Event()
+    pairs = [make(store, short) for _ in range(2)]
+    state = {"a": torch.randn(1 << 22)}  # more than a connection takes while nobody reads
+
+    def send(group: Any) -> None:
+        PGTransport(group, short, CPU).send_checkpoint([1], 4, state, TIMEOUT)
+
+    def recv(group: Any) -> Any:
+        return PGTransport(group, short, CPU).recv_checkpoint(0, "", 4, TIMEOUT)
+
+    def lately(call: Callable[[], Any]) -> Any:
+        late.wait(1.3 * short.total_seconds())
+        return call()
+
+    (first, second), (third, fourth) = pairs
+    results = run(
+        lambda: send(first),
+        lambda: lately(lambda: recv(second)),
+        lambda: lately(lambda: send(third)),
+        lambda: recv(fourth),
+    )
+    assert (results[0], results[2]) == (None, None)
+    assert_same(results[1], state)
+    assert_same(results[3], state)
 
 
 def test_the_timeout_of_a_call_wins_when_it_is_shorter(groups: list[Any]) -> None:

@@ -97,6 +97,10 @@ def test_a_peer_that_never_comes_to_a_native_group(store: TCPStore) -> None:
         ("[buffer.cc:78] Timed out waiting 5ms for recv", "[buffer.cc:78] Timed out waiting 5ms for recv (timed out)"),
         ("wait timeout after 5ms, keys: /0/1", "wait timeout after 5ms, keys: /0/1 (timed out)"),
         ("Application timeout caused pair closure", "Application timeout caused pair closure (timed out)"),
+        (
+            "Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]",
+            "Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none] (timed out)",
+        ),
         ("Operation timed out!", "Operation timed out!"),
         ("Connection closed by peer", "Connection closed by peer"),
     ],

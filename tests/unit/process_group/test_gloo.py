@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import struct
@@ -42,6 +43,8 @@ from torchft.process_group._connections import Connections, _listening, _raw
 SOON = within(ABORT_S)
 # For what nothing is promised.
 DEADLINE_S = 10.0
+# What Gloo says of a peer that is gone; which of the two is the kernel's choice.
+GONE = r"(Connection closed by peer|Read error .*: Connection reset by peer)"
 
 
 def gloo() -> ProcessGroupGloo:
@@ -133,7 +136,7 @@ def _take_part_once(where: str, ready: Connection) -> None:
 class Peer:
     """Rank 1 in another process, which takes part in one allreduce and in nothing after it."""
 
-    def __init__(self, store: TCPStore) -> None:
+    def __init__(self, store: TCPStore, make: Callable[[], ProcessGroup] = gloo) -> None:
         # A server that has imported PyTorch: each child costs milliseconds instead of seconds.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torchft.process_group"])
@@ -142,7 +145,7 @@ class Peer:
         self.process = context.Process(target=_take_part_once, args=(where, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        self.group = gloo()
+        self.group = make()
         self.group.configure(where, "self", 0, 2)
         self.group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
         assert self._pipe.poll(TIMEOUT.total_seconds())
@@ -170,15 +173,28 @@ def peer(store: TCPStore) -> Iterator[Peer]:
 def test_a_dead_peer_is_an_error_at_once(peer: Peer) -> None:
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     fut = work.get_future()
+    unended = peer.group.recv_anysource([torch.ones(1)], 3)  # Gloo does not end this one
     peer.signal(signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=GONE):
         work.wait()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=GONE):
         fut.wait()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer: torchft-gloo: "):
+        unended.wait()
+    with pytest.raises(RuntimeError, match=GONE):
         peer.group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     assert time.monotonic() - started < SOON
+
+
+@pytest.mark.processes
+def test_a_dead_peer_is_the_same_error_for_an_isolated_group(store: TCPStore) -> None:
+    peer = Peer(store, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT))
+    work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    peer.signal(signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=GONE):
+        work.wait()
+    peer.close()
 
 
 @pytest.mark.processes
@@ -280,6 +296,7 @@ def test_the_peers_notice_an_abort(store: TCPStore) -> None:
     groups[2].abort()
     results = in_threads([work.wait for work in works], timedelta(seconds=SOON))
     assert [type(result) for result in results] == [RuntimeError] * 2
+    assert all(re.search(GONE, str(result)) for result in results), results
     for group in groups:
         group.shutdown()
 

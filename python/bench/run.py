@@ -26,6 +26,7 @@ import heal_stall
 import local_sgd
 import process_groups
 import quantized
+import ranges
 import recovery
 import recovery_churn
 import replay
@@ -42,6 +43,7 @@ PARTS = {
     "startup": startup,
     "commands": commands,
     "step": step,
+    "ranges": ranges,
     "throughput": throughput,
     "heal": heal,
     "heal_sources": heal_sources,
@@ -58,6 +60,7 @@ ROUNDS = {
     "startup": 10,
     "commands": 10,
     "step": 20,
+    "ranges": 20,
     "throughput": 12,
     "heal": 5,
     "heal_sources": 5,

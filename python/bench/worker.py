@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ import torch
 import torch.distributed as dist
 from events import Commands, emit
 from torch import nn, optim
+from torch.profiler import ProfilerActivity, profile
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GROUP = int(os.environ["REPLICA_GROUP_ID"])
 TIMEOUT = timedelta(seconds=30)
-
 
 IMPORTED = time.monotonic()
 
@@ -36,6 +37,7 @@ class Worker:
         self.tensor = torch.ones(10_000)
         self.state: list[torch.Tensor] = []
         self.loaded_at = 0.0
+        self.ranged: dict[str, Any] = {}
 
     def serve(self) -> None:
         emit("imported")
@@ -115,8 +117,26 @@ class Worker:
         """Reduce so many floats in a step from now on."""
         self.tensor = torch.ones(floats)
 
-    def do_steps(self, count: int) -> dict[str, Any]:
+    def do_ranges(self, kept: bool) -> None:
+        """From now on run the Manager's functions in their profiler ranges, or without."""
+        from torchft import Manager
+
+        if not self.ranged:
+            ranges = "torchft._manager.ranges"  # where what stands around them was made
+            self.ranged = {
+                name: function
+                for name, function in vars(Manager).items()
+                if hasattr(function, "__wrapped__") and function.__globals__["__name__"] == ranges
+            }
+        for name, in_range in self.ranged.items():
+            setattr(Manager, name, in_range if kept else in_range.__wrapped__)
+
+    def do_steps(self, count: int, profiled: bool = False) -> dict[str, Any]:
         """Run `count` steps of a torchft job that computes nothing."""
+        with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext():
+            return self._steps(count)
+
+    def _steps(self, count: int) -> dict[str, Any]:
         parts: dict[str, list[float]] = {"step": [], "start_quorum": [], "allreduce": [], "should_commit": []}
         failed = 0
         cpu = time.process_time()

@@ -121,7 +121,10 @@ func TestALighthouseGoesOnAfterWhatIsOnDisk(t *testing.T) {
 func TestATrainingThatHasEndedOnPurposeIsNoPastOnDisk(t *testing.T) {
 	dir := t.TempDir()
 	s, log := startOn(t, dir)
+	ofTerm3 := quorum.Past{ID: 3<<42 + 5, Step: 6, Members: []quorum.Voter{{ReplicaID: "a"}}}
+	require.NoError(t, s.jobs["default"].feed(quorum.Recalled{Past: ofTerm3}))
 	before := s.testAsk(t, "a", 7)
+	require.Equal(t, int64(3), quorum.TermOf(before.ID))
 	require.NoError(t, s.jobs["default"].feed(quorum.ShuttingDown{ReplicaID: "a", Finished: true}))
 	assert.Contains(t, log.String(), "the training has ended, as all of its groups said")
 	assert.Empty(t, s.Status().Quorum)
@@ -132,6 +135,7 @@ func TestATrainingThatHasEndedOnPurposeIsNoPastOnDisk(t *testing.T) {
 	assert.NotContains(t, log.String(), "the job goes on")
 	after := again.testAsk(t, "b", 0)
 	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead, "an id was given out again")
+	assert.Equal(t, int64(3), quorum.TermOf(after.ID))
 	assert.NotContains(t, log.String(), "THE JOB GOES BACK")
 }
 

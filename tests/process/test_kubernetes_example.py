@@ -19,7 +19,7 @@ def manifests(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_lighthouse_answers_where_the_groups_and_the_probes_look_for_it() -> None:
-    deployment, service = manifests(MANIFESTS / "lighthouse.yaml")
+    claim, deployment, service = manifests(MANIFESTS / "lighthouse.yaml")
     pod = deployment["spec"]["template"]
     assert pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
     (container,) = pod["spec"]["containers"]
@@ -30,7 +30,11 @@ def test_the_lighthouse_answers_where_the_groups_and_the_probes_look_for_it() ->
     assert {container[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {port}
     assert deployment["spec"]["replicas"] == 1 and deployment["spec"]["strategy"]["type"] == "Recreate"
     state = next(argument for argument in command if argument.startswith("--state_dir="))
-    assert container["volumeMounts"][0]["mountPath"] == state.partition("=")[2]
+    (mount,), (volume,) = container["volumeMounts"], pod["spec"]["volumes"]
+    assert mount == {"name": volume["name"], "mountPath": state.partition("=")[2]}
+    # A pod's own volumes go with it. Only one pod at a time may use the claim's, and Recreate starts none beside another.
+    assert claim["kind"] == "PersistentVolumeClaim" and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
 
     (job,) = manifests(MANIFESTS / "groups.yaml")
     (group,) = job["spec"]["template"]["spec"]["containers"]

@@ -11,6 +11,7 @@ from programs import check
 from test_train_demo import EXAMPLES
 
 MANIFESTS = EXAMPLES / "kubernetes"
+REPOSITORY = EXAMPLES.parent.parent
 
 
 def manifests(path: Path) -> list[dict[str, Any]]:
@@ -32,9 +33,12 @@ def test_the_lighthouse_answers_where_the_groups_and_the_probes_look_for_it() ->
     state = next(argument for argument in command if argument.startswith("--state_dir="))
     (mount,), (volume,) = container["volumeMounts"], pod["spec"]["volumes"]
     assert mount == {"name": volume["name"], "mountPath": state.partition("=")[2]}
-    # A pod's own volumes go with it. Only one pod at a time may use the claim's, and Recreate starts none beside another.
+    # A pod's own volumes go with it. One pod at a time may use the claim's: Recreate starts none beside another.
     assert claim["kind"] == "PersistentVolumeClaim" and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+
+    user = f"USER {pod['spec']['securityContext']['fsGroup']}"  # else it could not write there
+    assert user in (REPOSITORY / "Dockerfile").read_text().splitlines()
 
     (job,) = manifests(MANIFESTS / "groups.yaml")
     (group,) = job["spec"]["template"]["spec"]["containers"]

@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/torchft/torchft/go/internal/logging"
 	"github.com/torchft/torchft/go/quorum"
 )
 
@@ -22,7 +23,7 @@ func Metrics(feeds func() []*Feed) http.Handler {
 
 func registry(feeds func() []*Feed) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(collector(feeds), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	r.MustRegister(collector(feeds), logging.Metric(), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
 }
 
@@ -148,6 +149,7 @@ var (
 	inDesc      = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.", []string{"training_job"}, nil)
 	stepDesc    = prometheus.NewDesc("torchft_step", "Largest step of the latest quorum.", []string{"training_job"}, nil)
 	viewersDesc = prometheus.NewDesc("torchft_dashboard_viewers", "Browsers that look at the page.", []string{"training_job"}, nil)
+	unkeptDesc  = prometheus.NewDesc("torchft_state_unkept_seconds", "For how long the latest state of the job is not on disk, since that fails or hangs; 0: it is, or none is kept.", []string{"training_job"}, nil)
 	heardDesc   = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds", "Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
 )
 
@@ -171,6 +173,7 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	gauge(quorumDesc, float64(status.QuorumID))
 	gauge(inDesc, float64(len(status.Quorum)))
 	gauge(stepDesc, float64(status.MaxStep))
+	gauge(unkeptDesc, float64(status.UnkeptMS)/1000)
 	gauge(heardDesc, float64(oldest)/1000)
 	f.mu.Lock()
 	viewers := len(f.viewers)

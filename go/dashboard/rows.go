@@ -49,6 +49,7 @@ type Head struct {
 	MinReplicas int    `json:"min_replicas"`
 	Step        int64  `json:"step"`
 	Reason      string `json:"reason"` // why there is no next quorum yet
+	Unkept      string `json:"unkept"` // why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
 }
 
 // Change is what is different from the time before.
@@ -109,7 +110,7 @@ func (b *Board) Whole() Change {
 func headOf(s quorum.Status, now time.Time) Head {
 	h := Head{
 		QuorumID: s.QuorumID, Groups: len(s.Quorum), Healthy: s.Healthy, Waiting: s.Candidates,
-		MinReplicas: s.MinReplicas, Step: s.MaxStep, Reason: s.Reason,
+		MinReplicas: s.MinReplicas, Step: s.MaxStep, Reason: s.Reason, Unkept: s.Unkept,
 	}
 	if s.QuorumID != 0 {
 		h.QuorumSince = now.UnixMilli() - s.QuorumAgeMS

@@ -65,7 +65,7 @@ func isStandard(path string) bool {
 
 func TestWhoMayImportWhom(t *testing.T) {
 	pure := []string{"quorum", "recovery", "round"}
-	shared := append([]string{"torchftpb", "internal/rpc", "internal/tracing"}, pure...)
+	shared := append([]string{"torchftpb", "internal/logging", "internal/rpc", "internal/tracing"}, pure...)
 	allowed := map[string][]string{
 		"quorum":                 nil,
 		"recovery":               {"quorum"},
@@ -74,12 +74,13 @@ func TestWhoMayImportWhom(t *testing.T) {
 		"torchftpb":              nil,
 		"internal/rpc":           append([]string{"torchftpb"}, pure...),
 		"internal/tracing":       nil,
-		"dashboard":              {"quorum"},
+		"internal/logging":       nil,
+		"dashboard":              {"internal/logging", "quorum"},
 		"lighthouse":             append([]string{"dashboard"}, shared...),
 		"manager":                shared,
 		"internal/transcript":    nil,
 		"internal/fttest":        append([]string{"lighthouse", "manager"}, shared...),
-		"cmd/torchft_lighthouse": {"lighthouse"},
+		"cmd/torchft_lighthouse": {"internal/logging", "lighthouse"},
 	}
 	all := packages(t)
 	for name, p := range all {

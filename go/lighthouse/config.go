@@ -57,6 +57,8 @@ type Config struct {
 	Logger *slog.Logger
 	// Network is real TCP if nil.
 	Network rpc.Network
+
+	disk disk // the operating system's
 }
 
 // DefaultConfig is that of the command. MinReplicas has no default: only the user knows it.
@@ -127,6 +129,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.Network == nil {
 		c.Network = rpc.TCP
+	}
+	if c.disk.read == nil {
+		c.disk = disk{os.ReadFile, writeState}
 	}
 	return c
 }

@@ -302,5 +302,8 @@ func (j *job) status() quorum.Status {
 	defer j.mu.Unlock()
 	status := j.describe(time.Now())
 	j.addHeals(status)
+	if why, unkept := j.keeper.trouble(time.Now()); why != "" {
+		status.Unkept, status.UnkeptMS = why, unkept.Milliseconds()
+	}
 	return status
 }

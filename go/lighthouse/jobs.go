@@ -21,8 +21,17 @@ const forgetAfter = 10 * time.Minute
 // place of a job, in max_jobs and in what is measured, for longer than its members count as alive.
 func (c Config) forgetNameAfter() time.Duration { return c.HeartbeatTimeout }
 
-// use finds the job that a call names, and makes it if it is new. Whoever uses it calls done.
+// use finds the job that a call names, and makes it if it is new. Whoever uses it calls done. A new one begins when what is
+// on disk of it was read, or the disk had time enough.
 func (s *Server) use(ctx context.Context) (*job, error) {
+	j, err := s.enter(ctx)
+	if err == nil {
+		j.keeper.await(ctx)
+	}
+	return j, err
+}
+
+func (s *Server) enter(ctx context.Context) (*job, error) {
 	name, err := rpc.JobOf(ctx)
 	if err != nil {
 		return nil, err
@@ -131,6 +140,7 @@ func (j *job) tick(now time.Time) {
 		return
 	}
 	j.logPatience(now)
+	j.keeper.look(now)
 	j.mu.Lock()
 	inUse := j.inUse
 	j.mu.Unlock()

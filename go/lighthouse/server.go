@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"context"
 	"log/slog"
 	"os"
 	"sync"
@@ -68,6 +69,7 @@ func New(cfg Config) (*Server, error) {
 		jobs:    map[string]*job{},
 	}
 	s.jobs[rpc.DefaultJob] = newJob(s, rpc.DefaultJob)
+	s.jobs[rpc.DefaultJob].keeper.await(context.Background())
 	g := rpc.NewGRPC(gate, s.log)
 	g.RegisterService(serviceDesc(), service{server: s})
 	torchftpb.RegisterMemberServiceServer(g, memberService{server: s})

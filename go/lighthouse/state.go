@@ -6,17 +6,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"syscall"
-	"time"
 
-	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 )
 
@@ -104,108 +99,6 @@ func writeState(path string, s state, wanted func() bool) (err error) {
 		return err
 	}
 	return errors.Join(dir.Sync(), dir.Close())
-}
-
-// lastWrite is how long the end of a lighthouse waits for the last states to be written. A disk that hangs cannot be
-// interrupted: what writes to it is then left to itself.
-const lastWrite = 2 * time.Second
-
-// keeper writes the state of a job, the latest there is, off the job's lock.
-type keeper struct {
-	path  string
-	log   *slog.Logger
-	write func(path string, s state, wanted func() bool) error
-	left  atomic.Bool // nobody waits for what it writes
-	dirty chan state  // has room for one
-	quit  chan struct{}
-	ended chan struct{} // closed when nothing is written any more
-}
-
-func newKeeper(path string, log *slog.Logger, write func(path string, s state, wanted func() bool) error) *keeper {
-	k := &keeper{path: path, log: log, write: write, dirty: make(chan state, 1), quit: make(chan struct{}), ended: make(chan struct{})}
-	var alone sync.WaitGroup // nobody waits for it but wait
-	rpc.Go(&alone, log, "state on disk", k.run)
-	return k
-}
-
-// keep reads what is on disk of a job, and sees to it that it is kept there from now on.
-func (j *job) keep() {
-	path := filepath.Join(j.cfg.StateDir, j.name+".state")
-	switch text, err := os.ReadFile(path); {
-	case errors.Is(err, os.ErrNotExist):
-	case err != nil:
-		j.log.Warn("torchft: what is on disk of the job cannot be read, and is ignored", "file", path, "error", err)
-	default:
-		s, err := decodeState(text, j.name)
-		if err != nil {
-			aside := path + ".corrupt"
-			j.log.Warn("torchft: what is on disk of the job is damaged, and is ignored", "file", path, "error", err, "moved_to", aside,
-				"moved", os.Rename(path, aside) == nil)
-			break
-		}
-		if !s.ended() {
-			j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
-		}
-		_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // an error is of the machine, and logged
-	}
-	j.keeper = newKeeper(path, j.log, writeState)
-	rpc.Go(&j.server.tasks, j.log, "the last state on disk", j.keeper.wait)
-}
-
-// keep hands over what is to be written. The caller holds the job's lock.
-func (k *keeper) keep(s state) {
-	if k == nil {
-		return
-	}
-	select {
-	case <-k.dirty: // nobody needs the one before
-	default:
-	}
-	k.dirty <- s
-}
-
-func (k *keeper) stop() {
-	if k != nil {
-		close(k.quit)
-	}
-}
-
-// wait returns when nothing is written any more, or lastWrite after the keeper was stopped.
-func (k *keeper) wait() {
-	<-k.quit
-	late := time.NewTimer(lastWrite)
-	defer late.Stop()
-	select {
-	case <-k.ended:
-	case <-late.C:
-		k.left.Store(true)
-		k.log.Warn("torchft: the last state of the job may not be on disk: the disk does not answer", "file", k.path, "waited", lastWrite)
-	}
-}
-
-func (k *keeper) run() {
-	defer close(k.ended)
-	failed := false
-	write := func(s state) {
-		err := k.write(k.path, s, func() bool { return !k.left.Load() })
-		if err != nil && !failed {
-			k.log.Warn("torchft: the state of the job is not kept on disk", "file", k.path, "error", err)
-		}
-		failed = err != nil
-	}
-	for {
-		select {
-		case s := <-k.dirty:
-			write(s)
-		case <-k.quit:
-			select {
-			case s := <-k.dirty:
-				write(s)
-			default:
-			}
-			return
-		}
-	}
 }
 
 // takeState takes the directory, if there is one. Without it the lighthouse goes on if the user did not ask for it.

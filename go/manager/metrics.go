@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/torchft/torchft/go/internal/logging"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/round"
 )
@@ -72,7 +73,7 @@ func newMeters(job, replicaID string) *meters {
 	for _, phase := range []string{gatherPhase, quorumPhase, stepPhase, votePhase} {
 		m.phases[phase] = phases.WithLabelValues(phase)
 	}
-	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.nonfinite, m.step, phases, m.recovery, m.at,
+	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.nonfinite, m.step, phases, m.recovery, m.at, logging.Metric(),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }

@@ -100,7 +100,7 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 		require.NoError(t, err)
 		suffix := regexp.MustCompile("_(bucket|sum|count)$")
 		shown := map[string]bool{}
-		for _, name := range regexp.MustCompile("torchft_manager_[a-z_]+").FindAllString(string(grafana), -1) {
+		for _, name := range regexp.MustCompile("torchft_(manager|log)_[a-z_]+").FindAllString(string(grafana), -1) {
 			name = suffix.ReplaceAllString(name, "")
 			assert.True(t, strings.Contains(body, "# TYPE "+name+" "), "docs/grafana.json asks for %s, which is not there", name)
 			shown[name] = true

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/heal"
+	"github.com/torchft/torchft/go/internal/logging"
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
@@ -25,11 +26,14 @@ const bindTimeout = time.Minute
 // shutdownTimeout is there because every operation has one: servers and clients bound their own shutdown.
 const shutdownTimeout = time.Minute
 
-var logLevel slog.LevelVar
+var (
+	logLevel slog.LevelVar
+	lines    = logging.To(os.Stderr)
+)
 
 func init() {
 	logLevel.Set(slog.LevelWarn)
-	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: &logLevel})))
+	slog.SetDefault(slog.New(slog.NewTextHandler(lines, &slog.HandlerOptions{Level: &logLevel})))
 	ops.Quiet()
 	heal.Working = ops.Busy
 }
@@ -52,6 +56,7 @@ func ReleaseStart(handle int64) (op int64, err error) {
 	object := ops.Remove(handle)
 	return ops.Start(shutdownTimeout, func(context.Context) (any, error) {
 		ops.Close(object)
+		lines.Flush(logging.LastLines) // the process may end now
 		return object != nil, nil
 	}), nil
 }

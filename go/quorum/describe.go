@@ -23,6 +23,10 @@ type Status struct {
 	// Without the votes of these no quorum forms: another lighthouse of the list might serve them.
 	MissingVotes []string `json:"missing_votes,omitempty"`
 
+	// Why the latest state is not on the lighthouse's disk, and for how long; the shell knows. Empty: it is, or none is kept.
+	Unkept   string `json:"unkept,omitempty"`
+	UnkeptMS int64  `json:"unkept_ms,omitempty"`
+
 	MinReplicas        int   `json:"min_replicas"`
 	JoinTimeoutMS      int64 `json:"join_timeout_ms"`
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`

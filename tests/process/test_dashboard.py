@@ -237,8 +237,9 @@ def test_the_kill_button_takes_the_token(browser: Any, tmp_path: Path, monkeypat
 
 
 def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
-    member = Member(0, server.address(), tmp_path)
+    disk = tmp_path / "state"
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2, state_dir=str(disk))
+    members = [Member(0, server.address(), tmp_path)]
     try:
         page = Page(browser, server.address())
         wait(lambda: page.states() == ["waiting"], "it waits")
@@ -246,8 +247,14 @@ def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -
             "reason"
         )
         assert page.text("quorum") == "no quorum yet" and page.complaints() == []
+        # And what an operator has to mend: here somebody removed the directory.
+        assert page.text("unkept") == ""
+        shutil.rmtree(disk)
+        members.append(Member(1, server.address(), tmp_path))
+        wait(lambda: "The state of the job is not kept on disk: " in page.text("unkept"), "the page says so")
     finally:
-        member.kill()
+        for member in members:
+            member.kill()
         server.shutdown()
 
 

@@ -5,16 +5,22 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"os"
 	"os/signal"
 	"syscall"
 
+	"github.com/torchft/torchft/go/internal/logging"
 	"github.com/torchft/torchft/go/lighthouse"
 )
 
 func main() {
+	lines := logging.To(os.Stderr)
+	log.SetOutput(lines) // slog's default goes there
 	lighthouse.OwnProcess()
-	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
+	status := run(os.Args[1:], os.Stdout, os.Stderr)
+	lines.Flush(logging.LastLines)
+	os.Exit(status)
 }
 
 // run is main with its surroundings as arguments; it returns the exit status.

@@ -100,6 +100,7 @@ function drawSummary() {
   const counts = `${head.healthy} alive, ${head.waiting} waiting, at least ${head.min_replicas} needed.`;
   at("reason").textContent = head.waiting ? `Next quorum: ${head.reason}. ${counts}` : counts;
   at("reason").className = head.waiting ? "stuck" : "";
+  at("unkept").textContent = head.unkept ? `The state of the job is not kept on disk: ${head.unkept}` : "";
 }
 
 // Between two points each: when, steps per second, and that times the groups.

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"runtime/debug"
 )
 
@@ -50,7 +49,6 @@ func Guard(err *error) {
 
 // panicked prints the stack for whoever reads the log: the exception carries one line only.
 func panicked(p any) error {
-	slog.Error("panic in torchft's native library", "panic", p)
-	_, _ = os.Stderr.Write(debug.Stack())
+	slog.Error("panic in torchft's native library", "panic", p, "stack", string(debug.Stack()))
 	return As(Runtime, fmt.Errorf("a bug in torchft's native library (panic): %v", p))
 }

@@ -1,0 +1,69 @@
+package logging
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"log/slog"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testmain"
+)
+
+func TestMain(m *testing.M) { testmain.NoGoroutineIsLeft(m) }
+
+func TestNobodyWaitsForAReaderThatDoesNotRead(t *testing.T) {
+	reader, writer, err := os.Pipe()
+	require.NoError(t, err)
+	w := To(writer)
+	log := slog.New(slog.NewTextHandler(w, nil))
+	before := testutil.ToFloat64(Metric())
+	const lines = 20_000 // of some 200 bytes: more than the pipe and the writer take
+	for i := range lines {
+		log.Info("a line of the log", "number", i, "text", strings.Repeat("x", 120))
+	}
+	w.Flush(time.Millisecond) // nor does the end
+	lost := testutil.ToFloat64(Metric()) - before
+	assert.Positive(t, lost)
+
+	// What gets through is whole and in order, and what is missing is counted.
+	found, told := 0, 0
+	text := bufio.NewScanner(reader)
+	for found+told < lines && text.Scan() {
+		if m := regexp.MustCompile(`lines of the log were dropped.* lines=(\d+)`).FindStringSubmatch(text.Text()); m != nil {
+			n, err := strconv.Atoi(m[1])
+			require.NoError(t, err)
+			told += n
+			continue
+		}
+		require.Contains(t, text.Text(), fmt.Sprintf("number=%d text=", found))
+		found++
+	}
+	assert.Equal(t, lines, found+told)
+	assert.InDelta(t, lost, told, 0)
+
+	log.Info("the next one")
+	require.True(t, text.Scan())
+	assert.Contains(t, text.Text(), "the next one")
+	w.Flush(time.Minute)
+	require.NoError(t, writer.Close())
+	require.NoError(t, reader.Close())
+}
+
+func TestTheEndWaitsForTheLastLine(t *testing.T) {
+	var out bytes.Buffer
+	w := To(&out)
+	slog.New(slog.NewTextHandler(w, nil)).Info("the last line")
+	w.Flush(time.Minute)
+	assert.Contains(t, out.String(), "the last line")
+	w.Flush(time.Minute) // nothing is left to wait for
+}

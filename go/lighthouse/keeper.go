@@ -1,0 +1,237 @@
+package lighthouse
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/quorum"
+)
+
+const (
+	// diskTime is how long anything waits for the disk: the first request of a job for what was kept of it, and the end of a
+	// lighthouse for the last states. A disk that hangs cannot be interrupted: what uses it is then left to itself.
+	diskTime = 2 * time.Second
+	// writeAgain is how long after an error a state is written again.
+	writeAgain = time.Second
+)
+
+// disk is what a keeper asks of the operating system.
+type disk struct {
+	read  func(path string) ([]byte, error)
+	write func(path string, s state, wanted func() bool) error
+}
+
+// keeper reads the state of a job, and writes the latest there is, off all locks: nothing but it waits for the disk, whatever
+// that does.
+type keeper struct {
+	path  string
+	log   *slog.Logger
+	disk  disk
+	read  chan struct{} // closed when what was there is read
+	late  chan struct{} // closed when nobody waits for that any more
+	left  atomic.Bool   // nobody waits for what it writes
+	wake  chan struct{} // has room for one
+	quit  chan struct{}
+	ended chan struct{} // closed when nothing is written any more
+
+	mu      sync.Mutex
+	pending *state    // to be written, nil if nothing is
+	since   time.Time // when the oldest of what is not on the disk was handed over, or reading began; zero: all is done
+	err     error     // why it is not there, if the disk said
+	told    bool      // the log says so
+}
+
+func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
+	return &keeper{
+		path: path, log: log, disk: disk, since: time.Now(),
+		read: make(chan struct{}), late: make(chan struct{}), wake: make(chan struct{}, 1), quit: make(chan struct{}), ended: make(chan struct{}),
+	}
+}
+
+// keep has what is on disk of a job read, and the job kept there from then on.
+func (j *job) keep() {
+	k := newKeeper(filepath.Join(j.cfg.StateDir, j.name+".state"), j.log, j.cfg.disk)
+	j.keeper = k
+	var alone sync.WaitGroup // nobody waits for it but those below
+	rpc.Go(&alone, j.log, "state on disk", func() { k.run(j.recallFrom) })
+	rpc.Go(&j.server.tasks, j.log, "the first state on disk", k.waitForFirst)
+	rpc.Go(&j.server.tasks, j.log, "the last state on disk", k.waitForLast)
+}
+
+// recallFrom goes on after what a file says.
+func (j *job) recallFrom(path string, text []byte, err error) {
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+	case err != nil:
+		j.log.Warn("torchft: what is on disk of the job cannot be read, and is ignored", "file", path, "error", err)
+	default:
+		s, err := decodeState(text, j.name)
+		if err != nil {
+			aside := path + ".corrupt"
+			j.log.Warn("torchft: what is on disk of the job is damaged, and is ignored", "file", path, "error", err, "moved_to", aside,
+				"moved", os.Rename(path, aside) == nil)
+			return
+		}
+		if !s.ended() {
+			j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
+		}
+		_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // an error is of the machine, and logged
+	}
+}
+
+// waitForFirst returns when the state is read. If that takes too long, the job begins as if nothing had been kept; what the
+// disk says later still counts where the job has no later quorum, and its ids do in any case.
+func (k *keeper) waitForFirst() {
+	late := time.NewTimer(diskTime)
+	defer late.Stop()
+	defer close(k.late)
+	select {
+	case <-k.read:
+	case <-k.quit:
+	case <-late.C:
+		k.log.Warn("torchft: what is on disk of the job was not read: the disk does not answer; the job begins without", "file", k.path, "waited", diskTime)
+	}
+}
+
+// await returns when the job may begin, or its caller does not wait any more.
+func (k *keeper) await(ctx context.Context) {
+	if k == nil {
+		return
+	}
+	select {
+	case <-k.late:
+	case <-ctx.Done():
+	}
+}
+
+// keep hands over what is to be written. It waits for nothing.
+func (k *keeper) keep(s state) {
+	if k == nil {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.pending = &s // nobody needs the one before
+	if k.since.IsZero() {
+		k.since = time.Now()
+	}
+	k.nudge()
+}
+
+func (k *keeper) nudge() {
+	select {
+	case k.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (k *keeper) stop() {
+	if k != nil {
+		close(k.quit)
+	}
+}
+
+// waitForLast returns when nothing is written any more, or diskTime after the keeper was stopped.
+func (k *keeper) waitForLast() {
+	<-k.quit
+	late := time.NewTimer(diskTime)
+	defer late.Stop()
+	select {
+	case <-k.ended:
+	case <-late.C:
+		k.left.Store(true)
+		k.log.Warn("torchft: the last state of the job may not be on disk: the disk does not answer", "file", k.path, "waited", diskTime)
+	}
+}
+
+func (k *keeper) run(recall func(path string, text []byte, err error)) {
+	defer close(k.ended)
+	text, err := k.disk.read(k.path)
+	recall(k.path, text, err)
+	close(k.read)
+	k.done(nil, nil)
+	again := time.NewTimer(writeAgain)
+	defer again.Stop()
+	for last := false; !last; {
+		select {
+		case <-k.wake:
+		case <-again.C:
+		case <-k.quit:
+			last = true
+		}
+		k.mu.Lock()
+		s := k.pending
+		k.mu.Unlock()
+		if s == nil {
+			continue
+		}
+		err := k.disk.write(k.path, *s, func() bool { return !k.left.Load() })
+		k.done(s, err)
+		again.Reset(writeAgain)
+	}
+}
+
+// done notes what became of a state; nil is that which was read.
+func (k *keeper) done(s *state, err error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.err = err
+	switch {
+	case err != nil:
+		if !k.told {
+			k.log.Warn("torchft: the state of the job is not kept on disk", "file", k.path, "error", err)
+		}
+		k.told = true
+	case k.pending == s:
+		k.pending, k.since = nil, time.Time{}
+		if k.told {
+			k.log.Info("torchft: the state of the job is kept on disk again", "file", k.path)
+		}
+		k.told = false
+	default: // there is a newer one
+		k.since = time.Now()
+		k.nudge()
+	}
+}
+
+// trouble says why the latest state is not on the disk, and since when; empty if it is, or soon will be.
+func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
+	if k == nil {
+		return "", 0
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.since.IsZero() {
+		return "", 0
+	}
+	unkept = now.Sub(k.since)
+	switch {
+	case k.err != nil:
+		return k.err.Error(), unkept
+	case unkept >= diskTime:
+		return fmt.Sprintf("%s: the disk does not answer", k.path), unkept
+	}
+	return "", 0
+}
+
+// look logs, once, that the disk does not answer.
+func (k *keeper) look(now time.Time) {
+	why, unkept := k.trouble(now)
+	if why == "" {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if !k.told {
+		k.told = true
+		k.log.Warn("torchft: the state of the job is not kept on disk", "error", why, "for", unkept.Round(time.Second))
+	}
+}

@@ -1,0 +1,50 @@
+"""A lighthouse whose standard error nobody reads serves on, and says afterwards what it could not write."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from datetime import timedelta
+
+import pytest
+from processes import HERE, child_environment, ours_path
+
+from torchft.coordination import LighthouseClient
+
+REFUSED = 600  # requests, each with a line of some 4 kB in the log: more than a pipe and the lighthouse keep
+WAIT = timedelta(seconds=30)
+
+
+@pytest.mark.timeout(120)
+def test_a_lighthouse_serves_while_nobody_reads_its_log() -> None:
+    command = [sys.executable, str(HERE / "chaos_lighthouse.py"), "--min_replicas=1", "--bind=127.0.0.1:0"]
+    with subprocess.Popen(
+        command, env=child_environment(ours_path()), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as lighthouse:
+        try:
+            assert lighthouse.stdout is not None and lighthouse.stderr is not None
+            port = re.search(r":(\d+)$", lighthouse.stdout.readline().strip())
+            assert port
+            address = f"http://127.0.0.1:{port[1]}"
+            foreign = {"Origin": "http://elsewhere/" + "x" * 4000}
+            for _ in range(REFUSED):
+                request = urllib.request.Request(f"{address}/api/v1/kill", b"{}", foreign, method="POST")
+                with pytest.raises(urllib.error.HTTPError, match="403"):
+                    urllib.request.urlopen(request, timeout=WAIT.total_seconds())
+
+            client = LighthouseClient(address, WAIT)
+            assert client.quorum("a", WAIT).quorum_id > 0
+            with urllib.request.urlopen(f"{address}/metrics", timeout=WAIT.total_seconds()) as answer:
+                dropped = re.search(r"^torchft_log_lines_dropped_total (\S+)$", answer.read().decode(), re.MULTILINE)
+            assert dropped and float(dropped[1]) > 0
+
+            lighthouse.terminate()
+            log = lighthouse.stderr.read()
+            told = [int(lines) for lines in re.findall(r"lines of the log were dropped.* lines=(\d+)", log)]
+            assert sum(told) >= float(dropped[1])
+            assert lighthouse.wait(WAIT.total_seconds()) == 0
+        finally:
+            lighthouse.kill()

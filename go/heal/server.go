@@ -11,11 +11,16 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/torchft/torchft/go/internal/lobby"
 )
 
 const (
-	maxConnections = 256
+	maxConnections = 256 // of targets that have shown a secret
 	helloTimeout   = 10 * time.Second
+	// Those that have not: a target sends its hello with the connection, and needs its place for a moment.
+	mostStrangers  = 64
+	strangersOfOne = 32 // address: all targets may come through one
 )
 
 // Server serves offers to whoever shows a secret that one of them has granted.
@@ -30,7 +35,10 @@ type Server struct {
 	closed      bool
 	grants      map[[secretSize]byte]*Grant
 	connections map[*connection]bool
+	known       int // of them, those with a grant
 	running     sync.WaitGroup
+
+	strangers *lobby.Lobby
 }
 
 // A Grant lets one target read an offer.
@@ -54,6 +62,7 @@ func Listen(patience time.Duration, bytesPerSecond int64, inBackground bool) (*S
 	s := &Server{
 		listener: listener, patience: patience, background: inBackground, limit: limiter{bytesPerSecond: bytesPerSecond},
 		grants: map[[secretSize]byte]*Grant{}, connections: map[*connection]bool{},
+		strangers: lobby.New(mostStrangers, strangersOfOne),
 	}
 	s.running.Add(1)
 	go s.accept()
@@ -137,10 +146,11 @@ func (s *Server) accept() {
 func (s *Server) add(c *connection) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed || len(s.connections) >= maxConnections {
+	if s.closed {
 		return false
 	}
 	s.connections[c] = true
+	c.guest = s.strangers.Enter(c.RemoteAddr(), c.cut)
 	s.running.Add(1)
 	return true
 }
@@ -150,6 +160,10 @@ func (s *Server) remove(c *connection) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.connections, c)
+	c.guest.Leave()
+	if c.grant != nil {
+		s.known--
+	}
 	if c.worked != nil {
 		c.worked()
 	}
@@ -158,22 +172,28 @@ func (s *Server) remove(c *connection) {
 	}
 }
 
-// enter finds the grant for a secret.
-func (s *Server) enter(c *connection, secret [secretSize]byte) *Grant {
+// enter finds the grant for a secret, nil if there is none, and gives the connection a place among those that have shown one.
+func (s *Server) enter(c *connection, secret [secretSize]byte) (grant *Grant, full bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	c.grant = s.grants[secret]
-	if c.grant != nil {
-		c.worked = Working()
-		c.steady, c.grant.steady = !c.grant.steady, true
+	grant = s.grants[secret]
+	if grant == nil {
+		return nil, false
 	}
-	return c.grant
+	if s.known >= maxConnections || !c.guest.Leave() {
+		return nil, true
+	}
+	s.known++
+	c.grant, c.worked = grant, Working()
+	c.steady, grant.steady = !grant.steady, true
+	return grant, false
 }
 
 // connection is one stream to a target.
 type connection struct {
 	net.Conn
 	server *Server
+	guest  *lobby.Guest
 	grant  *Grant // server.mu guards it, worked and steady
 	worked func() // ends Working, nil unless it began
 	steady bool   // it goes on where no processor is idle
@@ -200,7 +220,6 @@ func (c *connection) serve() (err error) {
 			slog.Error("checkpoint server", "panic", p)
 		}
 	}()
-	c.out = make([]byte, 0, pieceSize+2*responseSize)
 	var hello [helloSize]byte
 	_ = c.SetDeadline(time.Now().Add(helloTimeout))
 	if _, err := io.ReadFull(c, hello[:]); err != nil {
@@ -209,10 +228,15 @@ func (c *connection) serve() (err error) {
 	if string(hello[:len(magic)]) != magic {
 		return errors.New("no hello")
 	}
-	grant := c.server.enter(c, [secretSize]byte(hello[len(magic):]))
+	grant, full := c.server.enter(c, [secretSize]byte(hello[len(magic):]))
+	if full {
+		return fmt.Errorf("%d targets' connections are open", maxConnections)
+	}
 	if grant == nil {
+		c.out = make([]byte, 0, 2*responseSize)
 		return c.gone(request{}, errEnded)
 	}
+	c.out = make([]byte, 0, pieceSize+2*responseSize)
 	prepare(c.Conn) // not before: a stranger gets no thread
 	switch {
 	case !c.server.background: // the whole job may wait for this

@@ -1,0 +1,93 @@
+package heal
+
+import (
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// strangers open connections to a server that show nothing, or a wrong secret: as many as one could hold at once, and then 200 a
+// second until the test ends. They keep all that the server leaves them.
+func strangers(t testing.TB, address string) {
+	var kept []net.Conn
+	open := func(number int) {
+		conn, err := net.Dial("tcp", address)
+		if err != nil {
+			return // the server ends
+		}
+		if number%2 == 1 {
+			_, _ = conn.Write([]byte(magic + "0123456789abcdef"))
+		}
+		kept = append(kept, conn)
+	}
+	for i := range maxConnections + 50 {
+		open(i)
+	}
+	var more sync.WaitGroup
+	stop := make(chan struct{})
+	more.Go(func() {
+		each := time.NewTicker(5 * time.Millisecond)
+		defer each.Stop()
+		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				return
+			case <-each.C:
+				open(i)
+			}
+		}
+	})
+	t.Cleanup(func() {
+		close(stop)
+		more.Wait()
+		for _, conn := range kept {
+			_ = conn.Close()
+		}
+	})
+}
+
+func TestStrangersHoldUpNoHeal(t *testing.T) {
+	source := filled(newRand(t), 3*small, 40*small, 7)
+	target := empty(3*small, 40*small, 7)
+	s := listen(t, time.Minute, 0)
+	strangers(t, address(s)) // of the target's own address
+	o := offer(t, source, small)
+	for range 5 {
+		f := newFetch(t, target, Settings{BlockSize: o.BlockSize()})
+		require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+		require.True(t, wait(t, f).Done)
+		requireSame(t, source, target)
+		f.Close()
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	assert.LessOrEqual(t, s.strangers.Len(), mostStrangers)
+}
+
+// A heal of 268 MB, alone and among strangers.
+func BenchmarkAmongStrangers(b *testing.B) {
+	for _, name := range []string{"alone", "among strangers"} {
+		b.Run(name, func(b *testing.B) {
+			source, target := benchMemory(1), benchMemory(2)
+			s, err := Listen(time.Minute, 0, false)
+			require.NoError(b, err)
+			b.Cleanup(s.Close)
+			if name != "alone" {
+				strangers(b, address(s))
+			}
+			measured(b, func() {
+				o, err := NewOffer(source, 0)
+				require.NoError(b, err)
+				f, err := NewFetch(target, Settings{BlockSize: o.BlockSize()})
+				require.NoError(b, err)
+				require.NoError(b, f.Add(address(s), s.Grant(o).Secret(), true))
+				require.True(b, f.Wait(b.Context()).Done)
+				f.Close()
+			})
+		})
+	}
+}

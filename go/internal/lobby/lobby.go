@@ -1,0 +1,90 @@
+// Package lobby holds connections that have shown nothing yet, so that strangers take no places of those that have.
+package lobby
+
+import (
+	"container/list"
+	"net"
+	"sync"
+)
+
+// Lobby has room for some connections, and for some of each address. Where it is full the oldest goes, of that address or of
+// all: one that means to say something says it at once.
+type Lobby struct {
+	most, ofOne int
+
+	mu    sync.Mutex
+	all   *list.List            // of *Guest, oldest first
+	hosts map[string]*list.List // the same by address
+}
+
+// New makes a Lobby with room for so many, and for so many of one address.
+func New(most, ofOne int) *Lobby {
+	return &Lobby{most: most, ofOne: ofOne, all: list.New(), hosts: map[string]*list.List{}}
+}
+
+// Guest is one connection in a Lobby.
+type Guest struct {
+	lobby  *Lobby
+	host   string
+	cut    func()
+	all    *list.Element // nil: it has left
+	ofHost *list.Element
+}
+
+// Enter takes a connection in; cut ends it, and may be called before Enter returns another one. It must not wait.
+func (l *Lobby) Enter(from net.Addr, cut func()) *Guest {
+	host := from.String()
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		host = h
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	mine := l.hosts[host]
+	switch {
+	case mine != nil && mine.Len() >= l.ofOne:
+		l.evict(mine.Front().Value.(*Guest))
+	case l.all.Len() >= l.most:
+		l.evict(l.all.Front().Value.(*Guest))
+	}
+	if mine = l.hosts[host]; mine == nil {
+		mine = list.New()
+		l.hosts[host] = mine
+	}
+	g := &Guest{lobby: l, host: host, cut: cut}
+	g.all, g.ofHost = l.all.PushBack(g), mine.PushBack(g)
+	return g
+}
+
+func (l *Lobby) evict(g *Guest) {
+	l.remove(g)
+	g.cut()
+}
+
+func (l *Lobby) remove(g *Guest) {
+	l.all.Remove(g.all)
+	mine := l.hosts[g.host]
+	mine.Remove(g.ofHost)
+	if mine.Len() == 0 {
+		delete(l.hosts, g.host)
+	}
+	g.all = nil
+}
+
+// Leave gives up the connection's place, since it has shown something or has ended. It reports whether it had one: one that
+// was cut has none, nor has one that left.
+func (g *Guest) Leave() bool {
+	g.lobby.mu.Lock()
+	defer g.lobby.mu.Unlock()
+	if g.all == nil {
+		return false
+	}
+	g.lobby.remove(g)
+	return true
+}
+
+// Len is how many are there.
+func (l *Lobby) Len() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.all.Len()
+}

@@ -1,0 +1,38 @@
+package lobby
+
+import (
+	"net"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+)
+
+func TestTheOldestGoesFirst(t *testing.T) {
+	l := New(4, 3)
+	var cut []int
+	guests := map[int]*Guest{}
+	enter := func(number int, host string) {
+		guests[number] = l.Enter(&net.TCPAddr{IP: net.ParseIP(host), Port: number}, func() { cut = append(cut, number) })
+	}
+	enter(1, "10.0.0.1")
+	enter(2, "10.0.0.2")
+	enter(3, "10.0.0.2")
+	enter(4, "10.0.0.2")
+	assert.Empty(t, cut)
+	enter(5, "10.0.0.2")
+	assert.Equal(t, []int{2}, cut, "an address that has its share takes it from itself")
+	enter(6, "10.0.0.3")
+	assert.Equal(t, []int{2, 1}, cut, "the oldest of all")
+
+	assert.False(t, guests[1].Leave(), "it was cut")
+	assert.True(t, guests[3].Leave())
+	assert.False(t, guests[3].Leave(), "it left already")
+	enter(7, "10.0.0.4")
+	assert.Equal(t, []int{2, 1}, cut, "there was room")
+	assert.Equal(t, 4, l.Len())
+	for _, g := range guests {
+		g.Leave()
+	}
+	assert.Zero(t, l.Len())
+	assert.Empty(t, l.hosts, "addresses are forgotten")
+}

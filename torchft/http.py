@@ -74,7 +74,9 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
     """A threading HTTP server on IPv6 that takes IPv4 too; on a host without IPv6, on IPv4 alone.
 
     Every request has a thread of its own. `server_close` cuts the connections that are open and waits for their
-    threads, at most `close_timeout` seconds. A connection beyond `max_connections` is closed at once.
+    threads, at most `close_timeout` seconds. A connection that has shown nothing yet is one of `max_strangers`, and of
+    `strangers_of_one` address: where these are as many, the oldest is cut. Handlers call `admit` when a request is one
+    to serve; it is refused beyond `max_connections` of those.
 
     Args:
         server_address: host and port; host "" or "::" is every address, port 0 any free port
@@ -85,6 +87,9 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
     request_queue_size = 1024
     daemon_threads = True
     max_connections = 256
+    # A peer sends its request with the connection: it needs such a place for a moment.
+    max_strangers = 64
+    strangers_of_one = 32
     close_timeout = 5.0
 
     def __init__(
@@ -94,6 +99,8 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         bind_and_activate: bool = True,
     ) -> None:
         self._connections: set[_DeadlineSocket] = set()
+        self._strangers: dict[_DeadlineSocket, str] = {}  # of them, with their addresses, oldest first
+        self._admitted: set[_DeadlineSocket] = set()  # of them
         self._request_threads: list[threading.Thread] = []
         self._connections_lock = threading.Lock()
         host, port = server_address[:2]
@@ -119,18 +126,35 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         thread = threading.Thread(
             target=self.process_request_thread, args=(request, client_address), daemon=True, name="torchft-http-request"
         )
+        host = client_address[0]
         with self._connections_lock:
-            room = len(self._connections) < self.max_connections
+            same = [stranger for stranger, its in self._strangers.items() if its == host]
+            if len(same) >= self.strangers_of_one:
+                self._cut(same[0])
+            elif len(self._strangers) >= self.max_strangers:
+                self._cut(next(iter(self._strangers)))
+            self._connections.add(request)
+            self._strangers[request] = host
+            # a thread outlives its connection by a moment, so the two are kept apart
+            self._request_threads = [t for t in self._request_threads if t.is_alive()] + [thread]
+            thread.start()
+
+    def _cut(self, stranger: _DeadlineSocket) -> None:
+        del self._strangers[stranger]
+        stranger.abort()
+
+    def admit(self, request: _DeadlineSocket) -> bool:
+        """Gives a connection whose request is one to serve a place of its own; False: it was cut, or there is none."""
+        with self._connections_lock:
+            if request not in self._strangers:
+                return request in self._admitted
+            room = len(self._admitted) < self.max_connections
             if room:
-                self._connections.add(request)
-                # a thread outlives its connection by a moment, so the two are kept apart
-                self._request_threads = [t for t in self._request_threads if t.is_alive()] + [thread]
-                thread.start()
+                del self._strangers[request]
+                self._admitted.add(request)
         if not room:
-            logger.warning(
-                "connection of %s refused: %d are open already (max_connections)", client_address, self.max_connections
-            )
-            self.shutdown_request(request)
+            logger.warning("a connection was refused: %d are open already (max_connections)", self.max_connections)
+        return room
 
     def shutdown_request(self, request: Any) -> None:
         try:
@@ -138,6 +162,8 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         finally:
             with self._connections_lock:
                 self._connections.discard(request)
+                self._admitted.discard(request)
+                self._strangers.pop(request, None)
 
     def abort_connections(self) -> None:
         """Cuts every open connection, so that whoever waits in a read or write on one of them goes on with an error."""

@@ -38,7 +38,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from torchft.addresses import announced_host, host_port
-from torchft.http import _IPv6HTTPServer
+from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 from torchft.process_group import ProcessGroup
 
 __all__ = ["ParameterServer"]
@@ -184,6 +184,7 @@ class _Server(_IPv6HTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server  # type: ignore[assignment]
+    connection: _DeadlineSocket
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
@@ -192,6 +193,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path != _PATH:
             self.send_error(404, f"there is {_PATH} only")
+            return
+        if not self.server.admit(self.connection):
+            self.close_connection = True
             return
         session_id = str(uuid.uuid4())
         store = host_port(announced_host(), self.server.owner._store.port)

@@ -269,6 +269,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._shows_token():
             self._refuse(HTTPStatus.UNAUTHORIZED, "whoever fetches a checkpoint here must show the job's token")
             return
+        if not self.server.admit(self.connection):
+            self.close_connection = True
+            return
         step, key = request
         try:
             with self.server.source.reading(step, self.server.wait_timeout) as offer:

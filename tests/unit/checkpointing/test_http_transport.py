@@ -609,6 +609,9 @@ def test_more_connections_than_there_is_room_for(make: Any, monkeypatch: Any) ->
     source = make()
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     idle = [connect(source) for _ in range(2)]
+    for sock in idle:  # they keep their places when they are served
+        sock.sendall(b"GET /checkpoint/1/full HTTP/1.1\r\n\r\n")
+        assert sock.recv(9) == b"HTTP/1.1 "
     with pytest.raises(CheckpointError):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     for sock in idle:

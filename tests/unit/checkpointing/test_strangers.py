@@ -1,0 +1,91 @@
+"""Connections that show nothing take no places of those that do."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Callable, Iterator
+
+import pytest
+import torch
+
+from torchft.checkpointing import HTTPTransport, _lending
+from torchft.http import _IPv6HTTPServer
+
+TIMEOUT = timedelta(seconds=30)
+AT_ONCE = _IPv6HTTPServer.max_connections + 50
+EACH_SEC = 1 / 200
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[], HTTPTransport]]:
+    made: list[HTTPTransport] = []
+
+    def transport() -> HTTPTransport:
+        made.append(HTTPTransport(timeout=TIMEOUT, num_chunks=0))
+        return made[-1]
+
+    yield transport
+    for each in made:
+        each.shutdown()
+
+
+@contextlib.contextmanager
+def strangers(port: int, says: bytes) -> Iterator[None]:
+    """Opens connections: more than a server takes, and then 200 a second, and closes none."""
+    kept: list[socket.socket] = []
+    over = threading.Event()
+
+    def come() -> None:
+        with contextlib.suppress(OSError):  # the server is faster
+            kept.append(socket.create_connection(("localhost", port), timeout=5))
+            kept[-1].sendall(says)
+
+    def go_on() -> None:
+        while not over.wait(EACH_SEC):
+            come()
+
+    for _ in range(AT_ONCE):
+        come()
+    more = threading.Thread(target=go_on)
+    more.start()
+    try:
+        yield
+    finally:
+        over.set()
+        more.join(30)
+        for sock in kept:
+            sock.close()
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "published"])
+@pytest.mark.parametrize("says", [b"", b"GET /checkpoint/1/full HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+def test_they_hold_up_no_heal(
+    says: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Callable[[], HTTPTransport]
+) -> None:
+    if not native:
+        monkeypatch.setattr(_lending, "native", lambda: None)
+    source = make()
+    state = {"weights": torch.randn(100_000)}
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    with strangers(source._server.server_port, says):
+        for _ in range(3):
+            got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+            assert torch.equal(got["weights"], state["weights"])
+        assert len(source._server._strangers) <= source._server.max_strangers
+
+
+def test_they_hold_up_no_heal_where_there_is_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], HTTPTransport]
+) -> None:
+    (tmp_path / "token").write_text("s" * 40)
+    (tmp_path / "token").chmod(0o600)
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "token"))
+    source = make()
+    source.send_checkpoint([1], 1, {"step": 1}, TIMEOUT)
+    with strangers(source._server.server_port, b"GET /checkpoint/1/full HTTP/1.1\r\n\r\n"):
+        assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"step": 1}
+        assert len(source._server._admitted) <= 1, "the target, which may be about to close"

@@ -2,7 +2,6 @@ package rpc
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"net"
 	"runtime/debug"
@@ -18,7 +17,8 @@ import (
 
 // Limits bound what strangers can ask of a server. Zero is no limit.
 type Limits struct {
-	// MaxConnections are open at once; one more is closed before it has said anything.
+	// MaxConnections are open at once of those whose call was let in; one more is closed then. Others share further places,
+	// see crowd.
 	MaxConnections int
 	// MaxJoins of one address begin in a second; one more is told to come back.
 	MaxJoins int
@@ -54,7 +54,7 @@ func (g *Gate) CheckToken(authorization []string) TokenCheck {
 // listen guards the connections of a listener.
 func (g *Gate) listen(lis net.Listener) net.Listener {
 	if g.limits.MaxConnections > 0 {
-		lis = &crowd{Listener: lis, most: g.limits.MaxConnections, refused: &g.refused}
+		lis = newCrowd(lis, g.limits.MaxConnections, &g.refused)
 	}
 	if g.server != nil {
 		lis = secureListener{Listener: lis, config: g.server, refused: &g.refused}
@@ -84,6 +84,9 @@ func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, er
 			return ctx, status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)", g.limits.MaxJoins, address)
 		}
 	}
+	if p, ok := peer.FromContext(ctx); ok && !show(p.Addr, member) {
+		return ctx, status.Error(codes.Unavailable, "too many connections are open (max_connections)")
+	}
 	return ctx, nil
 }
 
@@ -111,56 +114,4 @@ func (r *rate) allow(address string, now time.Time) bool {
 	}
 	r.seen[address]++
 	return r.seen[address] <= r.most
-}
-
-// crowd closes connections above a number.
-type crowd struct {
-	net.Listener
-	most    int
-	refused *refusals
-
-	mu   sync.Mutex
-	open int
-}
-
-func (c *crowd) Accept() (net.Conn, error) {
-	for {
-		conn, err := c.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		if c.enter() {
-			return &counted{Conn: conn, crowd: c}, nil
-		}
-		_ = conn.Close()
-		c.refused.log("torchft: a connection was refused", "from", conn.RemoteAddr().String(),
-			"reason", fmt.Sprintf("%d are open (max_connections)", c.most))
-	}
-}
-
-func (c *crowd) enter() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.open >= c.most {
-		return false
-	}
-	c.open++
-	return true
-}
-
-func (c *crowd) leave() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.open--
-}
-
-type counted struct {
-	net.Conn
-	crowd *crowd
-	once  sync.Once
-}
-
-func (c *counted) Close() error {
-	c.once.Do(c.crowd.leave)
-	return c.Conn.Close()
 }

@@ -323,6 +323,8 @@ func TestConnectionsAreLimited(t *testing.T) {
 	for range 2 {
 		conn, err := rpc.Dial(t.Context(), nil, "lighthouse", address, 5*time.Second)
 		require.NoError(t, err)
+		_, err = torchftpb.NewLighthouseServiceClient(conn).Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{})
+		require.NoError(t, err)
 		open = append(open, conn)
 	}
 	assert.Error(t, beatWithin(t, time.Second, rpc.Security{}, address, "a"))
@@ -330,6 +332,30 @@ func TestConnectionsAreLimited(t *testing.T) {
 	require.NoError(t, open[0].Close())
 	require.Eventually(t, func() bool { return beat(t, rpc.Security{}, address, "a") == nil }, time.Minute, 10*time.Millisecond)
 	require.NoError(t, open[1].Close())
+}
+
+// Silent ones, those of HTTP and, where there is a token, those that do not show it.
+func TestStrangersTakeNoPlaceOfAMember(t *testing.T) {
+	token := rpc.Security{TokenFile: fttest.File(t, "secret")}
+	for name, security := range map[string]rpc.Security{"open": {}, "token": token} {
+		t.Run(name, func(t *testing.T) {
+			port, log := serveSecurely(t, security, rpc.Limits{MaxConnections: 2})
+			address := "http://127.0.0.1:" + port
+			for i := range 30 {
+				conn, err := net.Dial("tcp", "127.0.0.1:"+port)
+				require.NoError(t, err)
+				defer func() { require.NoError(t, conn.Close()) }()
+				if i%2 == 0 {
+					_, _ = conn.Write([]byte("GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"))
+				}
+				if name == "token" {
+					require.Error(t, beat(t, rpc.Security{}, address, "a"))
+				}
+				require.NoError(t, beat(t, security, address, "a"))
+			}
+			assert.Zero(t, log.Count("max_connections"))
+		})
+	}
 }
 
 func TestRequestsAreLimited(t *testing.T) {

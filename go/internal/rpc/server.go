@@ -37,7 +37,8 @@ func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, l
 		s.split = newSplitter(lis)
 		grpcLis = s.split.grpc
 		s.http = &http.Server{
-			Handler:           recoverHTTP(log, handler),
+			Handler:           recoverHTTP(log, reading(handler)),
+			ConnContext:       withAddress,
 			ReadHeaderTimeout: sniffTimeout,
 			ReadTimeout:       2 * sniffTimeout,
 			WriteTimeout:      time.Minute,

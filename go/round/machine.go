@@ -28,6 +28,8 @@ func (g Group) Validate() error {
 type Machine struct {
 	group Group
 	ranks []rank
+	gone  int // ranks that are absent
+	looks int // how often a request had to look at another rank: a test counts it
 
 	gathering     gathering
 	round         uint64 // number of the latest request to the lighthouse
@@ -90,7 +92,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.stillGone(e)
 	case RankBack:
 		if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
-			m.ranks[e.GroupRank].absent = nil
+			m.setAbsent(e.GroupRank, nil)
 		}
 	case Closed:
 		return m.close(e)
@@ -129,7 +131,7 @@ func (m *Machine) rankGone(e RankGone) []Action {
 	}
 	gone := Failure{KindAborted, fmt.Sprintf("rank %d of replica group %s is gone: its connection broke",
 		e.GroupRank, m.group.ReplicaID)}
-	m.ranks[e.GroupRank].absent = &gone
+	m.setAbsent(e.GroupRank, &gone)
 	return append(m.endGathering(gone), m.endBallot(gone)...)
 }
 
@@ -152,10 +154,25 @@ func (m *Machine) close(e Closed) []Action {
 	return append(m.endGathering(*m.closed), m.endBallot(*m.closed)...)
 }
 
+// setAbsent notes why nobody should wait for a rank, or that it may come.
+func (m *Machine) setAbsent(rank int64, why *Failure) {
+	r := &m.ranks[rank]
+	if r.absent != nil {
+		m.gone--
+	}
+	if r.absent = why; why != nil {
+		m.gone++
+	}
+}
+
 // hopeless returns why a gathering can never be complete: a rank is missing that will not come. It is nil
-// if all may still come.
+// if all may still come. Each request asks: it looks at the ranks only where one is gone.
 func (m *Machine) hopeless(present func(rank int) bool) *Failure {
+	if m.gone == 0 {
+		return nil
+	}
 	for r := range m.ranks {
+		m.looks++
 		if f := m.ranks[r].absent; f != nil && !present(r) {
 			return f
 		}

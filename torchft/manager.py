@@ -136,6 +136,8 @@ class Manager(Stateful):
         replay_failed_step: when a peer dies in mid-step, reduce this group's own gradients again with those that are
             left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All groups must have
             it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
+        reproducible_reduction: with a :class:`torchft.data.ElasticDataLoader`, add gradients as integers: weights have
+            the same bits however many groups there are, and whatever fails: docs/data.md. All groups must have it.
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -171,6 +173,7 @@ class Manager(Stateful):
         quorum_retries: int = 0,
         enable_error_bus: Optional[bool] = None,
         replay_failed_step: Optional[bool] = None,
+        reproducible_reduction: bool = False,
     ) -> None:
         self._peers = Peers(pg)  # refused before the environment is looked at
         settings = resolve(
@@ -187,6 +190,7 @@ class Manager(Stateful):
             quorum_retries=quorum_retries,
             enable_error_bus=enable_error_bus,
             replay_failed_step=replay_failed_step,
+            reproducible_reduction=reproducible_reduction,
         )
         check_limits(min_replica_size, max_retries)
         self._settings = settings
@@ -332,6 +336,8 @@ class Manager(Stateful):
         """
         if self._loader_began():
             return
+        if self._settings.reproducible_reduction and self._batches is None:
+            raise ValueError(f"reproducible_reduction=True needs an {LOADER}: make one before the first step")
         request = Request(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
         if self._replayer.is_ahead:
             if self._replayer.arrives(self._position) and request.is_like(self._current.request):
@@ -518,6 +524,11 @@ class Manager(Stateful):
             what: whose tensors they are.
             lines: a line for each tensor, in the order in which they are reduced.
         """
+        if self._settings.reproducible_reduction and what != LOADER:
+            raise ValueError(
+                f"{what}: reproducible_reduction=True is for DistributedDataParallel and plain models, whose groups "
+                "reduce in each step; choose reproducible_reduction=False"
+            )
         if self._batches is not None and what != LOADER:
             raise ValueError(f"{what}: {_LOCAL_STEPS}")
         self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
@@ -545,7 +556,8 @@ class Manager(Stateful):
             Work whose future gives ``tensor``.
 
         Raises:
-            ValueError: AVG of a tensor that is not floating point, or a dtype or reduction that cannot be quantized.
+            ValueError: AVG of a tensor that is not floating point; a dtype or reduction that cannot be quantized; a
+                floating point tensor in a step with ``reproducible_reduction``.
             RuntimeError: the current stream is captured into a graph, whose replays would reduce nothing.
         """
         if not tensor.is_cpu:
@@ -554,6 +566,11 @@ class Manager(Stateful):
             check_quantizable(tensor, reduce_op)
         if reduce_op == ReduceOp.AVG and not tensor.dtype.is_floating_point:
             raise ValueError(f"reduce_op=AVG needs a floating point tensor, this one is {tensor.dtype}; use SUM")
+        if self._settings.reproducible_reduction and self._current.undecided and not _holds_integers(tensor):
+            raise ValueError(
+                f"reproducible_reduction=True: a sum of {tensor.dtype} has other bits with other groups. Gradients are "
+                "reduced by unit.accumulate(model); give it all models, and reduce what is for logs after the step"
+            )
         kept = None
         try:
             self.wait_quorum()
@@ -628,7 +645,8 @@ class Manager(Stateful):
             raise ValueError(_LOCAL_STEPS)
         self._batches = BatchCheck(loader)
         self._planner.heal_first = self._init_sync
-        self.register_layout(LOADER, lines(loader.stamp))
+        setting = f"reproducible_reduction={self._settings.reproducible_reduction}"
+        self.register_layout(LOADER, [*lines(loader.stamp), setting])
 
     def _begin_batch(self) -> Plan:
         """Begins a step, if it has not begun, and waits until it is known who takes part in it. A heal goes on."""
@@ -640,6 +658,12 @@ class Manager(Stateful):
             self.wait_quorum()
             self._heal_before_step()
         return plan
+
+    def _sum_integers(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Adds over the groups that take part, in place, and waits on the host. False: the step has failed."""
+        works = [self.allreduce(tensor, reduce_op=ReduceOp.SUM) for tensor in tensors]
+        self._end_collectives()
+        return self._current.collectives.usable and all(work.wait() for work in works)
 
     def _pass_step(self) -> None:
         """Gives up a step in which others heal, and this group has nothing to train on. The others load what they
@@ -976,6 +1000,10 @@ class Manager(Stateful):
             self._logger.info("this group has left, as it was asked to")
         except Exception as e:
             self._logger.warn(f"the other groups may miss this one: {e}")
+
+
+def _holds_integers(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _allreduce_options(op: ReduceOp) -> dist.AllreduceOptions:

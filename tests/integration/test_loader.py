@@ -109,9 +109,9 @@ class Training:
                     x, y, indices = unit.data
                     assert tuple(indices.tolist()) == tuple(unit.indices)
                     (nn.functional.mse_loss(model(x), y) * unit.weight).backward()
-                if unit.weight:
+                if unit.weight and not unit.repeated:
                     seen.update(unit.indices)
-            if model is net:
+            if model is net and not self.settings.get("reproducible_reduction"):
                 for p in net.parameters():
                     assert p.grad is not None
                     manager.allreduce(p.grad).wait()

@@ -34,6 +34,15 @@ class Loader(Protocol):
         """What this rank computes at that position."""
         ...
 
+    @property
+    def digest(self) -> str:
+        """64 bits in hex of what all groups must have alike: the stamp, and what else is state of its sums."""
+        ...
+
+    def verify(self) -> None:
+        """Raises an error unless the gradients of the step are what they should be, as far as this rank can tell."""
+        ...
+
 
 class BatchDiffers(RuntimeError):
     """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed.
@@ -79,7 +88,13 @@ class BatchCheck:
 
         Raises:
             BatchDiffers: the step must not be committed.
+            Exception: nor for what the loader itself has found.
         """
+        self._compare(step)
+        if step.error is None:
+            self._loader.verify()
+
+    def _compare(self, step: Step) -> None:
         sums, work, self._sums, self._work = self._sums, self._work, None, None
         if sums is None or work is None or step.error is not None or not work.wait():
             return
@@ -99,7 +114,7 @@ class BatchCheck:
 
     def _digest(self) -> tuple[int, int]:
         """Two halves of 32 bits: their sums over any number of groups fit into 64."""
-        digest = self._loader.stamp.digest
+        digest = self._loader.digest
         return int(digest[:8], 16), int(digest[8:], 16)
 
 

@@ -45,6 +45,7 @@ class Settings:
     restart_count: int
     enable_error_bus: bool
     replay_failed_step: bool
+    reproducible_reduction: bool
     heal_sources: int  # groups that are asked for one state
 
     def require_lighthouse(self) -> str:
@@ -72,6 +73,7 @@ def resolve(
     quorum_retries: int,
     enable_error_bus: Optional[bool] = None,
     replay_failed_step: Optional[bool] = None,
+    reproducible_reduction: bool = False,
 ) -> Settings:
     """Fills in what the caller left out from the environment, and checks all of it.
 
@@ -93,6 +95,7 @@ def resolve(
         restart_count=int_from_env(RESTART_COUNT_ENV, 0),
         enable_error_bus=switch(enable_error_bus, FAILURE_BUS_ENV, default=True),
         replay_failed_step=switch(replay_failed_step, REPLAY_FAILED_STEP_ENV, default=False),
+        reproducible_reduction=reproducible_reduction,
         heal_sources=heal_sources_from_env(),
     )
     _check(settings)

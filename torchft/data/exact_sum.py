@@ -68,9 +68,9 @@ _FORMAT = 1  # of the state
 _MOST_UNITS = 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Scales are numbered: scale k is the exponent _FINEST + k * _GRID. The bits of headroom are one step of the grid, so a
+# Scales are numbered: scale k is the exponent FINEST + k * _GRID. The bits of headroom are one step of the grid, so a
 # unit that asks for scale k + 1 still fits at scale k.
-_FINEST = -128
+FINEST = -128
 _GRID = 8
 _ABOVE = 1
 _BELOW = 2
@@ -127,6 +127,7 @@ class ExactSum:
         self._attempt = dict(self._committed)
         self._next: Optional[dict[str, int]] = None
         self._adding = False
+        self.units = 0  # in the sum that was read last
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -167,13 +168,13 @@ class ExactSum:
                 part.add()
             part.clear()
 
-    def read(self, units: int) -> bool:
+    def read(self, units: Optional[int] = None) -> bool:
         """Turns the reduced buffers into gradients.
 
         All that is needed is in the buffers. A rank that heals adds nothing and gets the same gradients.
 
         Args:
-            units: of the batch, over all ranks and groups.
+            units: of the batch, over all ranks and groups; None: to be compared with :attr:`units` before the commit.
 
         Returns:
             Whether the gradients are set. False: the step is to be repeated from ``begin()``, with other scales. It is
@@ -184,10 +185,11 @@ class ExactSum:
             SamplesDiffer: the sum holds another number of units. The step must not be committed.
             ScalesDiffer: ranks had different scales. The step must not be committed.
         """
-        if not 1 <= units <= self._max_units:
+        if units is not None and not 1 <= units <= self._max_units:
             raise ValueError(f"units is {units}: allowed are whole numbers from 1 to max_units, {self._max_units}")
         self._adding = False
         found = [part.find(units) for part in self._parts]
+        self.units = min(each.units for each in found)
         asked = {name: scale for each in found for name, scale in each.asked.items()}
         if not all(each.fits for each in found):
             self._attempt = asked
@@ -221,7 +223,7 @@ class ExactSum:
         """The committed scales, for a heal or a checkpoint. They belong to the weights."""
         return {
             "format": _FORMAT,
-            "exponents": {name: _FINEST + _GRID * self._committed[name] for name in sorted(self._names)},
+            "exponents": {name: FINEST + _GRID * self._committed[name] for name in sorted(self._names)},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -238,7 +240,7 @@ class ExactSum:
                 f"the saved scales are of other parameters: missing are {sorted(self._names - set(exponents))}, "
                 f"unknown are {sorted(set(exponents) - self._names)}"
             )
-        allowed = range(_FINEST, _FINEST + _GRID * self._num_scales, _GRID)
+        allowed = range(FINEST, FINEST + _GRID * self._num_scales, _GRID)
         for name, exponent in exponents.items():
             if exponent not in allowed:
                 raise ValueError(
@@ -253,6 +255,7 @@ class _Found:
     """What the sum of one part tells: scales that were used and asked for, and gradients that exist and are finite."""
 
     def __init__(self, names: Sequence[str], counts: torch.Tensor, units: int) -> None:
+        self.units = units
         scales, bad = counts[:, _SCALE], counts[:, _NOT_FINITE] > 0
         # Equal terms, and no others: n times the sum of their squares is the square of their sum.
         differ = units * counts[:, _SQUARE] != scales * scales
@@ -262,7 +265,7 @@ class _Found:
                 f"the gradients of {len(which)} parameters were summed at different scales, first {which[0]}: a rank "
                 "has not abandoned a failed step, or was started with other state; the step must not be committed"
             )
-        used = scales // units
+        used = scales // max(1, units)
         numbers = torch.arange(counts.shape[1] - _ASKED)
         largest = torch.where(counts[:, _ASKED:] > 0, numbers, -1).amax(1)
         asked = torch.where(largest < 0, used, largest)
@@ -318,7 +321,7 @@ class _Part:
         self._counts += (self._numbers == columns) & (peaks != self._missing)[:, None]
         for gradient, values, scale in zip(gradients, self._values, self._scales):
             if gradient is not None:
-                factor = 2.0 ** (self._bits - _FINEST - _GRID * scale)
+                factor = 2.0 ** (self._bits - FINEST - _GRID * scale)
                 flat = gradient.reshape(-1)
                 for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
                     # What does not fit or is not finite becomes any number here: it is counted, and the sum not used.
@@ -333,14 +336,14 @@ class _Part:
         low, high = torch.aminmax(gradient)
         return torch.maximum(high, -low).double()
 
-    def find(self, units: int) -> _Found:
+    def find(self, units: Optional[int]) -> _Found:
         """Reads the counts; the one time that the device is waited for."""
         head = self.buffer[: 1 + self._counts.numel()].cpu()
-        if head[0] != units:
+        if units is not None and head[0] != units:
             raise SamplesDiffer(
                 f"{int(head[0])} units were reduced, {units} belong to the batch; the step must not be committed"
             )
-        return _Found(self._names, head[1:].view(self._counts.shape), units)
+        return _Found(self._names, head[1:].view(self._counts.shape), int(head[0]))
 
     @torch.no_grad()
     def read(self, found: _Found) -> None:
@@ -353,7 +356,7 @@ class _Part:
             if not finite:
                 parameter.grad = gradient.fill_(float("nan"))
                 continue
-            factor = 2.0 ** (_FINEST + _GRID * found.used[name] - self._bits)
+            factor = 2.0 ** (FINEST + _GRID * found.used[name] - self._bits)
             # Elements are in the order of the shape, which is that of the memory unless the parameter is transposed.
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(gradient.numel())
             for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
@@ -368,13 +371,13 @@ def _exponent(number: float) -> int:
 
 def _asked(exponent: int) -> int:
     """The scale that a unit asks for whose largest gradient is below 2**exponent, and no less than half of that."""
-    return max(0, -((_FINEST - _GRID - exponent) // _GRID))
+    return max(0, -((FINEST - _GRID - exponent) // _GRID))
 
 
 def _columns(peaks: torch.Tensor, width: int) -> torch.Tensor:
     """Where each tensor is counted, by its largest magnitude; see ``_asked``."""
     exponents = torch.frexp(peaks).exponent.long()
-    asked = -((_FINEST - _GRID - exponents).div(_GRID, rounding_mode="floor"))
+    asked = -((FINEST - _GRID - exponents).div(_GRID, rounding_mode="floor"))
     columns = asked.clamp(0, width - _ASKED - 1) + _ASKED
     columns = torch.where(peaks == 0, _ZERO, columns)
     return torch.where(peaks.isfinite(), columns, _NOT_FINITE)

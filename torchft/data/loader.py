@@ -20,10 +20,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
+from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data.position import Plan, Position, Share, Stamp
 from torchft.data.position import Unit as PlannedUnit
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from torchft.manager import Manager
 
 STATE_KEY = "torchft.data"  # of the position in the state that a group heals with
@@ -47,14 +50,24 @@ class Unit:
         weight: by which the mean loss of the samples is multiplied; 0 if this group heals or is a spare, or if another
             rank counts them.
         last: whether gradients are reduced with this one.
+        repeated: whether it came before in this step, with gradients that did not fit: ``reproducible_reduction``.
     """
 
-    def __init__(self, data: Any, planned: PlannedUnit, weight: float, seed: Optional[int]) -> None:
+    def __init__(
+        self,
+        data: Any,
+        planned: PlannedUnit,
+        weight: float,
+        seed: Optional[int],
+        exact: Optional[ReproducibleSum] = None,
+    ) -> None:
         self.data = data
         self.indices = planned.indices
         self.weight = weight
         self.last = planned.last
+        self.repeated = exact is not None and exact.passes > 0
         self._seed = seed
+        self._exact = exact
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
@@ -62,10 +75,19 @@ class Unit:
 
         Args:
             models: those that the passes go through: wrapped by DistributedDataParallel (of torchft or PyTorch), made
-                FSDP2 modules by ``fully_shard``, or plain ones, which reduce nothing by themselves.
+                FSDP2 modules by ``fully_shard``, or plain ones, which reduce nothing by themselves. With
+                ``reproducible_reduction`` all whose gradients the optimizer reads, plain or DistributedDataParallel:
+                after the last unit their gradients are those of the batch, and nothing else has to be reduced.
+
+        Raises:
+            ValueError: with ``reproducible_reduction``: other models than before, or such that it cannot sum.
         """
         if self._seed is not None:
             torch.manual_seed(self._seed)
+        if self._exact is not None:
+            with self._exact.accumulate(models, counted=self.weight != 0, last=self.last):
+                yield
+            return
         with contextlib.ExitStack() as stack:
             for model in models:
                 if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
@@ -78,23 +100,33 @@ class Unit:
 class Step:
     """What one rank computes in one step of the optimizer: iterate over its units.
 
+    With ``reproducible_reduction`` all of them may come again (``unit.repeated``), and their gradients are then new.
+
     Attributes:
         position: of the step: epoch, and batch of that epoch.
         participants: groups whose gradients count.
     """
 
-    def __init__(self, loader: ElasticDataLoader, share: Share, participants: int) -> None:
+    def __init__(self, loader: ElasticDataLoader, share: Share, membership: _Membership) -> None:
         self._loader = loader
         self._share = share
+        self._membership = membership
         self.position = share.position
-        self.participants = participants
+        self.participants = membership.participants
 
     def __len__(self) -> int:
         return len(self._share.units)
 
     def __iter__(self) -> Iterator[Unit]:
-        for unit in self._share.units:
-            yield self._loader._read(self.position, unit)
+        exact = self._loader._exact
+        while True:
+            for count, unit in enumerate(self._share.units, start=1):
+                yield self._loader._read(self.position, unit)
+                if exact is not None:
+                    exact.trained(count)
+            if exact is None or not exact.repeats():
+                return
+            self._loader._expect(self._membership, self._share)
 
 
 class _Membership(NamedTuple):
@@ -123,7 +155,10 @@ class ElasticDataLoader:
         data_rank: of this rank, among the ranks of its group that read different data; default: its rank in the group.
             Ranks that are parallel by model give the same one.
         data_world_size: how many different parts the ranks of a group read; default: all ranks.
-        reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum".
+        reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum". With the
+            Manager's ``reproducible_reduction`` they are added whatever this says.
+        data_group: process group of the ranks of this replica group, in which ``reproducible_reduction`` adds; default:
+            PyTorch's default one.
         reproducible_rng: random numbers depend on seed, epoch and unit alone, not on the rank: those of the dataset
             (torch, random, and numpy if it is imported), and torch's in :meth:`Unit.accumulate`.
         dataloader: further arguments of PyTorch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, …
@@ -146,6 +181,7 @@ class ElasticDataLoader:
         data_rank: Optional[int] = None,
         data_world_size: Optional[int] = None,
         reduction_in_group: str = "mean",
+        data_group: Optional[ProcessGroup] = None,
         reproducible_rng: bool = False,
         **dataloader: Any,
     ) -> None:
@@ -168,6 +204,11 @@ class ElasticDataLoader:
         self._factor = self._data_world_size if reduction_in_group == "mean" else 1
         self._reproducible_rng = reproducible_rng
         self.share(None, 1)  # refuses a data rank that is out of range
+        self._exact: Optional[ReproducibleSum] = None
+        if settings.reproducible_reduction:
+            group = group_of_ranks(manager, self._data_world_size, data_group)
+            self._exact = ReproducibleSum(manager, self._plan.num_units(Position()), group)
+            self._factor = 1
 
         self._batches = _Batches(self._seed if reproducible_rng else None)
         read: Any = _Seeded(dataset) if reproducible_rng else dataset
@@ -190,19 +231,33 @@ class ElasticDataLoader:
         """What peers compare: settings and position."""
         return self._plan.stamp(self._position)
 
-    def state_dict(self) -> dict[str, int]:
+    @property
+    def digest(self) -> str:
+        """64 bits in hex of all that peers must have alike: the stamp, and the scales of ``reproducible_reduction``."""
+        if self._exact is None:
+            return self.stamp.digest
+        return hashlib.sha256(f"{self.stamp.digest} {self._exact.digest}".encode()).hexdigest()[:16]
+
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, taken after the optimizer has stepped: it belongs to those weights. All groups have the
         same, and a job may go on from it with any number of them.
         """
-        return self._plan.save(self._position)
+        state: dict[str, Any] = dict(self._plan.save(self._position))
+        if self._exact is not None:
+            state["scales"] = self._exact.state_dict()
+        return state
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where :meth:`state_dict` was taken.
 
         Raises:
             PositionDiffers: it is of another dataset, seed or global batch size.
+            ValueError: with ``reproducible_reduction``: it is of another model.
         """
-        self._position = self._plan.load(state_dict)
+        position = self._plan.load(state_dict)
+        if self._exact is not None:
+            self._exact.load_state_dict(state_dict.get("scales"))
+        self._position = position
 
     def __len__(self) -> int:
         """Steps of the whole job."""
@@ -220,8 +275,15 @@ class ElasticDataLoader:
             position = Position()  # any: its weight is 0
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
 
+    def verify(self) -> None:
+        """Raises an error unless gradients are those of the batch; called before the vote, after a heal was loaded."""
+        if self._exact is not None:
+            self._exact.verify(self._plan.num_units(self._position))
+
     def _decided(self, step: int, committed: bool, participants: int) -> None:
         if committed:
+            if self._exact is not None:
+                self._exact.commit()
             self._position = self._plan.advance(self._position)
 
     # Steps
@@ -253,10 +315,12 @@ class ElasticDataLoader:
                     f"{plan.replica_world_size - plan.num_up_to_date} groups have not healed to it"
                 )
             manager._pass_step()
+        if self._exact is not None:
+            self._exact.begin_step()
         membership = _Membership(plan.participating_rank, plan.participants)
         share = self.share(*membership)
         self._expect(membership, share)
-        return Step(self, share, plan.participants)
+        return Step(self, share, membership)
 
     def _end(self) -> NoReturn:
         self._prefetcher.close()
@@ -298,7 +362,7 @@ class ElasticDataLoader:
             self._forecast = None
             raise failure from e
         seed = self._seed(key) if self._reproducible_rng else None
-        return Unit(data, unit, unit.weight * self._factor, seed)
+        return Unit(data, unit, unit.weight * self._factor, seed, self._exact)
 
     def _seed(self, key: Key) -> int:
         text = f"torchft.data rng 1: {self._plan.seed}, {key.position.epoch}, {key.position.batch}, {key.unit}"

@@ -331,8 +331,15 @@ class Fake:
     def stamp(self) -> Stamp:
         return self.plan.stamp(self.position)
 
+    @property
+    def digest(self) -> str:
+        return self.stamp.digest
+
     def share(self, rank: Optional[int], participants: int) -> Share:
         return self.plan.share(self.position, rank, participants)
+
+    def verify(self) -> None:
+        pass
 
 
 class Done:

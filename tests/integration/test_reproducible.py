@@ -1,0 +1,378 @@
+"""reproducible_reduction: groups that fail, join and lose steps end with the very bits of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from tests.integration.test_loader import (
+    LAST,
+    SAMPLES,
+    SETTINGS,
+    Training,
+    check,
+    dataset,
+    flat,
+    make_model,
+    make_optimizer,
+    refused,
+    wrapped_by_pytorch,
+    wrapped_by_torchft,
+    wrapped_one_by_one,
+)
+from torchft import Optimizer
+from torchft.data import ElasticDataLoader
+from torchft.data.exact_sum import ExactSum
+from torchft.data.position import Plan, Position
+from torchft.manager import Manager, WorldSizeMode
+from torchft.process_group import ProcessGroupGloo
+
+
+def one_process(largest: Callable[[Position], float] = lambda position: 1.0) -> torch.Tensor:
+    """The same units, added by exact sums, without a Manager, a loader or a group."""
+    plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model()
+    optimizer = make_optimizer(model)
+    total = ExactSum(model.named_parameters(), plan.num_units(Position()))
+    position = Position()
+    while position != plan.end:
+        complete = False
+        while not complete:
+            total.begin()
+            units = plan.share(position, 0, 1).units
+            for unit in units:
+                x, y, _ = data[list(unit.indices)]
+                (nn.functional.mse_loss(model(x), y) * largest(position) * unit.weight).backward()
+                total.add()
+            complete = total.read(len(units))
+        optimizer.step()
+        total.commit()
+        position = plan.advance(position)
+    return flat(model)
+
+
+def job(**fields: Any) -> Training:
+    settings = {"reproducible_reduction": True, **fields.pop("settings", {})}
+    return Training(settings=settings, **fields)
+
+
+def check_bits(
+    training: Training, ended: list[Optional[torch.Tensor]], incomplete: frozenset[int] = frozenset()
+) -> None:
+    check(training, ended, incomplete)
+    expected = one_process()
+    for weights in ended:
+        assert weights is None or torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_any_number_of_groups_ends_with_the_bits_of_one_process(groups: int, use_async_quorum: bool) -> None:
+    training = job(start_with=groups, settings={"use_async_quorum": use_async_quorum})
+    with Cluster(min_replicas=groups) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(groups)))
+    check_bits(training, ended)
+    assert training.lost == [], "another pass over the first step's units is no lost step"
+
+
+@pytest.mark.parametrize("wrap", [wrapped_by_torchft, wrapped_one_by_one, wrapped_by_pytorch])
+def test_wrapped_models(wrap: Callable[[Manager, nn.Module], nn.Module]) -> None:
+    training = job(start_with=2, wrap=wrap)
+    training.events[1, 0, 3] = lambda rank: "failed" if training.lost == [] else None
+    with Cluster(min_replicas=2) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(2)))
+    check_bits(training, ended, incomplete=frozenset({3}))
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
+    restart = Gate()
+
+    def die(rank: Rank) -> str:
+        rank.crash()
+        restart.open()
+        return "dead"
+
+    def wait_for_three(rank: Rank) -> None:
+        rank.cluster.wait_for_healthy(3)
+
+    training = job(start_with=3, settings={"use_async_quorum": use_async_quorum})
+    training.events[2, 0, 2] = die
+    training.events[0, 0, 4] = training.events[1, 0, 4] = wait_for_three
+    with Cluster(min_replicas=2) as cluster:
+        first = [cluster.start(training, group=group) for group in range(3)]
+        cluster.wait(restart)
+        ended = results(*first, cluster.start(training, group=2))
+    check_bits(training, ended)
+    assert sum(weights is not None for weights in ended) == 3
+
+
+def test_a_group_that_loses_the_last_step_heals_to_its_bits() -> None:
+    training = job(start_with=3)
+    training.events[1, 0, LAST] = lambda rank: "failed"
+    with Cluster(min_replicas=3) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(3)))
+    check_bits(training, ended, incomplete=frozenset({LAST}))
+
+
+def test_a_spare_group_adds_nothing() -> None:
+    fixed = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
+    training = job(start_with=3, settings=fixed)
+    with Cluster(min_replicas=3) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(3)))
+    check_bits(training, ended)
+
+
+def test_a_group_at_another_position_heals() -> None:
+    def restore(rank: Rank, loader: ElasticDataLoader) -> None:
+        if rank.group == 1:
+            loader.load_state_dict({**loader.state_dict(), "batch": 3})
+
+    training = job(start_with=2, settings={"init_sync": False}, before=restore)
+    with Cluster(min_replicas=2) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(2)))
+    check_bits(training, ended)
+    assert len(training.lost) == 2
+    assert all("do not train on the same batch" in why for why in training.lost)
+
+
+def test_a_group_with_other_scales_heals() -> None:
+    def restore(rank: Rank, loader: ElasticDataLoader) -> None:
+        if rank.group == 1:
+            exponents = {name: 16 for name, _ in make_model().named_parameters()}
+            loader.load_state_dict({**loader.state_dict(), "scales": {"format": 1, "exponents": exponents}})
+
+    training = job(start_with=2, settings={"init_sync": False}, before=restore)
+    with Cluster(min_replicas=2) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(2)))
+    check_bits(training, ended)
+    assert len(training.lost) == 2
+
+
+# Passes
+
+
+def growing(position: Position) -> float:
+    """So much that gradients do not fit at the scale of the step before, and then that little is left of them."""
+    return 2.0**30 if position.batch == 2 else 1.0
+
+
+@dataclass
+class Ranks:
+    """A loop in groups of several ranks, whose gradients grow and shrink."""
+
+    group_size: int
+    groups: int = 2
+    fails: tuple[int, int] = (-1, -1)  # the rank of group 0, and the step, whose first attempt has an error
+    repeated: list[list[int]] = field(default_factory=list)  # steps with a second pass, of each rank
+    lost: list[str] = field(default_factory=list)
+    made: list[ProcessGroupGloo] = field(default_factory=list)
+
+    def __call__(self, rank: Rank) -> torch.Tensor:
+        net = make_model()
+        sgd = make_optimizer(net)
+        manager = rank.start_manager(
+            load_state_dict=lambda state: (net.load_state_dict(state["net"]), sgd.load_state_dict(state["sgd"])),
+            state_dict=lambda: {"net": net.state_dict(), "sgd": sgd.state_dict()},
+            reproducible_reduction=True,
+        )
+        group = ProcessGroupGloo(timeout=DEADLINE)
+        group.configure(f"localhost:{rank.store.port}/ranks", "ranks", rank.rank, rank.world_size)
+        self.made.append(group)
+        loader = ElasticDataLoader(manager, dataset(), **SETTINGS, data_group=group)
+        optimizer = Optimizer(manager, sgd)
+        rank.cluster.wait_for_healthy(self.groups)
+        repeated = []
+        for step in loader:
+            optimizer.zero_grad()
+            number = manager.current_step()
+            for unit in step:
+                with unit.accumulate(net):
+                    loss = nn.functional.mse_loss(net(unit.data[0]), unit.data[1])
+                    (loss * growing(step.position) * unit.weight).backward()
+                    if (rank.group, rank.rank, number) == (0, *self.fails) and self.lost == []:
+                        manager.report_error(RuntimeError("planned"))
+                if unit.repeated and unit.last:
+                    repeated.append(number)
+            optimizer.step()
+            error = manager.errored()
+            if manager.current_step() == number:
+                self.lost.append(str(error.original_exception) if error else "")
+        self.repeated.append(repeated)
+        return flat(net)
+
+    def run(self) -> list[torch.Tensor]:
+        with Cluster(min_replicas=self.groups) as cluster:
+            ended = results(*(cluster.start(self, group, world_size=self.group_size) for group in range(self.groups)))
+        for group in self.made:
+            group.shutdown()
+        return ended
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_gradients_that_do_not_fit_come_again_in_the_same_step(group_size: int) -> None:
+    ranks = Ranks(group_size)
+    ended, expected = ranks.run(), one_process(growing)
+    assert all(torch.equal(weights, expected) for weights in ended)
+    assert ranks.lost == []
+    assert all(repeated == ranks.repeated[0] for repeated in ranks.repeated), "alike on all ranks"
+    assert ranks.repeated[0][:2] == [0, 2]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_rank_without_the_sum_keeps_those_of_its_group_from_another_pass(step: int) -> None:
+    """In step 0 its peers would make one, and wait for it there."""
+    ranks = Ranks(2, fails=(1, step))
+    ended, expected = ranks.run(), one_process(growing)
+    assert all(torch.equal(weights, expected) for weights in ended)
+    assert "another rank of this group did not get the sum of the step" in ranks.lost
+
+
+def test_gradients_that_differ_from_pass_to_pass_cost_the_step() -> None:
+    passes = []
+
+    def do(manager: Manager) -> None:
+        net = make_model()
+        for unit in next(ElasticDataLoader(manager, dataset(), **SETTINGS)):
+            with unit.accumulate(net):
+                (net(unit.data[0]).sum() * 2.0 ** (40 * len(passes))).backward()
+            if unit.last:
+                passes.append(unit.repeated)
+        assert not manager.should_commit()
+        error = manager.errored()
+        assert error is not None and "gradients of the same units did not fit in 4" in str(error.original_exception)
+
+    with Cluster() as cluster:
+        tried(cluster, do)
+    assert passes == [False, True, True, True]
+
+
+# What is refused
+
+
+def test_a_group_without_the_setting_is_refused_by_name() -> None:
+    training = job()
+    ended, told = refused(training, Training())
+    assert "here ElasticDataLoader: reproducible_reduction=False; there ElasticDataLoader: reproducible_re" in told
+    check_bits(training, ended)
+    assert training.lost and all("reproducible_reduction=False" in why for why in training.lost)
+
+
+@pytest.fixture
+def alone() -> Any:
+    with Cluster() as cluster:
+        yield cluster
+
+
+def tried(cluster: Cluster, do: Callable[[Manager], object], **settings: Any) -> None:
+    """Does something with a Manager that has the setting, alone in its job."""
+
+    def loop(rank: Rank) -> None:
+        do(rank.start_manager(**{"reproducible_reduction": True, "state_dict": dict, **settings, **LOAD}))
+
+    results(cluster.start(loop, group=0))
+
+
+LOAD: dict[str, Any] = {"load_state_dict": lambda state: None}
+
+
+def test_without_a_loader_the_first_step_is_an_error(alone: Cluster) -> None:
+    with pytest.raises(ValueError, match="reproducible_reduction=True needs an ElasticDataLoader: make one before"):
+        tried(alone, lambda manager: manager.start_quorum())
+
+
+def test_local_steps_are_refused(alone: Cluster) -> None:
+    with pytest.raises(ValueError, match=r"LocalSGD: reproducible_reduction=True is for .* choose reprod.*=False"):
+        tried(alone, lambda manager: manager.register_layout("LocalSGD", ["a"]))
+
+
+def train_one(body: Callable[[Manager, Any, nn.Module], object]) -> Callable[[Manager], None]:
+    def do(manager: Manager) -> None:
+        net = make_model()
+        for step in ElasticDataLoader(manager, dataset(), **SETTINGS):
+            for unit in step:
+                body(manager, unit, net)
+            manager.should_commit()
+            raise AssertionError(str(manager.errored()))
+
+    return do
+
+
+def backward(manager: Manager, unit: Any, net: nn.Module) -> None:
+    (nn.functional.mse_loss(net(unit.data[0]), unit.data[1]) * unit.weight).backward()
+
+
+def under(*models: Any) -> Callable[[Manager, Any, nn.Module], None]:
+    def body(manager: Manager, unit: Any, net: nn.Module) -> None:
+        with unit.accumulate(*models):
+            backward(manager, unit, net)
+
+    return body
+
+
+def others(manager: Manager, unit: Any, net: nn.Module) -> None:
+    with unit.accumulate(net if unit.indices == FIRST else make_model()):
+        backward(manager, unit, net)
+
+
+def also_as_floats(manager: Manager, unit: Any, net: nn.Module) -> None:
+    with unit.accumulate(net):
+        backward(manager, unit, net)
+        manager.allreduce(torch.ones(1))
+
+
+class Sharded(nn.Linear):
+    def set_requires_gradient_sync(self, value: bool) -> None: ...
+
+
+FIRST = Plan(SAMPLES, **SETTINGS).share(Position(), 0, 1).units[0].indices
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "match"),
+    [
+        (backward, RuntimeError, "a unit was not trained; each unit of a step belongs into `with unit.accumulate"),
+        (under(), ValueError, "accumulate.. got no model, and does the reduction: give it the models"),
+        (others, ValueError, "accumulate.. got other models; each unit"),
+        (under(Sharded(1, 1)), ValueError, "takes plain models and DistributedDataParallel; a model of FSDP2"),
+        (also_as_floats, ValueError, "a sum of torch.float32 has other bits with other groups"),
+    ],
+)
+def test_what_would_not_be_reproducible_is_refused(
+    alone: Cluster, body: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        tried(alone, train_one(body))
+
+
+def test_a_step_that_was_not_trained_to_its_end_is_lost(alone: Cluster) -> None:
+    def do(manager: Manager) -> None:
+        net = make_model()
+        step = next(ElasticDataLoader(manager, dataset(), **SETTINGS))
+        with next(iter(step)).accumulate(net):
+            pass
+        assert not manager.should_commit()
+        error = manager.errored()
+        assert error is not None and "the step has no sum of gradients; each unit" in str(error.original_exception)
+
+    tried(alone, do)
+
+
+@pytest.mark.parametrize(
+    ("loader", "match"),
+    [
+        ({"data_rank": 0, "data_world_size": 1}, "data_world_size is 1, and the group has 2 ranks: with reprod"),
+        ({}, "needs a process group of the 2 ranks of the group, and there is none: call init_process_group before"),
+    ],
+)
+def test_ranks_of_a_group_need_a_process_group_to_add_in(alone: Cluster, loader: dict[str, Any], match: str) -> None:
+    def loop(rank: Rank) -> None:
+        manager = rank.start_manager(reproducible_reduction=True)
+        with pytest.raises(ValueError, match=match):
+            ElasticDataLoader(manager, dataset(), **SETTINGS, **loader)
+
+    results(alone.start(loop, group=0, world_size=2))

@@ -1,0 +1,248 @@
+"""The gradients of a step as exact sums: what ``Manager(reproducible_reduction=True)`` adds to a loader.
+
+:mod:`torchft.data.exact_sum` has the arithmetic, the Manager the reduction between groups. A *pass* goes over all units
+of a step. It ends with the reduction, whose result tells all ranks of all groups alike whether the gradients did
+fit into integers. If not, all make another pass over the same units in the same step, at scales that fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torchft.data.exact_sum import FINEST, ExactSum, ScalesDiffer
+from torchft.data.position import SamplesDiffer
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+# One is needed when the scales are new or the gradients have changed much, and is enough if the same units have the
+# same gradients again.
+_MOST_PASSES = 4
+
+_ACCUMULATE = "each unit of a step belongs into `with unit.accumulate(model)`, with the same models"
+
+
+class Outcome(IntEnum):
+    """Of a pass; the largest of a group's ranks is that of the group."""
+
+    DONE = 0  # parameters have their gradients
+    REPEAT = 1
+    FAILED = 2  # there is no sum, and the step is not committed
+
+
+class PassFailed(RuntimeError):
+    """The sum of a step is missing or of no use: the step is not committed."""
+
+
+class ReproducibleSum:
+    """Sums of one rank, from unit to unit and from step to step.
+
+    Args:
+        manager: of this rank.
+        max_units: units of the largest batch.
+        group: of the ranks of this replica group; None: the rank is alone in it.
+
+    Attributes:
+        passes: of the step, which have ended.
+    """
+
+    def __init__(self, manager: Manager, max_units: int, group: Optional[dist.ProcessGroup]) -> None:
+        self._manager = manager
+        self._max_units = max_units
+        self._group = group
+        self._total: Optional[ExactSum] = None  # until the models are known
+        self._models: tuple[Any, ...] = ()
+        self._saved: Optional[Mapping[str, Any]] = None  # scales that were loaded before
+        self._new: Optional[Mapping[str, Any]] = None  # those of a sum that was just made
+        self.begin_step()
+
+    # State
+
+    def state_dict(self) -> Optional[Mapping[str, Any]]:
+        """The scales that the next step begins with; None before the first one."""
+        return self._saved if self._total is None else self._total.state_dict()
+
+    def load_state_dict(self, state: Optional[Mapping[str, Any]]) -> None:
+        """Takes the scales of a peer or a checkpoint.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        self._saved = state
+        if self._total is not None:
+            assert self._new is not None
+            self._total.load_state_dict(self._new if state is None else state)
+
+    @property
+    def digest(self) -> str:
+        """Of the scales; those that no step has changed count for nothing, so it is the same before the first one."""
+        exponents = (self.state_dict() or {}).get("exponents", {})
+        text = repr(sorted((name, exponent) for name, exponent in exponents.items() if exponent != FINEST))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # A step
+
+    def begin_step(self) -> None:
+        """A step begins, whatever came of the one before: with the scales of the last committed one."""
+        if self._total is not None:
+            self._total.abandon()
+        self._outcome: Optional[Outcome] = None
+        self._error: Optional[Exception] = None
+        self.passes = 0
+        self._added = 0  # units of this pass
+
+    @contextlib.contextmanager
+    def accumulate(self, models: tuple[Any, ...], counted: bool, last: bool) -> Iterator[None]:
+        """Around forward and backward pass of a unit; with the last one of the pass, all is reduced."""
+        total = self._of(models)
+        if self._added == 0:
+            self._outcome = None
+            total.begin()
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                if hasattr(model, "no_sync"):
+                    stack.enter_context(model.no_sync())
+            yield
+        total.add(counted)
+        self._added += 1
+        if last:
+            self._added = 0
+            self.passes += 1
+            self._outcome = self._agree(self._reduce(total))
+
+    def trained(self, units: int) -> None:
+        """Raises RuntimeError unless so many units of this pass went through ``accumulate``."""
+        if self._outcome is None and self._added != units:
+            raise RuntimeError(f"reproducible_reduction=True: a unit was not trained; {_ACCUMULATE}")
+
+    def repeats(self) -> bool:
+        """Whether the units of the step come again, alike on all ranks of all groups that have the sum."""
+        return self._outcome is Outcome.REPEAT
+
+    def verify(self, units: int) -> None:
+        """Raises an error unless the gradients are those of a batch of so many units; after a heal was loaded."""
+        if self._error is not None:
+            raise self._error
+        if self._outcome is not Outcome.DONE or self._total is None:
+            raise PassFailed(f"reproducible_reduction=True: the step has no sum of gradients; {_ACCUMULATE}")
+        if self._total.units != units:
+            raise SamplesDiffer(f"{self._total.units} units were reduced, {units} belong to the batch")
+
+    def commit(self) -> None:
+        """The step is committed."""
+        if self._total is not None and self._outcome is Outcome.DONE:
+            self._total.commit()
+
+    # Parts of it
+
+    def _of(self, models: tuple[Any, ...]) -> ExactSum:
+        if self._total is None:
+            self._total = self._make(models)
+            self._models = models
+        elif len(models) != len(self._models) or any(a is not b for a, b in zip(models, self._models)):
+            raise ValueError(f"reproducible_reduction=True: accumulate() got other models; {_ACCUMULATE}")
+        return self._total
+
+    def _make(self, models: tuple[Any, ...]) -> ExactSum:
+        if not models:
+            raise ValueError(
+                "reproducible_reduction=True: accumulate() got no model, and does the reduction: give it the models "
+                "whose gradients the optimizer reads"
+            )
+        parameters: list[tuple[str, torch.nn.Parameter]] = []
+        for number, model in enumerate(models):
+            inner = model.module if hasattr(model, "no_sync") and hasattr(model, "module") else model
+            prefix = f"{number}." if len(models) > 1 else ""
+            parameters += [(prefix + name, parameter) for name, parameter in inner.named_parameters()]
+            if hasattr(model, "set_requires_gradient_sync") or any(isinstance(p, DTensor) for p in inner.parameters()):
+                raise ValueError(
+                    "reproducible_reduction=True takes plain models and DistributedDataParallel; a model of FSDP2, or "
+                    "of DTensors, adds its gradients in floating point within the group. Choose "
+                    "reproducible_reduction=False for it: weights are then those of one process but for rounding"
+                )
+        total = ExactSum(parameters, self._max_units)
+        self._new = total.state_dict()
+        if self._saved is not None:
+            total.load_state_dict(self._saved)
+        return total
+
+    def _reduce(self, total: ExactSum) -> Outcome:
+        if self._group is not None:
+            self._add_in_group(total.buffers, dist.ReduceOp.SUM)
+        if not self._manager._sum_integers(total.buffers):
+            return Outcome.FAILED
+        try:
+            complete = total.read()
+        except ScalesDiffer as e:  # in all groups alike, so nobody waits for this rank
+            self._error = e
+            return Outcome.FAILED
+        if complete:
+            return Outcome.DONE
+        if self.passes < _MOST_PASSES:
+            return Outcome.REPEAT
+        self._error = PassFailed(
+            f"the gradients of the same units did not fit in {_MOST_PASSES} passes: they differ from pass to pass; "
+            "random numbers (reproducible_rng=True) and kernels must be deterministic"
+        )
+        return Outcome.FAILED
+
+    def _agree(self, outcome: Outcome) -> Outcome:
+        """All ranks of the group make another pass, or none: they wait for each other in it."""
+        if self._group is None:
+            return outcome
+        assert self._total is not None
+        worst = torch.tensor([outcome], dtype=torch.int64, device=self._total.buffers[0].device)
+        self._add_in_group([worst], dist.ReduceOp.MAX)
+        if worst.item() == outcome:
+            return outcome
+        failure = PassFailed("another rank of this group did not get the sum of the step")
+        self._manager._report_collective_error(failure)  # other groups may be in the next pass
+        return Outcome.FAILED
+
+    def _add_in_group(self, tensors: list[torch.Tensor], op: Any) -> None:
+        assert self._group is not None
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        try:
+            for tensor in tensors:
+                self._group.allreduce([tensor], options).wait()
+        except Exception as e:
+            self._manager._report_collective_error(e)  # the other groups must not wait for this one
+            raise
+
+
+def group_of_ranks(
+    manager: Manager, data_world_size: int, given: Optional[dist.ProcessGroup]
+) -> Optional[dist.ProcessGroup]:
+    """The process group in which the ranks of a replica group add their integers; None for a rank that is alone.
+
+    Raises:
+        ValueError: there is none, it has other ranks, or ranks are parallel by model.
+    """
+    world_size = manager._settings.group_world_size
+    if data_world_size != world_size:
+        raise ValueError(
+            f"data_world_size is {data_world_size}, and the group has {world_size} ranks: with "
+            "reproducible_reduction=True all ranks of a group read different data; ranks that are parallel by model "
+            "need reproducible_reduction=False"
+        )
+    if world_size == 1:
+        return None
+    group = given
+    if group is None and dist.is_initialized() and dist.group.WORLD is not manager._pg:
+        group = dist.group.WORLD
+    if group is None or group.size() != world_size:
+        size = "there is none" if group is None else f"this one has {group.size()}"
+        raise ValueError(
+            f"reproducible_reduction=True needs a process group of the {world_size} ranks of the group, and {size}: "
+            "call init_process_group before, or give ElasticDataLoader data_group"
+        )
+    return group

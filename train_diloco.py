@@ -27,17 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from python.examples.parts import Events, int_from_env, positive, replica_process_group, sha256_of
 from torchft import Manager
 from torchft.local_sgd import DiLoCo
-from train_ddp import (
-    Events,
-    end_with_parent,
-    int_from_env,
-    pick_device,
-    positive,
-    replica_process_group,
-    sha256_of,
-)
+from train_ddp import end_with_parent, pick_device
 
 
 def main() -> None:

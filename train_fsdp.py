@@ -32,21 +32,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchft import DistributedSampler, Manager, Optimizer
-from torchft.device_mesh import ft_init_device_mesh
-from train_ddp import (
+from python.examples.parts import (
     Batches,
     Events,
     at_the_end,
-    end_with_parent,
     evaluate,
-    init_process_group_of_this_group,
     int_from_env,
     load_images,
-    pick_device,
     positive,
     replica_process_group,
 )
+from torchft import DistributedSampler, Manager, Optimizer
+from torchft.device_mesh import ft_init_device_mesh
+from train_ddp import end_with_parent, init_process_group_of_this_group, pick_device
 
 
 def main() -> None:

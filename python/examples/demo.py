@@ -2,22 +2,27 @@
 
 Starts a lighthouse and the replica groups, each its own torchrun of --script, follows the events they
 write, kills the last group with everything below it and starts it again (or with --kill rank only its
-last rank: torchrun then starts the group again), and checks that all groups end with the same weights.
-Ends with status 1 when they do not, or when anything else goes wrong.
+last rank: torchrun then starts the group again), and checks that all groups end with the same weights. For
+train_ddp.py it also counts the samples that these were trained on, and compares them with those of one process that
+trains on the same batches. Ends with status 1 when something is not as it should be, or when anything else goes wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import loss_curves
+from accounting import Samples, samples
 from replica_group import TRAIN_SCRIPT, Group
 
 from torchft.launch.job import tail
@@ -45,8 +50,9 @@ def main() -> int:
     try:
         with lighthouse(folder / "lighthouse.log", LIGHTHOUSE_OPTIONS) as address:
             kills = train(args, groups, address)
-        print_table(groups, kills)
-        check(groups)
+        proof = prove(args, groups, folder) if args.once else None
+        print_table(groups, kills, proof)
+        check(groups, proof)
         if args.plot:
             loss_curves.draw(groups, args.plot)
             print(f"the losses are drawn in {args.plot}")
@@ -69,7 +75,8 @@ def main() -> int:
 def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[float]:
     """Trains to the end with kills on the way. Returns when those were, by the wall clock."""
     # At the end the others go on until the killed group is back: the time limit is ours.
-    train_args = ["--steps", str(args.steps), "--overtime", "1000000", "--device", args.device, *args.train_args]
+    wait = [] if args.once else ["--overtime", "1000000"]
+    train_args = ["--steps", str(args.steps), *wait, "--device", args.device, *args.train_args]
     torchrun_args = ["--max_restarts", "1"] if args.kill == "rank" else []
     for group in groups:
         group.start(address, train_args, torchrun_args)
@@ -118,6 +125,47 @@ def time_to_kill(steps: list[int], kill_at: int, end: int, kills: int) -> bool:
     return all(kill_at <= step < latest for step in steps)
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What the weights of a job of train_ddp.py were trained on, and how far they are from those of one process."""
+
+    samples: Samples
+    difference: float
+    equal: bool
+    reproducible: bool
+
+    def rows(self) -> list[tuple[str, str]]:
+        exact = "equal bit for bit" if self.equal else f"{self.difference:.1e}"
+        return [
+            ("samples trained", str(self.samples.trained)),
+            ("samples trained twice", str(self.samples.twice)),
+            ("samples missed", str(self.samples.missed)),
+            ("weights, relative to one process", exact if self.reproducible else f"{self.difference:.1e}"),
+        ]
+
+    def problem(self) -> str | None:
+        if self.samples.twice or self.samples.missed:
+            return f"samples were trained twice ({self.samples.twice}) or missed ({self.samples.missed})"
+        if self.reproducible and not self.equal:
+            return f"the weights are not those of one process, bit for bit: {self.difference:.1e}"
+        return None
+
+
+def prove(args: argparse.Namespace, groups: list[Group], folder: Path) -> Proof:
+    """Trains on the same batches in one process, and compares."""
+    print("training on the same batches in one process", flush=True)
+    device = "cpu" if args.device == "late" else args.device
+    own = ["--steps", str(args.steps), "--device", device, *args.train_args, "--events", str(folder / "events")]
+    command = [sys.executable, str(TRAIN_SCRIPT.with_name("one_process.py")), *own]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=args.time_limit)
+    if done.returncode:
+        raise LaunchError(f"one process could not train on these batches: {done.stderr[-2000:]}")
+    one = json.loads(done.stdout.splitlines()[-1])
+    everybody = [event for group in groups for event in group.everything()]
+    counted = samples(groups[0].events, everybody, one["samples"], one["epochs"])
+    return Proof(counted, one["difference"], one["equal"], "--reproducible" in args.train_args)
+
+
 class Progress:
     """One line per group: updated in place on a terminal, printed now and then elsewhere."""
 
@@ -149,7 +197,7 @@ class Progress:
         return f"group {group.number} [{bar}] step {step:5d}/{self._steps}  {group.state}{overtime}"
 
 
-def print_table(groups: list[Group], kills: list[float]) -> None:
+def print_table(groups: list[Group], kills: list[float], proof: Proof | None = None) -> None:
     *survivors, victim = groups
     nothing = [""] * len(survivors)
     killed_at = kills[-1]
@@ -174,6 +222,10 @@ def print_table(groups: list[Group], kills: list[float]) -> None:
     print("\n" + " " * 34 + "".join(f"{f'group {group.number}':>12}" for group in groups))
     for name, cells in rows:
         print(f"{name:34}" + "".join(f"{cell:>12}" for cell in cells))
+    if proof:
+        print()
+        for name, cell in proof.rows():
+            print(f"{name:34}{cell:>24}")
     print("\nSHA-256 of the weights")
     for group in groups:
         for rank, end in enumerate(group.ends()):
@@ -184,8 +236,10 @@ def seconds(value: float | None) -> str:
     return "never" if value is None else f"{value:.2f} s"
 
 
-def check(groups: list[Group]) -> None:
-    """All ranks of all groups must hold the same weights, and the killed group must have healed."""
+def check(groups: list[Group], proof: Proof | None = None) -> None:
+    """All ranks of all groups must hold the same weights, and the killed group must have healed. With a proof, each
+    sample must have been trained on once an epoch.
+    """
     logs = [group.log for group in groups]
     ends = [end for group in groups for end in group.ends()]
     if any(end["event"] != "end" for end in ends):
@@ -194,15 +248,17 @@ def check(groups: list[Group]) -> None:
         raise LaunchError("the weights differ", *logs)
     if groups[-1].time_to_heal() is None:
         raise LaunchError("the killed group did not heal from another one", groups[-1].log)
+    if proof and (problem := proof.problem()):
+        raise LaunchError(problem, *logs)
     print("equal")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--script", type=Path, default=TRAIN_SCRIPT, help="what every rank runs")
+    parser.add_argument("--script", type=Path, default=TRAIN_SCRIPT, help="what every rank runs; default: train_ddp.py")
     parser.add_argument("--groups", type=int, default=2, help="replica groups, at least 2")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kill-at", type=int, help="step after which the last group is killed; a third of --steps")
     parser.add_argument("--kill-every", type=int, help="kill it again so many steps later, once it is back")
     parser.add_argument("--kill", choices=["group", "rank"], default="group", help="all of the last group, or a rank")
@@ -215,14 +271,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=170, help="seconds")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep logs and events here (must be new or empty)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)")
+    parser.add_argument("--reproducible", action="store_true", help="for train_ddp.py: end equal bit for bit")
     parser.add_argument("train_args", nargs="*", help="after --: further arguments for the script")
     args = parser.parse_args()
+    args.once = args.script == TRAIN_SCRIPT  # which trains on each sample once an epoch
+    if args.reproducible and not args.once:
+        parser.error("--reproducible is for train_ddp.py only")
+    if args.reproducible:
+        args.train_args.append("--reproducible")
+    elif args.once and args.device != "late":
+        args.train_args.append("--double")  # float32 hides differences of the order in its rounding
     if args.kill_at is None:
         args.kill_at = args.kill_every or args.steps // 3
     if args.device == "late":
         if args.script != TRAIN_SCRIPT:
             parser.error(f"--device late runs {TRAIN_SCRIPT.name} only, not --script {args.script}")
-        args.script = TRAIN_SCRIPT.parent / "tests" / "late" / "train.py"
+        args.script = TRAIN_SCRIPT.parents[2] / "tests" / "late" / "train.py"
     if args.groups < 2:
         parser.error(f"--groups must be at least 2, got {args.groups}: someone has to survive")
     if not args.script.is_file():

@@ -133,14 +133,15 @@ class Group:
 
 
 def train(steps: int, journal: Any) -> str:
-    """A rank's training, with the parts of train_ddp.py."""
+    """A rank's training, in the published style: a shard of the data for each rank."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
     from torchdata.stateful_dataloader import StatefulDataLoader
 
+    from python.examples.parts import Batches, at_the_end, average_in_group, int_from_env, load_images, sha256_of
     from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
-    from train_ddp import Batches, SmallCNN, at_the_end, average_in_group, int_from_env, load_images, sha256_of
+    from train_ddp import small_cnn
 
     group, groups = int_from_env("REPLICA_GROUP_ID"), int_from_env("NUM_REPLICA_GROUPS")
     rank, ranks = int_from_env("RANK"), int_from_env("WORLD_SIZE")
@@ -149,7 +150,7 @@ def train(steps: int, journal: Any) -> str:
     images, _ = load_images("digits", None)
     sampler = DistributedSampler(images, group, groups, group_rank=rank, num_replicas=ranks)
     batches = Batches(StatefulDataLoader(images, 32, sampler=sampler), sampler)
-    net = SmallCNN(1)
+    net = small_cnn(1)
     adam = torch.optim.Adam(net.parameters())
 
     def load_state(state: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchft.launch.group import ReplicaGroup
 
-TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train_ddp.py"
+TRAIN_SCRIPT = Path(__file__).resolve().parent / "train_demo.py"  # train_ddp.py, with events
 Event = dict[str, Any]
 
 
@@ -94,6 +94,8 @@ class Group:
                 self._take(json.loads(line))
 
     def _take(self, event: Event) -> None:
+        if event["event"] == "trained":  # for accounting.py
+            return
         self.events.append(event)
         if event["event"] == "start" and self.started < event["time"]:
             self.state = "starting again" if len(self.events) > 1 else "starting"
@@ -112,6 +114,10 @@ class Group:
     def step(self) -> int:
         """Committed steps so far."""
         return self.events[-1]["step"] if self.events else 0
+
+    def everything(self) -> list[Event]:
+        """The events of all ranks and lives."""
+        return [event for rank in range(self.nproc) for event in self._read(rank)]
 
     def ends(self) -> list[Event]:
         """The last event of every rank."""

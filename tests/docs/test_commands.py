@@ -152,10 +152,21 @@ def bash(script: str, folder: Path, environment: dict[str, str], seconds: float)
     return log.read_text()
 
 
+# train_ddp.py, which writes down what it does.
+FOLLOWED = "python/examples/train_demo.py --events events"
+
+
 def ends(folder: Path) -> list[dict[str, object]]:
     """The last event of the first rank of each of two groups."""
     logs = [(folder / "events" / f"group-{group}-rank-0.jsonl").read_text().splitlines() for group in range(2)]
     return [json.loads(lines[-1]) for lines in logs]
+
+
+def assert_equal_ends(said: str) -> None:
+    """Two groups ended, at the same step and with the same weights."""
+    ends = re.findall(r"^group (\d) rank 0 ended at (step \d+, sha256 of the weights [0-9a-f]{64})$", said, re.M)
+    (first, one), (second, other) = ends
+    assert {first, second} == {"0", "1"} and one == other
 
 
 @pytest.mark.slow  # the commands are those of test_train_ddp.py
@@ -169,12 +180,11 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
         f'{lighthouse.strip()} --bind 127.0.0.1:29510 &\n{first_group} & groups=$!\n{second_group} & groups+=" $!"\n',
         "29510",
     )
-    assert script.count("--steps 20000") == 2
-    # A group that is done goes on until the other one has its weights, however late that starts.
-    script = script.replace("--steps 20000", "--steps 20 --overtime 1000000 --events events")
-    bash(f"{activate}{script}for group in $groups; do wait $group; done", tmp_path, terminal, 250)
-    first, second = ends(tmp_path)
-    assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
+    assert script.count("--steps 20000") == 2 and script.count("--min_replicas 1") == 1
+    # Neither ends before the other one has started.
+    script = script.replace("--steps 20000", "--steps 20").replace("--min_replicas 1", "--min_replicas 2")
+    said = bash(f"{activate}{script}for group in $groups; do wait $group; done", tmp_path, terminal, 250)
+    assert_equal_ends(said)
 
 
 @pytest.mark.slow  # test_torchft_run.py and tests/unit/cli have each of them
@@ -286,7 +296,8 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
     needs("openssl", "curl", "bash")
     script = with_ports_of_our_own("\n".join(section("docs/operating.md", "Security")), "29510", "29511", "29512")
     assert script.count(" --steps 50 ") == 2
-    said = bash(script.replace(" --steps 50 ", " --steps 20 --events events "), tmp_path, environment, 250)
+    script = script.replace("train_ddp.py --steps 50 ", f"{FOLLOWED} --steps 20 ")
+    said = bash(script, tmp_path, environment, 250)
     assert re.search(r"Lighthouse listening on: https://", said), said
 
     status, _ = json.JSONDecoder().raw_decode(said[said.index("{\n") :])
@@ -317,7 +328,7 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
 
         def start(host: int, script: str) -> subprocess.Popen[bytes]:
             script = (settings + script).replace("10.0.0.1", hosts.addresses[0])
-            script = re.sub(r"--steps \d+", "--steps 20 --events events", script)
+            script = re.sub(r"train_ddp.py --steps \d+", f"{FOLLOWED} --steps 20", script)
             log = tmp_path / f"output-{len(started)}"
             # The first group waits for the second one as long as the test waits for both.
             env = {**environment, "TORCHFT_QUORUM_TIMEOUT_SEC": "200"}

@@ -5,29 +5,30 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
 import train_ddp  # noqa: E402
+from python.examples import parts, train_demo  # noqa: E402
 from tests.late import load  # noqa: E402
 
 late = load()
 from tests.late.group import ProcessGroupLate  # noqa: E402
 from tests.late.isolated import ProcessGroupBabyLate  # noqa: E402
 
-
-def replica_process_group(device: torch.device, isolated: bool) -> dist.ProcessGroup:
-    return (ProcessGroupBabyLate if isolated else ProcessGroupLate)(timeout=timedelta(seconds=20))
-
+TIMEOUT = timedelta(seconds=20)
 
 if __name__ == "__main__":
-    late.delays(int(train_ddp.int_from_env("REPLICA_GROUP_ID")), 0, 200)
+    late.delays(parts.int_from_env("REPLICA_GROUP_ID"), 0, 200)
     # One device in each process, whatever the script is told.
     sys.argv = ["cpu" if argument == "late" else argument for argument in sys.argv]
     train_ddp.pick_device = lambda name: torch.device("late:0")
-    train_ddp.replica_process_group = replica_process_group
-    train_ddp.main()
+    train_ddp.process_group = SimpleNamespace(  # type: ignore[assignment]
+        ProcessGroupGloo=lambda: ProcessGroupLate(timeout=TIMEOUT),
+        ProcessGroupBabyGloo=lambda: ProcessGroupBabyLate(timeout=TIMEOUT),
+    )
+    train_demo.main()

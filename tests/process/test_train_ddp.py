@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -12,20 +11,21 @@ from pathlib import Path
 
 import pytest
 from causes import SILENCE_MS
-from torch.utils.data import DistributedSampler
 from waiting import wait_for
 
 from torchft.coordination import LighthouseServer
+from torchft.data.position import Plan, Position
 from torchft.launch import process_tree
-from train_ddp import load_images
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python" / "examples"))
 
+from accounting import samples  # noqa: E402
 from replica_group import Event, Group  # noqa: E402
 
 # Generous: the processes of a job share two cores, and PyTorch takes seconds to import.
-ENOUGH_STEPS = ["--steps", "500", "--overtime", "1000000"]
+IMAGES = 1437
+ENOUGH_STEPS = ["--steps", "500"]
 
 
 @pytest.fixture
@@ -85,14 +85,9 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
     assert len({end["sha256"] for end in ends}) == 1
     assert len({end["step"] for end in ends}) == 1
 
-    # Every rank of every group has a shard of its own.
-    shards = [
-        {index for event in rank_events(group, tmp_path, rank)[:10] for index in event.get("indices", [])}
-        for group in groups
-        for rank in range(2)
-    ]
-    assert all(len(shard) > 100 for shard in shards)
-    assert len(set.union(*shards)) == sum(len(shard) for shard in shards)
+    everybody = [event for group in groups for event in group.everything()]
+    epochs = -(-500 // 23)
+    assert samples(groups[0].events, everybody, IMAGES, epochs) == (epochs * IMAGES, 0, 0)
 
 
 @pytest.mark.slow  # above torchrun restarts a worker, and test_train_parts has the order of the data
@@ -100,8 +95,9 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
 def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its_checkpoint_was(
     lighthouse: str, new_group: Callable[..., Group], tmp_path: Path
 ) -> None:
-    # Batches of 100 make an epoch 15 steps: no checkpoint lies at the end of one.
-    train_args = ["--batch-size", "100", "--checkpoint-every", "20", "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    # An epoch has 15 steps: no checkpoint lies at the end of one.
+    train_args = ["--batch-size", "100", "--micro-batch-size", "100"]
+    train_args += ["--checkpoint-every", "20", "--checkpoint-dir", str(tmp_path / "checkpoints")]
     group = new_group(0, 1)
     group.start(lighthouse, [*train_args, "--steps", "100000"])
     wait_for(lambda: group.step() >= 25, "25 steps", group)
@@ -115,7 +111,7 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
     killed_at = first_life[-1]["step"]
     assert [event["step"] for event in first_life] == list(range(1, killed_at + 1))
 
-    end_at = killed_at + 20
+    end_at = -(-(killed_at + 20) // 15) * 15
     group.start(lighthouse, [*train_args, "--steps", str(end_at)])
     wait_for(lambda: group.status == 0, "the end", group)
     start, *second_life, end = group.events[1 + killed_at :]
@@ -125,23 +121,18 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
     assert [event["step"] for event in second_life] == list(range(resumed_at + 1, end_at + 1))
 
     # What had been trained on after the checkpoint is trained on again, and nothing is left out.
-    seen = [event["indices"] for event in first_life[:resumed_at] + second_life]
-    assert seen == batches_in_order(len(seen), batch_size=100)
-    after_the_checkpoint = first_life[resumed_at:]
-    for event, again in zip(after_the_checkpoint, second_life):
-        assert event["indices"] == again["indices"]
+    trained = [event["indices"] for event in group.everything() if event["event"] == "trained"]
+    lives = trained[:resumed_at], trained[-len(second_life) :]
+    assert [*lives[0], *lives[1]] == batches_in_order(end_at, batch_size=100)
+    for event, again in zip(first_life[resumed_at:], second_life):
+        assert (event["epoch"], event["batch"]) == (again["epoch"], again["batch"])
         assert event["loss"] == pytest.approx(again["loss"], rel=1e-3)  # the same model, too
 
 
 def batches_in_order(count: int, batch_size: int) -> list[list[int]]:
-    """The first batches of an undisturbed run: whole epochs in the order of PyTorch's sampler."""
-    images, _ = load_images("digits", None)
-    sampler = DistributedSampler(images, num_replicas=1, rank=0, seed=0)
-    batches: list[list[int]] = []
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        order = list(sampler)
-        batches += [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-        if len(batches) >= count:
-            return batches[:count]
-    raise AssertionError("unreachable")
+    """The first batches of an undisturbed run."""
+    plan, position, found = Plan(IMAGES, batch_size, batch_size, epochs=count), Position(), []
+    for _ in range(count):
+        found.append(list(plan.share(position, 0, 1).units[0].indices))
+        position = plan.advance(position)
+    return found

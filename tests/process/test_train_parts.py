@@ -1,4 +1,4 @@
-"""The parts of train_ddp.py that need no job: its data, the end of a run, its settings."""
+"""The parts of the training scripts that need no job: their data, the end of a run, its settings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import train_ddp
+from python.examples import parts
 from torchft import Manager
 
 
@@ -60,7 +61,7 @@ def cifar10(tmp_path: Path) -> Path:
 
 def test_cifar10_is_read_from_its_files(cifar10: Path) -> None:
     for folder in (cifar10, cifar10 / "cifar-10-batches-py"):
-        train, test = train_ddp.load_images("cifar10", folder)
+        train, test = parts.load_images("cifar10", folder)
         pixels, labels, indices = train.tensors
         assert pixels.shape == (10, 3, 32, 32) and pixels.dtype == torch.float32
         assert labels.tolist() == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
@@ -69,7 +70,7 @@ def test_cifar10_is_read_from_its_files(cifar10: Path) -> None:
         assert pixels[:, 1, 0, 31].tolist() == [-1.0] * 10
         assert pixels[0, 2, 5, 5] == pytest.approx(51 / 255 * 2 - 1)
         assert test.tensors[1].tolist() == [7, 8, 9]
-        assert train_ddp.SmallCNN(channels=3)(pixels).shape == (10, 10)
+        assert train_ddp.small_cnn(channels=3)(pixels).shape == (10, 10)
 
 
 def test_a_file_of_cifar10_cannot_run_code(cifar10: Path) -> None:
@@ -79,18 +80,18 @@ def test_a_file_of_cifar10_cannot_run_code(cifar10: Path) -> None:
 
     (cifar10 / "cifar-10-batches-py" / "data_batch_3").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(pickle.UnpicklingError, match=r"posix.system does not belong in a CIFAR-10 file"):
-        train_ddp.load_images("cifar10", cifar10)
+        parts.load_images("cifar10", cifar10)
 
 
 def test_missing_files_of_cifar10_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--data-dir: .*data_batch_1 is missing"):
-        train_ddp.load_images("cifar10", tmp_path)
+        parts.load_images("cifar10", tmp_path)
     with pytest.raises(ValueError, match="--data cifar10 needs --data-dir"):
-        train_ddp.load_images("cifar10", None)
+        parts.load_images("cifar10", None)
 
 
 def test_digits_are_real_images_with_every_fifth_held_out() -> None:
-    train, test = train_ddp.load_images("digits", None)
+    train, test = parts.load_images("digits", None)
     assert len(train) == 1437 and len(test) == 360
     pixels, labels, _ = train.tensors
     assert pixels.shape == (1437, 1, 8, 8)
@@ -113,14 +114,14 @@ def test_groups_leave_together(step: int, participants: int, ends: bool, why: st
     manager = SimpleNamespace(
         current_step=lambda: step, num_participants=lambda: participants, is_participating=lambda: True
     )
-    assert train_ddp.at_the_end(cast(Manager, manager), steps=100, overtime=10, groups=2) is ends, why
+    assert parts.at_the_end(cast(Manager, manager), steps=100, overtime=10, groups=2) is ends, why
 
 
 @pytest.mark.parametrize("step", [100, 110])
 def test_a_group_that_heals_does_not_leave(step: int) -> None:
     """It has the step of the others already, but not yet their weights."""
     manager = SimpleNamespace(current_step=lambda: step, num_participants=lambda: 2, is_participating=lambda: False)
-    assert not train_ddp.at_the_end(cast(Manager, manager), steps=100, overtime=10, groups=2)
+    assert not parts.at_the_end(cast(Manager, manager), steps=100, overtime=10, groups=2)
 
 
 @pytest.mark.parametrize("value", [None, "", "one", "-1", "1.5"])
@@ -129,20 +130,4 @@ def test_a_bad_group_number_is_named(value: str | None, monkeypatch: pytest.Monk
     if value is not None:
         monkeypatch.setenv("REPLICA_GROUP_ID", value)
     with pytest.raises(ValueError, match=f"REPLICA_GROUP_ID must be an integer of at least 0, got {value!r}"):
-        train_ddp.int_from_env("REPLICA_GROUP_ID")
-
-
-def test_a_checkpoint_appears_whole_and_replaces_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited = []
-    monkeypatch.setattr(train_ddp.dist, "barrier", lambda: waited.append(sorted(p.name for p in tmp_path.iterdir())))
-    assert train_ddp.load_checkpoint(tmp_path, rank=0) is None
-    for step in (9, 10):
-        train_ddp.save_checkpoint(tmp_path, step, 0, {"manager": {"step": step}, "weights": torch.ones(2) * step})
-    # While some ranks may still be writing, the checkpoint before is there, and no half of a new one.
-    assert waited == [["partial"], ["partial", "step-9"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
-    loaded = train_ddp.load_checkpoint(tmp_path, rank=0)
-    assert loaded is not None
-    assert loaded["manager"] == {"step": 10} and loaded["weights"].tolist() == [10, 10]
+        parts.int_from_env("REPLICA_GROUP_ID")

@@ -1,0 +1,43 @@
+"""Which samples the weights of a job were trained on, from the events of its groups. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Event = dict[str, Any]
+
+
+class Samples(NamedTuple):
+    """Over all epochs: how often samples were trained on, more than once an epoch, and not at all in an epoch."""
+
+    trained: int
+    twice: int
+    missed: int
+
+
+def samples(survivor: Sequence[Event], everybody: Sequence[Event], length: int, epochs: int) -> Samples:
+    """Counts what is in the weights that a job ended with.
+
+    A step is in them in the quorum in which it was committed: by the survivor, or by another group, from which the
+    survivor has it then by a heal. What counts is what all groups added in that quorum, also one that was killed after
+    its vote.
+
+    Args:
+        survivor: events of a rank that was there to the last step.
+        everybody: events of all ranks of all groups.
+        length: of the dataset.
+        epochs: of the job.
+    """
+    commits = [event for event in [*everybody, *survivor] if event["event"] == "commit"]
+    quorum_of = {event["step"] - 1: event["quorum"] for event in commits}  # the survivor's come last, and win
+    counts: dict[int, Counter[int]] = defaultdict(Counter)
+    for event in everybody:
+        if event["event"] == "trained" and quorum_of.get(event["step"]) == event["quorum"]:
+            counts[event["epoch"]].update(event["indices"])
+    return Samples(
+        trained=sum(each.total() for each in counts.values()),
+        twice=sum(times - 1 for each in counts.values() for times in each.values()),
+        missed=epochs * length - sum(len(each) for each in counts.values()),
+    )

@@ -1,0 +1,79 @@
+"""What one process makes of the batches of a job of train_demo.py, and how far the job's weights are from that.
+
+    python python/examples/one_process.py OPTIONS --events DIR
+
+OPTIONS are those of the job. It trains without groups, in a plain loop over the same units, and prints a line of JSON:
+samples and epochs of the job, and the largest difference of a tensor's weights, relative to the largest of that tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import torch
+import train_demo  # finds the next one
+from torch import nn
+
+import train_ddp
+from torchft.data.exact_sum import ExactSum
+from torchft.data.position import Plan, Position
+
+
+def main() -> None:
+    options, rest = train_demo.parse_args()
+    sys.argv = [sys.argv[0], *rest]
+    args = train_ddp.parse_args()
+    train_demo.use(options)
+    net, plan = train(args)
+    found = [torch.load(path, "cpu", weights_only=True) for path in sorted(options.events.glob("group-*-rank-*.pt"))]
+    weights = {name: value.cpu() for name, value in net.state_dict().items()}
+    difference = max((relative(weights, other) for other in found), default=math.nan)
+    equal = all(torch.equal(weights[name], other[name]) for other in found for name in weights)
+    print(json.dumps({"samples": plan.length, "epochs": plan.epochs, "difference": difference, "equal": equal}))
+
+
+def train(args: Any) -> tuple[nn.Module, Plan]:
+    """The loop of train_ddp.py over whole batches, with nothing of torchft but their order."""
+    device = train_ddp.pick_device(args.device)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    images = train_ddp.load_images()
+    net = train_ddp.small_cnn(images.tensors[0].shape[1]).to(device)
+    adam = torch.optim.Adam(net.parameters(), lr=1e-3)
+    epochs = math.ceil(args.steps / math.ceil(len(images) / args.batch_size))
+    plan = Plan(len(images), args.batch_size, args.micro_batch_size, epochs=epochs)
+    total = (
+        ExactSum(net.named_parameters(), -(-args.batch_size // args.micro_batch_size)) if args.reproducible else None
+    )
+    pixels, labels = (part.to(device) for part in images.tensors)
+    position = Position()
+    while position != plan.end:
+        units = plan.share(position, 0, 1).units
+        adam.zero_grad()
+        done = False
+        while not done:
+            if total is not None:
+                total.begin()
+            for unit in units:
+                loss = train_ddp.criterion(net(pixels[list(unit.indices)]), labels[list(unit.indices)])
+                (loss * unit.weight).backward()
+                if total is not None:
+                    total.add()
+            done = total is None or total.read(len(units))
+        adam.step()
+        if total is not None:
+            total.commit()
+        position = plan.advance(position)
+    return net, plan
+
+
+def relative(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of an element, relative to the largest of its tensor."""
+    return max(((ours[name] - other[name]).abs().max() / ours[name].abs().max()).item() for name in ours)
+
+
+if __name__ == "__main__":
+    main()

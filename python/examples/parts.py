@@ -1,0 +1,176 @@
+"""What the examples share beside train_ddp.py: data, shards, an end of their own, and events for the demo to follow."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchft import DistributedSampler, Manager
+from train_ddp import load_images as load_digits
+
+
+def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool:
+    """Whether the job ends with the weights of this quorum, which has been asked for already.
+
+    The decision belongs to the quorum: whoever is in it sees the same step and the same number of
+    groups that are up to date, so all leave together and with the same weights. While a group is
+    missing or behind, the others train on for at most `overtime` steps, so that it finds someone
+    to heal from.
+    """
+    if manager.current_step() < steps:
+        return False
+    up_to_date = manager.num_participants()  # waits for the quorum
+    if not manager.is_participating():
+        return False  # this group is behind: it has the step of the others, and their weights after one step more
+    return up_to_date >= groups or manager.current_step() >= steps + overtime
+
+
+def average_in_group(net: nn.Module) -> None:
+    """Averages the gradients over the ranks of this replica group.
+
+    torchft averages over the groups, each rank with the ranks of its number. A rank that dies here
+    makes this raise: torchrun then restarts the whole group, and the group heals.
+    """
+    if dist.get_world_size() == 1:
+        return
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads])):
+        grad.copy_(mean.view_as(grad))
+
+
+class Batches(Iterator[list[Tensor]]):
+    """The batches of this rank's shard, epoch after epoch, with the place in them as state."""
+
+    def __init__(self, loader: StatefulDataLoader, sampler: DistributedSampler) -> None:
+        self._loader = loader
+        self._sampler = sampler
+        self._epoch = 0
+        self._rest: Iterator[list[Tensor]] | None = None
+
+    def __next__(self) -> list[Tensor]:
+        while True:
+            if self._rest is None:
+                self._sampler.set_epoch(self._epoch)  # another order in every epoch
+                self._rest = iter(self._loader)
+            for batch in self._rest:
+                return batch
+            self._epoch, self._rest = self._epoch + 1, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch = state["epoch"]
+        self._loader.load_state_dict(state["loader"])
+
+
+def load_images(data: str, folder: Path | None) -> tuple[TensorDataset, TensorDataset]:
+    """Training and held-out images: (pixels in [-1, 1], class, index of the image)."""
+    if data == "cifar10":
+        if folder is None:
+            raise ValueError("--data cifar10 needs --data-dir, the folder with the files of cifar-10-batches-py")
+        return read_cifar10(folder, train=True), read_cifar10(folder, train=False)
+    return numbered(*load_digits().tensors), numbered(*load_digits(held_out=True).tensors)
+
+
+def numbered(pixels: Tensor, labels: Tensor) -> TensorDataset:
+    return TensorDataset(pixels, labels, torch.arange(len(labels)))
+
+
+def read_cifar10(folder: Path, train: bool) -> TensorDataset:
+    """Reads the unpacked python version of CIFAR-10 (the folder cifar-10-batches-py, or its parent)."""
+    inner = folder / "cifar-10-batches-py"
+    folder = inner if inner.is_dir() else folder
+    paths = [folder / f"data_batch_{i}" for i in range(1, 6)] if train else [folder / "test_batch"]
+    batches = []
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"--data-dir: {path} is missing; expected the files of cifar-10-batches-py")
+        with path.open("rb") as file:
+            batches.append(ArrayUnpickler(file, encoding="bytes").load())
+    pixels = np.concatenate([batch[b"data"] for batch in batches])
+    labels = np.concatenate([batch[b"labels"] for batch in batches])
+    scaled = torch.from_numpy(pixels).view(-1, 3, 32, 32).to(torch.get_default_dtype()) / 255 * 2 - 1
+    return numbered(scaled, torch.from_numpy(labels).long())
+
+
+OF_ARRAYS = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+}
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Reads numpy arrays and plain values, and refuses whatever else a pickle could run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in OF_ARRAYS:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong in a CIFAR-10 file")
+        return super().find_class(module, name)
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, images: TensorDataset, device: torch.device) -> float:
+    """The share of images whose class is found."""
+    pixels, labels, _ = images.tensors
+    guesses = torch.cat([net(part.to(device)).argmax(1).cpu() for part in pixels.split(500)])
+    return (guesses == labels).float().mean().item()
+
+
+def sha256_of(net: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in net.parameters())).hexdigest()
+
+
+class Events:
+    """Appends JSON lines to folder/group-G-rank-R.jsonl, for a program that follows the training."""
+
+    def __init__(self, folder: Path | None, group: int, rank: int) -> None:
+        self._path = folder and folder / f"group-{group}-rank-{rank}.jsonl"
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, event: str, **fields: object) -> None:
+        """time is the wall clock, in seconds."""
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+
+
+def replica_process_group(device: torch.device, isolated: bool) -> Any:
+    """The group that spans the replica groups; isolated ones run in a process that can be killed."""
+    from torchft import process_group
+
+    backend = "NCCL" if device.type == "cuda" else "Gloo"
+    return getattr(process_group, f"ProcessGroup{'Baby' if isolated else ''}{backend}")()
+
+
+def int_from_env(name: str) -> int:
+    value = os.environ.get(name)
+    if value is None or not value.isdecimal():
+        raise ValueError(f"environment variable {name} must be an integer of at least 0, got {value!r}")
+    return int(value)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

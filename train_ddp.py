@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> nn.Module:
         min_replica_size=1,
         replica_id=f"train_ddp_{group}",
         timeout=timedelta(seconds=args.timeout),
-        **({"reproducible_reduction": True} if args.reproducible else {}),  # type: ignore
+        reproducible_reduction=args.reproducible,
     )
     model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, adam)
     loader = ElasticDataLoader(

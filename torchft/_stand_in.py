@@ -27,6 +27,16 @@ def adds_gradients(manager: Any) -> bool:
     return _call(manager, "_adds_gradients") is True
 
 
+def steps_by_itself(manager: Any, local_steps: object) -> None:
+    """Groups train on their own between two steps of the Manager."""
+    _call(manager, "_attach_local_steps", local_steps)
+
+
+def inner_step_ended(manager: Any) -> None:
+    """Those of :func:`steps_by_itself` have done a step of their optimizer."""
+    _call(manager, "_inner_step_ended")
+
+
 def had_quorum(manager: Any) -> bool:
     """Whether the process group has had peers; a stand-in's always has."""
     return getattr(manager, "_quorum_id", None) != -1

@@ -32,7 +32,7 @@ from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
 from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
 from torchft._manager.loader import NAME as LOADER
-from torchft._manager.loader import BatchCheck, BatchDiffers, Loader, lines
+from torchft._manager.loader import AverageCheck, BatchCheck, BatchDiffers, Loader, LocalSteps, lines
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.ranges import ranged
@@ -92,11 +92,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-_LOCAL_STEPS = (
-    f"LocalSGD and DiLoCo exclude {LOADER}: their groups step by themselves between two quorums, so no batch is one of "
-    "all groups. Use torchft.data.DistributedSampler with them"
-)
 
 CommitHook = Callable[[int, bool, int], None]
 
@@ -234,7 +229,9 @@ class Manager(Stateful):
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
         self._layout: Optional[List[str]] = None  # what is reduced, a line for each tensor
-        self._batches: Optional[BatchCheck] = None  # of the loader, if there is one
+        self._loader: Optional[Loader] = None
+        self._batches: Optional[BatchCheck] = None  # of the loader
+        self._local_steps: Optional[LocalSteps] = None  # LocalSGD or DiLoCo
         self._has_left = False
         self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         self._logger = _ManagerLogger(self, self._replica_id, self._group_rank, Reports(self._server.say))
@@ -383,7 +380,7 @@ class Manager(Stateful):
     def _loader_began(self) -> bool:
         """Whether the step that runs was begun by the loader, and nothing has been reduced in it."""
         step = self._current
-        return self._batches is not None and self._round is not None and step.undecided and not len(step.collectives)
+        return self._adds_gradients() and self._round is not None and step.undecided and not len(step.collectives)
 
     def _heal_before_step(self) -> None:
         step = self._current
@@ -529,8 +526,8 @@ class Manager(Stateful):
                 f"{what}: reproducible_reduction=True is for DistributedDataParallel and plain models, whose groups "
                 "reduce in each step; choose reproducible_reduction=False"
             )
-        if self._batches is not None and what != LOADER:
-            raise ValueError(f"{what}: {_LOCAL_STEPS}")
+        if self._adds_gradients() and what != LOADER:
+            raise ValueError(f"{what}: with an {LOADER} gradients are added; averages are for LocalSGD and DiLoCo")
         self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
         self._peers.announce_layout(digest(self._layout), "\n".join(self._layout))
 
@@ -608,13 +605,13 @@ class Manager(Stateful):
         work = _ManagedWork(self, reduction, tensor, step.collectives.failed)
         step.collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end
-        if reduce_op == ReduceOp.AVG and step.participants > 1 and self._batches is None:
+        if reduce_op == ReduceOp.AVG and step.participants > 1 and not self._adds_gradients():
             work.on_success(partial(tensor.div_, step.participants))
         return work
 
     def _compare_batches(self, batches: BatchCheck, step: Step, device: torch.device) -> None:
         """Reduces what tells whether all train on the same batch, before the first tensor of a quorum."""
-        if step.plan is None or not batches.is_due(step.plan.quorum_id):
+        if step.plan is None or not batches.is_due(step):
             return
         sums = batches.words(step.plan, device)
         batches.begun(sums, self._reduce(sums, ReduceOp.SUM, False))
@@ -623,7 +620,7 @@ class Manager(Stateful):
 
     def _adds_gradients(self) -> bool:
         """Whether gradients are weighted, so that a sum over groups is not divided."""
-        return self._batches is not None
+        return self._loader is not None and self._local_steps is None
 
     def _attach_loader(self, loader: Loader) -> None:
         """All groups of the job train on the units of such loaders, whose losses are weighted: see _manager/loader.py.
@@ -641,12 +638,32 @@ class Manager(Stateful):
                 "failed, and the loader gives them again. Choose replay_failed_step=False (and "
                 "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else torchft.data.DistributedSampler"
             )
-        if self._layout is not None:
-            raise ValueError(_LOCAL_STEPS)
-        self._batches = BatchCheck(loader)
-        self._planner.heal_first = self._init_sync
+        if self._layout is not None and self._local_steps is None:
+            raise ValueError(f"what is averaged was registered before; with an {LOADER} gradients are added")
+        self._loader = loader
+        self._check_data()
         setting = f"reproducible_reduction={self._settings.reproducible_reduction}"
         self.register_layout(LOADER, [*lines(loader.stamp), setting])
+
+    def _attach_local_steps(self, local_steps: LocalSteps) -> None:
+        """Groups train on their own between two steps of this Manager, which are averages."""
+        self._local_steps = local_steps
+        self._check_data()
+
+    def _check_data(self) -> None:
+        """Sets what is compared, as soon as it is known whether gradients are added, or weights averaged."""
+        if self._loader is None:
+            return
+        if self._local_steps is None:
+            self._batches = BatchCheck(self._loader)
+        else:
+            self._batches = AverageCheck(self._loader)
+            self._loader.steps_by_itself(self._local_steps)
+        self._planner.heal_first = self._init_sync and self._local_steps is None
+
+    def _inner_step_ended(self) -> None:
+        if self._loader is not None:
+            self._loader.inner_step_ended()
 
     def _begin_batch(self) -> Plan:
         """Begins a step, if it has not begun, and waits until it is known who takes part in it. A heal goes on."""

@@ -118,7 +118,7 @@ class Watch:
 
             def _read(self, *of: Any) -> Any:  # type: ignore[override]
                 unit = super()._read(*of)
-                watch._indices += unit.indices if unit.weight else ()
+                watch._indices += unit.indices if unit.weight and not unit.repeated else ()
                 return unit
 
         class Optimizer(torchft.Optimizer):

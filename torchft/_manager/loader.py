@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 NAME = "ElasticDataLoader"
 
 
+class LocalSteps(Protocol):
+    """LocalSGD or DiLoCo, as a loader sees it."""
+
+    keeps_own_weights: bool
+
+    @property
+    def entered(self) -> bool: ...
+
+    def synchronise(self) -> None: ...
+
+
 class Loader(Protocol):
     """What the Manager asks of a loader."""
 
@@ -37,6 +48,22 @@ class Loader(Protocol):
     @property
     def digest(self) -> str:
         """64 bits in hex of what all groups must have alike: the stamp, and what else is state of its sums."""
+        ...
+
+    def send_samples(self) -> int:
+        """LocalSGD and DiLoCo: an average begins; gives the samples of this rank that are in it."""
+        ...
+
+    def samples_averaged(self, counted: int) -> None:
+        """LocalSGD and DiLoCo: so many samples are in the average, if it is committed."""
+        ...
+
+    def steps_by_itself(self, local_steps: LocalSteps) -> None:
+        """Groups train on their own between two averages."""
+        ...
+
+    def inner_step_ended(self) -> None:
+        """They have done a step of their optimizer."""
         ...
 
     def verify(self) -> None:
@@ -69,9 +96,9 @@ class BatchCheck:
         self._sums: Optional[torch.Tensor] = None
         self._work: Optional[_ManagedWork] = None
 
-    def is_due(self, quorum_id: int) -> bool:
-        """Whether this quorum has not been compared, in this step or an earlier one."""
-        return self._checked != quorum_id
+    def is_due(self, step: Step) -> bool:
+        """Whether the quorum has not been compared, in this step or an earlier one."""
+        return step.plan is not None and self._checked != step.plan.quorum_id
 
     def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
         """What this rank adds to the reduction; a group that does not take part adds zeros in its place."""
@@ -106,7 +133,10 @@ class BatchCheck:
                 f"{here.batch} of epoch {here.epoch}, with {_settings(here)}",
                 gives_way=not step.healing and step.plan is not None and not step.plan.leads,
             )
-        expected = self._loader.share(None, step.participants).expected
+        self._expect(samples, step.participants)
+
+    def _expect(self, samples: int, participants: int) -> None:
+        here, expected = self._loader.stamp, self._loader.share(None, participants).expected
         if samples != expected:
             raise BatchDiffers(
                 f"batch {here.batch} of epoch {here.epoch}: {samples} samples were reduced, {expected} belong to it"
@@ -116,6 +146,26 @@ class BatchCheck:
         """Two halves of 32 bits: their sums over any number of groups fit into 64."""
         digest = self._loader.digest
         return int(digest[:8], 16), int(digest[8:], 16)
+
+
+class AverageCheck(BatchCheck):
+    """The same for LocalSGD and DiLoCo, in each of their averages: how many samples are in it, and whether groups are
+    at the same position.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__(loader)
+        self._step: Optional[Step] = None
+
+    def is_due(self, step: Step) -> bool:
+        due, self._step = self._step is not step, step
+        return due
+
+    def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
+        return torch.tensor([self._loader.send_samples(), *self._digest()], dtype=torch.int64, device=device)
+
+    def _expect(self, samples: int, participants: int) -> None:
+        self._loader.samples_averaged(samples)
 
 
 def lines(stamp: Stamp) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import random
 import sys
 import time
@@ -21,13 +22,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
+from torchft.data.local_steps import Account
 from torchft.data.position import Plan, Position, Share, Stamp
 from torchft.data.position import Unit as PlannedUnit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from torchft._manager.loader import LocalSteps
     from torchft.manager import Manager
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 STATE_KEY = "torchft.data"  # of the position in the state that a group heals with
 
@@ -141,8 +146,9 @@ class ElasticDataLoader:
     again, cut anew. All groups of a job have such a loader with the same settings; the gradients of a step are the sum
     over groups, which is not divided, because each loss is multiplied by ``unit.weight``.
 
-    Make it before the first step. Of LocalSGD, DiLoCo and ``replay_failed_step`` it is refused: with those, samples are
-    lost, or counted by nobody.
+    Make it before the first step. With ``replay_failed_step`` it is refused: a replay lacks samples. With LocalSGD and
+    DiLoCo a step of the loader is one of the inner optimizer, which is never repeated, and samples may be lost:
+    :attr:`lost` counts them.
 
     Args:
         manager: of this rank.
@@ -202,6 +208,7 @@ class ElasticDataLoader:
         self._data_rank = settings.group_rank if data_rank is None else data_rank
         self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
         self._factor = self._data_world_size if reduction_in_group == "mean" else 1
+        self._scale = 1.0  # of LocalSGD and DiLoCo, whose groups do not add their gradients
         self._reproducible_rng = reproducible_rng
         self.share(None, 1)  # refuses a data rank that is out of range
         self._exact: Optional[ReproducibleSum] = None
@@ -215,6 +222,10 @@ class ElasticDataLoader:
         self._dataloader = DataLoader(read, batch_sampler=self._batches, **dataloader)
         self._prefetcher = Prefetcher(self._start_reading)
         self._forecast: Optional[tuple[_Membership, Position]] = None  # its next step
+        self._account = Account()  # of LocalSGD's or DiLoCo's inner steps
+        self._local_steps: Optional[LocalSteps] = None
+        self._counted = 0
+        self._inner_step: Optional[Share] = None  # that has begun and not ended
         manager._attach_loader(self)
         manager.register_state_dict_fn(STATE_KEY, self.load_state_dict, self.state_dict)
         manager.register_commit_hook(self._decided)
@@ -243,6 +254,8 @@ class ElasticDataLoader:
         same, and a job may go on from it with any number of them.
         """
         state: dict[str, Any] = dict(self._plan.save(self._position))
+        if self._local_steps is not None:
+            state["samples"] = self._account.save()
         if self._exact is not None:
             state["scales"] = self._exact.state_dict()
         return state
@@ -255,6 +268,8 @@ class ElasticDataLoader:
             ValueError: with ``reproducible_reduction``: it is of another model.
         """
         position = self._plan.load(state_dict)
+        if "samples" in state_dict:
+            self._account.load(state_dict["samples"])
         if self._exact is not None:
             self._exact.load_state_dict(state_dict.get("scales"))
         self._position = position
@@ -281,7 +296,9 @@ class ElasticDataLoader:
             self._exact.verify(self._plan.num_units(self._position))
 
     def _decided(self, step: int, committed: bool, participants: int) -> None:
-        if committed:
+        if self._local_steps is not None:
+            self._average_decided(self._local_steps, committed)
+        elif committed:
             if self._exact is not None:
                 self._exact.commit()
             self._position = self._plan.advance(self._position)
@@ -298,6 +315,8 @@ class ElasticDataLoader:
             StopIteration: the job is at its end, in all groups; or this group is drained.
             TimeoutError: the job is at its end, and other groups have not healed to it in time.
         """
+        if self._local_steps is not None:
+            return self._next_inner(self._local_steps)
         manager = self._manager
         if manager.draining():
             self._end()
@@ -326,6 +345,73 @@ class ElasticDataLoader:
         self._prefetcher.close()
         self._forecast = None
         raise StopIteration
+
+    # Steps of LocalSGD and DiLoCo: those of their inner optimizer
+
+    @property
+    def lost(self) -> int:
+        """With LocalSGD and DiLoCo: samples of batches that have passed, and are in no weights that groups share. Of
+        this data rank, over all groups.
+        """
+        return self._account.lost
+
+    @property
+    def committed(self) -> int:
+        """With LocalSGD and DiLoCo: samples of those batches that are in them."""
+        return self._account.committed
+
+    def steps_by_itself(self, local_steps: LocalSteps) -> None:
+        """LocalSGD or DiLoCo has been made for the Manager of this loader."""
+        self._local_steps = local_steps
+
+    def send_samples(self) -> int:
+        """An average begins; gives the samples of this rank that are in it."""
+        return self._account.send()
+
+    def samples_averaged(self, counted: int) -> None:
+        """So many samples are in the average, over all groups; it is not decided on."""
+        self._counted = counted
+
+    def inner_step_ended(self) -> None:
+        """The inner optimizer has stepped."""
+        if self._inner_step is not None:
+            self._account.trained(self._inner_step.samples, self._inner_step.expected)
+            self._position = self._plan.advance(self._position)
+            self._inner_step = None
+
+    def _average_decided(self, local_steps: LocalSteps, committed: bool) -> None:
+        lost = self._account.lost
+        if committed:
+            self._account.averaged(self._counted)
+        else:
+            self._account.failed(local_steps.keeps_own_weights)
+        level = logging.WARNING if self._account.lost > lost else logging.INFO
+        where = f"epoch {self._position.epoch}, batch {self._position.batch}"
+        logger.log(level, "%s: inner steps so far: %s", where, self._account)
+
+    def _next_inner(self, local_steps: LocalSteps) -> Step:
+        """The share of this group as its last quorum was: no other is asked for."""
+        manager = self._manager
+        if not local_steps.entered:
+            raise RuntimeError(f"steps are taken inside of `with {type(local_steps).__name__}(...)` only")
+        if manager._current.plan is None:
+            local_steps.synchronise()  # who is there, and the weights and the position of those who are
+        plan = manager._current.plan
+        assert plan is not None
+        if manager.draining() or self._position == self._plan.end:
+            self._account.failed(kept=False)  # there will be no average with them
+            self._end()
+        membership = _Membership(plan.replica_rank, plan.replica_world_size)
+        share = self.share(*membership)
+        of_group = sum(
+            self._plan.share(share.position, *membership, rank, self._data_world_size).samples
+            for rank in range(self._data_world_size)
+        )
+        # The mean over the samples of the group.
+        self._scale = self._plan.batch_size(share.position) / max(1, of_group)
+        self._expect(membership, share)
+        self._inner_step = share
+        return Step(self, share, membership)
 
     # Reading
 
@@ -362,7 +448,7 @@ class ElasticDataLoader:
             self._forecast = None
             raise failure from e
         seed = self._seed(key) if self._reproducible_rng else None
-        return Unit(data, unit, unit.weight * self._factor, seed, self._exact)
+        return Unit(data, unit, unit.weight * self._factor * self._scale, seed, self._exact)
 
     def _seed(self, key: Key) -> int:
         text = f"torchft.data rng 1: {self._plan.seed}, {key.position.epoch}, {key.position.batch}, {key.unit}"

@@ -146,6 +146,10 @@ class DiLoCo(InnerSteps):
         for fragment in self._fragments:
             fragment.restore()
 
+    def synchronise(self) -> None:
+        self._start()
+        self._finish()
+
     def _after_step(self) -> None:
         self._local_step += 1
         period = self._sync_every // len(self._fragments)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Optional
 from torch import optim
 from torch.utils.hooks import RemovableHandle
 
+from torchft import _stand_in
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -30,6 +32,9 @@ def whole(name: str, value: Any) -> int:
 class InnerSteps:
     """Keeps healing groups from reading the state during a step of the inner optimizer, and calls :meth:`_after_step`.
 
+    Attributes:
+        keeps_own_weights: whether a group whose synchronisation fails goes on with the weights that it has.
+
     Args:
         manager: of this rank.
         optimizer: whose steps are followed.
@@ -39,12 +44,24 @@ class InnerSteps:
         ValueError: it is no optimizer.
     """
 
+    keeps_own_weights = False
+
     def __init__(self, manager: Manager, optimizer: optim.Optimizer, name: str) -> None:
         if not hasattr(optimizer, "register_step_post_hook"):
             raise ValueError(f"{name}={optimizer!r}: allowed are optimizers of PyTorch")
         self._manager = manager
         self._local_optimizer = optimizer
         self._hooks: list[RemovableHandle] = []
+        _stand_in.steps_by_itself(manager, self)
+
+    @property
+    def entered(self) -> bool:
+        """Whether steps of the optimizer are followed."""
+        return bool(self._hooks)
+
+    def synchronise(self) -> None:
+        """Meets the other groups now."""
+        raise NotImplementedError(f"{type(self).__name__}.synchronise")
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -68,6 +85,7 @@ class InnerSteps:
         self._manager.disallow_state_dict_read()
 
     def _after(self, *_: Any) -> None:
+        _stand_in.inner_step_ended(self._manager)
         self._manager.allow_state_dict_read()
         self._after_step()
 

@@ -58,6 +58,11 @@ class LocalSGD(InnerSteps):
         self.nonfinite_syncs = 0
         manager.register_layout("model", [f"{name} {describe(p)}" for name, p in self._parameters.items()])
 
+    keeps_own_weights = True
+
+    def synchronise(self) -> None:
+        self.sync()
+
     def _after_step(self) -> None:
         self._local_step += 1
         if self._local_step >= self._sync_every:

@@ -354,24 +354,24 @@ class InQuorum:
     healing = False
     participants = 2
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, quorum_id: int = 5) -> None:
         self.rank = rank
         fields: dict[str, Any] = dict.fromkeys(QuorumPlan.__dataclass_fields__)
-        fields.update(quorum_id=5, participating_rank=rank, participants=2, leads=rank == 0)
+        fields.update(quorum_id=quorum_id, participating_rank=rank, participants=2, leads=rank == 0)
         self.plan = QuorumPlan(**fields)
 
 
 def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[Optional[BatchDiffers]]:
     """What two groups find; so many samples were not reduced."""
     checks, steps = [BatchCheck(first), BatchCheck(second)], [InQuorum(0), InQuorum(1)]
-    assert all(check.is_due(5) for check in checks)
+    assert all(check.is_due(step) for check, step in zip(checks, steps))  # type: ignore[arg-type]
     words = [check.words(step.plan, torch.device("cpu")) for check, step in zip(checks, steps)]
     sums = words[0] + words[1]
     sums[0] -= lost
     found: list[Optional[BatchDiffers]] = []
     for check, step in zip(checks, steps):
         check.begun(sums, Done())  # type: ignore[arg-type]
-        assert not check.is_due(5) and check.is_due(6)
+        assert not check.is_due(step) and check.is_due(InQuorum(step.rank, quorum_id=6))  # type: ignore[arg-type]
         try:
             check.verify(step)  # type: ignore[arg-type]
             found.append(None)

@@ -134,11 +134,33 @@ def test_a_loader_after_the_first_step_began_is_refused(fixture: Fixture) -> Non
         attach(manager)
 
 
-def test_local_sgd_is_refused(fixture: Fixture) -> None:
+def test_something_else_that_is_averaged_is_refused(fixture: Fixture) -> None:
     before, after = fixture.manager(), fixture.manager()
-    before.register_layout("LocalSGD", ["weight float32[2]"])
-    with pytest.raises(ValueError, match=r"LocalSGD and DiLoCo exclude ElasticDataLoader.*DistributedSampler"):
+    before.register_layout("mine", ["weight float32[2]"])
+    with pytest.raises(ValueError, match="what is averaged was registered before; with an ElasticDataLoader gradients"):
         attach(before)
     attach(after)
-    with pytest.raises(ValueError, match="LocalSGD: LocalSGD and DiLoCo exclude ElasticDataLoader"):
-        after.register_layout("LocalSGD", ["weight float32[2]"])
+    with pytest.raises(ValueError, match="mine: with an ElasticDataLoader gradients are added; averages are for Local"):
+        after.register_layout("mine", ["weight float32[2]"])
+
+
+class Steps:
+    """LocalSGD, as a Manager sees it."""
+
+    keeps_own_weights = True
+    entered = True
+
+    def synchronise(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("loader_first", [True, False])
+def test_with_local_sgd_averages_are_divided(native: Fixture, loader_first: bool) -> None:
+    manager = native.manager()
+    for make in (attach, lambda m: m._attach_local_steps(Steps()))[:: 1 if loader_first else -1]:
+        make(manager)
+    manager.register_layout("LocalSGD", ["weight float32[2]"])
+    manager.start_quorum()
+    weight = torch.full((2,), 6.0)
+    manager.allreduce(weight).wait()
+    assert weight.tolist() == [3.0, 3.0]

@@ -23,6 +23,7 @@ import commands
 import heal
 import heal_sources
 import heal_stall
+import loader
 import local_sgd
 import process_groups
 import quantized
@@ -45,6 +46,7 @@ PARTS = {
     "step": step,
     "ranges": ranges,
     "throughput": throughput,
+    "loader": loader,
     "heal": heal,
     "heal_sources": heal_sources,
     "heal_stall": heal_stall,
@@ -62,6 +64,7 @@ ROUNDS = {
     "step": 20,
     "ranges": 20,
     "throughput": 12,
+    "loader": 10,
     "heal": 5,
     "heal_sources": 5,
     "heal_stall": 10,

@@ -21,12 +21,23 @@ import torch.distributed as dist
 from events import Commands, emit
 from torch import nn, optim
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GROUP = int(os.environ["REPLICA_GROUP_ID"])
 TIMEOUT = timedelta(seconds=30)
 
 IMPORTED = time.monotonic()
+
+
+class Noise(Dataset[torch.Tensor]):
+    """Samples of 768 numbers, which take some microseconds to make."""
+
+    def __len__(self) -> int:
+        return 200_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(768, generator=torch.Generator().manual_seed(index))
 
 
 class Worker:
@@ -193,6 +204,55 @@ class Worker:
             times.append(1000 * (time.perf_counter() - t0))
         failed = count - (self.manager.current_step() - first) if self.manager else 0
         return {"step": times, "failed": failed}
+
+    # loader.py
+
+    def do_data(self, elastic: bool, batch: int) -> None:
+        """Read so many samples a step, with two processes."""
+        # A fork would wait for stdin, which a thread reads here.
+        settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "spawn"}
+        self.elastic = elastic
+        if elastic:
+            from torchft.data import ElasticDataLoader
+
+            sizes = {"global_batch_size": 2 * batch, "micro_batch_size": batch}
+            self.data = iter(ElasticDataLoader(self.manager, Noise(), **sizes, **settings))
+        else:
+            sampler = DistributedSampler(Noise(), num_replicas=2, rank=GROUP)
+            self.data = iter(DataLoader(Noise(), batch, sampler=sampler, **settings))
+
+    def do_train_data(self, count: int) -> dict[str, Any]:
+        """Train `count` steps on what is read."""
+        first, times = self.manager.current_step(), []
+        for _ in range(count):
+            t0 = time.perf_counter()
+            if self.elastic:
+                step = next(self.data)
+                self.optimizer.zero_grad()
+                for unit in step:
+                    with unit.accumulate(self.model):
+                        (self.model(unit.data).square().mean() * unit.weight).backward()
+            else:
+                self.optimizer.zero_grad()
+                self.model(next(self.data)).square().mean().backward()
+            self.optimizer.step()
+            times.append(1000 * (time.perf_counter() - t0))
+        return {"step": times, "failed": count - (self.manager.current_step() - first)}
+
+    def do_ordered_steps(self, count: int, compute_ms: float, asked_first: bool) -> dict[str, Any]:
+        """Run `count` steps that know their quorum before they compute, or in their allreduce."""
+        first, times = self.manager.current_step(), []
+        for _ in range(count):
+            t0 = time.perf_counter()
+            self.manager.start_quorum()
+            if asked_first:
+                self.manager._round.answer()  # as ElasticDataLoader does
+            if compute_ms:
+                time.sleep(compute_ms / 1000)  # as a GPU computes
+            self.manager.allreduce(self.tensor).wait()
+            self.manager.should_commit()
+            times.append(1000 * (time.perf_counter() - t0))
+        return {"step": times, "failed": count - (self.manager.current_step() - first)}
 
     # heal_stall.py, recovery.py
 

@@ -111,6 +111,9 @@ pictures: $(VENV)/with-test $(LIBRARY) ## the dashboard as docs/ shows it (needs
 recovery-picture: $(VENV)/with-plot $(LIBRARY) ## the picture in the README: a group is killed and comes back
 	$(PY) python/bench/recovery_picture.py docs/recovery-of-one.png
 
+loss-picture: $(VENV)/with-plot $(LIBRARY) ## the other one: the loss without a failure and with 20 kills
+	$(PY) python/bench/loss_picture.py docs/loss.png
+
 docs: $(VENV)/with-docs ## these pages as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "open site/index.html"

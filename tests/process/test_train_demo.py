@@ -87,6 +87,20 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     assert lines[-1] == "equal"
 
 
+@pytest.mark.slow  # test_reproducible.py has it with threads
+@pytest.mark.timeout(240)
+def test_a_reproducible_run_ends_equal_bit_for_bit(environment: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--steps", "150", "--kill-at", "40", "--reproducible"]
+    done = subprocess.run(
+        [*command, "--logs", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=220
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line[:34].strip(): line[34:].strip() for line in done.stdout.splitlines()}
+    assert rows["samples trained twice"] == rows["samples missed"] == "0"
+    assert rows["weights, relative to one process"] == "equal bit for bit"
+    assert done.stdout.splitlines()[-1] == "equal"
+
+
 def trained(step: int, quorum: int, *indices: int, epoch: int = 0) -> dict[str, Any]:
     return {"event": "trained", "step": step, "quorum": quorum, "epoch": epoch, "indices": list(indices)}
 

@@ -48,7 +48,8 @@ def test_both_sides_of_the_diff(tmp_path: Path) -> None:
     assert first[1] == second[1] and float(first[0]) < 0.01
 
 
-# The first one has all that ours adds to a loop. The others, Lightning's and the Transformers' among them, are slow.
+# The first one, in the published style, has all that ours adds to a loop. The others are slow, Lightning's and the
+# Transformers' among them.
 EXAMPLES = [
     pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])
     for i, text in enumerate(blocks(LOOPS, "python"))

@@ -1,0 +1,148 @@
+"""The second picture in the README: the loss over the samples of a job, without a failure and with 20 kills.
+
+    python python/bench/loss_picture.py docs/loss.png
+
+Four groups train a small network on scikit-learn's digits, in float64 with SGD and momentum, on plain Gloo. In the runs
+with kills one of the groups 1 to 3 gets SIGKILL after every so many steps of group 0, and is started again some steps
+later. Ours reads with an ElasticDataLoader, the published package in its own style: a shard for each group. Drawn is
+the loss of group 0's weights over all images, over the samples that its steps were made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import REPOSITORY, START_TIMEOUT_S, Side
+from processes import Child, Job
+from published import REQUIREMENTS, install
+
+WORKER = Path(__file__).resolve().parent / "loss_worker.py"
+GROUPS = 4
+EPOCHS = 18
+STEPS = 29 * EPOCHS  # of 64 samples, while all are there
+KILLS = 20
+EVERY = STEPS // (KILLS + 2)
+AWAY = 10  # steps of group 0
+WAIT_S = 300
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of group 0, the samples and the loss after each of its steps; and the samples at each kill."""
+
+    samples: list[int]
+    losses: list[float]
+    kills: list[int]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw the loss of a job without a failure, and with 20 kills.")
+    parser.add_argument("picture", type=Path, help="where the PNG goes")
+    parser.add_argument("--published", choices=sorted(REQUIREMENTS), default="nightly")
+    args = parser.parse_args()
+    sides = [
+        Side("torchft with ElasticDataLoader", REPOSITORY),
+        Side("the published package", install(args.published)),
+    ]
+    runs = {}
+    for elastic, side in zip((True, False), sides):
+        runs[side.name] = measure(side, elastic, 0), measure(side, elastic, KILLS)
+        print(f"{side.name}: {describe(*runs[side.name])}", flush=True)
+    draw(runs, args.picture)
+    print(f"drawn in {args.picture}")
+    return 0
+
+
+def measure(side: Side, elastic: bool, kills: int) -> Run:
+    """Trains to the end, with so many kills on the way."""
+    with Job() as job, tempfile.TemporaryDirectory() as folder:
+        go = Path(folder) / "go"
+        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=1000)
+        children = [_start(job, side, number) for number in range(GROUPS)]
+        job.wait(lambda: all(child.of("imported") for child in children), START_TIMEOUT_S, "PyTorch is imported")
+        for child in children:
+            _live(child, address, elastic, go)
+        job.wait(lambda: all(child.of("manager") for child in children), START_TIMEOUT_S, "all are there")
+        go.touch()
+        first, *others = children
+        killed_at: list[int] = []
+        for kill in range(kills):
+            victim, at = others[kill % len(others)], EVERY * (kill + 1)
+            job.wait(lambda at=at: _step(first) >= at, WAIT_S, f"step {at}")  # type: ignore[misc]
+            _tell(job, victim, do="kill")
+            killed_at.append(_samples(first))
+            job.wait(lambda at=at: _step(first) >= at + AWAY, WAIT_S, f"step {at + AWAY}")  # type: ignore[misc]
+            _live(victim, address, elastic, go)
+        job.wait(lambda: first.of("ended"), WAIT_S, "the end")
+        for child in others:
+            child.expected_to_live = False
+        return Run(*map(list, zip(*((e["samples"], e["loss"]) for e in first.of("step")))), killed_at)
+
+
+def _start(job: Job, side: Side, number: int) -> Child:
+    env = {"REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": str(GROUPS), "EPOCHS": str(EPOCHS)}
+    return job.python(f"{side.name}-{number}", WORKER, path=side.path, env=env)
+
+
+def _live(child: Child, address: str, elastic: bool, go: Path) -> None:
+    child.send(do="live", lighthouse=address, elastic=elastic, go=str(go))
+
+
+def _tell(job: Job, child: Child, **command: Any) -> None:
+    before = len(child.of(command["do"]))
+    child.send(**command)
+    job.wait(lambda: len(child.of(command["do"])) > before, WAIT_S, f"{child.name}: {command['do']}")
+
+
+def _step(child: Child) -> int:
+    return child.of("step")[-1]["step"] if child.of("step") else 0
+
+
+def _samples(child: Child) -> int:
+    return child.of("step")[-1]["samples"]
+
+
+def difference(calm: Run, killed: Run) -> float:
+    """The largest relative difference of the losses, where both runs have one."""
+    losses = dict(zip(calm.samples, calm.losses))
+    both = [(losses[at], loss) for at, loss in zip(killed.samples, killed.losses) if at in losses]
+    return max(abs(a - b) / a for a, b in both)
+
+
+def describe(calm: Run, killed: Run) -> str:
+    return (
+        f"{len(calm.losses)} steps without a failure and {len(killed.losses)} with {len(killed.kills)} kills; "
+        f"losses differ by up to {difference(calm, killed):.1e}"
+    )
+
+
+def draw(runs: dict[str, tuple[Run, Run]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, both = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    for axes, (name, (calm, killed)) in zip(both, runs.items()):
+        axes.plot(calm.samples, calm.losses, color="#f2a65a", linewidth=5, label="no failure")
+        axes.plot(killed.samples, killed.losses, color="#1f3d5c", linewidth=1.2, label=f"{len(killed.kills)} kills")
+        for at in killed.kills:
+            axes.axvline(at, ymax=0.04, color="0.4", linewidth=1)
+        axes.set_title(f"{name}\nlosses differ by up to {difference(calm, killed):.0e}", fontsize=9)
+        axes.set_yscale("log")
+        axes.set_xlabel("samples in the weights")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    both[0].set_ylabel("loss over all images")
+    both[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""A replica group of loss_picture.py, of whichever torchft is on PYTHONPATH, that is killed and starts again at once.
+
+This process imports PyTorch and torchft, and forks a process for each life of the group: a restart takes no seconds. It
+is told on stdin to begin a life, to kill it, and to wait for its end. Each life says what it made a step of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "process"))
+
+import torch
+import torch.distributed as dist
+from events import emit
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchft
+
+GROUP, GROUPS, EPOCHS = (int(os.environ[name]) for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "EPOCHS"))
+OF_A_GROUP = 16  # samples in a step
+STEP_SEC = 0.02  # at least
+TIMEOUT = timedelta(seconds=30)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    emit("imported")
+    life = 0
+    for line in sys.stdin:  # by no thread: a fork would keep its lock
+        command = json.loads(line)
+        do = command["do"]
+        if do == "live":
+            life = os.fork()
+            if life == 0:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+                live(**command)
+        elif do == "kill":
+            os.kill(life, signal.SIGKILL)
+            os.waitpid(life, 0)
+            emit(do)
+        elif do == "wait":
+            emit(do, status=os.waitpid(life, 0)[1])
+
+
+def live(do: str, lighthouse: str, elastic: bool, go: str) -> None:
+    """Train to the end of the job, from when there is a file `go` on."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), RANK="0", WORLD_SIZE="1")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=lambda state: (net.load_state_dict(state["net"]), sgd.load_state_dict(state["sgd"])),
+        state_dict=lambda: {"net": net.state_dict(), "sgd": sgd.state_dict()},
+        min_replica_size=1,
+        lighthouse_addr=lighthouse,
+        replica_id=f"loss_{GROUP}",
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        connect_timeout=TIMEOUT,
+    )
+    model, optimizer = torchft.DistributedDataParallel(manager, net), torchft.Optimizer(manager, sgd)
+    emit("manager")
+    while not os.path.exists(go):
+        time.sleep(0.01)
+    digits = load_digits()
+    data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
+    train = _once if elastic else _in_shards
+    began = time.monotonic()
+    for samples in train(manager, model, optimizer, data):
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(net(data.tensors[0]), data.tensors[1]).item()
+        emit("step", step=manager.current_step(), samples=samples, loss=loss)
+        time.sleep(max(0.0, STEP_SEC - (time.monotonic() - began)))
+        began = time.monotonic()
+    emit("ended")
+    manager.shutdown()
+    os._exit(0)
+
+
+def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
+    """With an ElasticDataLoader; gives the samples in the weights after each step that counts."""
+    from torchft.data import ElasticDataLoader
+
+    loader = ElasticDataLoader(
+        manager, data, global_batch_size=GROUPS * OF_A_GROUP, micro_batch_size=OF_A_GROUP, epochs=EPOCHS
+    )
+    for step in loader:
+        optimizer.zero_grad()
+        for unit in step:
+            with unit.accumulate(model):
+                (nn.functional.cross_entropy(model(unit.data[0]), unit.data[1]) * unit.weight).backward()
+        before = loader.position
+        optimizer.step()
+        if loader.position != before:
+            yield loader.position.epoch * len(data) + loader.position.batch * GROUPS * OF_A_GROUP
+
+
+def _in_shards(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
+    """In the published style: a shard for each group, whose part is missing while it is away."""
+    sampler = torchft.DistributedSampler(data, GROUP, GROUPS, group_rank=0, num_replicas=1, shuffle=True, seed=0)
+    batches = _for_ever(DataLoader(data, OF_A_GROUP, sampler=sampler), sampler)
+    samples = 0
+    while samples < EPOCHS * len(data):
+        optimizer.zero_grad()
+        pixels, labels = next(batches)
+        nn.functional.cross_entropy(model(pixels), labels).backward()
+        before = manager.current_step()
+        optimizer.step()
+        samples = manager.batches_committed() * OF_A_GROUP
+        if manager.current_step() > before:
+            yield samples
+
+
+def _for_ever(loader: DataLoader[Any], sampler: Any) -> Any:
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+if __name__ == "__main__":
+    main()

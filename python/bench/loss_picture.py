@@ -3,9 +3,10 @@
     python python/bench/loss_picture.py docs/loss.png
 
 Four groups train a small network on scikit-learn's digits, in float64 with SGD and momentum, on plain Gloo. In the runs
-with kills one of the groups 1 to 3 gets SIGKILL after every so many steps of group 0, and is started again some steps
-later. Ours reads with an ElasticDataLoader, the published package in its own style: a shard for each group. Drawn is
-the loss of group 0's weights over all images, over the samples that its steps were made of.
+with kills one of the groups 1 to 3 gets SIGKILL after every so many steps of group 0, once all take part again, and is
+started again some steps later. Ours reads with an ElasticDataLoader, the published package in its own style: a shard
+for each group, from its start after a restart. Drawn is the loss of group 0's weights over all images, over the samples
+that its steps were made of.
 """
 
 from __future__ import annotations
@@ -73,15 +74,18 @@ def measure(side: Side, elastic: bool, kills: int) -> Run:
         killed_at: list[int] = []
         for kill in range(kills):
             victim, at = others[kill % len(others)], EVERY * (kill + 1)
-            job.wait(lambda at=at: _step(first) >= at, WAIT_S, f"step {at}")  # type: ignore[misc]
+            if not _reaches(job, first, at, together=True):
+                break
             _tell(job, victim, do="kill")
-            killed_at.append(_samples(first))
-            job.wait(lambda at=at: _step(first) >= at + AWAY, WAIT_S, f"step {at + AWAY}")  # type: ignore[misc]
+            last = first.of("step")[-1]
+            killed_at.append(last["samples"])
+            _reaches(job, first, last["step"] + AWAY)
             _live(victim, address, elastic, go)
         job.wait(lambda: first.of("ended"), WAIT_S, "the end")
         for child in others:
             child.expected_to_live = False
-        return Run(*map(list, zip(*((e["samples"], e["loss"]) for e in first.of("step")))), killed_at)
+        steps = first.of("step")
+        return Run([step["samples"] for step in steps], [step["loss"] for step in steps], killed_at)
 
 
 def _start(job: Job, side: Side, number: int) -> Child:
@@ -99,12 +103,15 @@ def _tell(job: Job, child: Child, **command: Any) -> None:
     job.wait(lambda: len(child.of(command["do"])) > before, WAIT_S, f"{child.name}: {command['do']}")
 
 
-def _step(child: Child) -> int:
-    return child.of("step")[-1]["step"] if child.of("step") else 0
+def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
+    """Whether it gets to a step, in which all groups take part if that is asked for, before its end."""
 
+    def there() -> bool:
+        last = child.of("step")[-1:]
+        return bool(last) and last[0]["step"] >= step and (not together or last[0]["groups"] == GROUPS)
 
-def _samples(child: Child) -> int:
-    return child.of("step")[-1]["samples"]
+    job.wait(lambda: child.of("ended") or there(), WAIT_S, f"step {step}")
+    return not child.of("ended")
 
 
 def difference(calm: Run, killed: Run) -> float:
@@ -136,10 +143,10 @@ def draw(runs: dict[str, tuple[Run, Run]], path: Path) -> None:
         axes.set_title(f"{name}\nlosses differ by up to {difference(calm, killed):.0e}", fontsize=9)
         axes.set_yscale("log")
         axes.set_xlabel("samples in the weights")
+        axes.legend(fontsize=8)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     both[0].set_ylabel("loss over all images")
-    both[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -29,7 +29,7 @@ import torchft
 
 GROUP, GROUPS, EPOCHS = (int(os.environ[name]) for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "EPOCHS"))
 OF_A_GROUP = 16  # samples in a step
-STEP_SEC = 0.02  # at least
+STEP_SEC = 0.05  # at least
 TIMEOUT = timedelta(seconds=30)
 
 
@@ -60,9 +60,14 @@ def live(do: str, lighthouse: str, elastic: bool, go: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
     sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+    def load(state: dict[str, Any]) -> None:
+        net.load_state_dict(state["net"])
+        sgd.load_state_dict(state["sgd"])
+
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=lambda state: (net.load_state_dict(state["net"]), sgd.load_state_dict(state["sgd"])),
+        load_state_dict=load,
         state_dict=lambda: {"net": net.state_dict(), "sgd": sgd.state_dict()},
         min_replica_size=1,
         lighthouse_addr=lighthouse,
@@ -75,14 +80,14 @@ def live(do: str, lighthouse: str, elastic: bool, go: str) -> None:
     emit("manager")
     while not os.path.exists(go):
         time.sleep(0.01)
-    digits = load_digits()
+    digits: Any = load_digits()
     data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
     train = _once if elastic else _in_shards
     began = time.monotonic()
-    for samples in train(manager, model, optimizer, data):
+    for samples, groups in train(manager, model, optimizer, data):
         with torch.no_grad():
             loss = nn.functional.cross_entropy(net(data.tensors[0]), data.tensors[1]).item()
-        emit("step", step=manager.current_step(), samples=samples, loss=loss)
+        emit("step", step=manager.current_step(), samples=samples, groups=groups, loss=loss)
         time.sleep(max(0.0, STEP_SEC - (time.monotonic() - began)))
         began = time.monotonic()
     emit("ended")
@@ -91,7 +96,7 @@ def live(do: str, lighthouse: str, elastic: bool, go: str) -> None:
 
 
 def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
-    """With an ElasticDataLoader; gives the samples in the weights after each step that counts."""
+    """With an ElasticDataLoader; gives the samples in the weights after each step, and its groups."""
     from torchft.data import ElasticDataLoader
 
     loader = ElasticDataLoader(
@@ -105,7 +110,7 @@ def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -
         before = loader.position
         optimizer.step()
         if loader.position != before:
-            yield loader.position.epoch * len(data) + loader.position.batch * GROUPS * OF_A_GROUP
+            yield loader.position.epoch * len(data) + loader.position.batch * GROUPS * OF_A_GROUP, step.participants
 
 
 def _in_shards(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
@@ -121,7 +126,7 @@ def _in_shards(manager: Any, model: nn.Module, optimizer: Any, data: TensorDatas
         optimizer.step()
         samples = manager.batches_committed() * OF_A_GROUP
         if manager.current_step() > before:
-            yield samples
+            yield samples, manager.num_participants()
 
 
 def _for_ever(loader: DataLoader[Any], sampler: Any) -> Any:

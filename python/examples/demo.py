@@ -258,7 +258,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--script", type=Path, default=TRAIN_SCRIPT, help="what every rank runs; default: train_ddp.py")
     parser.add_argument("--groups", type=int, default=2, help="replica groups, at least 2")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--kill-at", type=int, help="step after which the last group is killed; a third of --steps")
     parser.add_argument("--kill-every", type=int, help="kill it again so many steps later, once it is back")
     parser.add_argument("--kill", choices=["group", "rank"], default="group", help="all of the last group, or a rank")

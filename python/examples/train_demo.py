@@ -23,7 +23,7 @@ from python.examples.parts import Events, evaluate, int_from_env, load_images, s
 from torchft.data import ElasticDataLoader  # noqa: E402
 from torchft.data.position import Position  # noqa: E402
 
-LAST = 0.9  # from this part of the steps on, groups that are away are waited for
+LAST = 0.75  # from this part of the steps on, groups that are away are waited for
 PAUSE_SEC = 1.0
 
 

@@ -30,7 +30,7 @@ from torchft.data import ElasticDataLoader
 from torchft.data.exact_sum import ExactSum
 from torchft.data.position import Plan, Position
 from torchft.manager import Manager, WorldSizeMode
-from torchft.process_group import ProcessGroupGloo
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
 
 def one_process(largest: Callable[[Position], float] = lambda position: 1.0) -> torch.Tensor:
@@ -168,12 +168,15 @@ class Ranks:
     group_size: int
     groups: int = 2
     fails: tuple[int, int] = (-1, -1)  # the rank of group 0, and the step, whose first attempt has an error
+    device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
+    make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
     repeated: list[list[int]] = field(default_factory=list)  # steps with a second pass, of each rank
     lost: list[str] = field(default_factory=list)
     made: list[ProcessGroupGloo] = field(default_factory=list)
 
     def __call__(self, rank: Rank) -> torch.Tensor:
-        net = make_model()
+        device = self.device_of(rank)
+        net = make_model().to(device)
         sgd = make_optimizer(net)
         manager = rank.start_manager(
             load_state_dict=lambda state: (net.load_state_dict(state["net"]), sgd.load_state_dict(state["sgd"])),
@@ -192,7 +195,8 @@ class Ranks:
             number = manager.current_step()
             for unit in step:
                 with unit.accumulate(net):
-                    loss = nn.functional.mse_loss(net(unit.data[0]), unit.data[1])
+                    x, y, _ = (tensor.to(device) for tensor in unit.data)
+                    loss = nn.functional.mse_loss(net(x), y)
                     (loss * growing(step.position) * unit.weight).backward()
                     if (rank.group, rank.rank, number) == (0, *self.fails) and self.lost == []:
                         manager.report_error(RuntimeError("planned"))
@@ -203,10 +207,10 @@ class Ranks:
             if manager.current_step() == number:
                 self.lost.append(str(error.original_exception) if error else "")
         self.repeated.append(repeated)
-        return flat(net)
+        return flat(net).cpu()
 
     def run(self) -> list[torch.Tensor]:
-        with Cluster(min_replicas=self.groups) as cluster:
+        with Cluster(min_replicas=self.groups, make_pg=self.make_pg) as cluster:
             ended = results(*(cluster.start(self, group, world_size=self.group_size) for group in range(self.groups)))
         for group in self.made:
             group.shutdown()

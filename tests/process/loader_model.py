@@ -8,14 +8,18 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from torchft.data.exact_sum import ExactSum
 from torchft.data.position import Plan, Position
 
-SAMPLES = 41  # no multiple of anything
 SETTINGS: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, seed=3, epochs=3)
 
 
-def dataset() -> TensorDataset:
-    x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def plan(samples: int) -> Plan:
+    return Plan(samples, **SETTINGS)
+
+
+def dataset(samples: int) -> TensorDataset:
+    x = torch.randn(samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, x.sum(1, keepdim=True).tanh())
 
 
@@ -24,19 +28,34 @@ def make_model(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
 
 
+def make_optimizer(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-def one_process() -> tuple[dict[str, list[float]], list[list[int]]]:
-    """The weights, and the samples of each step."""
-    plan, data, model, batches = Plan(SAMPLES, **SETTINGS), dataset(), make_model(0), []
-    sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+def one_process(samples: int, reproducible: bool) -> dict[str, torch.Tensor]:
+    """The weights: of whole batches at once, or of exact sums over their units."""
+    steps, data, model = plan(samples), dataset(samples), make_model(0)
+    sgd = make_optimizer(model)
+    total = ExactSum(model.named_parameters(), steps.num_units(Position()))
     position = Position()
-    while position != plan.end:
-        batches.append(sorted(index for unit in plan.share(position, 0, 1).units for index in unit.indices))
-        sgd.zero_grad()
-        loss_of(model, *(tensor[batches[-1]] for tensor in data.tensors)).backward()
+    while position != steps.end:
+        units = steps.share(position, 0, 1).units
+        if reproducible:
+            complete = False
+            while not complete:
+                total.begin()
+                for unit in units:
+                    (loss_of(model, *data[list(unit.indices)]) * unit.weight).backward()
+                    total.add()
+                complete = total.read(len(units))
+            total.commit()
+        else:
+            sgd.zero_grad()
+            loss_of(model, *data[[index for unit in units for index in unit.indices]]).backward()
         sgd.step()
-        position = plan.advance(position)
-    return {name: p.flatten().tolist() for name, p in model.named_parameters()}, batches
+        position = steps.advance(position)
+    return {name: p.detach() for name, p in model.named_parameters()}

@@ -1,23 +1,30 @@
-"""One rank of a replica group that trains with FSDP2 and an ElasticDataLoader; see test_loader.py.
+"""One rank of a replica group that trains with an ElasticDataLoader, and kills itself (SIGKILL) when it is told to.
 
-Started like a torchrun worker (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Prints what each step trained on, and at
-its end the full weights.
+Before the reduction of a step it writes a line into its log: the position, the quorum, and the samples that it counts.
+Part of its state is the quorum in which each step was committed; so those lines that are part of its last weights can
+be told from those of steps that were lost, or that a group committed which then failed with nobody healed from it.
+
+Commands: {"until": STEP} trains up to there, with {"die_at": STEP, "place": PLACE} not so far; {"save": FILE} writes a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 from datetime import timedelta
+from typing import Any, NoReturn, Optional
 
 import torch
 import torch.distributed as dist
 from events import Commands, emit
-from loader_model import SETTINGS, dataset, loss_of, make_model
+from loader_model import SETTINGS, dataset, loss_of, make_model, make_optimizer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchft import Manager, Optimizer
+from torchft import DistributedDataParallel, Manager, Optimizer
 from torchft.data import ElasticDataLoader
 from torchft.device_mesh import ft_init_device_mesh
 from torchft.process_group import ProcessGroupGloo
@@ -25,20 +32,66 @@ from torchft.process_group import ProcessGroupGloo
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--lighthouse", required=True)
+parser.add_argument("--kind", choices=["ddp", "fsdp"], required=True)
+parser.add_argument("--reproducible", type=int, required=True)
+parser.add_argument("--samples", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights")
-parser.add_argument("--die_at", type=int, default=-1, help="the step in which it ends before its last backward pass")
-parser.add_argument("--pause_at", type=int, default=-1, help="the step before which it waits for a word")
+parser.add_argument("--log", required=True, help="file for what each step trained on")
+parser.add_argument("--weights", required=True, help="file for what it ends with")
+parser.add_argument("--restore", default="", help="file of a checkpoint")
 args = parser.parse_args()
 
-TIMEOUT = timedelta(seconds=20)
-commands = Commands()
+TIMEOUT = timedelta(seconds=60)
+
+
+class Mortal(Manager):
+    """Dies in place of an allreduce, when its peers are in it; or after its group has voted, before it has stepped."""
+
+    place: Optional[str] = None
+
+    def allreduce(self, *given: Any, **more: Any) -> Any:
+        if self.place == "reduce":
+            die()
+        return super().allreduce(*given, **more)
+
+    def _try_step(self, timeout: timedelta) -> bool:
+        committed = super()._try_step(timeout)
+        if self.place == "commit":
+            die()
+        return committed
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def load(state: dict[str, Any]) -> None:
+    model.load_state_dict(state["model"])
+    sgd.load_state_dict(state["sgd"])
+    history[:] = state["history"]
+
+
+def save() -> dict[str, Any]:
+    return {"model": weights or model.state_dict(), "sgd": sgd.state_dict(), "history": list(history)}
+
+
 torch.set_num_threads(1)
-dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-model = make_model(args.seed)
-manager = Manager(
+commands = Commands()
+sharded = args.kind == "fsdp"
+model: Any = make_model(args.seed)
+weights: dict[str, Any] = {}
+history: list[int] = []  # the quorum of each step
+if sharded:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    where: dict[str, Any] = {}
+else:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    where = {"rank": 0, "world_size": 1, "store_addr": "localhost", "store_port": store.port}
+manager = Mortal(
     pg=ProcessGroupGloo(timeout=TIMEOUT),
-    load_state_dict=None,
-    state_dict=None,
+    load_state_dict=load,
+    state_dict=save,
     min_replica_size=1,
     lighthouse_addr=args.lighthouse,
     replica_id=f"loader_{args.group}",
@@ -46,50 +99,76 @@ manager = Manager(
     quorum_timeout=TIMEOUT,
     connect_timeout=TIMEOUT,
     heartbeat_interval=timedelta(milliseconds=50),
+    reproducible_reduction=bool(args.reproducible),
+    **where,
 )
-mesh = ft_init_device_mesh(
-    device_type="cpu",
-    mesh_shape=(1, dist.get_world_size()),
-    mesh_dim_names=("replicate", "shard"),
-    replicate_dim=0,
-    manager=manager,
-)
-fully_shard(model[0], mesh=mesh)
-fully_shard(model, mesh=mesh)
-sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-# Taken once: its tensors are the sharded weights themselves; see hsdp_worker.py.
-weights = model.state_dict()
-manager.set_state_dict_fns(
-    lambda state: (model.load_state_dict(state["model"]), sgd.load_state_dict(state["sgd"])),
-    lambda: {"model": weights, "sgd": sgd.state_dict()},
-)
+if sharded:
+    mesh = ft_init_device_mesh(
+        device_type="cpu",
+        mesh_shape=(1, dist.get_world_size()),
+        mesh_dim_names=("replicate", "shard"),
+        replicate_dim=0,
+        manager=manager,
+    )
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    # Taken once: its tensors are the sharded weights themselves; see hsdp_worker.py.
+    weights = model.state_dict()
+wrapped = model if sharded else DistributedDataParallel(manager, model)
+sgd = make_optimizer(model)
 optimizer = Optimizer(manager, sgd)
-loader = ElasticDataLoader(manager, dataset(), **SETTINGS)
+loader = ElasticDataLoader(manager, dataset(args.samples), **SETTINGS)
+if args.restore:
+    saved = torch.load(args.restore)
+    load(saved["user"])
+    manager.load_state_dict(saved["manager"])
+    loader.load_state_dict(saved["loader"])
+manager.register_commit_hook(lambda _, committed, __: history.append(manager._quorum_id) if committed else None)
+log = open(args.log, "a", buffering=1)  # noqa: SIM115 (until the process ends)
 emit("ready")
-assert commands.next()["do"] == "train"
 
-for step in loader:
-    number = manager.current_step()
-    if number == args.pause_at:
-        args.pause_at = -1
-        emit("paused")
-        assert commands.next()["do"] == "train"
+
+def obey() -> dict[str, Any]:
+    while "save" in (command := commands.next()):
+        states = {"user": save(), "manager": manager.state_dict(), "loader": loader.state_dict()}
+        torch.save(states, command["save"])
+        emit("saved")
+    return command
+
+
+order: dict[str, Any] = {"until": 0}
+while True:
+    while manager.current_step() >= order["until"]:
+        emit("paused", step=manager.current_step())
+        order = obey()
+    if (step := next(loader, None)) is None:
+        break
+    before = manager.current_step()
+    place = order["place"] if before >= order.get("die_at", before + 1) else ""
+    if place == "begin":
+        die()
     optimizer.zero_grad()
     indices: list[int] = []
     for unit in step:
-        if number == args.die_at and unit.last:
-            manager.wait_quorum()  # the other group counts on this one
-            os._exit(9)
-        with unit.accumulate(model):
-            (loss_of(model, *unit.data) * unit.weight).backward()
-        if unit.weight:
+        if unit.weight and not unit.repeated:
             indices += unit.indices
-    before = manager.batches_committed()
+        if unit.last and not unit.repeated:
+            manager.wait_quorum()
+            if place == "units":
+                die()
+            at = step.position
+            log.write(json.dumps([at.epoch, at.batch, manager._quorum_id, indices]) + "\n")
+            manager.place = place
+        with unit.accumulate(wrapped):
+            (loss_of(wrapped, *unit.data) * unit.weight).backward()
     optimizer.step()
-    emit("step", step=number, committed=manager.batches_committed() > before, indices=indices)
+    if place == "stepped":
+        die()
 
-full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
-emit("finished", weights={name: p.flatten().tolist() for name, p in full.items()})
+full = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
+torch.save({"weights": full, "history": history}, args.weights)
+emit("finished")
 manager.shutdown()
-dist.barrier()  # rank 0 hosts the store
+if sharded:
+    dist.barrier()  # rank 0 hosts the store
 os._exit(0)

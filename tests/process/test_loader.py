@@ -1,74 +1,58 @@
-"""FSDP2 and an ElasticDataLoader: two groups of two ranks, one is killed, and the weights are those of one process."""
+"""Each sample once an epoch and the weights of one process, whatever dies: real processes, and SIGKILL in mid-step."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
-from causes import SILENCE_MS
-from loader_model import one_process
-from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
+from loader_job import Elastic, Part
 
-pytestmark = [
-    pytest.mark.slow,  # six processes that import PyTorch
-    # PyTorch 2.7's fully_shard asserts an event of an accelerator when it has reduced over the replicas.
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8), reason="PyTorch 2.7 has no HSDP on a CPU"
-    ),
-    pytest.mark.timeout(300),
+# 501 steps in three epochs; the last batch of each is smaller.
+MANY = 1999
+# 8, 4, 2, 1 and 4 groups; between two parts those that were killed come back.
+SIZES = [
+    *(Part(8, 2), Part(8, 2), Part(8, 2), Part(8, 4)),
+    *(Part(4, 2), Part(4, 1), Part(4, 2)),
+    *(Part(2, 1), Part(2, 1)),
+    Part(1),
+    *(Part(4, 1), Part(4, 1), Part(4, 1)),
 ]
 
-RANKS = 2
+# PyTorch 2.7's fully_shard asserts an event of an accelerator when it has reduced over the replicas.
+has_hsdp = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8), reason="PyTorch 2.7 has no HSDP on a CPU"
+)
 
 
-def start(job: Job, lighthouse: str, group: int, **options: int) -> list[Child]:
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
-    more = [f"--{name}={value}" for name, value in {"seed": 0, **options}.items()]
-    return [
-        job.python(
-            f"group{group}-{rank}",
-            Path(HERE) / "loader_worker.py",
-            f"--group={group}",
-            f"--lighthouse={lighthouse}",
-            *more,
-            path=ours_path(),
-            env={**env, "RANK": str(rank)},
-        )
-        for rank in range(RANKS)
-    ]
+def test_four_groups_and_five_kills_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    job = Elastic(tmp_path, [Part(4, 1), Part(4, 2), Part(4, 2)], samples=71, reproducible=True)
+    job.run()
+    assert job.killed == 5
 
 
-def test_a_group_is_killed_and_comes_back() -> None:
-    with Job() as job:
-        _, lighthouse = job.lighthouse(
-            ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=SILENCE_MS
-        )
-        first = start(job, lighthouse, 0, pause_at=6)
-        second = start(job, lighthouse, 1, die_at=3)
-        job.wait(lambda: all(child.of("ready") for child in first + second), START_TIMEOUT_S, "meshes")
-        for child in first + second:
-            child.send(do="train")
-        for child in second:
-            child.expected_to_live = False
-        job.wait(lambda: any(child.returncode is not None for child in second), 60, "a group dies")
-        for child in second:
-            child.kill()
-        again = start(job, lighthouse, 1, seed=99)
-        job.wait(lambda: all(child.of("ready") for child in again), START_TIMEOUT_S, "the group is back")
-        job.wait(lambda: all(child.of("paused") for child in first), 60, "the first group waits")
-        for child in first + again:
-            child.send(do="train")
-        job.wait_exit(first + again, 90)
-        weights, batches = one_process()
-        for child in first + again:
-            for name, value in child.of("finished")[0]["weights"].items():
-                torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-9, msg=f"{child.name}: {name}")
-        trained: dict[int, list[int]] = defaultdict(list)
-        for child in first + second + again:
-            for event in child.of("step"):
-                if event["committed"]:
-                    trained[event["step"]] += event["indices"]
-        assert [sorted(trained[number]) for number in sorted(trained)] == batches
-        assert any(event["indices"] for event in again[0].of("step")), "the group that came back trained nothing"
+# Slow, the rest: more groups, steps and kills. The first one has one of each.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_eight_to_one_groups_and_twenty_kills(tmp_path: Path, reproducible: bool) -> None:
+    job = Elastic(tmp_path, SIZES, samples=MANY, reproducible=reproducible, seed=1)
+    job.run()
+    assert job.killed == 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_restore_with_another_number_of_groups(tmp_path: Path, reproducible: bool) -> None:
+    parts = [Part(3, 1), Part(2, restored=True), Part(4, 1), Part(3, 1, restored=True)]
+    Elastic(tmp_path, parts, samples=191, reproducible=reproducible, seed=2).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@has_hsdp
+def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
+    Elastic(tmp_path, [Part(2, 1), Part(3, 1), Part(3, 2), Part(2)], samples=191, kind="fsdp", ranks=2, seed=3).run()

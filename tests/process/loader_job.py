@@ -1,0 +1,181 @@
+"""A job with an ElasticDataLoader whose groups are killed and come back, and what it ends with."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from causes import SILENCE_MS
+from loader_model import one_process, plan
+from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
+
+from torchft.data.position import Position
+
+PLACES = ("begin", "units", "reduce", "commit", "stepped")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of the steps of a job.
+
+    Attributes:
+        groups: that train when it begins.
+        kills: so many of them die in it.
+        restored: all of them begin with a checkpoint of the part before, in new processes.
+    """
+
+    groups: int
+    kills: int = 0
+    restored: bool = False
+
+
+@dataclass
+class Elastic:
+    """Runs parts one after another, of equally many steps each. Which groups die, and where, depends on the seed."""
+
+    folder: Path
+    parts: list[Part]
+    samples: int
+    kind: str = "ddp"
+    ranks: int = 1  # of each group
+    reproducible: bool = False
+    seed: int = 0
+    killed: int = 0
+    living: dict[int, list[Child]] = field(default_factory=dict)
+    started: int = 0
+    new: list[int] = field(default_factory=list)  # groups that were started for this part
+
+    def run(self) -> None:
+        """Raises AssertionError unless the weights are those of one process, made of each sample once an epoch."""
+        self.plan = plan(self.samples)
+        steps = self.plan.batches_per_epoch * self.plan.epochs
+        random_ = random.Random(self.seed)
+        with Job() as self.job:
+            _, self.lighthouse = self.job.lighthouse(
+                ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=SILENCE_MS
+            )
+            for number, part in enumerate(self.parts):
+                begin, until = steps * number // len(self.parts), steps * (number + 1) // len(self.parts)
+                last = number + 1 == len(self.parts)
+                self._bring(part)
+                orders = {group: {"until": until + last} for group in self.living}
+                for victim in random_.sample(sorted(self.living), part.kills):
+                    orders[victim] |= {"die_at": random_.randrange(begin + 1, until - 1)}
+                    orders[victim] |= {"place": random_.choice(PLACES)}
+                self._train(orders, last)
+        self._check()
+
+    def _bring(self, part: Part) -> None:
+        """Starts groups until there are as many as a part has."""
+        restore = ""
+        if part.restored:
+            restore = str(self.folder / f"{self.started}.checkpoint")
+            # Of a group of several ranks each has a part of the state: it is for groups of one.
+            source = next(child for (child,) in self.living.values() if child.of("paused"))
+            source.send(save=restore)
+            self.job.wait(lambda: source.of("saved"), 30, "a checkpoint")
+            for group in list(self.living):
+                self._kill(group)
+        self.new = [group for group in range(part.groups) if group not in self.living]
+        del self.new[part.groups - len(self.living) :]
+        for group in self.new:
+            self.living[group] = self._start(group, restore)
+        new = [child for group in self.new for child in self.living[group]]
+        self.job.wait(lambda: all(child.of("paused") for child in new), START_TIMEOUT_S, "groups are ready")
+
+    def _start(self, group: int, restore: str) -> list[Child]:
+        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.ranks)}
+        children = []
+        for rank in range(self.ranks):
+            options = {
+                "group": group,
+                "lighthouse": self.lighthouse,
+                "kind": self.kind,
+                "reproducible": int(self.reproducible),
+                "samples": self.samples,
+                # Those of a group that comes later are not the job's. At step 0 each rank of a group takes over the
+                # weights of another group's.
+                "seed": self.started if self.killed or self.ranks == 1 else 0,
+                "log": self.folder / f"{self.started}-{rank}.log",
+                "weights": self.folder / f"{self.started}-{rank}.weights",
+                "restore": restore,
+            }
+            arguments = [f"--{name}={value}" for name, value in options.items()]
+            script = Path(HERE) / "loader_worker.py"
+            children.append(
+                self.job.python(
+                    f"group{group}-{rank}", script, *arguments, path=ours_path(), env={**env, "RANK": str(rank)}
+                )
+            )
+        self.started += 1
+        return children
+
+    def _train(self, orders: dict[int, dict[str, object]], last: bool) -> None:
+        mortal = [group for group, order in orders.items() if "place" in order]
+        paused = {child: len(child.of("paused")) for children in self.living.values() for child in children}
+        for children in (children for group, children in self.living.items() if group in mortal):
+            for child in children:
+                child.expected_to_live = False
+        self._send(orders, self.new)
+        if len(self.new) < len(orders):
+            # Those of the last quorum wait for nobody who has not asked yet.
+            self.job.wait(lambda: self._waiters() == len(self.new), 30, "new groups ask for a quorum")
+            self._send(orders, [group for group in orders if group not in self.new])
+        for group in list(mortal):
+            victim = self.living[group][-1]
+            self.job.wait(lambda victim=victim: victim.returncode is not None, 60, f"group {group} is killed")
+            assert victim.returncode == -9, self.job.report()
+            self._kill(group)
+            self.killed += 1
+        rest = [child for children in self.living.values() for child in children]
+        if last:
+            self.job.wait_exit(rest, 120)
+            self.ended = [child.name for child in rest]
+        else:
+            # Not all: a group that has to heal waits for the others.
+            self.job.wait(lambda: any(len(c.of("paused")) > paused[c] for c in rest), 120, "the end of a part")
+
+    def _send(self, orders: dict[int, dict[str, object]], groups: list[int]) -> None:
+        for group in groups:
+            for rank, child in enumerate(self.living[group]):
+                # One rank dies; the other ones of its group wait for it until they are killed too.
+                child.send(**(orders[group] if rank + 1 == self.ranks else {"until": orders[group]["until"]}))
+
+    def _waiters(self) -> int:
+        with urllib.request.urlopen(f"{self.lighthouse}/status", timeout=20) as answer:
+            return int(json.load(answer)["waiters"])
+
+    def _kill(self, group: int) -> None:
+        for child in self.living.pop(group):
+            child.kill()
+
+    def _check(self) -> None:
+        ended = [torch.load(path) for path in sorted(self.folder.glob("*.weights"))]
+        assert len(ended) == len(self.ended)
+        expected = one_process(self.samples, self.reproducible)
+        for end in ended:
+            assert end["history"] == ended[0]["history"]
+            for name, value in expected.items():
+                if self.reproducible:
+                    assert torch.equal(end["weights"][name], value), name
+                torch.testing.assert_close(end["weights"][name], value, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        trained: dict[tuple[int, int, int], Counter[int]] = {}
+        for path in self.folder.glob("*.log"):
+            for line in path.read_text().splitlines():
+                epoch, batch, quorum, indices = json.loads(line)
+                trained.setdefault((epoch, batch, quorum), Counter()).update(indices)
+        position = Position()
+        epochs = [Counter[int]() for _ in range(self.plan.epochs)]
+        for quorum in ended[0]["history"]:
+            indices = trained[position.epoch, position.batch, quorum]
+            batch = [index for unit in self.plan.share(position, 0, 1).units for index in unit.indices]
+            assert indices == Counter(batch), f"{position} in quorum {quorum}"
+            epochs[position.epoch].update(indices)
+            position = self.plan.advance(position)
+        assert position == self.plan.end
+        assert all(epoch == Counter(range(self.samples)) for epoch in epochs)

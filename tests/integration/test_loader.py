@@ -255,7 +255,9 @@ def test_a_group_at_another_position_heals() -> None:
     assert all("do not train on the same batch" in why for why in training.lost)
 
 
-def refused(job: Training, newcomer: Callable[[Rank], object]) -> tuple[list[Optional[torch.Tensor]], str]:
+def refused(
+    job: Training, newcomer: Callable[[Rank], object], **cluster_settings: Any
+) -> tuple[list[Optional[torch.Tensor]], str]:
     """What a job ends with when a group comes that does not fit, and what that group is told."""
     started = Gate()
 
@@ -274,7 +276,7 @@ def refused(job: Training, newcomer: Callable[[Rank], object]) -> tuple[list[Opt
         rank.cluster.wait_for_healthy(2)
 
     job.events[0, 0, 2] = await_it
-    with Cluster() as cluster:
+    with Cluster(**cluster_settings) as cluster:
         ended, (told,) = cluster.start(job, group=0), results(cluster.start(join, group=1))
         return results(ended), told
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
+import sys
 from datetime import timedelta
 from typing import Any, NoReturn, Optional
 
@@ -23,6 +25,7 @@ from events import Commands, emit
 from loader_model import SETTINGS, dataset, loss_of, make_model, make_optimizer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
 
 from torchft import DistributedDataParallel, Manager, Optimizer
 from torchft.data import ElasticDataLoader
@@ -38,6 +41,7 @@ parser.add_argument("--samples", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights")
 parser.add_argument("--log", required=True, help="file for what each step trained on")
 parser.add_argument("--weights", required=True, help="file for what it ends with")
+parser.add_argument("--num_workers", type=int, required=True, help="of the DataLoader")
 parser.add_argument("--restore", default="", help="file of a checkpoint")
 args = parser.parse_args()
 
@@ -64,6 +68,23 @@ class Mortal(Manager):
 def die() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+class Broken(Dataset):
+    """Raises once it is told to."""
+
+    broken = False
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.broken:
+            raise OSError("the disk is gone")
+        return self.data[index]
 
 
 def load(state: dict[str, Any]) -> None:
@@ -117,7 +138,10 @@ if sharded:
 wrapped = model if sharded else DistributedDataParallel(manager, model)
 sgd = make_optimizer(model)
 optimizer = Optimizer(manager, sgd)
-loader = ElasticDataLoader(manager, dataset(args.samples), **SETTINGS)
+if args.num_workers:
+    # The worker processes close it, and the thread of the commands holds the lock of the other one.
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+loader = ElasticDataLoader(manager, Broken(dataset(args.samples)), num_workers=args.num_workers, **SETTINGS)
 if args.restore:
     saved = torch.load(args.restore)
     load(saved["user"])
@@ -147,6 +171,9 @@ while True:
     place = order["place"] if before >= order.get("die_at", before + 1) else ""
     if place == "begin":
         die()
+    Broken.broken = place == "dataset"
+    for worker in multiprocessing.active_children() if place == "worker" else []:
+        worker.kill()
     optimizer.zero_grad()
     indices: list[int] = []
     for unit in step:

@@ -53,6 +53,13 @@ def test_a_restore_with_another_number_of_groups(tmp_path: Path, reproducible: b
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["dataset", "worker"])
+def test_a_group_whose_dataset_fails_ends_and_the_others_go_on(tmp_path: Path, place: str) -> None:
+    Elastic(tmp_path, [Part(3, 1), Part(3, 1), Part(2)], samples=191, reproducible=True, places=(place,)).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @has_hsdp
 def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
     Elastic(tmp_path, [Part(2, 1), Part(3, 1), Part(3, 2), Part(2)], samples=191, kind="fsdp", ranks=2, seed=3).run()

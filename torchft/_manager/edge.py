@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from torchft import _torchft
 from torchft._manager.failures import FailureListener
+from torchft._manager.layout import announce, bare
 from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.checkpointing.transport import CheckpointTransport
-from torchft.process_group.native import abort_group, collectives_at_once, group_error, reconfigure_group
+from torchft.process_group.native import abort_group, collectives_at_once, group_error, is_native, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions, supports_reconfigure
 from torchft.process_group.wrapper import abortable
 
@@ -246,6 +247,7 @@ class Peers:
         self.pg: Any = pg
         self.abortable = abortable(pg)
         self.at_once: Optional[int] = collectives_at_once(pg)
+        self._layout = ""
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
         """Tells the group whose it is, for its handle; a native one has handles of its own kind."""
@@ -254,16 +256,20 @@ class Peers:
             self.pg.set_rank_info(replica_id, group_rank, group_world_size, number)
 
     def announce_layout(self, digest: str, lines: str) -> None:
-        """What this rank reduces, for its handle; a native group's cannot carry it."""
+        """What this rank reduces, for its handle; a native group's carries the digest of a loader only."""
+        self._layout = digest
         if hasattr(self.pg, "announce_layout"):
             self.pg.announce_layout(digest, lines)
 
     def handle(self) -> str:
         """By which peers find this rank."""
-        return self.pg.get_reconfigure_handle()
+        handle = self.pg.get_reconfigure_handle()
+        return announce(handle, self._layout) if is_native(self.pg) else handle
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         """Connects with the peers whose handles these are."""
+        if is_native(self.pg):
+            opts.handles = [bare(handle) for handle in opts.handles]
         reconfigure_group(self.pg, opts)
 
     def configure_by_store(self, plan: Plan, replica_id: str, settings: Settings) -> None:

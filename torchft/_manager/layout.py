@@ -5,7 +5,8 @@ in each group's reconfigure handle; the lines themselves lie in the store that t
 digests differ. Groups that announce nothing (the published package, native groups) are not compared.
 
 So do the loaders of :mod:`torchft.data`, with one rule more: if one group has such a loader, all must have. The digest
-says so by a prefix. A handle that announces nothing then differs; only native ones are left to ``loader.py``.
+says so by a prefix. A handle that announces nothing then differs. A native handle is PyTorch's own text: with a loader
+the digest follows it, and is taken off before the handle reaches the group.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _SHOWN = 6  # lines of each side in an error
 
 
 _WITH_LOADER = "loader-"
+_AFTER_NATIVE = " torchft_layout="
 
 
 class LayoutDiffers(ValueError):
@@ -42,6 +44,16 @@ class LayoutDiffers(ValueError):
 def digest(lines: Sequence[str]) -> str:
     prefix = _WITH_LOADER if any(line.startswith(f"{LOADER}: ") for line in lines) else ""
     return prefix + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def announce(handle: str, layout: str) -> str:
+    """A native handle that tells the digest of a group with a loader."""
+    return handle + _AFTER_NATIVE + layout if _has_loader(layout) else handle
+
+
+def bare(handle: str) -> str:
+    """A native handle as PyTorch made it."""
+    return handle.partition(_AFTER_NATIVE)[0]
 
 
 def check_layouts(
@@ -67,15 +79,13 @@ def check_layouts(
             ours_to_mend=plan.heal or new_here,
         )
     peers = [_decode(text) for text in plan.handles]
-    differing = [i for i, peer in enumerate(peers) if peer is not None and _differ(peer.layout, mine)]
+    differing = [i for i, peer in enumerate(peers) if _differ(peer.layout, mine)]
     if not differing:
         return
     judge = plan.source.replica_rank if plan.source is not None and plan.max_step > 0 else 0
     ours_to_mend = judge in differing and (plan.heal or new_here)
     other = judge if ours_to_mend else differing[0]
-    peer = peers[other]
-    assert peer is not None
-    raise LayoutDiffers(_say(plan.replica_ids[other], ours, peer, read), ours_to_mend)
+    raise LayoutDiffers(_say(plan.replica_ids[other], ours, peers[other], read), ours_to_mend)
 
 
 def _differ(one: Optional[str], other: Optional[str]) -> bool:
@@ -110,16 +120,16 @@ def read_layout(peer: Handle) -> Optional[list[str]]:
     return None
 
 
-def _decode(text: str) -> Optional[Handle]:
+def _decode(text: str) -> Handle:
     try:
         return Handle.decode(text)
     except ValueError:  # a native group's
-        return None
+        return Handle(id=bare(text), store="", layout=text.partition(_AFTER_NATIVE)[2] or None)
 
 
 def _describe(ours: Sequence[str], theirs: Optional[list[str]]) -> str:
     if theirs is None:
-        return "what that one reduces could not be read"
+        return "what that one announces could not be read"
     here = [line for line in ours if line not in set(theirs)]
     there = [line for line in theirs if line not in set(ours)]
     if not here and not there:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
 from torch.distributed import ReduceOp
 
 from tests.unit.manager.conftest import Fixture, quorum
+from torchft._manager.layout import announce, digest
 from torchft._manager.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader
 from torchft.manager import Manager
@@ -30,15 +31,21 @@ class Native(ProcessGroupDummy):
         return _DummyWork(None)
 
 
-def attach(manager: Manager) -> ElasticDataLoader:
-    return ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2)
+def attach(manager: Manager, peers: Optional[Fixture] = None) -> ElasticDataLoader:
+    """Makes a loader; the peers have one too."""
+    loader = ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2)
+    if peers is not None:
+        assert manager._layout is not None
+        handles = [announce(f"native {number}", digest(manager._layout)) for number in range(2)]
+        peers.client._quorum.return_value.reconfigure_handles = handles
+    return loader
 
 
 @pytest.mark.parametrize("with_loader", [True, False])
 def test_an_average_is_the_sum_of_weighted_gradients(native: Fixture, with_loader: bool) -> None:
     manager = native.manager()
     if with_loader:
-        attach(manager)
+        attach(manager, native)
     manager.start_quorum()
     gradient = torch.full((2,), 6.0)
     manager.allreduce(gradient, reduce_op=ReduceOp.AVG).wait()
@@ -50,7 +57,7 @@ def test_an_average_is_the_sum_of_weighted_gradients(native: Fixture, with_loade
 def test_a_batch_that_is_not_whole_is_not_committed(native: Fixture) -> None:
     """The dummy group reduces nothing: the other group's samples are missing."""
     manager = native.manager()
-    loader = attach(manager)
+    loader = attach(manager, native)
     before = loader.position
     next(loader)
     manager.allreduce(torch.ones(2)).wait()
@@ -62,7 +69,7 @@ def test_a_batch_that_is_not_whole_is_not_committed(native: Fixture) -> None:
 
 def test_a_step_is_begun_once(native: Fixture) -> None:
     manager = native.manager()
-    loader = attach(manager)
+    loader = attach(manager, native)
     next(loader)
     manager.start_quorum()  # as the optimizer's zero_grad does
     next(loader)
@@ -86,7 +93,7 @@ def test_the_first_unit_waits_for_the_quorum_and_no_heal(native: Fixture) -> Non
         raise RuntimeError("the source is gone")
 
     native.transport.recv_checkpoint.side_effect = receive
-    step = next(attach(native.manager()))
+    step = next(attach(native.manager(), native))
     assert [unit.weight for unit in step] == [0.0]
     assert began.wait(10), "no heal began"
     assert not ended.is_set()
@@ -109,6 +116,21 @@ def test_at_step_0_all_take_part_with_a_loader() -> None:
 
     assert plan(True, 0) == (1, 2, False)
     assert plan(False, 0) == plan(True, 3) == (None, 1, True)
+
+
+def test_native_peers_without_a_loader_are_refused_by_name(native: Fixture) -> None:
+    manager = native.manager()
+    loader = attach(manager)  # the others announce nothing
+    with pytest.raises(ValueError, match=r"this group trains with an ElasticDataLoader.*and group_0:uuid without: it"):
+        next(loader)
+
+
+def test_a_native_peer_with_a_loader_is_refused_by_name_where_there_is_none(native: Fixture) -> None:
+    attach(native.manager(), native)
+    manager = native.manager()
+    manager.start_quorum()
+    with pytest.raises(ValueError, match=r"group_0:uuid trains with an ElasticDataLoader.*and this group without: it"):
+        manager.wait_quorum()
 
 
 # What does not go together

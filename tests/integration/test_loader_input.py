@@ -1,0 +1,136 @@
+"""A loader in a job whose groups do not fit together: named errors, and the groups that are right train on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.utils.data import TensorDataset
+
+from tests.integration.cluster import Cluster, Rank, results
+from tests.integration.test_loader import SAMPLES, SETTINGS, Training, check, dataset, refused, without_loader
+from tests.unit.process_group.ranks import native
+from torchft.data import ElasticDataLoader
+from torchft.data.position import Plan, Position, PositionDiffers
+
+PLAN = Plan(SAMPLES, **SETTINGS)
+END = PLAN.end
+LAST = Position(1, PLAN.batches_per_epoch - 1)
+
+
+def test_a_group_whose_dataset_has_another_length_is_refused_by_name() -> None:
+    job, shorter = Training(), TensorDataset(*(tensor[:-1] for tensor in dataset().tensors))
+    ended, told = refused(job, Training(data=shorter))
+    assert "this group trains on other data than group_0:" in told
+    assert "here ElasticDataLoader: length=40; there ElasticDataLoader: length=41" in told
+    check(job, ended)
+    assert job.lost and all("length=40" in why for why in job.lost)
+
+
+@pytest.mark.parametrize(("field", "other"), [("length", 40), ("seed", 4), ("global_batch_size", 24)])
+def test_a_group_that_restores_a_position_of_other_data_is_told_and_the_others_train_on(field: str, other: int) -> None:
+    def restore(rank: Rank, loader: ElasticDataLoader) -> None:
+        if rank.group == 1:
+            loader.load_state_dict({**loader.state_dict(), field: other})
+
+    job = Training(before=restore)
+
+    def wrong(rank: Rank) -> None:
+        with pytest.raises(PositionDiffers, match=rf"{field} is .*, and the saved position is .* it was {other}"):
+            job(rank)
+        rank.crash()
+
+    with Cluster() as cluster:
+        first = cluster.start(job, group=0)
+        results(cluster.start(wrong, group=1))
+        ended = results(first)
+    check(job, ended)
+
+
+def restored(first: Position, second: Position) -> tuple[Training, list[Optional[torch.Tensor]]]:
+    """A job of two groups that begin with positions of their own."""
+
+    def restore(rank: Rank, loader: ElasticDataLoader) -> None:
+        position = (first, second)[rank.group]
+        loader.load_state_dict({**loader.state_dict(), "epoch": position.epoch, "batch": position.batch})
+
+    job = Training(start_with=2, settings={"init_sync": False}, before=restore)
+
+    def until_the_end(rank: Rank) -> Optional[torch.Tensor]:
+        ended = job(rank)
+        rank.crash()  # as a process that ends
+        return ended
+
+    with Cluster(min_replicas=1) as cluster:
+        return job, results(cluster.start(until_the_end, group=0), cluster.start(until_the_end, group=1))
+
+
+def batches(job: Training) -> list[Counter[int]]:
+    """What the groups trained on together, step by step."""
+    steps: dict[int, Counter[int]] = {}
+    for (_, number), indices in job.committed.items():
+        steps.setdefault(number, Counter()).update(indices)
+    return [steps[number] for number in sorted(steps)]
+
+
+def rest_of(position: Position) -> list[Counter[int]]:
+    """What a job trains on from a position to its end."""
+    found = []
+    while position != END:
+        found.append(Counter(index for unit in PLAN.share(position, 0, 1).units for index in unit.indices))
+        position = PLAN.advance(position)
+    return found
+
+
+BEFORE_LAST = Position(LAST.epoch, LAST.batch - 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(BEFORE_LAST, Position()), (Position(1, 0), LAST), (LAST, BEFORE_LAST), (LAST, Position()), (BEFORE_LAST, LAST)],
+)
+def test_of_positions_that_do_not_belong_together_the_first_groups_is_right(first: Position, second: Position) -> None:
+    """Also in the last step of the training: the group that heals in it ends with the others."""
+    job, (one, other) = restored(first, second)
+    assert one is not None and other is not None and torch.equal(one, other)
+    assert batches(job) == rest_of(first)
+    assert len(job.lost) == 2
+    assert all("do not train on the same batch" in why for why in job.lost)
+
+
+@pytest.mark.parametrize(("first", "second"), [(END, LAST), (LAST, END)])
+def test_a_group_that_is_at_the_end_leaves_and_the_other_one_gets_there(first: Position, second: Position) -> None:
+    """It reduces nothing by which they could tell that they differ."""
+    job, _ = restored(first, second)
+    assert batches(job) == rest_of(LAST)
+    assert len(job.lost) <= 1
+
+
+# Native groups, whose handles are PyTorch's own
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14: native groups")
+@pytest.mark.parametrize("with_loader", [True, False])
+def test_native_groups_all_have_a_loader_or_are_refused_by_name(with_loader: bool) -> None:
+    master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def make(group: int) -> Any:
+        store = TCPStore("localhost", master.port, is_master=False, wait_for_workers=False)
+        return native(store, group, 2, prefix="")
+
+    if with_loader:
+        job = Training(start_with=2)
+        with Cluster(make_pg=make, min_replicas=2) as cluster:
+            ended = results(cluster.start(job, group=0), cluster.start(job, group=1))
+        check(job, ended)
+        assert job.lost == []
+        return
+    job = Training()
+    ended, told = refused(job, without_loader, make_pg=make)
+    assert told.startswith("group_0:") and "trains with an ElasticDataLoader" in told
+    check(job, ended)
+    assert job.lost and all("and group_1:" in why for why in job.lost)

@@ -28,7 +28,7 @@ from tests.integration.test_loader import (
 from torchft import Optimizer
 from torchft.data import ElasticDataLoader
 from torchft.data.exact_sum import ExactSum
-from torchft.data.position import Plan, Position
+from torchft.data.position import Plan, Position, SamplesDiffer
 from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -253,6 +253,20 @@ def test_gradients_that_differ_from_pass_to_pass_cost_the_step() -> None:
     with Cluster() as cluster:
         tried(cluster, do)
     assert passes == [False, True, True, True]
+
+
+def test_a_sum_of_another_number_of_units_is_not_that_of_the_batch() -> None:
+    def do(manager: Manager) -> None:
+        net, loader = make_model(), ElasticDataLoader(manager, dataset(), **SETTINGS)
+        for unit in next(loader):
+            with unit.accumulate(net):
+                backward(manager, unit, net)
+        loader.load_state_dict({**loader.state_dict(), "batch": 3})  # as after a heal to it
+        with pytest.raises(SamplesDiffer, match="6 units were reduced, 3 belong to the batch"):
+            loader.verify()
+
+    with Cluster() as cluster:
+        tried(cluster, do)
 
 
 # What is refused

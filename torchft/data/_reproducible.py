@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchft.data.exact_sum import FINEST, ExactSum, ScalesDiffer
 from torchft.data.position import SamplesDiffer
@@ -162,7 +162,7 @@ class ReproducibleSum:
             inner = model.module if hasattr(model, "no_sync") and hasattr(model, "module") else model
             prefix = f"{number}." if len(models) > 1 else ""
             parameters += [(prefix + name, parameter) for name, parameter in inner.named_parameters()]
-            if hasattr(model, "set_requires_gradient_sync") or any(isinstance(p, DTensor) for p in inner.parameters()):
+            if hasattr(model, "set_requires_gradient_sync") or any(map(_is_dtensor, inner.parameters())):
                 raise ValueError(
                     "reproducible_reduction=True takes plain models and DistributedDataParallel; a model of FSDP2, or "
                     "of DTensors, adds its gradients in floating point within the group. Choose "
@@ -217,6 +217,12 @@ class ReproducibleSum:
         except Exception as e:
             self._manager._report_collective_error(e)  # the other groups must not wait for this one
             raise
+
+
+def _is_dtensor(parameter: torch.Tensor) -> bool:
+    # Not by an import, which takes a second: without it there are none.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(parameter, tensors.DTensor)
 
 
 def group_of_ranks(

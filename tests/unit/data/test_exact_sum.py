@@ -296,6 +296,15 @@ def test_a_unit_that_does_not_fit_on_one_rank_is_noticed_by_all() -> None:
     assert step(ranks, [units(1.0), units(2.0**40), []]) == 0
 
 
+def test_how_many_units_were_summed_may_be_compared_later() -> None:
+    """A rank that heals does not know yet how many there should be."""
+    ranks = [one(1.0), one(1.0)]
+    for rank, share in zip(ranks, [units(1.0, 2.0), units(4.0)]):
+        rank.compute(share)
+    reduce(ranks)
+    assert [(rank.sum.read(), rank.sum.units) for rank in ranks] == [(True, 3)] * 2
+
+
 def test_a_repetition_that_fails_begins_as_the_first_attempt_did() -> None:
     rank = one(1.0)
     rank.compute(units(2.0**40))

@@ -35,10 +35,14 @@ def attach(manager: Manager, peers: Optional[Fixture] = None) -> ElasticDataLoad
     """Makes a loader; the peers have one too."""
     loader = ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2)
     if peers is not None:
-        assert manager._layout is not None
-        handles = [announce(f"native {number}", digest(manager._layout)) for number in range(2)]
-        peers.client._quorum.return_value.reconfigure_handles = handles
+        announce_the_same(manager, peers)
     return loader
+
+
+def announce_the_same(manager: Manager, peers: Fixture) -> None:
+    assert manager._layout is not None
+    handles = [announce(f"native {number}", digest(manager._layout)) for number in range(2)]
+    peers.client._quorum.return_value.reconfigure_handles = handles
 
 
 @pytest.mark.parametrize("with_loader", [True, False])
@@ -182,6 +186,7 @@ def test_with_local_sgd_averages_are_divided(native: Fixture, loader_first: bool
     for make in (attach, lambda m: m._attach_local_steps(Steps()))[:: 1 if loader_first else -1]:
         make(manager)
     manager.register_layout("LocalSGD", ["weight float32[2]"])
+    announce_the_same(manager, native)
     manager.start_quorum()
     weight = torch.full((2,), 6.0)
     manager.allreduce(weight).wait()

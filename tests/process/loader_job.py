@@ -21,7 +21,8 @@ PLACES = ("begin", "units", "reduce", "commit", "stepped")
 # What a rank ends with that is not killed: its dataset raises, or a worker process of its DataLoader is killed.
 ERRORS = {
     "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk is gone",
-    "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed by signal|exited unexpectedly)",
+    # PyTorch's own word for it, or that what the worker had read cannot be fetched from it any more.
+    "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed|exited)|ReadFailed: unit .* could not be read: Conn",
 }
 
 

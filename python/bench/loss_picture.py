@@ -28,7 +28,7 @@ EPOCHS = 18
 STEPS = 29 * EPOCHS  # of 64 samples, while all are there
 KILLS = 20
 EVERY = STEPS // (KILLS + 2)
-AWAY = 10  # steps of group 0
+AWAY = 6  # steps of group 0
 WAIT_S = 300
 
 
@@ -63,7 +63,7 @@ def measure(side: Side, elastic: bool, kills: int) -> Run:
     """Trains to the end, with so many kills on the way."""
     with Job() as job, tempfile.TemporaryDirectory() as folder:
         go = Path(folder) / "go"
-        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=1000)
+        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000)
         children = [_start(job, side, number) for number in range(GROUPS)]
         job.wait(lambda: all(child.of("imported") for child in children), START_TIMEOUT_S, "PyTorch is imported")
         for child in children:

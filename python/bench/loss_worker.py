@@ -6,7 +6,9 @@ is told on stdin to begin a life, to kill it, and to wait for its end. Each life
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -35,6 +37,13 @@ TIMEOUT = timedelta(seconds=30)
 
 def main() -> None:
     torch.set_num_threads(1)
+    # What a life would import, or read, as it begins.
+    digits: Any = load_digits()
+    data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
+    _ = torchft.Manager, torchft.ProcessGroupGloo, torchft.DistributedDataParallel, torchft.Optimizer
+    importlib.import_module("torch._dynamo")  # which DistributedDataParallel and optimizers import late
+    with contextlib.suppress(ImportError):  # the published package has none
+        importlib.import_module("torchft.data.loader")
     emit("imported")
     life = 0
     for line in sys.stdin:  # by no thread: a fork would keep its lock
@@ -44,7 +53,7 @@ def main() -> None:
             life = os.fork()
             if life == 0:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-                live(**command)
+                live(data, **command)
         elif do == "kill":
             os.kill(life, signal.SIGKILL)
             os.waitpid(life, 0)
@@ -53,7 +62,7 @@ def main() -> None:
             emit(do, status=os.waitpid(life, 0)[1])
 
 
-def live(do: str, lighthouse: str, elastic: bool, go: str) -> None:
+def live(data: TensorDataset, do: str, lighthouse: str, elastic: bool, go: str) -> None:
     """Train to the end of the job, from when there is a file `go` on."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), RANK="0", WORLD_SIZE="1")
@@ -80,8 +89,6 @@ def live(do: str, lighthouse: str, elastic: bool, go: str) -> None:
     emit("manager")
     while not os.path.exists(go):
         time.sleep(0.01)
-    digits: Any = load_digits()
-    data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
     train = _once if elastic else _in_shards
     began = time.monotonic()
     for samples, groups in train(manager, model, optimizer, data):

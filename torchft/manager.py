@@ -24,7 +24,7 @@ from torch.distributed import ReduceOp
 
 from torchft._manager.background import Background
 from torchft._manager.collectives import Backlog, Collectives
-from torchft._manager.edge import Peers, Server, Transport, as_server
+from torchft._manager.edge import Server, Transport, as_peers, as_server
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.failures import FailureCallback, Failures, PeerFailed
 from torchft._manager.group import join_group
@@ -170,7 +170,7 @@ class Manager(Stateful):
         replay_failed_step: Optional[bool] = None,
         reproducible_reduction: bool = False,
     ) -> None:
-        self._peers = Peers(pg)  # refused before the environment is looked at
+        self._peers = as_peers(pg)  # refused before the environment is looked at
         settings = resolve(
             rank=rank,
             world_size=world_size,

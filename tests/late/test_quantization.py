@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from tests.late import load
-from torchft._quantization.exchange import start
+from torchft._quantization.exchange import Ranks, start
 from torchft.collectives import allocate_reduce_scatter_output, allreduce_quantized, reduce_scatter_quantized
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 from torchft.quantization import FORMAT_ENV
@@ -93,7 +93,7 @@ def test_memory_of_a_quantized_collective_is_not_used_again_early(late) -> None:
     tensors = [torch.ones(5000, device="late")]
     stream, address = torch.Stream("late"), tensors[0].data_ptr()
     with late.held(stream):
-        work = start(lambda _: tensors[0].mul_(2), "double", tensors, None, Group(), stream)
+        work = start(lambda _: tensors[0].mul_(2), "double", tensors, None, Ranks(Group()), stream)
         tensors.clear()
         assert torch.zeros(5000, device="late").data_ptr() != address
     work.synchronize()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Optional
+from functools import lru_cache
+from typing import Any, NamedTuple, Optional
 
+import torch
 import torch.distributed as dist
 
 from torchft import _torchft
@@ -21,8 +23,14 @@ from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.checkpointing.transport import CheckpointTransport
-from torchft.process_group.native import abort_group, collectives_at_once, group_error, is_native, reconfigure_group
-from torchft.process_group.reconfigure import ReconfigureOptions, supports_reconfigure
+from torchft.process_group.native import (
+    abort_native,
+    collectives_at_once,
+    error_of_native,
+    reconfigure_and_wait,
+    reconfigure_native,
+)
+from torchft.process_group.reconfigure import ReconfigureOptions, is_native, supports_reconfigure
 from torchft.process_group.wrapper import abortable
 
 _logger = logging.getLogger("torchft.manager")
@@ -64,6 +72,16 @@ class Server:
         self.client = client
         self._group_rank = group_rank
 
+    @property
+    def client(self) -> Any:
+        return self._client
+
+    @client.setter
+    def client(self, client: Any) -> None:
+        self._client = client
+        self._leaves = hasattr(client, "_leave")
+        self._ends = hasattr(client, "shutdown")
+
     def rounds(self) -> Rounds:
         """What asks for quorums."""
         return ThreadRounds(lambda **request: _whole(self.client._quorum(**request)))
@@ -74,12 +92,12 @@ class Server:
 
     def leave(self, timeout: timedelta) -> None:
         """Says that this group has ended its last step, and waits until no other group needs it any more."""
-        if hasattr(self.client, "_leave"):
+        if self._leaves:
             self.client._leave(timeout)
 
     def close(self) -> None:
         """Ends the client, and all that waits for an answer."""
-        if hasattr(self.client, "shutdown"):
+        if self._ends:
             self.client.shutdown()
 
     def listen(
@@ -186,6 +204,8 @@ class Transport:
         self.several_sources = getattr(transport, "several_sources", False) is True
         self.takes_target = getattr(transport, "takes_target", False) is True
         self.in_place = getattr(transport, "in_place", False) is True
+        self._refuses = hasattr(transport, "refuse_checkpoint")
+        self._abandons = hasattr(transport, "abandon_receiving")
 
     def metadata(self) -> str:
         return self._transport.metadata()
@@ -195,7 +215,7 @@ class Transport:
 
     def refuse_checkpoint(self, **what: Any) -> None:
         """Without it the targets wait until their timeout."""
-        if hasattr(self._transport, "refuse_checkpoint"):
+        if self._refuses:
             self._transport.refuse_checkpoint(**what)
 
     def help_checkpoint(self, step: int, state_dict: Any) -> None:
@@ -210,7 +230,7 @@ class Transport:
 
     def abandon_receiving(self, reason: Exception) -> bool:
         """Ends the transfer that goes on, if one does. False: this transport cannot."""
-        if not hasattr(self._transport, "abandon_receiving"):
+        if not self._abandons:
             return False
         self._transport.abandon_receiving(reason)
         return True
@@ -223,7 +243,7 @@ class Transport:
 
 
 class Peers:
-    """A process group whose peers change with the quorum: torchft's, a native one, or another project's.
+    """A process group whose peers change with the quorum: torchft's, or another project's.
 
     Args:
         pg: stays the same object.
@@ -232,45 +252,36 @@ class Peers:
         abortable: the group to call collectives of, so that all who wait for them are let go by :meth:`abort`.
         at_once: how many collectives hold all threads of the group, also for its next peers; None: new peers come with
             new threads.
-
-    Raises:
-        ValueError: it cannot be rebuilt for other peers.
     """
 
-    def __init__(self, pg: dist.ProcessGroup) -> None:
-        if not supports_reconfigure(pg):
-            raise ValueError(
-                f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive "
-                "the loss of a peer; use one of torchft.process_group, or make a native one with "
-                "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
-            )
-        self.pg: Any = pg
+    at_once: Optional[int] = None
+
+    def __init__(self, pg: Any) -> None:
+        self.pg = pg
         self.abortable = abortable(pg)
-        self.at_once: Optional[int] = collectives_at_once(pg)
-        self._layout = ""
+        self._takes_rank_info = hasattr(pg, "set_rank_info")
+        self._announces_layouts = hasattr(pg, "announce_layout")
+        self._takes_stores = hasattr(pg, "configure")
+        self._reports_errors = hasattr(pg, "errored")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
         """Tells the group whose it is, for its handle; a native one has handles of its own kind."""
-        if hasattr(self.pg, "set_rank_info"):
+        if self._takes_rank_info:
             number = global_rank(replica_id, group_rank, group_world_size)
             self.pg.set_rank_info(replica_id, group_rank, group_world_size, number)
 
     def announce_layout(self, digest: str, lines: str) -> None:
-        """What this rank reduces, for its handle; a native group's carries the digest of a loader only."""
-        self._layout = digest
-        if hasattr(self.pg, "announce_layout"):
+        """What this rank reduces, for its handle."""
+        if self._announces_layouts:
             self.pg.announce_layout(digest, lines)
 
     def handle(self) -> str:
         """By which peers find this rank."""
-        handle = self.pg.get_reconfigure_handle()
-        return announce(handle, self._layout) if is_native(self.pg) else handle
+        return self.pg.get_reconfigure_handle()
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         """Connects with the peers whose handles these are."""
-        if is_native(self.pg):
-            opts.handles = [bare(handle) for handle in opts.handles]
-        reconfigure_group(self.pg, opts)
+        reconfigure_and_wait(self.pg, opts)
 
     def configure_by_store(self, plan: Plan, replica_id: str, settings: Settings) -> None:
         """Connects with peers as torchft 0.2.0 does, which has no handles: they meet in the primary's store.
@@ -279,7 +290,7 @@ class Peers:
             RuntimeError: this kind of group needs handles, and somebody in the quorum sent none.
             Exception: whatever the group's ``configure`` raises.
         """
-        if not hasattr(self.pg, "configure"):
+        if not self._takes_stores:
             if replica_id in plan.without_handles:
                 who = f"the lighthouse at {settings.lighthouse_addr} does not pass them on"
             else:
@@ -302,8 +313,75 @@ class Peers:
 
     def abort(self) -> None:
         """Ends what is in flight. The group is of no use until it has other peers."""
-        abort_group(self.pg)
+        self.pg.abort()
 
     def error(self) -> Optional[Exception]:
         """What the group noticed that went wrong, None if nothing."""
-        return group_error(self.pg)
+        error = self.pg.errored() if self._reports_errors else None
+        return error if isinstance(error, Exception) else None  # a stand-in answers with a stand-in
+
+
+class _NativePeers(Peers):
+    """The same of PyTorch's own group, which is aborted and reconfigured by functions of torchft."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        super().__init__(pg)
+        self.at_once = collectives_at_once(pg)
+        self._layout = ""
+
+    def announce_layout(self, digest: str, lines: str) -> None:
+        """A native group's handle carries the digest of a loader only."""
+        self._layout = digest
+
+    def handle(self) -> str:
+        return announce(super().handle(), self._layout)
+
+    def reconfigure(self, opts: ReconfigureOptions) -> None:
+        opts.handles = [bare(handle) for handle in opts.handles]
+        reconfigure_native(self.pg, opts)
+
+    def abort(self) -> None:
+        abort_native(self.pg)
+
+    def error(self) -> Optional[Exception]:
+        return error_of_native(self.pg)
+
+
+def as_peers(pg: dist.ProcessGroup) -> Peers:
+    """The peers that a process group connects with.
+
+    Raises:
+        ValueError: it cannot be rebuilt for other peers.
+    """
+    if not supports_reconfigure(pg):
+        raise ValueError(
+            f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive "
+            "the loss of a peer; use one of torchft.process_group, or make a native one with "
+            "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
+        )
+    return (_NativePeers if is_native(pg) else Peers)(pg)
+
+
+# What a collective gives back
+
+
+class WorkKind(NamedTuple):
+    """What the works of a class do."""
+
+    drains: bool  # they have ``drain(timeout)``: their waits end at an abort, whatever the backend still does
+    polls: bool  # a wait with a timeout may keep the host until the device has finished, as that of PyTorch's NCCL
+    orders: bool  # a ``block_current_stream`` of their own, on a CPU; PyTorch's needs CUDA, and torchft's waits
+
+
+@lru_cache(maxsize=64)
+def work_kind(kind: type) -> WorkKind:
+    """What works of this class do. It is asked once for each class: a process group gives few of them."""
+    ours = kind.__module__.startswith("torchft.")
+    own_order = getattr(kind, "block_current_stream", None) is not dist._Work.block_current_stream
+    return WorkKind(drains=hasattr(kind, "drain"), polls=not ours, orders=not ours and own_order)
+
+
+def future_of(work: dist._Work) -> Optional[torch.futures.Future[Any]]:
+    """The future of a work; None: that of a stand-in, which never ends."""
+    future = work.get_future()
+    return future if isinstance(future, torch._C.Future) else None

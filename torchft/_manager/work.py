@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchft import _stand_in
+from torchft._manager.edge import future_of, work_kind
 from torchft.futures import timed
 from torchft.utils import Mark, devices_of, poll
 
@@ -70,6 +71,7 @@ class _ManagedWork(dist._Work):
         self._manager = manager
         self._report = manager.report_error if report is None else report
         self._work = work
+        self._kind = work_kind(type(work))
         self._value = value
         self._on_success: Optional[Callable[[], object]] = None
         self._on_end: Optional[Callable[[], object]] = None
@@ -113,7 +115,9 @@ class _ManagedWork(dist._Work):
                 future = self._future
             if future is not None:
                 (future if patience is None else timed(future, patience, self._devices())).wait()
-            elif patience is not None and (timeout is not None or self._on_cpu or not self._polls_on_host()):
+            elif patience is not None and (
+                timeout is not None or self._on_cpu or not (self._kind.polls and self._devices())
+            ):
                 self._work.wait(patience)
             else:
                 self._work.wait()
@@ -129,9 +133,8 @@ class _ManagedWork(dist._Work):
 
     def drain(self, timeout: timedelta) -> bool:
         """Waits until the backend is through with the collective, whatever came of it. False: not in that time."""
-        drain = getattr(self._work, "drain", None)
-        if drain is not None:  # of a work whose waits end at an abort, whatever the backend still does
-            return bool(drain(timeout))
+        if self._kind.drains:
+            return self._work.drain(timeout)  # type: ignore[attr-defined]
         if self._devices():
             return poll(self._work.is_completed, timeout.total_seconds())
         deadline = time.monotonic() + timeout.total_seconds()
@@ -144,7 +147,7 @@ class _ManagedWork(dist._Work):
 
         Another project's work may only order; where a future was asked for, that one tells when the value is final.
         """
-        if self._future is not None and self._succeeded is None and self._orders_by_itself():
+        if self._future is not None and self._succeeded is None and self._kind.orders and not self._devices():
             try:
                 self._work.block_current_stream()
             except Exception as e:
@@ -183,14 +186,14 @@ class _ManagedWork(dist._Work):
 
         error: Optional[Exception] = None
         try:
-            ended, patience = self._work.get_future(), _stand_in.timeout(self._manager)
-            if isinstance(ended, torch._C.Future):
+            ended, patience = future_of(self._work), _stand_in.timeout(self._manager)
+            if ended is not None:
                 if patience is not None:
                     ended = timed(ended, patience, self._devices())
                 # then, not add_done_callback: its callbacks run ordered behind the collective's own stream
                 ended.then(complete)
                 return future
-            self._work.wait()  # a stand-in, whose future never ends
+            self._work.wait()
         except Exception as e:
             error = e
         self._end(error)
@@ -230,17 +233,6 @@ class _ManagedWork(dist._Work):
         except Exception as e:
             return e
         return None
-
-    def _orders_by_itself(self) -> bool:
-        """Whether the work has a ``block_current_stream`` of its own. PyTorch's needs CUDA, and torchft's waits."""
-        kind = type(self._work)
-        if self._devices() or kind.__module__.startswith("torchft."):
-            return False
-        return getattr(kind, "block_current_stream", None) is not dist._Work.block_current_stream
-
-    def _polls_on_host(self) -> bool:
-        """Whether a wait with a timeout may keep the host until the device has finished, as that of PyTorch's NCCL."""
-        return not type(self._work).__module__.startswith("torchft.") and bool(self._devices())
 
     def _devices(self) -> list[torch.device]:
         return devices_of(self._value)

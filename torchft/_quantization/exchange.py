@@ -31,6 +31,29 @@ _GATHER_TAG = 0x71F7_0003
 _DESCRIPTION_BYTES = 512
 
 
+class Ranks:
+    """A process group as an exchange wants it: torchft's, PyTorch's own, or another project's.
+
+    What it may lack is asked here, and nowhere behind it.
+
+    Args:
+        pg: the group.
+
+    Attributes:
+        on_host: whether it is Gloo that moves the data, or something in front of it.
+    """
+
+    def __init__(self, pg: BaseProcessGroup) -> None:
+        self.pg: Any = pg
+        self._find: Callable[[], Any] = getattr(pg, "_peers_now", lambda: pg)
+        name = pg.getBackendName() if hasattr(pg, "getBackendName") else pg.name()
+        self.on_host = "gloo" in name.lower()
+
+    def peers(self) -> Any:
+        """What the group has as long as its peers stay: its innermost group, or the process that has it."""
+        return self._find()
+
+
 class Exchange:
     """Two exchanges of a buffer with a slice for each rank."""
 
@@ -50,7 +73,7 @@ def start(
     what: str,
     tensors: Sequence[torch.Tensor],
     result: object,
-    pg: BaseProcessGroup,
+    ranks: Ranks,
     stream: Optional[torch.Stream],
 ) -> Work:
     """Runs a function that exchanges buffers among the ranks of a group, without waiting for it.
@@ -60,26 +83,22 @@ def start(
         what: it does; the same on all ranks.
         tensors: that it reads and writes.
         result: what the future of the work gives.
-        pg: the group.
+        ranks: of the group.
         stream: where a device does its part.
     """
     device = tensors[0].device
-    if device.type == "cpu" or "gloo" in _backend_name(pg).lower():
-        return _HostWork(run, what, device, result, pg, stream)
-    return _StreamWork(run, tensors, result, pg, stream)
-
-
-def _backend_name(pg: BaseProcessGroup) -> str:
-    return pg.getBackendName() if hasattr(pg, "getBackendName") else pg.name()
+    if device.type == "cpu" or ranks.on_host:
+        return _HostWork(run, what, device, result, ranks, stream)
+    return _StreamWork(run, tensors, result, ranks, stream)
 
 
 # On a device
 
 
 class _StreamExchange(Exchange):
-    def __init__(self, pg: BaseProcessGroup) -> None:
-        self._pg: Any = pg
-        self.rank = pg.rank()
+    def __init__(self, ranks: Ranks) -> None:
+        self._pg = ranks.pg
+        self.rank = ranks.pg.rank()
 
     def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(buffer)
@@ -100,7 +119,7 @@ class _StreamWork(Work):
         run: Callable[[Exchange], None],
         tensors: Sequence[torch.Tensor],
         result: object,
-        pg: BaseProcessGroup,
+        ranks: Ranks,
         stream: Optional[torch.Stream],
     ) -> None:
         super().__init__()
@@ -110,7 +129,7 @@ class _StreamWork(Work):
         own = torch.Stream(device) if stream is None else stream
         with get_stream_context(own):
             before.follow()
-            run(_StreamExchange(pg))
+            run(_StreamExchange(ranks))
             for tensor in tensors:
                 tensor.record_stream(own)
             self._end = Mark([device])
@@ -144,13 +163,14 @@ class _StreamWork(Work):
 
 
 class _HostExchange(Exchange):
-    def __init__(self, pg: BaseProcessGroup, what: str, device: torch.device) -> None:
-        self._pg: Any = pg
-        self._ranks = pg.size()
-        self.rank = pg.rank()
+    def __init__(self, ranks: Ranks, what: str, device: torch.device) -> None:
+        self._group = ranks
+        self._pg = ranks.pg
+        self._ranks = ranks.pg.size()
+        self.rank = ranks.pg.rank()
         self._what = what
         self._device = device
-        self.peers = weakref.ref(_peers(pg))
+        self.peers = weakref.ref(ranks.peers())
 
     def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
         self._compare()
@@ -170,7 +190,7 @@ class _HostExchange(Exchange):
         other_peers = "the process group got other peers in the middle of a quantized collective"
         others = [peer for peer in range(self._ranks) if peer != self.rank]
         try:
-            if _peers(self._pg) is not self.peers():
+            if self._group.peers() is not self.peers():
                 raise RuntimeError(other_peers)
             works = [self._pg.recv([received(peer)], peer, tag) for peer in others]
             works += [self._pg.send([sent(peer)], peer, tag) for peer in others]
@@ -204,13 +224,6 @@ def _encode(what: str) -> torch.Tensor:
 
 def _decode(text: torch.Tensor) -> str:
     return bytes(text.tolist()).decode(errors="replace").rstrip()
-
-
-def _peers(pg: Any) -> Any:
-    """What a group has as long as its peers stay: its innermost group, or the process that has it."""
-    while hasattr(pg, "parent"):
-        pg = pg.parent
-    return getattr(pg, "_worker", None) or pg
 
 
 # The work among each set of peers that was started last: works among the same peers run one after the other.
@@ -251,7 +264,7 @@ class _HostWork(Work):
         what: str,
         device: torch.device,
         result: object,
-        pg: BaseProcessGroup,
+        ranks: Ranks,
         stream: Optional[torch.Stream],
     ) -> None:
         super().__init__()
@@ -261,10 +274,10 @@ class _HostWork(Work):
         self._future: Optional[Future[object]] = None
         self._lock = threading.Lock()
         self._device = device
-        exchange = _HostExchange(pg, what, device)
+        exchange = _HostExchange(ranks, what, device)
         if device.type != "cpu":
             run = _on_stream(run, device, stream)
-        work = run, exchange, _enqueue(self, _peers(pg))
+        work = run, exchange, _enqueue(self, ranks.peers())
         threading.Thread(target=self._work, args=work, name="torchft_quantized", daemon=True).start()
 
     def _work(self, run: Callable[[Exchange], None], exchange: Exchange, previous: Optional[_HostWork]) -> None:

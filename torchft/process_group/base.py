@@ -199,6 +199,10 @@ class ProcessGroup(BaseProcessGroup):
         """
         return False
 
+    def _peers_now(self) -> object:
+        """What the group has as long as its peers stay, and no longer."""
+        return self
+
     def errored(self) -> Optional[Exception]:
         """Why the group is of no use any more, None as long as it is."""
         return None

@@ -68,12 +68,17 @@ def backend_error(backend: Any) -> Optional[Exception]:
 def group_error(pg: dist.ProcessGroup) -> Optional[Exception]:
     """What went wrong in a group, native or torchft's, since it was made, if it noticed."""
     if is_native(pg):
-        if pg in _aborts:  # the backend takes an abort of ours for no error
-            return RuntimeError(f"the native group {pg.name()} was aborted and has no peers until it is reconfigured")
-        return native_error(pg)
+        return error_of_native(pg)
     errored = getattr(pg, "errored", None)  # a stand-in may lack it, or answer with a stand-in
     error = errored() if errored is not None else None
     return error if isinstance(error, Exception) else None
+
+
+def error_of_native(pg: dist.ProcessGroup) -> Optional[Exception]:
+    """What went wrong in a native group since it was made, an abort of ours too, if it noticed."""
+    if pg in _aborts:  # the backend takes an abort of ours for no error
+        return RuntimeError(f"the native group {pg.name()} was aborted and has no peers until it is reconfigured")
+    return native_error(pg)
 
 
 def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
@@ -86,9 +91,14 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         RuntimeError: the peers could not be reached, or an abort of the last ones hangs; the group is of no use until a
             later call succeeds.
     """
-    if not is_native(pg):
-        _reconfigure(pg, opts)
-        return
+    if is_native(pg):
+        reconfigure_native(pg, opts)
+    else:
+        reconfigure_and_wait(pg, opts)
+
+
+def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
+    """:func:`reconfigure_group` of a native one."""
     if len(set(opts.handles)) != len(opts.handles):
         raise ValueError(
             f"two peers of a native group have the same handle: {sorted(opts.handles)}; give every replica group a "
@@ -102,12 +112,13 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         if abort.is_alive():  # its end would strike the next peers
             raise RuntimeError(f"reconfigure: the abort of its last peers has not ended within {seconds} s")
         del _aborts[pg]
-    _reconfigure(pg, opts)
+    reconfigure_and_wait(pg, opts)
     if _is_gloo(pg):
         _connections[pg] = Connections(_published(pg, opts.uuid), pg.rank(), pg.size())
 
 
-def _reconfigure(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
+def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
+    """Calls the group's own ``reconfigure``; a timeout is named as one."""
     try:
         work: Optional[Work] = pg.reconfigure(opts)
         if work is not None:  # some groups have ended theirs when they return
@@ -121,9 +132,14 @@ def abort_group(pg: dist.ProcessGroup) -> None:
 
     Returns before a native group's own abort has ended, if that takes long.
     """
-    if not is_native(pg):
+    if is_native(pg):
+        abort_native(pg)
+    else:
         pg.abort()
-        return
+
+
+def abort_native(pg: dist.ProcessGroup) -> None:
+    """:func:`abort_group` of a native one."""
     _cut(pg)
     last = _aborts.get(pg)
     if last is None or not last.is_alive():
@@ -163,9 +179,7 @@ def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
 
 
 def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
-    """How many collectives hold all threads of a group; None where its next peers come with threads of their own."""
-    if not is_native(pg):
-        return None
+    """How many collectives hold all threads of a native group, also for its next peers; None: any number."""
     backends = [pg._get_backend(device) for device in pg._device_types]
     # pyrefly: ignore [missing-attribute]  # Gloo's options have it
     return min((b.options._threads for b in backends if b.name() == "gloo"), default=None)

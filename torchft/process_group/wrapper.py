@@ -242,6 +242,10 @@ class ProcessGroupWrapper(ProcessGroup):
             raise AssertionError("process group not initialized")
         return pg
 
+    def _peers_now(self) -> object:
+        parent = self.parent
+        return parent._peers_now() if isinstance(parent, ProcessGroup) else parent
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(pg={self._pg!r})"
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 
 from tests.unit.manager.test_rounds import LONG, PUBLISHED, REQUEST, Followed
-from torchft._manager.edge import Peers, Server, Transport, _NativeServer, as_server
+from torchft._manager.edge import Server, Transport, _NativeServer, as_peers, as_server
 from torchft._torchft import ManagerClient, QuorumResult
 from torchft.checkpointing import CheckpointTransport
 
@@ -109,6 +109,7 @@ def test_a_double_of_a_transport_can_what_the_published_one_can() -> None:
     transport = Transport(double)
     assert not (transport.several_sources or transport.takes_target or transport.in_place)
     double.abandon_receiving = MagicMock()  # some transports have it
+    transport = Transport(double)
     error = RuntimeError("its source failed")
     assert transport.abandon_receiving(error)
     double.abandon_receiving.assert_called_once_with(error)
@@ -116,7 +117,7 @@ def test_a_double_of_a_transport_can_what_the_published_one_can() -> None:
 
 def test_a_process_group_with_what_a_native_one_has_is_enough() -> None:
     group = SimpleNamespace(supports_reconfigure=True, get_reconfigure_handle=lambda: "handle", errored=lambda: None)
-    peers = Peers(group)  # type: ignore[arg-type]
+    peers = as_peers(group)  # type: ignore[arg-type]
     peers.set_rank_info("g:uuid", 0, 1)
     peers.announce_layout("digest", "lines")
     assert peers.handle() == "handle" and peers.error() is None

@@ -585,9 +585,11 @@ def test_a_source_that_is_told_to_be_dead_is_not_waited_for(fixture: Fixture, ma
 
 def test_a_source_that_dies_while_its_state_comes_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
     """It may be stopped: its connections stay."""
+    abandoned = threading.Event()
+    fixture.transport.abandon_receiving = lambda reason: abandoned.set()
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
-    begun, abandoned = threading.Event(), threading.Event()
+    begun = threading.Event()
 
     def receive(**asked: Any) -> Any:
         begun.set()
@@ -595,7 +597,6 @@ def test_a_source_that_dies_while_its_state_comes_is_not_waited_for(fixture: Fix
         raise RuntimeError("abandoned")
 
     fixture.transport.recv_checkpoint.side_effect = receive
-    fixture.transport.abandon_receiving = lambda reason: abandoned.set()
     manager.start_quorum()
     assert begun.wait(30)
     manager._failures.died(MemberFailure(1, "group_1:uuid", "another one"))

@@ -217,6 +217,9 @@ class ProcessGroupBaby(ProcessGroup):
         if worker is not None and worker.channel.broken is None:
             worker.channel.tell(protocol.SET_TIMEOUT, protocol.seconds(timeout.total_seconds()))
 
+    def _peers_now(self) -> object:
+        return self._worker or self
+
     def errored(self) -> Optional[Exception]:
         """Waits for the device, so that an operation that hangs shows, and asks the worker's backend after it."""
         worker = self._worker

@@ -1,0 +1,76 @@
+"""Behind the edge nobody asks whose object it is, or what it can do: edge.py has asked, for clients, transports,
+process groups and their works, and _stand_in.py for a Manager."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import torchft
+
+ROOT = Path(torchft.__file__).parent
+
+# The code that such objects are handed on to. Process groups and transports themselves are in front of it.
+BEHIND = [
+    *(ROOT / "_manager").glob("*.py"),
+    *(ROOT / "_quantization").glob("*.py"),
+    *(ROOT / "local_sgd").glob("*.py"),
+    *(ROOT / name for name in ("collectives.py", "ddp.py", "futures.py", "manager.py", "optim.py", "quantization.py")),
+]
+EDGE = ROOT / "_manager" / "edge.py"
+
+# What would be asked of an object that is handed in.
+FOREIGN = {"ProcessGroup", "Work", "_Work", "Future", "Manager", "ManagerClient", "CheckpointTransport", "Mock"}
+
+# The questions that are of another kind: file, code, why.
+ALLOWED = {
+    ("_manager/background.py", "getattr(leaf, '_local_tensor', leaf)"): "a leaf of a state: a DTensor has a local one",
+    ("_manager/settings.py", "getattr(settings, name)"): "a field of a record of ours, by its name",
+    ("_quantization/exchange.py", "getattr(pg, '_peers_now', lambda: pg)"): "the edge of public functions: Ranks",
+    ("_quantization/exchange.py", "hasattr(pg, 'getBackendName')"): "the same",
+    ("_quantization/layout.py", "hasattr(tensor, 'to_local')"): "a tensor of the user: a DTensor is refused",
+    ("ddp.py", "getattr(self._ddp, '_bucket_config', None)"): "which release of PyTorch's DDP it is",
+    ("local_sgd/diloco.py", "hasattr(one, 'param_groups')"): "what a user gave for an optimizer: refused by name",
+    ("local_sgd/inner_steps.py", "hasattr(optimizer, 'register_step_post_hook')"): "the same",
+    ("optim.py", "getattr(self.optim, name)"): "a method of the optimizer, by its name",
+}
+
+
+def questions(file: Path) -> list[tuple[str, str]]:
+    """What a file asks of objects: its path in the package, and the code."""
+    found = [node for node in ast.walk(ast.parse(file.read_text())) if asks(node)]
+    return [(file.relative_to(ROOT).as_posix(), ast.unparse(node)) for node in found]
+
+
+def asks(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name("hasattr" | "getattr")):
+            return True
+        case ast.Call(func=ast.Name("isinstance" | "issubclass"), args=[_, kinds]):
+            names = {n.id for n in ast.walk(kinds) if isinstance(n, ast.Name)}
+            return bool(FOREIGN & (names | {n.attr for n in ast.walk(kinds) if isinstance(n, ast.Attribute)}))
+        case ast.Compare(left=ast.Call(func=ast.Name("type")), ops=[ast.Is() | ast.IsNot() | ast.Eq() | ast.NotEq()]):
+            return ast.unparse(node.comparators[0]) != "torch.Tensor"
+        case ast.Attribute(attr="__module__" | "__class__"):
+            return True
+    return False
+
+
+def test_nobody_asks_behind_the_edge() -> None:
+    asked = {question for file in BEHIND if file != EDGE for question in questions(file)}
+    assert asked - ALLOWED.keys() == set(), "ask it in _manager/edge.py, where the Manager is made"
+    assert ALLOWED.keys() - asked == set(), "these are no longer asked"
+
+
+def test_the_edge_asks_where_an_object_comes_in() -> None:
+    """In a constructor, or in a function that makes an adapter; `hasattr` in a method would be asked at each call."""
+    tree = ast.parse(EDGE.read_text())
+    methods = {
+        f"{kind.name}.{method.name}"
+        for kind in tree.body
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef) and any(asks(node) for node in ast.walk(method))
+    }
+    # The client may be replaced, its methods for people are called by their names, and a result is of each quorum.
+    assert methods == {"Server.client", "Transport.__init__", "Peers.__init__", "_NativeServer.say"}

@@ -359,8 +359,9 @@ class Manager(Stateful):
             self._trace.ended(self._step, self._current)
         self._discard_unloaded_heal()
         step = self._make_step(request, inputs, self._current.plan)
-        self._failures.begin(step)
+        self._current.collectives.retire()  # with the next quorum the process group has other peers
         self._current = step
+        self._failures.begin(step)
         self._background.begin()
         self._trace.asks(self._step)
         said = QuorumRequest(
@@ -708,12 +709,13 @@ class Manager(Stateful):
         self._refuse_replay(f"the training loop reported an error: {e}")
         self._step_failed(e)
 
-    def _step_failed(self, e: Exception) -> None:
-        self._current.collectives.usable = False
-        self._keep_error(e)
+    def _step_failed(self, e: Exception, step: Optional[Step] = None) -> None:
+        step = step or self._current
+        step.collectives.usable = False
+        self._keep_error(e, step)
 
-    def _keep_error(self, e: Exception) -> None:
-        self._current.failed(e)
+    def _keep_error(self, e: Exception, step: Optional[Step] = None) -> None:
+        (step or self._current).failed(e)
         self._incidents.noticed(e, self._step, self._quorum_id)
         self._logger.error_event(e)
 
@@ -726,16 +728,16 @@ class Manager(Stateful):
             of: those of the step that it belongs to; default: the current one. A late failure of an earlier step is
                 only logged: an abort would end the collectives of the current one, with other peers.
         """
-        step = self._current
+        step = self._current  # once: the training thread may begin the next one meanwhile
         if of is not None and of is not step.collectives:
             self._logger.warn(f"a collective of an earlier step failed: {e!r}")
             return
         if not peers_fault(e):
-            self._refuse_replay(f"a collective cannot be done: {e!r}")
+            step.inputs.refuse(f"a collective cannot be done: {e!r}")
         elif not step.collectives.aborted and not isinstance(e, PeerFailed) and step.plan:
             self._server.suspect(step.plan.quorum_id, [i for i in step.plan.replica_ids if i != self._replica_id])
-        self._step_failed(e)
-        self._abort_collectives()
+        self._step_failed(e, step)
+        step.collectives.abort()
         self._incidents.ended("abort")
 
     def _abort_collectives(self) -> None:
@@ -750,18 +752,25 @@ class Manager(Stateful):
     ) -> torch.futures.Future[T]:
         """A future that never fails: an error is reported and ``default`` takes the value's place.
 
+        The error is one of the step in which this is called, each attempt at it; in a later step it is only logged.
+
         Args:
             fut: the future to wrap.
             default: the value after an error or a timeout.
             timeout: default: the Manager's.
         """
 
+        inputs = self._current.inputs
+
         def value_or_default(done: torch.futures.Future[T]) -> T:
             try:
                 return done.value()
             except Exception as e:
                 self._logger.exception(f"a future failed: {e}")
-                self.report_error(e)
+                step = self._current  # once: the training thread may begin the next one meanwhile
+                if step.inputs is inputs:
+                    inputs.refuse(f"a future failed: {e}")
+                    self._step_failed(e, step)
                 return default
 
         return future_timeout(fut, given("timeout", timeout, self._timeout)).then(value_or_default)

@@ -6,6 +6,7 @@ then its mark stays here until the vote, and its tensors do not.
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Callable, Optional, Union
@@ -51,6 +52,8 @@ class Collectives:
         self._logger = logger
         self.usable = True
         self.aborted = False
+        self._aborting = threading.Lock()  # held by an abort that goes on
+        self._retired = False
         self._begun = 0
         # Those that have not ended, by number: failed ones, those nobody waited for, and what a device has to reach.
         self._flights: dict[int, Union[_ManagedWork, Mark]] = {}
@@ -76,14 +79,26 @@ class Collectives:
         return None
 
     def abort(self) -> None:
-        """Aborts the process group, once a step. The next quorum has a new id, as this step is not committed."""
-        if self.aborted:
+        """Aborts the process group, once a step. The next quorum has a new id, as this step is not committed.
+
+        Returns at once where another thread does: an abort may wait for what that one holds.
+        """
+        if self.aborted or self._retired or not self._aborting.acquire(blocking=False):
             return
-        self.aborted = True
         try:
+            if self.aborted or self._retired:
+                return
+            self.aborted = True
             self._abort()
         except Exception as e:
             self._logger.exception(f"the process group could not be aborted: {e}")
+        finally:
+            self._aborting.release()
+
+    def retire(self) -> None:
+        """The next step begins: what fails late aborts nothing any more. Returns when no abort goes on."""
+        with self._aborting:
+            self._retired = True
 
     def wait(self) -> None:
         """Waits for the collectives that nobody waited for; most have ended long ago."""

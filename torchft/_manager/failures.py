@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torchft._torchft import ManagerClient, MemberFailure
 
 if TYPE_CHECKING:
+    from torchft._manager.collectives import Collectives
     from torchft._manager.log import _ManagerLogger
     from torchft._manager.step import Step
 
@@ -106,7 +107,7 @@ class Failures:
         enabled: whether a death ends anything here (``enable_error_bus``).
         step: the one before the first.
         abort: aborts the process group, in whatever it does.
-        report: learns of the error that a death is to the collectives that run.
+        report: learns of the error that a death is to the collectives that run, and of which step they are.
         fetching: whether this rank waits for the state of a peer.
         transferring: whether a device has still to send or receive a state.
         logger: of the Manager.
@@ -118,7 +119,7 @@ class Failures:
         step: Step,
         *,
         abort: Callable[[], None],
-        report: Callable[[Exception], None],
+        report: Callable[[Exception, Collectives], None],
         fetching: Callable[[], bool],
         transferring: Callable[[], bool],
         logger: _ManagerLogger,
@@ -184,11 +185,12 @@ class Failures:
             if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
                 self._told.setdefault(failure.quorum_id, failure)
             mine = failure.quorum_id == self._quorum_id
-            running = self._step.collectives.running() is not None
+            collectives = self._step.collectives
+            running = collectives.running() is not None
             if mine and not self._connecting and (running or self._transferring()):
                 error = PeerFailed(failure)
                 self._logger.warn(str(error))
-                self._report(error)
+                self._report(error, collectives)
 
     def _end_connecting(self, failure: MemberFailure) -> None:
         # An abort that comes before the group has begun to connect finds nothing to end.

@@ -524,9 +524,13 @@ class ManagerClient(_Native):
         """How many bytes of a peer's state have come, of how many."""
         self._go.pyapi_ManagerSayHealing(self._handle, group_rank, received, total)
 
-    def _say_nonfinite(self, group_rank: int) -> None:
-        """That an average which this rank uses holds NaN or Inf."""
-        self._go.pyapi_ManagerSayNonfinite(self._handle, group_rank)
+    def _say_counted(self, group_rank: int, name: str, number: int) -> None:
+        """What the manager server has a counter for, and how often this rank has seen it since it said so last.
+
+        Raises:
+            ValueError: there is no counter of this name.
+        """
+        self._go.pyapi_ManagerSayCounted(self._handle, group_rank, name, number)
 
     def _say_recovered(
         self,

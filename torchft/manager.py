@@ -743,9 +743,9 @@ class Manager(Stateful):
     def _abort_collectives(self) -> None:
         self._current.collectives.abort()
 
-    def _nonfinite_average(self) -> None:
-        """LocalSGD and DiLoCo use an average that holds NaN or Inf; the manager server counts it."""
-        self._logger.nonfinite_average()
+    def _counted(self, name: str, number: int = 1) -> None:
+        """The manager server counts it: `rankCounters` in go/manager/metrics.go has the names."""
+        self._server.say("_say_counted", name, number)
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: Optional[timedelta] = None

@@ -35,8 +35,8 @@ type calls interface {
 	// SayHealing tells how far the state of a peer has arrived, SayRecovered what a recovery cost. They do not wait.
 	SayHealing(p HealProgress)
 	SayRecovered(r Recovered)
-	// SayNonfinite tells that an average which the rank used held NaN or Inf. It does not wait.
-	SayNonfinite(groupRank int64)
+	// SayCounted tells what the server has a counter for. It does not wait.
+	SayCounted(c Counted)
 	// Leave says that the group has ended its last step, and waits until nobody needs it any more. Every rank calls it.
 	Leave(ctx context.Context) error
 	// Notices has a value for each notice that the server gets; nil if it tells of none.
@@ -159,6 +159,6 @@ func (r *remote) Suspect(int64, string)           {}
 func (r *remote) SayProgress(int64, bool, string) {}
 func (r *remote) SayHealing(HealProgress)         {}
 func (r *remote) SayRecovered(Recovered)          {}
-func (r *remote) SayNonfinite(int64)              {}
+func (r *remote) SayCounted(Counted)              {}
 
 func (r *remote) Close() error { return r.conn.Close() }

@@ -73,7 +73,7 @@ func (d *direct) SayHealing(p HealProgress) { d.server.healing(p) }
 
 func (d *direct) SayRecovered(r Recovered) { d.server.recovered(r) }
 
-func (d *direct) SayNonfinite(groupRank int64) { d.server.nonfinite(groupRank) }
+func (d *direct) SayCounted(c Counted) { d.server.counted(c) }
 
 // Close ends the calls that wait, as the end of a connection does.
 func (d *direct) Close() error {

@@ -1,7 +1,10 @@
 package manager
 
 import (
+	"fmt"
+	"maps"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -25,11 +28,39 @@ const (
 	votePhase   = "vote"   // from the first rank that votes to the last
 )
 
+// rankCounters are what ranks count, by the names that they say: Manager._counted in torchft/manager.py.
+var rankCounters = map[string]struct{ metric, help string }{
+	"nonfinite_syncs": {
+		"torchft_manager_nonfinite_syncs_total",
+		"Synchronisations of its ranks (LocalSGD, DiLoCo) whose average held NaN or Inf, and was used.",
+	},
+}
+
+// Counted is what a rank has seen a number of times.
+type Counted struct {
+	GroupRank int64
+	Name      string // of rankCounters
+	Number    int64
+}
+
+// Validate says why a server would not add it.
+func (c Counted) Validate() error {
+	if _, known := rankCounters[c.Name]; !known {
+		return fmt.Errorf("no counter of a rank is named %q, only: %s", c.Name, strings.Join(slices.Sorted(maps.Keys(rankCounters)), ", "))
+	}
+	if c.Number < 0 {
+		return fmt.Errorf("counter %q: number=%d must be at least 0", c.Name, c.Number)
+	}
+	return nil
+}
+
 // meters count what the group does. The server's lock guards the times; what is counted guards itself.
 type meters struct {
 	registry *prometheus.Registry
 
-	commits, lost, heals, healed, lostInRecovery, nonfinite prometheus.Counter
+	commits, lost, heals, healed, lostInRecovery prometheus.Counter
+
+	counts map[string]prometheus.Counter // of rankCounters, by the names that ranks say
 
 	step     prometheus.Histogram // from one commit to the next
 	phases   map[string]prometheus.Observer
@@ -60,7 +91,7 @@ func newMeters(job, replicaID string) *meters {
 		heals:          counter("torchft_manager_heals_total", "Heals of a rank: it took over the state of a peer."),
 		healed:         counter("torchft_manager_healed_bytes_total", "Bytes of the states that ranks took over."),
 		lostInRecovery: counter("torchft_manager_recovery_lost_steps_total", "Steps that ranks lost to failures of peers before they committed again."),
-		nonfinite:      counter("torchft_manager_nonfinite_syncs_total", "Synchronisations of its ranks (LocalSGD, DiLoCo) whose average held NaN or Inf, and was used."),
+		counts:         map[string]prometheus.Counter{},
 		step: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: "torchft_manager_step_seconds", Help: "Time from one commit of the group to the next.", ConstLabels: labels, Buckets: buckets,
 		}),
@@ -73,7 +104,11 @@ func newMeters(job, replicaID string) *meters {
 	for _, phase := range []string{gatherPhase, quorumPhase, stepPhase, votePhase} {
 		m.phases[phase] = phases.WithLabelValues(phase)
 	}
-	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.nonfinite, m.step, phases, m.recovery, m.at, logging.Metric(),
+	for name, c := range rankCounters {
+		m.counts[name] = counter(c.metric, c.help)
+		m.registry.MustRegister(m.counts[name])
+	}
+	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.step, phases, m.recovery, m.at, logging.Metric(),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }

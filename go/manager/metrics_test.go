@@ -57,12 +57,19 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 		phases := []manager.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "a stranger's", Seconds: 1}}
 		a.Ranks[0].SayRecovered(manager.Recovered{Healed: true, Bytes: 1000, Phases: phases})
 		a.Ranks[1].SayRecovered(manager.Recovered{GroupRank: 1, StepsLost: 2, Phases: []manager.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
-		a.Ranks[1].SayNonfinite(1)
-		a.Ranks[1].SayNonfinite(2) // there is no such rank
+		for name := range manager.RankCounters() {
+			a.Ranks[1].SayCounted(manager.Counted{GroupRank: 1, Name: name, Number: 3})
+			a.Ranks[1].SayCounted(manager.Counted{GroupRank: 1, Name: name, Number: -1})
+			a.Ranks[1].SayCounted(manager.Counted{GroupRank: 2, Name: name, Number: 1}) // there is no such rank
+		}
+		a.Ranks[1].SayCounted(manager.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
 		synctest.Wait()
 		code, body := scrape(t, c, a, "")
 		require.Equal(t, http.StatusOK, code)
 		const labels = `{group="a",training_job="default"`
+		for _, metric := range manager.RankCounters() {
+			assert.True(t, strings.Contains(body, metric+labels+"} 3\n"), "%s is not in\n%s", metric, body)
+		}
 		for _, want := range []string{
 			"torchft_manager_commits_total" + labels + "} 2\n",
 			"torchft_manager_lost_steps_total" + labels + "} 1\n",
@@ -79,7 +86,7 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 			`torchft_manager_recovery_seconds_total{group="a",phase="transfer",recovery="heal",training_job="default"} 2` + "\n",
 			`torchft_manager_recovery_seconds_total{group="a",phase="other",recovery="heal",training_job="default"} 1` + "\n",
 			`torchft_manager_recovery_seconds_total{group="a",phase="abort",recovery="failure",training_job="default"} 0.25` + "\n",
-			"torchft_manager_nonfinite_syncs_total" + labels + "} 1\n",
+			"torchft_manager_nonfinite_syncs_total" + labels + "} 3\n",
 			"go_goroutines ",
 		} {
 			assert.True(t, strings.Contains(body, want), "%s is not in\n%s", want, body)

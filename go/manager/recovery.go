@@ -81,11 +81,18 @@ func (s *Server) recovered(r Recovered) {
 	}
 }
 
-// nonfinite counts an average with NaN or Inf that a rank used.
-func (s *Server) nonfinite(groupRank int64) {
-	if groupRank >= 0 && groupRank < s.cfg.WorldSize {
-		s.meters.nonfinite.Inc()
+// counted adds what a rank counted. It has no answer: the log says once what was refused.
+func (s *Server) counted(c Counted) {
+	if c.GroupRank < 0 || c.GroupRank >= s.cfg.WorldSize {
+		return
 	}
+	if err := c.Validate(); err != nil {
+		s.badCount.Do(func() {
+			s.log.Warn("torchft: a rank counts what is not known", "group_rank", c.GroupRank, "error", err)
+		})
+		return
+	}
+	s.meters.counts[c.Name].Add(float64(c.Number))
 }
 
 func (p HealProgress) proto() *torchftpb.HealProgress {

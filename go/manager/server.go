@@ -39,6 +39,7 @@ type Server struct {
 	meters   *meters
 	parent   string                 // trace context of a rank that waits for the quorum; empty unless one traces
 	heals    map[int64]HealProgress // of ranks that heal
+	badCount sync.Once              // a rank counted what is not known
 	trouble  string                 // why the lighthouse has not been reached, while that is so
 	closed   bool
 }

@@ -103,8 +103,10 @@ func (s *session) SayRecovered(r Recovered) {
 	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: r.proto()}})
 }
 
-func (s *session) SayNonfinite(groupRank int64) {
-	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Nonfinite{Nonfinite: groupRank}})
+func (s *session) SayCounted(c Counted) {
+	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Counted{
+		Counted: &torchftpb.Counted{GroupRank: c.GroupRank, Name: c.Name, Number: c.Number},
+	}})
 }
 
 // say sends what has no answer, on a session that is open. Without one there is nobody to tell.

@@ -98,8 +98,9 @@ func (o *openSession) said(req *torchftpb.RankRequest) bool {
 		server.healing(healProgressFromProto(r.Healing))
 	case *torchftpb.RankRequest_Recovered:
 		server.recovered(recoveredFromProto(r.Recovered))
-	case *torchftpb.RankRequest_Nonfinite:
-		server.nonfinite(r.Nonfinite)
+	case *torchftpb.RankRequest_Counted:
+		c := r.Counted
+		server.counted(Counted{GroupRank: c.GetGroupRank(), Name: c.GetName(), Number: c.GetNumber()})
 	case *torchftpb.RankRequest_Progress:
 		p := r.Progress
 		server.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})

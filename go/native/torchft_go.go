@@ -417,9 +417,9 @@ func pyapi_ManagerRoundPrepare(handle C.longlong, request *C.char) C.longlong {
 	return C.longlong(cret)
 }
 
-//export pyapi_ManagerSayHealing
-func pyapi_ManagerSayHealing(handle C.longlong, groupRank C.longlong, received C.longlong, total C.longlong) C.char {
-	cret, __err := pyapi.ManagerSayHealing(int64(handle), int64(groupRank), int64(received), int64(total))
+//export pyapi_ManagerSayCounted
+func pyapi_ManagerSayCounted(handle C.longlong, groupRank C.longlong, name *C.char, number C.longlong) C.char {
+	cret, __err := pyapi.ManagerSayCounted(int64(handle), int64(groupRank), C.GoString(name), int64(number))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)
@@ -429,9 +429,9 @@ func pyapi_ManagerSayHealing(handle C.longlong, groupRank C.longlong, received C
 	return boolGoToPy(cret)
 }
 
-//export pyapi_ManagerSayNonfinite
-func pyapi_ManagerSayNonfinite(handle C.longlong, groupRank C.longlong) C.char {
-	cret, __err := pyapi.ManagerSayNonfinite(int64(handle), int64(groupRank))
+//export pyapi_ManagerSayHealing
+func pyapi_ManagerSayHealing(handle C.longlong, groupRank C.longlong, received C.longlong, total C.longlong) C.char {
+	cret, __err := pyapi.ManagerSayHealing(int64(handle), int64(groupRank), int64(received), int64(total))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

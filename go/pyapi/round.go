@@ -160,14 +160,18 @@ func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, b
 	return true, nil
 }
 
-// ManagerSayNonfinite tells that an average which this rank used held NaN or Inf.
-func ManagerSayNonfinite(handle, groupRank int64) (found bool, err error) {
+// ManagerSayCounted tells what the manager server has a counter for, by the counter's name.
+func ManagerSayCounted(handle, groupRank int64, name string, number int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
 	if err != nil {
 		return false, err
 	}
-	go client.SayNonfinite(groupRank)
+	c := manager.Counted{GroupRank: groupRank, Name: name, Number: number}
+	if err := c.Validate(); err != nil {
+		return false, ops.As(ops.Value, err)
+	}
+	go client.SayCounted(c)
 	return true, nil
 }
 

@@ -1049,7 +1049,7 @@ type RankRequest struct {
 	//	*RankRequest_Leave
 	//	*RankRequest_Healing
 	//	*RankRequest_Recovered
-	//	*RankRequest_Nonfinite
+	//	*RankRequest_Counted
 	Request       isRankRequest_Request `protobuf_oneof:"request"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1187,13 +1187,13 @@ func (x *RankRequest) GetRecovered() *Recovered {
 	return nil
 }
 
-func (x *RankRequest) GetNonfinite() int64 {
+func (x *RankRequest) GetCounted() *Counted {
 	if x != nil {
-		if x, ok := x.Request.(*RankRequest_Nonfinite); ok {
-			return x.Nonfinite
+		if x, ok := x.Request.(*RankRequest_Counted); ok {
+			return x.Counted
 		}
 	}
-	return 0
+	return nil
 }
 
 type isRankRequest_Request interface {
@@ -1237,8 +1237,8 @@ type RankRequest_Recovered struct {
 	Recovered *Recovered `protobuf:"bytes,82,opt,name=recovered,proto3,oneof"` // no answer
 }
 
-type RankRequest_Nonfinite struct {
-	Nonfinite int64 `protobuf:"varint,83,opt,name=nonfinite,proto3,oneof"` // the rank: an average that it used held NaN or Inf; no answer
+type RankRequest_Counted struct {
+	Counted *Counted `protobuf:"bytes,84,opt,name=counted,proto3,oneof"` // no answer
 }
 
 func (*RankRequest_Quorum) isRankRequest_Request() {}
@@ -1259,7 +1259,7 @@ func (*RankRequest_Healing) isRankRequest_Request() {}
 
 func (*RankRequest_Recovered) isRankRequest_Request() {}
 
-func (*RankRequest_Nonfinite) isRankRequest_Request() {}
+func (*RankRequest_Counted) isRankRequest_Request() {}
 
 type RankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1608,6 +1608,67 @@ func (x *HealProgress) GetTotal() int64 {
 	return 0
 }
 
+// A rank has seen what its manager server has a counter for.
+type Counted struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`      // of the counter
+	Number        int64                  `protobuf:"varint,3,opt,name=number,proto3" json:"number,omitempty"` // of times since it said so last
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Counted) Reset() {
+	*x = Counted{}
+	mi := &file_torchft_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Counted) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Counted) ProtoMessage() {}
+
+func (x *Counted) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Counted.ProtoReflect.Descriptor instead.
+func (*Counted) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *Counted) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *Counted) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Counted) GetNumber() int64 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
 // What a heal, or the failure of a peer, cost, once it is over.
 type Recovered struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1624,7 +1685,7 @@ type Recovered struct {
 
 func (x *Recovered) Reset() {
 	*x = Recovered{}
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1636,7 +1697,7 @@ func (x *Recovered) String() string {
 func (*Recovered) ProtoMessage() {}
 
 func (x *Recovered) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1649,7 +1710,7 @@ func (x *Recovered) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Recovered.ProtoReflect.Descriptor instead.
 func (*Recovered) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{19}
+	return file_torchft_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Recovered) GetGroupRank() int64 {
@@ -1711,7 +1772,7 @@ type PhaseTime struct {
 
 func (x *PhaseTime) Reset() {
 	*x = PhaseTime{}
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1723,7 +1784,7 @@ func (x *PhaseTime) String() string {
 func (*PhaseTime) ProtoMessage() {}
 
 func (x *PhaseTime) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1736,7 +1797,7 @@ func (x *PhaseTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PhaseTime.ProtoReflect.Descriptor instead.
 func (*PhaseTime) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{20}
+	return file_torchft_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PhaseTime) GetPhase() string {
@@ -1765,7 +1826,7 @@ type RankProgress struct {
 
 func (x *RankProgress) Reset() {
 	*x = RankProgress{}
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1777,7 +1838,7 @@ func (x *RankProgress) String() string {
 func (*RankProgress) ProtoMessage() {}
 
 func (x *RankProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1790,7 +1851,7 @@ func (x *RankProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankProgress.ProtoReflect.Descriptor instead.
 func (*RankProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{21}
+	return file_torchft_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RankProgress) GetGroupRank() int64 {
@@ -1828,7 +1889,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1840,7 +1901,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1853,7 +1914,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{22}
+	return file_torchft_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -1903,7 +1964,7 @@ type MemberStalled struct {
 
 func (x *MemberStalled) Reset() {
 	*x = MemberStalled{}
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1915,7 +1976,7 @@ func (x *MemberStalled) String() string {
 func (*MemberStalled) ProtoMessage() {}
 
 func (x *MemberStalled) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1928,7 +1989,7 @@ func (x *MemberStalled) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberStalled.ProtoReflect.Descriptor instead.
 func (*MemberStalled) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{23}
+	return file_torchft_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *MemberStalled) GetQuorumId() int64 {
@@ -1963,7 +2024,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1975,7 +2036,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1988,7 +2049,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{24}
+	return file_torchft_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2034,7 +2095,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2046,7 +2107,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2059,7 +2120,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *MemberMessage) GetStamp() uint64 {
@@ -2302,7 +2363,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2314,7 +2375,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2327,7 +2388,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2385,7 +2446,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2397,7 +2458,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2410,7 +2471,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *PastQuorum) GetQuorumId() int64 {
@@ -2455,7 +2516,7 @@ type Voter struct {
 
 func (x *Voter) Reset() {
 	*x = Voter{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2467,7 +2528,7 @@ func (x *Voter) String() string {
 func (*Voter) ProtoMessage() {}
 
 func (x *Voter) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2480,7 +2541,7 @@ func (x *Voter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Voter.ProtoReflect.Descriptor instead.
 func (*Voter) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Voter) GetReplicaId() string {
@@ -2531,7 +2592,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2543,7 +2604,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2556,7 +2617,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2650,7 +2711,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2662,7 +2723,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2675,7 +2736,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -2911,7 +2972,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2923,7 +2984,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2936,7 +2997,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -2975,7 +3036,7 @@ type ListChange struct {
 
 func (x *ListChange) Reset() {
 	*x = ListChange{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2987,7 +3048,7 @@ func (x *ListChange) String() string {
 func (*ListChange) ProtoMessage() {}
 
 func (x *ListChange) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3000,7 +3061,7 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
 func (*ListChange) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ListChange) GetWhole() bool {
@@ -3050,7 +3111,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3062,7 +3123,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3075,7 +3136,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3146,7 +3207,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3158,7 +3219,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3171,7 +3232,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3291,7 +3352,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
-	"\fKillResponse\"\x88\x04\n" +
+	"\fKillResponse\"\x9c\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -3304,9 +3365,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05hello\x18> \x01(\x03H\x00R\x05hello\x12\x16\n" +
 	"\x05leave\x18P \x01(\bH\x00R\x05leave\x121\n" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
-	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12\x1e\n" +
-	"\tnonfinite\x18S \x01(\x03H\x00R\tnonfiniteB\t\n" +
-	"\arequest\"\x9e\x03\n" +
+	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12,\n" +
+	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acountedB\t\n" +
+	"\arequestJ\x04\bS\x10T\"\x9e\x03\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
 	"\x06quorum\x18\x02 \x01(\v2\x1e.torchft.ManagerQuorumResponseH\x00R\x06quorum\x12D\n" +
@@ -3331,7 +3392,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x1a\n" +
 	"\breceived\x18\x02 \x01(\x03R\breceived\x12\x14\n" +
-	"\x05total\x18\x03 \x01(\x03R\x05total\"\xd4\x01\n" +
+	"\x05total\x18\x03 \x01(\x03R\x05total\"T\n" +
+	"\aCounted\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x16\n" +
+	"\x06number\x18\x03 \x01(\x03R\x06number\"\xd4\x01\n" +
 	"\tRecovered\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x16\n" +
@@ -3482,7 +3548,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -3503,83 +3569,85 @@ var file_torchft_proto_goTypes = []any{
 	(*MemberFailed)(nil),                // 16: torchft.MemberFailed
 	(*PeerSuspected)(nil),               // 17: torchft.PeerSuspected
 	(*HealProgress)(nil),                // 18: torchft.HealProgress
-	(*Recovered)(nil),                   // 19: torchft.Recovered
-	(*PhaseTime)(nil),                   // 20: torchft.PhaseTime
-	(*RankProgress)(nil),                // 21: torchft.RankProgress
-	(*GroupProgress)(nil),               // 22: torchft.GroupProgress
-	(*MemberStalled)(nil),               // 23: torchft.MemberStalled
-	(*CallFailure)(nil),                 // 24: torchft.CallFailure
-	(*MemberMessage)(nil),               // 25: torchft.MemberMessage
-	(*Greeting)(nil),                    // 26: torchft.Greeting
-	(*PastQuorum)(nil),                  // 27: torchft.PastQuorum
-	(*Voter)(nil),                       // 28: torchft.Voter
-	(*Ask)(nil),                         // 29: torchft.Ask
-	(*LighthouseMessage)(nil),           // 30: torchft.LighthouseMessage
-	(*Welcome)(nil),                     // 31: torchft.Welcome
-	(*ListChange)(nil),                  // 32: torchft.ListChange
-	(*QuorumStates)(nil),                // 33: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 34: torchft.PlacedState
-	(*timestamppb.Timestamp)(nil),       // 35: google.protobuf.Timestamp
+	(*Counted)(nil),                     // 19: torchft.Counted
+	(*Recovered)(nil),                   // 20: torchft.Recovered
+	(*PhaseTime)(nil),                   // 21: torchft.PhaseTime
+	(*RankProgress)(nil),                // 22: torchft.RankProgress
+	(*GroupProgress)(nil),               // 23: torchft.GroupProgress
+	(*MemberStalled)(nil),               // 24: torchft.MemberStalled
+	(*CallFailure)(nil),                 // 25: torchft.CallFailure
+	(*MemberMessage)(nil),               // 26: torchft.MemberMessage
+	(*Greeting)(nil),                    // 27: torchft.Greeting
+	(*PastQuorum)(nil),                  // 28: torchft.PastQuorum
+	(*Voter)(nil),                       // 29: torchft.Voter
+	(*Ask)(nil),                         // 30: torchft.Ask
+	(*LighthouseMessage)(nil),           // 31: torchft.LighthouseMessage
+	(*Welcome)(nil),                     // 32: torchft.Welcome
+	(*ListChange)(nil),                  // 33: torchft.ListChange
+	(*QuorumStates)(nil),                // 34: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 35: torchft.PlacedState
+	(*timestamppb.Timestamp)(nil),       // 36: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	35, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	36, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	27, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	28, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	6,  // 5: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
 	10, // 6: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
 	17, // 7: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	21, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	22, // 8: torchft.RankRequest.progress:type_name -> torchft.RankProgress
 	18, // 9: torchft.RankRequest.healing:type_name -> torchft.HealProgress
-	19, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
-	7,  // 11: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	11, // 12: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	24, // 13: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	16, // 14: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	23, // 15: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
-	20, // 16: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	26, // 17: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	29, // 18: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	17, // 19: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	22, // 20: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	18, // 21: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	19, // 22: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	27, // 23: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	28, // 24: torchft.PastQuorum.members:type_name -> torchft.Voter
-	28, // 25: torchft.PastQuorum.base:type_name -> torchft.Voter
-	0,  // 26: torchft.Ask.member:type_name -> torchft.QuorumMember
-	31, // 27: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	32, // 28: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	33, // 29: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	24, // 30: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	16, // 31: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	23, // 32: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	0,  // 33: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	35, // 34: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	34, // 35: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	28, // 36: torchft.QuorumStates.base:type_name -> torchft.Voter
-	2,  // 37: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 38: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 39: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 40: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 41: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 42: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	14, // 43: torchft.RankService.Session:input_type -> torchft.RankRequest
-	25, // 44: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	3,  // 45: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 46: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 47: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 48: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 49: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 50: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	15, // 51: torchft.RankService.Session:output_type -> torchft.RankResponse
-	30, // 52: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	45, // [45:53] is the sub-list for method output_type
-	37, // [37:45] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	20, // 10: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	19, // 11: torchft.RankRequest.counted:type_name -> torchft.Counted
+	7,  // 12: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	11, // 13: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	25, // 14: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	16, // 15: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	24, // 16: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
+	21, // 17: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	27, // 18: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	30, // 19: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	17, // 20: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	23, // 21: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	18, // 22: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	20, // 23: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	28, // 24: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	29, // 25: torchft.PastQuorum.members:type_name -> torchft.Voter
+	29, // 26: torchft.PastQuorum.base:type_name -> torchft.Voter
+	0,  // 27: torchft.Ask.member:type_name -> torchft.QuorumMember
+	32, // 28: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	33, // 29: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	34, // 30: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	25, // 31: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	16, // 32: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	24, // 33: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	0,  // 34: torchft.ListChange.set:type_name -> torchft.QuorumMember
+	36, // 35: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	35, // 36: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	29, // 37: torchft.QuorumStates.base:type_name -> torchft.Voter
+	2,  // 38: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 39: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 40: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 41: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 42: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 43: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	14, // 44: torchft.RankService.Session:input_type -> torchft.RankRequest
+	26, // 45: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	3,  // 46: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 47: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 48: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 49: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 50: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 51: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	15, // 52: torchft.RankService.Session:output_type -> torchft.RankResponse
+	31, // 53: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	46, // [46:54] is the sub-list for method output_type
+	38, // [38:46] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -3598,7 +3666,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Leave)(nil),
 		(*RankRequest_Healing)(nil),
 		(*RankRequest_Recovered)(nil),
-		(*RankRequest_Nonfinite)(nil),
+		(*RankRequest_Counted)(nil),
 	}
 	file_torchft_proto_msgTypes[15].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
@@ -3609,7 +3677,7 @@ func file_torchft_proto_init() {
 		(*RankResponse_ProgressAsked)(nil),
 		(*RankResponse_Left)(nil),
 	}
-	file_torchft_proto_msgTypes[25].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[26].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_GiveUp)(nil),
@@ -3624,7 +3692,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Past)(nil),
 		(*MemberMessage_Reaches)(nil),
 	}
-	file_torchft_proto_msgTypes[30].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[31].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_ListChange)(nil),
 		(*LighthouseMessage_Quorum)(nil),
@@ -3645,7 +3713,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   35,
+			NumMessages:   36,
 			NumExtensions: 0,
 			NumServices:   4,
 		},

@@ -90,3 +90,11 @@ for _ in range(2):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == ["this object is shut down", "collect(call): the result was handed out already"]
+
+
+def test_a_count_that_no_server_knows_is_refused_by_name(client: ManagerClient) -> None:
+    client._say_counted(0, "nonfinite_syncs", 2)
+    with pytest.raises(ValueError, match=r'no counter of a rank is named "nonfinite_steps", only: .*nonfinite_syncs'):
+        client._say_counted(0, "nonfinite_steps", 1)
+    with pytest.raises(ValueError, match="number=-1 must be at least 0"):
+        client._say_counted(0, "nonfinite_syncs", -1)

@@ -86,10 +86,6 @@ class _ManagerLogger:
         """Bytes of a peer's state that have come, and all of them."""
         self._reports.healing(received, total)
 
-    def nonfinite_average(self) -> None:
-        """One with NaN or Inf, which is used. Who averages says so in a log of its own."""
-        self._reports.nonfinite()
-
     def recovery_event(self, from_step: int, phases: Phases) -> None:
         text = f"healed from step {from_step} in {phases}"
         self.info(text)

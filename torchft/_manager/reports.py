@@ -1,4 +1,4 @@
-"""What a rank tells its manager server for people to see: how far a heal is, what recoveries cost, averages with NaN.
+"""What a rank tells its manager server for people to see: how far a heal is, and what recoveries cost.
 
 It goes to the server's metrics and to the lighthouse's page. Nothing depends on it, and nothing of it is said in a step
 that is as it should be.
@@ -52,7 +52,3 @@ class Reports:
             steps_lost=incident.steps_lost,
             phases=phases,
         )
-
-    def nonfinite(self) -> None:
-        """An average that this rank uses holds NaN or Inf."""
-        self._say("_say_nonfinite")

@@ -57,7 +57,8 @@ class OneGroup:
     def report_error(self, e: Exception) -> None:
         self.reported = e
 
-    def _nonfinite_average(self) -> None:
+    def _counted(self, name: str) -> None:
+        assert name == "nonfinite_syncs"
         self.nonfinite += 1
 
     def finish_serving(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ from tests.late.one_rank import Kernel, OneRank
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import meeting
 from torchft.futures import context_timeout
+from torchft.process_group import accelerator
 from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.reconfigure import ReconfigureOptions
@@ -150,3 +152,27 @@ def test_torchfts_own_group_gives_up_a_peer_that_does_not_come(late: ModuleType,
     assert time.monotonic() - began < within(ABORT_S if how == "abort" else 0.3)
     assert len(errors) == 1 and ("aborted" in str(errors[0]) or how == "deadline")
     assert group._pg is None
+
+
+def test_memory_of_an_operation_that_is_given_up_is_not_handed_out(
+    late: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel still writes when the group has given it up, and PyTorch's streams are few: another user of the one
+    that it was allocated on, FSDP2 say, would get a block of the pool in which the kernel leaves its garbage.
+    """
+    pool, backend, group = torch.Stream("late"), OneRank(), Group(timedelta(milliseconds=50))
+    monkeypatch.setattr(torch, "Stream", lambda device: pool)
+    monkeypatch.setattr(accelerator, "_first", {})
+    late.hold(backend.stream)
+    backend.eager_connect_single_device = lambda device: None  # type: ignore[attr-defined]
+    group._peers_are_ours = True
+    with pytest.raises(TimeoutError):
+        group._connect(backend, torch.device("late", 0))
+    gc.collect()
+    with pool:
+        mine = [torch.zeros(1, device="late") for _ in range(100)]
+        pool.synchronize()  # all is written, and the kernel comes last
+    assert backend.aborts
+    late.release(backend.stream)
+    backend.stream.synchronize()
+    assert [one.item() for one in mine] == [0.0] * 100

@@ -37,6 +37,20 @@ T = TypeVar("T")
 _NEVER = timedelta(days=7)
 
 
+# What is reduced first with new peers, and the stream to do it on, of each device. Kept for good: an operation that was
+# given up may still write, and PyTorch hands out the memory of a stream to whoever else has that stream.
+_first: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
+
+
+def _first_operand(device: torch.device) -> tuple[torch.Stream, torch.Tensor]:
+    known = _first.get(device)
+    if known is None:
+        stream = torch.Stream(device)
+        with get_stream_context(stream):
+            known = _first.setdefault(device, (stream, torch.zeros(1, device=device)))
+    return known
+
+
 class _Deadline:
     """Aborts a group when called, unless it has other peers by then. It keeps nothing alive: a timer holds it for long
     after the operation has ended.
@@ -210,8 +224,9 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
                 backend.eager_connect_single_device(device)
                 if not self._peers_are_ours:
                     return
-                with get_stream_context(torch.Stream(device)):
-                    work = backend.allreduce([torch.zeros(1, device=device)], AllreduceOptions())
+                stream, tensor = _first_operand(device)
+                with get_stream_context(stream):
+                    work = backend.allreduce([tensor], AllreduceOptions())
                 poll(lambda: late.is_set() or work.is_completed())
             if late.is_set():
                 raise TimeoutError(f"{name}: timed out: not all peers connected within {timeout.total_seconds()} s")

@@ -32,7 +32,7 @@ from torchft.local_sgd import DiLoCo, LocalSGD  # noqa: E402
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights, and of the delays")
-parser.add_argument("--kind", choices=["ddp", "local_sgd", "diloco"], default="ddp")
+parser.add_argument("--kind", choices=["ddp", "local_sgd", "diloco", "streaming"], default="ddp")
 parser.add_argument("--pg", choices=["late", "late2", "native", "isolated"], default="late")
 parser.add_argument("--transport", choices=["http", "pg"], default="http")
 parser.add_argument("--timeout_s", type=float, default=10.0)
@@ -81,6 +81,8 @@ def main() -> None:
     optimizer = Optimizer(manager, adam) if args.kind == "ddp" else adam
     last: int | None = None
     batches = 0
+    decided: list[tuple[bool, int]] = []
+    manager.register_commit_hook(lambda step, committed, participants: decided.append((committed, participants)))
     with algorithm(args.kind, manager, model, adam):
         while last is None or manager.current_step() < last:
             if (command := commands.poll()) is not None:
@@ -94,14 +96,14 @@ def main() -> None:
             loss = ddp(x.to(device)).square().mean()
             loss.backward()
             optimizer.step()
-            if manager.current_step() == step and args.kind != "ddp":
+            if not decided:
                 continue
-            committed = manager.current_step() > step
+            committed, participants = decided.pop()
             emit(
                 "step",
                 step=manager.current_step(),
                 committed=committed,
-                participants=manager.num_participants(),
+                participants=participants,
                 digest=digest(model),
             )
     emit("finished", step=manager.current_step(), digest=digest(model))
@@ -142,7 +144,9 @@ def algorithm(kind: str, manager: Manager, model: nn.Sequential, inner: torch.op
     if kind == "local_sgd":
         return LocalSGD(manager, model, inner, sync_every=2)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    return DiLoCo(manager, [model], inner, outer, sync_every=2)
+    if kind == "diloco":
+        return DiLoCo(manager, [model], inner, outer, sync_every=2)
+    return DiLoCo(manager, [model], inner, outer, sync_every=3, fragment_sync_delay=1)
 
 
 def digest(model: nn.Module) -> str:

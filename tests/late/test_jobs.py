@@ -71,7 +71,9 @@ class Training:
         return [p.detach().cpu() for p in model.parameters()]
 
 
-def run(training: Training, make_pg: Callable[[int], ProcessGroup]) -> list[list[torch.Tensor]]:
+def run(
+    training: Callable[[Rank], list[torch.Tensor]], make_pg: Callable[[int], ProcessGroup]
+) -> list[list[torch.Tensor]]:
     with Cluster(make_pg=make_pg, min_replicas=2) as cluster:
         return results(cluster.start(training, 0), cluster.start(training, 1))
 

@@ -81,6 +81,9 @@ def run_with_a_kill(*args: str) -> None:
         ("--transport=pg",),
         ("--kind=diloco",),
         pytest.param(("--kind=local_sgd",), marks=pytest.mark.slow),  # DiLoCo's sync is the same, and more
+        # Inner steps while a fragment is reduced; seconds each. test_streaming.py has it without a kill.
+        pytest.param(("--kind=streaming",), marks=pytest.mark.slow),
+        pytest.param(("--kind=streaming", "--transport=pg"), marks=pytest.mark.slow),
         # The second form of the backend, which revokes: in torchft's group, and in PyTorch's own. Seconds each;
         # test_connecting.py and test_reconfigure.py have its rules.
         pytest.param(("--pg=late2",), marks=pytest.mark.slow),

@@ -1,0 +1,111 @@
+"""Streaming DiLoCo on the test device: inner steps go on while a fragment is reduced, and nothing is read early."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import Work
+
+from tests.integration.cluster import DEADLINE, Rank
+from tests.late import load
+from torchft.local_sgd import DiLoCo
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
+
+late_device = load()
+from tests.late.group import ProcessGroupLate  # noqa: E402
+from tests.late.test_jobs import Hasty, batch, late_pg, model_of, on_device, run  # noqa: E402
+
+SYNCS = 4
+
+
+class Streaming:
+    """Two fragments, each of which is on its way during an inner step; groups keep a part of their own parameters."""
+
+    def __init__(self, on_cpu: bool = False, quantized: bool = False) -> None:
+        self.on_cpu, self.quantized = on_cpu, quantized
+
+    def __call__(self, rank: Rank) -> list[torch.Tensor]:
+        device = torch.device("cpu") if self.on_cpu else on_device(rank)
+        model = model_of(0).to(device)
+        inner = torch.optim.Adam(model.parameters(), lr=1e-2)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        manager = rank.start_manager(init_sync=False, use_async_quorum=False)
+        rank.cluster.wait_for_healthy(2)
+        with DiLoCo(
+            manager,
+            [model[:2], model[2:]],
+            inner,
+            outer,
+            sync_every=6,
+            fragment_sync_delay=1,
+            fragment_update_alpha=0.25,
+            should_quantize=self.quantized,
+        ) as diloco:
+            for step in range(SYNCS * 3):
+                x, y = (t.to(device) for t in batch(step, rank.group))
+                inner.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                inner.step()
+            assert manager.current_step() == SYNCS
+            own = [p.detach().cpu().clone() for p in model.parameters()]
+            diloco.restore_global_parameters()
+        return [*own, *(p.detach().cpu() for p in model.parameters())]
+
+
+def cpu_pg(group: int) -> ProcessGroup:
+    return ProcessGroupGloo(timeout=DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> list[list[torch.Tensor]]:
+    """What each group comes to on the CPU: its own weights, and those of all."""
+    ends = run(Streaming(on_cpu=True), cpu_pg)
+    own, everybodys = zip(*[(end[: len(end) // 2], end[len(end) // 2 :]) for end in ends])
+    assert all(map(torch.equal, *everybodys)) and not all(map(torch.equal, *own))
+    return ends
+
+
+class ProcessGroupSlow(ProcessGroupLate):
+    """Its collectives take longer than the inner step beside them."""
+
+    hasty = False
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        side = torch.Stream("late")
+        side.wait_event(torch.accelerator.current_stream().record_event())
+        with side:
+            late_device.enqueue(partial(time.sleep, 0.1))
+            work = super().allreduce(tensors, opts)
+        return Hasty(work) if self.hasty else work
+
+
+class ProcessGroupHasty(ProcessGroupSlow):
+    hasty = True
+
+
+@pytest.mark.parametrize("schedule", ["at once", "delayed", "slow collectives"])
+def test_the_weights_are_those_of_the_cpu(late, on_cpu, schedule: str) -> None:
+    if schedule == "delayed":
+        late.delays(7, 0, 500)
+    make_pg = late_pg if schedule != "slow collectives" else lambda group: ProcessGroupSlow(timeout=DEADLINE)
+    for ours, theirs in zip(run(Streaming(), make_pg), on_cpu):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_group_that_takes_queued_for_finished_is_noticed(late, on_cpu) -> None:
+    ends = run(Streaming(), lambda group: ProcessGroupHasty(timeout=DEADLINE))
+    assert not all(all(map(torch.equal, ours, theirs)) for ours, theirs in zip(ends, on_cpu))
+
+
+def test_quantized_fragments_have_the_bits_of_the_cpu(late) -> None:
+    late.delays(11, 0, 500)
+    for ours, theirs in zip(
+        run(Streaming(quantized=True), late_pg),
+        run(Streaming(on_cpu=True, quantized=True), cpu_pg),
+    ):
+        assert all(map(torch.equal, ours, theirs))

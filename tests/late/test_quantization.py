@@ -7,9 +7,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, TCPStore, Work
 
 from tests.late import load
+from tests.unit.process_group.ranks import meeting
 from torchft._quantization.exchange import Ranks, start
 from torchft.collectives import allocate_reduce_scatter_output, allreduce_quantized, reduce_scatter_quantized
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
@@ -97,3 +98,39 @@ def test_memory_of_a_quantized_collective_is_not_used_again_early(late) -> None:
         tensors.clear()
         assert torch.zeros(5000, device="late").data_ptr() != address
     work.synchronize()
+
+
+def doubling(group: ProcessGroup, stream: torch.Stream) -> tuple[torch.Tensor, Work]:
+    tensor = torch.ones(5000, device="late")
+    return tensor, start(lambda _: tensor.mul_(2), "double", [tensor], None, Ranks(group), stream)
+
+
+def test_it_is_in_flight_until_the_device_has_finished(late) -> None:
+    """Another stream that waits for it, or for its future, comes after it."""
+    own, other = torch.Stream("late"), torch.Stream("late")
+    with late.held(own):
+        tensor, work = doubling(Group(), own)
+        with other:
+            work.wait()
+            waited = tensor + 1
+        read = work.get_future().then(lambda _: tensor + 2)
+        assert late.pending(other) and not work.is_completed() and not work.is_success()
+    other.synchronize()
+    assert work.is_completed() and work.is_success()
+    assert waited.unique().tolist() == [3.0] and read.wait().unique().tolist() == [4.0]
+
+
+@pytest.mark.parametrize("how", ["aborted", "new peers"])
+def test_one_that_its_group_ended_has_failed(late, how: str) -> None:
+    own, group = torch.Stream("late"), Group()
+    with late.held(own):
+        _, work = doubling(group, own)
+        if how == "aborted":
+            group.abort()
+        else:
+            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            group.configure(meeting(store), "replica", 0, 1)
+    own.synchronize()
+    assert not work.is_success()
+    with pytest.raises(RuntimeError, match="ended with its group, which was aborted or has new peers"):
+        work.wait()

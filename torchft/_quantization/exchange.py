@@ -124,6 +124,8 @@ class _StreamWork(Work):
     ) -> None:
         super().__init__()
         self._result = result
+        self._ranks = ranks
+        self._peers = weakref.ref(ranks.peers())
         device = tensors[0].device
         before = Mark([device])
         own = torch.Stream(device) if stream is None else stream
@@ -136,7 +138,21 @@ class _StreamWork(Work):
             self._future: Future[object] = Future(devices=[device])
             self._future.set_result(result)  # done for those whose stream waits for this one
 
+    def _over(self) -> bool:
+        """Whether the group was aborted, or has other peers, since it began: the result may be anything then."""
+        try:
+            return self._ranks.peers() is not self._peers()
+        except (AssertionError, RuntimeError):  # it has none
+            return True
+
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        """Makes the current stream wait for the end; the host goes on.
+
+        Raises:
+            RuntimeError: the group was aborted, or got new peers, since it began.
+        """
+        if self._over():
+            raise RuntimeError("a quantized collective ended with its group, which was aborted or has new peers")
         self._end.follow()
         return True
 
@@ -153,7 +169,7 @@ class _StreamWork(Work):
         return self._end.reached()
 
     def is_success(self) -> bool:
-        return self._end.reached()
+        return self._end.reached() and not self._over()
 
     def result(self) -> Any:
         return self._result

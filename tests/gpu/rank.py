@@ -19,6 +19,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, ReduceScatterOptions
 
+from tests.gpu import two_ranks
 from tests.gpu.device import MB, busy
 from tests.process.events import Commands, emit
 from torchft import process_group
@@ -96,6 +97,14 @@ class Rank:
             group.recv([out4], 0, 0).wait()
             got["recv"] = out4.tolist()
         return got
+
+    def heal(self, rank: int) -> dict[str, Any]:
+        """A state of rank 0 goes to rank 1, by PGTransport over this group."""
+        wants = self.device if self.nccl else torch.device("cpu")
+        if rank == 0:
+            two_ranks.send(self.group, wants, self.device, CONNECT, lambda: busy(0.2))
+            return {}
+        return two_ranks.receive(self.group, wants, self.device, CONNECT)
 
     def begin(self, busy_s: float = 0.0) -> dict[str, Any]:
         """An allreduce on another thread, behind `busy_s` seconds of work on its stream; answers when it is queued."""

@@ -16,6 +16,7 @@ import torch
 from processes import START_TIMEOUT_S, Child, Job, ours_path
 from torch.distributed import TCPStore
 
+from tests.gpu import two_ranks
 from tests.gpu.device import needs_implementation, settled_mb, wait_until
 from tests.gpu.rank import TIMEOUT
 from tests.promises import ABORT_S, within
@@ -102,6 +103,13 @@ def test_collectives_see_what_the_stream_does(ranks: Ranks) -> None:
                 assert got[name] == [[3, 7][rank]] * 4, name
             assert got["alltoall_base"] == [[1.0] * 4 + [2.0] * 4, [3.0] * 4 + [4.0] * 4][rank]
             assert rank == 0 or got["recv"] == [7] * 4
+
+
+def test_a_state_goes_from_one_rank_to_the_other(ranks: Ranks) -> None:
+    """PGTransport over the group; `tests/late/test_transports.py` does the same on the test accelerator."""
+    ranks.connect([0, 1])
+    _, received = ranks.do([0, 1], "heal", [{"rank": 0}, {"rank": 1}])
+    two_ranks.check({name: received[name] for name in ("values", "elsewhere", "step")})
 
 
 def test_a_peer_is_killed_in_the_middle(ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
+from tests.gpu import two_ranks
 from tests.late import load
 from torchft.checkpointing import CheckpointTransport, HTTPTransport, _lending, _memory, pg_transport
 from torchft.checkpointing._target import Target
@@ -25,7 +26,7 @@ from torchft.process_group import ProcessGroupGloo
 from torchft.process_group.native import abort_group
 
 load()
-from tests.late.group import ProcessGroupLate  # noqa: E402
+from tests.late.group import ProcessGroupLate, together  # noqa: E402
 from tests.late.test_reconfigure import LATE, ranks, reconfigure  # noqa: E402
 
 TIMEOUT = timedelta(seconds=30)
@@ -299,3 +300,23 @@ def test_a_state_has_arrived_on_the_device_when_it_is_given_back(late: Any, held
             late.release()
         assert got.result(60)["w"].tolist() == [3.0] * 1000
         source.disallow_checkpoint()
+
+
+@pytest.mark.parametrize("implementation", ["legacy", "nccl2", "gloo"])
+def test_what_two_ranks_do_on_a_gpu(late: Any, implementation: str) -> None:
+    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, takes two GPUs: here is the rest of it."""
+
+    def make() -> Any:
+        if implementation == "gloo":
+            return ProcessGroupGloo(timeout=TIMEOUT)
+        return ProcessGroupLate(timeout=TIMEOUT, implementation=implementation)
+
+    def rank(r: int, group: Any) -> Any:
+        device = torch.device("late", r)
+        wants = torch.device("cpu") if implementation == "gloo" else device
+        if r == 0:
+            two_ranks.send(group, wants, device, TIMEOUT, lambda: late.enqueue(lambda: time.sleep(0.1)))
+            return None
+        return two_ranks.receive(group, wants, device, TIMEOUT)
+
+    two_ranks.check(together(rank, make=make)[1])

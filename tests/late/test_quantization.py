@@ -102,7 +102,7 @@ def test_memory_of_a_quantized_collective_is_not_used_again_early(late) -> None:
 
 def doubling(group: ProcessGroup, stream: torch.Stream) -> tuple[torch.Tensor, Work]:
     tensor = torch.ones(5000, device="late")
-    return tensor, start(lambda _: tensor.mul_(2), "double", [tensor], None, Ranks(group), stream)
+    return tensor, start(lambda _: tensor.mul_(2), "double", [tensor], [tensor], Ranks(group), stream)
 
 
 def test_it_is_in_flight_until_the_device_has_finished(late) -> None:

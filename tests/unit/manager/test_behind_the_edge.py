@@ -44,7 +44,7 @@ def questions(file: Path) -> list[tuple[str, str]]:
 
 def asks(node: ast.AST) -> bool:
     match node:
-        case ast.Call(func=ast.Name("hasattr" | "getattr")):
+        case ast.Call(func=ast.Name("hasattr" | "getattr" | "is_native" | "supports_reconfigure")):
             return True
         case ast.Call(func=ast.Name("isinstance" | "issubclass"), args=[_, kinds]):
             names = {n.id for n in ast.walk(kinds) if isinstance(n, ast.Name)}

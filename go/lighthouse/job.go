@@ -98,6 +98,7 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Replaced:  codes.AlreadyExists,
 	quorum.Behind:    codes.FailedPrecondition,
 	quorum.Outvoted:  codes.OutOfRange, // our members go to the next lighthouse for it, and for nothing else
+	quorum.Unshown:   codes.OutOfRange, // the same
 	quorum.Outdated:  codes.Unavailable,
 	quorum.Left:      codes.FailedPrecondition,
 	quorum.Misfit:    codes.InvalidArgument,

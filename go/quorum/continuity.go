@@ -47,10 +47,10 @@ func (m *Machine) greeted(e Greeted) []Action {
 	m.list.greets(e.ReplicaID, e.KnownQuorumID, e.told() > m.list.term, m.now)
 	if r.claims = 0; shows {
 		r.claims = e.told()
-		return append([]Action{m.welcome(r)}, m.lookFor(e.ReplicaID, e.KnownQuorumID)...) // the term begins when it has shown it
+		return append([]Action{m.welcome(r)}, m.lookFor(r, e.KnownQuorumID)...) // the term begins when it has shown it
 	}
 	actions := append(m.begin(e.ReplicaID, e.told()), m.welcome(r))
-	return append(actions, m.lookFor(e.ReplicaID, e.KnownQuorumID)...)
+	return append(actions, m.lookFor(r, e.KnownQuorumID)...)
 }
 
 func (m *Machine) welcome(r *replica) Welcome {
@@ -245,14 +245,6 @@ func (m *Machine) alive() (alive []*replica) {
 		}
 	}
 	return alive
-}
-
-// waitingOnes are the candidates.
-func (m *Machine) waitingOnes() (waiting []*replica) {
-	for e := m.roster.queue.Front(); e != nil; e = e.Next() {
-		waiting = append(waiting, e.Value.(*replica))
-	}
-	return waiting
 }
 
 // stranded sends on those who wait where not even all who are alive could go on, whatever they wait for.

@@ -70,7 +70,10 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		// Refused before it counts: nobody waits for a member that can be in no quorum.
 		if why, reason := m.unfit(e); reason != "" {
 			refused = []Action{Refuse{e.Waiter, why, reason}}
-			dead = append(dead, m.turnDown(e.Member.ReplicaID, reason)...)
+			if why == Unshown { // it may show it now: then it counts
+				refused = append(refused, Recall{e.Member.ReplicaID, e.KnownQuorumID})
+			}
+			dead = append(dead, m.turnDown(e.Member.ReplicaID, why, reason)...)
 			decide = len(dead) > 0
 			break
 		}
@@ -137,7 +140,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	case Slept, Woken: // Woken: for those whose grace is over
 	case Tick: // what only time makes true: it is late by one tick at most
 		stalled, out := m.overdue()
-		refused, dead = slices.Concat(m.lookAgain(), m.probeEnds(), stalled), append(dead, out...)
+		again, unshown := m.lookAgain()
+		refused, dead = slices.Concat(again, m.probeEnds(), stalled), slices.Concat(dead, out, unshown)
 		m.list.sweep(now, func(id string) bool { return m.roster.replicas[id] != nil })
 		decide, tick = true, true
 		m.lastTick = now
@@ -165,6 +169,9 @@ func (m *Machine) unfit(e Asked) (why Refusal, reason string) {
 	if reason := m.streamless(e); reason != "" {
 		return Streamless, reason
 	}
+	if reason := m.stillUnshown(e); reason != "" {
+		return Unshown, reason
+	}
 	return Misfit, m.misfit(e)
 }
 
@@ -173,10 +180,10 @@ func (m *Machine) asked(e Asked, decide bool) (actions []Action, decided bool) {
 	if why, reason := m.doubt(e); reason != "" {
 		return []Action{Refuse{e.Waiter, why, reason}}, decide
 	}
+	r := m.roster.replicas[e.Member.ReplicaID]
 	if m.plausible(e.KnownQuorumID, m.list.term, m.now) {
 		m.highest = max(m.highest, e.KnownQuorumID)
 	}
-	r := m.roster.replicas[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address // of two processes with one name the newer is believed
 	// A request that was held up on the way says what held before. Believed, it would complete a quorum at a step that its member
 	// has left, and its members would divide by different numbers.
@@ -211,7 +218,7 @@ func (m *Machine) asked(e Asked, decide bool) (actions []Action, decided bool) {
 		m.behind = time.Time{} // whom the others wait for is there, and will ask again if it gives up
 	}
 	if e.Tells {
-		actions = append(actions, m.lookFor(e.Member.ReplicaID, e.KnownQuorumID)...)
+		actions = append(actions, m.lookFor(m.roster.replicas[e.Member.ReplicaID], e.KnownQuorumID)...)
 	}
 	return actions, true
 }
@@ -237,8 +244,6 @@ func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
 		actions = m.forbid(d, in)
 	case d.cause == outvoted: // here they may never go on; at another lighthouse there may be the votes
 		actions = append(m.probes(missing), m.sendOn(d.detail, in)...)
-	case d.cause == pastUnknown && m.list.listed(): // never without the past: another lighthouse may have gone on after it
-		actions = m.sendOn(d.detail, m.waitingOnes())
 	case tick: // they wait for something else, and would wait for ever if they could not go on then either
 		actions = m.stranded()
 	}
@@ -367,7 +372,10 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 
 	actions := []Action{answer}
 	if m.recall.id > q.ID {
-		actions = append(actions, Doubted{m.recall.whom, fmt.Sprintf("it knows of quorum %d, as it says, and did not show it", m.recall.id)})
+		actions = append(actions, Doubted{m.recall.whom, notShown(m.recall.id)})
+		if r := m.roster.replicas[m.recall.whom]; r != nil {
+			r.unshown = true // the next quorum does not wait for it again
+		}
 		m.recall = recall{}
 	}
 	if m.latest == nil || q.ID != m.latest.ID {

@@ -20,8 +20,9 @@ import (
 //     them. So no single number spoils the ids of a job for good.
 //  3. Nothing is decided while a member is about to tell of a later quorum: while one that waits knows of it, or, at a
 //     lighthouse of a list, the one that was asked is alive and had less than heartbeat_timeout_ms to tell. Alone, a lighthouse
-//     goes on in the end, although one that knows waits: nobody else can have served the job meanwhile. One of a list sends on
-//     those that wait. Once nobody is left here who knows, the votes alone keep two histories apart (succession.go).
+//     goes on in the end, although one that knows waits: nobody else can have served the job meanwhile. One of a list goes on
+//     without those that do not tell (refuseUnshown): they are in no quorum here, and give no vote. Once nobody is left here
+//     who knows, the votes alone keep two histories apart (succession.go).
 //  4. members[i] is the replica of latest.Members[i], and nobody else is previous.
 type memory struct {
 	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
@@ -130,18 +131,6 @@ func (m *Machine) finish() []Action {
 	return append(actions, Keep{Highest: m.highest, Seat: m.list.seat})
 }
 
-// recallPause is how long a member that was asked for a quorum may take before another one is.
-const recallPause = time.Second
-
-// recall is the search for a quorum that a member knows and the machine does not.
-type recall struct {
-	id    int64     // the newest such quorum, 0 if there is none
-	since time.Time // when it was first heard of
-	asked time.Time // when a member was last asked
-	whom  string    // which one
-	tries int
-}
-
 func (m *memory) latestID() int64 {
 	if m.latest == nil {
 		return 0
@@ -198,61 +187,6 @@ func (m *Machine) overreaches(e Greeted) (refusal string, shows bool) {
 // told is the highest term that a member knows of. One that got its quorum by a call was not told any.
 func (e Greeted) told() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
 
-// lookFor notes that a member knows a newer quorum, and asks it, unless another one was asked a moment ago.
-func (m *Machine) lookFor(replicaID string, known int64) []Action {
-	if known <= max(m.latestID(), m.recall.id) || known > maxKnownID {
-		return nil
-	}
-	if m.latest == nil && m.list.listed() {
-		m.rumour = Voter{ReplicaID: replicaID}
-	}
-	if m.recall.id == 0 {
-		m.recall.since = m.now
-	}
-	m.recall.id, m.recall.asked, m.recall.whom = known, m.now, replicaID
-	return []Action{Recall{replicaID, known}}
-}
-
-// lookAgain asks another member if the one before did not answer. Nobody may be left who knows that quorum.
-func (m *Machine) lookAgain() []Action {
-	if m.recall.id == 0 {
-		return nil
-	}
-	var newest int64
-	var who []*replica
-	for e := m.roster.queue.Front(); e != nil; e = e.Next() {
-		r := e.Value.(*replica)
-		switch q := r.newest(); {
-		case !q.tells || q.known < max(newest, m.latestID()+1):
-		case q.known > newest:
-			newest, who = q.known, []*replica{r}
-		default:
-			who = append(who, r)
-		}
-	}
-	since := m.now.Sub(m.recall.asked)
-	if r := m.roster.replicas[m.recall.whom]; newest == 0 && m.list.listed() && r != nil && r.alive() && since < m.policy.HeartbeatTimeout {
-		return nil // it greeted, and is in the middle of a step
-	}
-	if newest == m.recall.id && since < recallPause {
-		return nil
-	}
-	if m.recall.id = newest; newest == 0 {
-		m.recall.tries = 0
-		return nil
-	}
-	m.recall.tries++
-	r := who[m.recall.tries%len(who)]
-	m.recall.asked, m.recall.whom = m.now, r.id
-	return []Action{Recall{r.id, newest}}
-}
-
-// looking reports whether a decision has to wait until a member has told of its quorum. Alone, a lighthouse goes on in the
-// end: nobody else can have done so in the meantime.
-func (m *memory) looking(listed bool, p Policy, now time.Time) bool {
-	return m.recall.id > m.latestID() && (listed || now.Sub(m.recall.since) < p.HeartbeatTimeout)
-}
-
 // recalled goes on after a quorum that was formed elsewhere, or before the start. Its members are taken for alive until
 // they had the time to come, but for those whose hosts say that they are gone.
 func (m *Machine) recalled(e Recalled) (actions []Action) {
@@ -302,6 +236,9 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 		m.roster.setPrevious(r, in, m.now)
 	}
 	m.latest, m.step, m.rumour, m.suspicion = q, p.Step, Voter{}, suspicion{}
+	if r := m.roster.replicas[e.From]; r != nil {
+		r.claim = claim{}
+	}
 	m.anew.forget()
 	m.away = false // all of this quorum have the time to come
 	m.list.keep(m.votes)

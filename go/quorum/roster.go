@@ -32,6 +32,7 @@ type replica struct {
 	returned bool // it has begun a stream since it was last answered, and has not asked yet
 
 	claims  int64  // a term far ahead, until it has shown a quorum of about that term
+	claim          // a quorum that it knows, and the lighthouse does not
 	reaches Places // lighthouses before this one that it reaches
 
 	draining string // who wants it to leave; empty if nobody does

@@ -55,10 +55,11 @@ func (m *Machine) unlike(id string, size uint64) (other *Member) {
 	return other
 }
 
-// turnDown lets a group count as dead until it asks again: nobody waits for it.
-func (m *Machine) turnDown(id, reason string) (dead []death) {
-	if r := m.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && !r.previous {
-		dead = append(dead, m.roster.putOut(r, "", reason, m.now))
+// turnDown lets a group whose request is refused count as dead until it asks again: nobody waits for it. A member of the latest
+// quorum is put out only for what it does not show: the others are told then.
+func (m *Machine) turnDown(id string, why Refusal, reason string) (dead []death) {
+	if r := m.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
+		dead = append(dead, m.roster.putOut(r, Doubtful, reason, m.now))
 	}
 	return dead
 }

@@ -282,13 +282,14 @@ const (
 	NoProgress  Cause = "stalled"     // it made no progress, and was put out
 	Gone        Cause = "process"     // its host says that its process is gone
 	Parted      Cause = "parted"      // its peers wait for it in a step whose quorum it did not get
+	Doubtful    Cause = "doubtful"    // it knows of a later quorum, as it says, and does not show it
 
 	// ShutDown is no failure: the member ended itself.
 	ShutDown Cause = "shutdown"
 )
 
 // Causes are all that are failures.
-var Causes = []Cause{Silent, Connection, RankGone, Unreachable, NoProgress, Gone, Parted}
+var Causes = []Cause{Silent, Connection, RankGone, Unreachable, NoProgress, Gone, Parted, Doubtful}
 
 // Refusal is why a waiter gets no quorum.
 type Refusal int
@@ -301,6 +302,7 @@ const (
 	Outdated                  // another lighthouse was asked in the meantime: ask again
 	Left                      // its member said that it leaves
 	Unbelieved                // it claims to know a quorum far ahead, and does not show it
+	Unshown                   // it claims to know a later quorum, and does not show it: another lighthouse may know it
 	Misfit                    // its group has another world_size than those of the others
 	Streamless                // it makes calls, and its lighthouse is one of a list: bond.go
 )

@@ -34,6 +34,7 @@ const (
 	ruleBehind    = "a quorum behind the job waits for those who were ahead"
 	ruleBranch    = "one branch of a job commits, whoever is in it"
 	ruleOneStart  = "a quorum that comes after none has no member that knows of one"
+	ruleUnshown   = "a group that does not show what it knows, as it says, stops nobody"
 	ruleMemory    = "memory is bounded by live members"
 )
 

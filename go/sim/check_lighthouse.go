@@ -39,6 +39,7 @@ type view struct {
 	silent   bool             // it did not answer when the lighthouse checked on it, in the latest quorum
 	tooOld   time.Duration    // when something was last said of it after its signs of life had become so
 	says     *quorum.Progress // since the latest quorum
+	recalled int              // how often the lighthouse asked for what it knows
 }
 
 // watch looks at what goes into a lighthouse's machine and at what comes out, and knows nothing else of it.
@@ -130,6 +131,28 @@ func (c *watch) keptOut(g *group) {
 	*v, c.behind = c.unasked, c.unbehind
 	v.out = v.out || c.healthy(g) && v.waits == 0 && !v.previous
 }
+
+// unshown: the request was refused of a group that does not show the quorum that it knows, as it says. If it never counted
+// (atOnce), its member is what it was. Nobody waits for it.
+func (c *watch) unshown(g *group, atOnce bool) {
+	if v := c.of(g); atOnce {
+		c.unasked.listed = v.listed
+		*v, c.behind = c.unasked, c.unbehind
+	}
+	v := c.of(g)
+	if v.recalled < leastRecalls {
+		c.l.w.broken(ruleCause, "%s is refused for what it does not show, and was asked for it %d times", g.id, v.recalled)
+	}
+	if c.healthy(g) && v.waits == 0 {
+		v.out, v.suspect = true, false
+	}
+}
+
+// leastRecalls is how often a group is asked for what it knows before that counts no more.
+const leastRecalls = 3
+
+// recalls: the lighthouse asks a group for the quorum that it knows.
+func (c *watch) recalls(g *group) { c.of(g).recalled++ }
 
 // newest reports whether a request is newer than all that the lighthouse has of this group, and notes it.
 func (c *watch) newest(g *group, number uint64) bool {

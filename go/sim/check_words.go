@@ -120,6 +120,8 @@ func (c *watch) failed(a *quorum.Failed) {
 		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.says == nil || !v.says.Waits) && c.somebodyWaits()
 	case quorum.Gone:
 		so = v.ended
+	case quorum.Doubtful:
+		so = v.recalled >= leastRecalls
 	case quorum.Parted:
 		so = v.waits > 0 && c.peersWait(v.asksStep)
 	}

@@ -53,8 +53,10 @@ const (
 	Hang                              // groups do not reach their collective, and their manager servers live
 	Accuse                            // groups say of a peer that they lost it, which is not so
 	Drain                             // somebody wants groups to leave
+	Boast                             // groups say that they know of a later quorum, which is not so, and show none
 
 	faultKinds
+	drawnKinds = Boast // the kinds after it come where a setup wants them
 )
 
 var faultWords = [faultKinds]string{
@@ -62,7 +64,7 @@ var faultWords = [faultKinds]string{
 	"partition", "cut from the lighthouse", "cut towards the lighthouse", "cut from the lighthouse, one way",
 	"cut from peers", "cut towards peers", "pause", "the lighthouse pauses", "slow", "clock jumps",
 	"the lighthouse's clock jumps", "noise", "the next collective fails", "the decision is lost",
-	"a connection of a rank breaks", "shrink_only", "hang", "accuse a peer", "drain",
+	"a connection of a rank breaks", "shrink_only", "hang", "accuse a peer", "drain", "boast",
 }
 
 // Fault is one thing that goes wrong: After the quorum number Round, on Slots, and for how long.
@@ -120,7 +122,7 @@ func drawFaults(r *rand.Rand, s Setup, every int) []Fault {
 
 func drawFault(r *rand.Rand, s Setup) Fault {
 	f := Fault{
-		Kind:  FaultKind(r.IntN(int(faultKinds))),
+		Kind:  FaultKind(r.IntN(int(drawnKinds))),
 		After: time.Duration(r.Int64N(int64(4 * s.Compute))),
 		For:   time.Duration(r.Int64N(int64(s.Timeout))),
 		Slots: 1 << r.IntN(s.Slots),
@@ -186,7 +188,7 @@ func (w *world) beginFault(f *Fault) {
 			}
 		}
 	}
-	if f.rough() {
+	if f.rough(&w.Setup) {
 		w.rough++
 	}
 	if f.For > 0 {
@@ -223,8 +225,8 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 }
 
 // rough faults make no promises while they last.
-func (f *Fault) rough() bool {
-	return f.For > 0 && (f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Hang)
+func (f *Fault) rough(s *Setup) bool {
+	return f.For > 0 && (f.Kind == Boast && !s.OnlyBoasts || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Hang)
 }
 
 func (w *world) faultNumber(f *Fault) uint64 {
@@ -303,6 +305,8 @@ func (w *world) strike(f *Fault, i int) {
 		for r := range g.ranks {
 			g.ranks[r].hangsUntil = w.now + f.For
 		}
+	case Boast:
+		g.boasts = true
 	case Accuse:
 		g.accuse()
 	case Drain:
@@ -317,7 +321,7 @@ func (w *world) endFault(f *Fault) {
 	if f.Kind == Noise {
 		w.noise--
 	}
-	if f.rough() {
+	if f.rough(&w.Setup) {
 		w.rough--
 	}
 	for i := range w.slots {
@@ -341,6 +345,10 @@ func (w *world) endFault(f *Fault) {
 			w.cut(f, i, -1)
 		case Slow:
 			s.slow--
+		case Boast:
+			if s.g != nil {
+				s.g.boasts = false
+			}
 		case RankDies:
 			if g := s.g; g != nil && g.ranks[min(int(f.N), len(g.ranks)-1)].phase == dead {
 				w.restart(g, "a rank of it died", 0)
@@ -348,7 +356,7 @@ func (w *world) endFault(f *Fault) {
 		}
 	}
 	switch f.Kind {
-	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Hang:
+	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Hang, Boast:
 		if w.trace != nil {
 			w.say("over: %s (%s)", faultWords[f.Kind], f.Slots)
 		}

@@ -296,6 +296,9 @@ func (g *group) step(input round.Event) {
 			_, g.hasMetadata = g.answered(a.Waiter)
 		case round.Fail:
 			if c, ok := g.answered(a.Waiter); ok && c.kind != metadataCall {
+				if w.OnlyBoasts && !g.boasts && c.kind == quorumCall {
+					w.broken(ruleUnshown, "%s has no quorum: %s", g.id, a.Failure.Reason)
+				}
 				if w.trace != nil {
 					w.say("%s rank %d: %s", g.id, c.rank, a.Failure.Reason)
 				}

@@ -124,7 +124,7 @@ func (j *Judge) Begins(f *Fault) {
 			w.strike(f, i)
 		}
 	}
-	if f.rough() {
+	if f.rough(&w.Setup) {
 		w.rough++
 	}
 }
@@ -132,7 +132,7 @@ func (j *Judge) Begins(f *Fault) {
 // Ends says that it is over.
 func (j *Judge) Ends(f *Fault) {
 	j.w.changed = j.w.now
-	if f.Kind.ofNetwork() || f.rough() {
+	if f.Kind.ofNetwork() || f.rough(&j.w.Setup) {
 		j.change(f.at())
 		j.w.endFault(f)
 	}

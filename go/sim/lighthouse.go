@@ -27,6 +27,7 @@ type lighthouse struct {
 
 	lastWaiter quorum.WaiterID
 	refused    quorum.WaiterID // the last that was
+	lastAsked  quorum.WaiterID // that is taken in now, 0 if none is
 	waiting    []waiting
 	links      []*link
 	greeting   *link         // that greeted last
@@ -163,7 +164,7 @@ func (l *lighthouse) handle(e *event) {
 	case lhLost:
 		l.lost(e.link)
 	case lhPast:
-		l.remember(quorum.Recalled{Past: *e.x.(*quorum.Past)})
+		l.remember(quorum.Recalled{Past: *e.x.(*quorum.Past), From: e.g.id})
 	case lhEnded:
 		l.check.ended(e.g)
 		l.step(quorum.Ended{ReplicaID: e.g.id})
@@ -229,7 +230,9 @@ func (l *lighthouse) ask(e *event) {
 	l.check.before(e.g)
 	l.check.asked(e.g, r.member.Step)
 	l.arm(deadline)
+	l.lastAsked = id
 	l.step(asked)
+	l.lastAsked = 0
 }
 
 // listens reports whether what comes on a link counts.
@@ -258,7 +261,6 @@ func (l *lighthouse) remember(r quorum.Recalled) {
 	if l.w.trace != nil {
 		l.w.say("%s is told of quorum %d", l.name(), r.Past.ID)
 	}
-	l.check.recalled(r.Past)
 	l.step(r)
 }
 
@@ -301,6 +303,9 @@ func (l *lighthouse) step(input quorum.Event) {
 func (l *lighthouse) do(input quorum.Event) {
 	w, delivered := l.w, false
 	actions := l.machine.Step(input, epoch.Add(l.clock()))
+	if r, is := input.(quorum.Recalled); is && !slices.ContainsFunc(actions, doubts) {
+		l.check.recalled(r.Past)
+	}
 	for _, action := range actions {
 		if failed, ok := action.(quorum.Failed); ok { // as it is before anything else is done
 			l.check.failed(&failed)
@@ -348,6 +353,7 @@ func (l *lighthouse) do(input quorum.Event) {
 				k.down(event{kind: goBack, id: uint64(a.Place)})
 			}
 		case quorum.Recall:
+			l.check.recalls(w.byID[a.ReplicaID])
 			for _, k := range l.links {
 				if k.g.id == a.ReplicaID {
 					k.down(event{kind: recall, id: uint64(a.QuorumID)})
@@ -393,6 +399,11 @@ func (l *lighthouse) do(input quorum.Event) {
 	}
 }
 
+func doubts(a quorum.Action) bool {
+	_, is := a.(quorum.Doubted)
+	return is
+}
+
 // release tells a group that left, or that ends, that nobody needs it.
 func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
 	if _, ends := input.(quorum.ShuttingDown); !ends && !delivered {
@@ -424,6 +435,9 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 	l.waiting = slices.Delete(l.waiting, i, i+1)
 	l.check.gaveUp(q.g)
 	switch {
+	case a.Why == quorum.Unshown:
+		l.check.unshown(q.g, q.id == l.lastAsked)
+		q.link.down(event{kind: sentOn, id: q.req})
 	case a.Why == quorum.Outvoted && q.link != nil:
 		q.link.down(event{kind: sentOn, id: q.req})
 	case a.Why == quorum.Streamless:

@@ -103,6 +103,7 @@ type connection struct {
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
 	last   *quorum.Quorum // that it was told of
+	boasts bool           // it says that it knows a later one
 
 	promised  time.Duration // until when it asks no other lighthouse
 	givenUpAt *office       // where an operator has given it up
@@ -279,12 +280,16 @@ func (g *group) avoidFor(i int) {
 	c.shied[i]++
 }
 
-// known is the last quorum that it was told of, 0 if there is none.
+// known is the last quorum that it was told of, as it says, 0 if there is none.
 func (g *group) known() int64 {
-	if g.last == nil {
-		return 0
+	id := int64(0)
+	if g.last != nil {
+		id = g.last.ID
 	}
-	return g.last.ID
+	if g.boasts {
+		id += (2 * time.Hour).Milliseconds() // further ahead than a lighthouse takes for the difference of two clocks
+	}
+	return id
 }
 
 // ask starts the request of a round.

@@ -28,6 +28,9 @@ func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
 			for seed := range uint64(budget(16, 3)) {
 				s := countLosses(seed, 60)
 				f := drawFault(rand.New(rand.NewPCG(seed, 6)), s)
+				if kind >= drawnKinds {
+					f.Kind = kind
+				}
 				for f.Kind != kind { // with what belongs to this kind
 					f = drawFault(rand.New(rand.NewPCG(seed+uint64(f.After), 6)), s)
 				}

@@ -150,7 +150,7 @@ var mistakes = []struct {
 
 	{mistake{name: "who comes from another lighthouse does not say so", setup: several, anySize: true, lighthouse: greetings(func(g *quorum.Greeted) {
 		g.Term, g.KnownQuorumID = 0, 0
-	})}, []string{ruleBranch, ruleIDs, ruleOneSet}},
+	})}, []string{ruleBranch, ruleIDs, ruleOneSet, ruleMajority}},
 
 	{mistake{name: "members never go back to an earlier lighthouse", setup: several, lighthouse: spoil(
 		func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {

@@ -104,6 +104,10 @@ var mutants = []struct {
 		[]string{ruleHeal, ruleEqual},
 	},
 	{
+		"a quorum that is not shown is asked for, for ever", "quorum/recall.go", "case r.overdue(r.lastBeat, m.now, pause):", "case false && r.unshown:",
+		boasts, []string{ruleUnshown},
+	},
+	{
 		"half of a quorum may go on, whoever is in it", "quorum/succession.go", "2*n == len(set) && first", "2*n == len(set) && (first || n > 0)",
 		several, []string{ruleBranch, ruleOneSet},
 	},

@@ -50,6 +50,8 @@ type Setup struct {
 	Replay bool
 	// OnlyDeaths: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
 	OnlyDeaths bool
+	// OnlyBoasts: no fault is anything but Boast, of few groups at a time. Then the others go on.
+	OnlyBoasts bool
 	// CountLosses: no rank loses more steps than the faults up to then may cost. For faults that are far apart.
 	CountLosses bool
 	// ReplayDeath: in this phase of a replay some groups die, as long as others live.

@@ -69,6 +69,17 @@ func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
 	}
 }
 
+// A group that says it knows of a later quorum, and never shows it, is refused by name. The others go on without it.
+func TestAGroupThatBoastsStopsNobody(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(budget(6, 2)) {
+		s := Draw(seed, 0, 150)
+		boasts(&s)
+		r := hold(t, s)
+		require.Positive(t, r.FaultsHit)
+	}
+}
+
 // Histories in which each member once went back to the first lighthouse when it liked: some were refused there and stayed
 // away from it for a while, so that they never went at the same time again, and each part was too small.
 func TestMembersGoBackTogether(t *testing.T) {

@@ -126,7 +126,9 @@ func Run(s Setup, trace Tracer) Result {
 func (w *world) calls(i int) bool { return (w.Published | w.Calls | w.Streamless).has(i) }
 
 // kept reports whether the lighthouses keep the group in a slot out of the job.
-func (w *world) kept(i int) bool { return w.Lighthouses > 1 && w.calls(i) }
+func (w *world) kept(i int) bool {
+	return w.Lighthouses > 1 && (w.calls(i) || w.slots[i].g != nil && w.slots[i].g.boasts)
+}
 
 // push makes something happen, at the earliest now.
 func (w *world) push(e event) {

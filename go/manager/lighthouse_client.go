@@ -94,6 +94,11 @@ func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, opt
 
 // Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
 func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
+	return c.quorum(ctx, m, knownQuorumID, nil)
+}
+
+// quorum is Quorum, and shows the last quorum of the member: nil if it does not.
+func (c *LighthouseClient) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	req := &torchftpb.LighthouseQuorumRequest{
@@ -101,6 +106,9 @@ func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuo
 		KnownQuorumId: knownQuorumID,
 		RequestNumber: c.number.Add(1),
 		Lighthouses:   uint32(c.of),
+	}
+	if last != nil {
+		req.KnownQuorum = rpc.PastToProto(last.Past())
 	}
 	if err := rpc.CheckRequest(req, req.GetRequester()); err != nil {
 		return nil, rpc.Wrap("quorum", c.peer, err)

@@ -291,6 +291,39 @@ func (u unaryOnly) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeart
 	return u.to.Heartbeat(ctx, req)
 }
 
+// ahead has given a quorum far ahead of all clocks, as a lighthouse does whose own clock was wrong; then it forwards calls.
+type ahead struct {
+	unaryOnly
+	id int64
+}
+
+func (s *ahead) Quorum(ctx context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+	if id := s.id; id != 0 {
+		s.id = 0
+		return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{QuorumId: id, Participants: []*torchftpb.QuorumMember{req.GetRequester()}}}, nil
+	}
+	return s.unaryOnly.Quorum(ctx, req)
+}
+
+// A lighthouse whose own clock is wrong must not refuse an honest job: also a group that makes calls shows the quorum it was in.
+func TestACallShowsAQuorumThatIsAheadOfTheClock(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		conn, err := grpc.NewClient("passthrough:///lighthouse:29510", grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithContextDialer(c.Net.Host("between").Dial))
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, conn.Close()) })
+		far := time.Now().Add(24 * time.Hour).UnixMilli()
+		t.Cleanup(serveOn(t, c, "between", func(g *grpc.Server) {
+			torchftpb.RegisterLighthouseServiceServer(g, &ahead{unaryOnly{to: torchftpb.NewLighthouseServiceClient(conn)}, far})
+		}))
+		a := c.StartGroup("a", 1, func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = "http://between:29510" })
+		require.Equal(t, far, round(t, 0, a)[0].QuorumID)
+		assert.GreaterOrEqual(t, round(t, 1, a)[0].QuorumID, far)
+		assert.GreaterOrEqual(t, round(t, 2, a)[0].QuorumID, far)
+	})
+}
+
 // A group of a list whose streams do not arrive is told so: by calls it would be told no term. With one lighthouse it makes calls.
 func TestAGroupOfAListThatHasNoStreamsIsTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

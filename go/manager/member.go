@@ -94,6 +94,10 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 	case codes.Unimplemented:
 		m.setUnary(at, true)
 		q, err := client.Quorum(ctx, who, knownQuorumID)
+		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
+			// A lighthouse whose clock is far behind believes an id only with who was in that quorum. On a stream it would have asked.
+			q, err = client.quorum(ctx, who, knownQuorumID, last)
+		}
 		m.mayBeAnother(at, err)
 		if q != nil {
 			m.last.Store(q)

@@ -407,18 +407,12 @@ func (m *member) open(ctx context.Context, i int) (*memberStream, *LighthouseCli
 		Place: uint32(i), Lighthouses: uint32(len(m.unary)), Term: max(m.term.Load(), quorum.TermOf(m.known())), KnownQuorumId: m.known(),
 	}}})
 	go stream.receive()
-	if !several {
-		return stream, client, nil
+	if several {
+		if err := stream.begun(ctx); err != nil {
+			return nil, client, err
+		}
 	}
-	select {
-	case <-stream.welcomed:
-		return stream, client, nil
-	case <-stream.ended:
-		return nil, client, stream.err
-	case <-ctx.Done():
-		stream.leave()
-		return nil, client, status.Error(codes.Unavailable, "the lighthouse does not answer")
-	}
+	return stream, client, nil
 }
 
 // lookBack looks again and again which lighthouses are there that come before the one that serves, and tells that one.

@@ -89,6 +89,27 @@ type memberStream struct {
 	waiting map[uint64]chan asked // by the number of the ask
 }
 
+// begun waits for the lighthouse's first answer. After that the member may be bound to it (a stamp came behind the answer), so the
+// stream has begun, even if it broke meanwhile: after an error the next lighthouse of the list is asked, and a member that is bound
+// asks no other. Without the answer nothing has bound it: receive takes the answer first.
+func (s *memberStream) begun(ctx context.Context) error {
+	err := status.Error(codes.Unavailable, "the lighthouse does not answer")
+	select {
+	case <-s.welcomed:
+		return nil
+	case <-s.ended:
+		err = s.err
+	case <-ctx.Done():
+		if !s.greeted() {
+			s.leave() // from here on nothing more comes
+		}
+	}
+	if s.greeted() {
+		return nil
+	}
+	return err
+}
+
 // leave ends the stream, and returns when nothing of it is left.
 func (s *memberStream) leave() {
 	s.moved.Store(true)

@@ -205,7 +205,12 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 	if seen := termOf(m.highest); !m.list.listed() && e.From != "" && termOf(p.ID) > seen+termReach {
 		return []Action{Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the highest that was seen here is %d", p.ID, termOf(p.ID), seen)}}
 	}
-	if m.list.listed() && termOf(p.ID) > m.list.term {
+	switch beyond := m.list.listed() && termOf(p.ID) > m.list.term; {
+	case beyond && e.From == "":
+		// What this lighthouse wrote itself is so. It begins a term of its own: the one of that quorum may be another lighthouse's.
+		m.list.begin(termOf(p.ID), p.ID, m.now)
+		m.highest = max(m.highest, m.list.firstID(m.now))
+	case beyond:
 		r := m.roster.replicas[e.From]
 		if r == nil || r.claims < termOf(p.ID) {
 			return []Action{Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID, termOf(p.ID), m.list.term)}}

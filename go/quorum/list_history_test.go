@@ -1,0 +1,425 @@
+package quorum
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// listHistory drives the machines of two lighthouses of a list through random events, with members that keep to the protocol. What it
+// holds against them is the rule of succession.go, written down once more as it is said there.
+type listHistory struct {
+	t       *testing.T
+	rng     *rand.Rand
+	policy  Policy
+	now     time.Time
+	houses  [2]ledger
+	members []*listMember
+	lives   int
+	waiters map[WaiterID]*listMember
+	waiter  WaiterID
+	after   map[int64]int64    // by quorum_id: after which it was formed
+	heard   map[int64][]string // who heard of it
+	of      map[int64][]string // who is in it
+	chain   []int64            // quorums of which all members have heard
+
+	delivered, changed, based, refused int
+}
+
+// ledger is what a lighthouse was told, kept by hand.
+type ledger struct {
+	machine *Machine
+	last    *Past
+	gave    map[string]bool     // ended while they were bound
+	counts  map[string]struct{} // of those, as the machine says
+	keeps   []Recalled          // what was to be written, the newest last
+}
+
+type listMember struct {
+	id       string
+	dead     bool
+	at       int // -1: it has no stream
+	served   int // that it asks, unless it may leave; -1: none yet
+	term     int64
+	past     *Past
+	step     int64
+	promised time.Time
+	stamp    time.Time // that its lighthouse sent, zero if none
+	asks     WaiterID
+	number   uint64
+}
+
+func newListHistory(t *testing.T, seed uint64) *listHistory {
+	h := &listHistory{
+		t: t, rng: rand.New(rand.NewPCG(seed, 1)), now: epoch, waiters: map[WaiterID]*listMember{},
+		policy: Policy{MinReplicas: 1, JoinTimeout: 100 * time.Millisecond, HeartbeatTimeout: 3 * time.Second, SuspectGrace: 50 * time.Millisecond},
+		after:  map[int64]int64{}, heard: map[int64][]string{}, of: map[int64][]string{},
+	}
+	for i := range h.houses {
+		h.houses[i] = ledger{machine: NewMachine(h.policy, h.now), gave: map[string]bool{}}
+	}
+	for range 2 + h.rng.IntN(4) {
+		h.join()
+	}
+	return h
+}
+
+func (h *listHistory) join() {
+	h.lives++
+	h.members = append(h.members, &listMember{id: fmt.Sprintf("%c%d", 'a'+h.rng.IntN(26), h.lives), at: -1, served: -1})
+}
+
+func (m *listMember) known() int64 {
+	if m.past == nil {
+		return 0
+	}
+	return m.past.ID
+}
+
+// does lets one thing happen.
+func (h *listHistory) does() {
+	h.now = h.now.Add(time.Duration(h.rng.IntN(3)*h.rng.IntN(400)) * time.Millisecond)
+	at := h.rng.IntN(2)
+	m := h.members[h.rng.IntN(len(h.members))]
+	switch p := h.rng.IntN(100); {
+	case p < 25:
+		h.step(at, Tick{})
+	case p < 40:
+		for _, m := range h.members {
+			if m.at >= 0 {
+				h.step(m.at, Beat{m.id})
+			}
+		}
+	case p < 75:
+		if m.at < 0 {
+			h.greet(m, at)
+		} else if m.asks == 0 {
+			h.ask(m)
+		}
+	case p < 85:
+		h.bind(m)
+	case p < 92:
+		h.breaks(m)
+	case p < 94:
+		h.ends(m)
+	case p < 96 && len(h.members) < 6:
+		h.join()
+	case p == 99:
+		h.crash(at)
+	}
+}
+
+// greet begins a stream, at the lighthouse that served last unless the member may leave it.
+func (h *listHistory) greet(m *listMember, at int) {
+	switch {
+	case m.served < 0: // as a newcomer does
+		at = 0
+	case h.now.Before(m.promised):
+		at = m.served
+	}
+	m.at, m.served, m.stamp = at, at, time.Time{}
+	h.step(at, Greeted{m.id, Seat{at, 2}, m.term, m.known()})
+}
+
+func (h *listHistory) ask(m *listMember) {
+	h.waiter++
+	m.asks, m.number = h.waiter, m.number+1
+	h.waiters[h.waiter] = m
+	h.step(m.at, Asked{Waiter: h.waiter, Member: Member{ReplicaID: m.id, Address: "http://" + m.id, Step: m.step}, KnownQuorumID: m.known(), Tells: true, Number: m.number})
+}
+
+// bind: the member answers the stamp that it was sent, and gets the next one.
+func (h *listHistory) bind(m *listMember) {
+	if m.at < 0 {
+		return
+	}
+	if !m.stamp.IsZero() {
+		m.promised = h.now.Add(BondTime)
+		h.step(m.at, Bound{m.id, m.stamp})
+	}
+	m.stamp = h.now
+}
+
+// breaks: the stream of a member does, and it did not leave.
+func (h *listHistory) breaks(m *listMember) {
+	if at := m.at; at >= 0 {
+		h.unasks(m)
+		m.at = -1
+		h.step(at, Lost{m.id})
+	}
+}
+
+func (h *listHistory) unasks(m *listMember) {
+	if w := m.asks; w != 0 {
+		m.asks = 0
+		delete(h.waiters, w)
+		h.step(m.at, GaveUp{w})
+	}
+}
+
+// ends: the process of a member does. Probes may find that out, and another group begins in its place.
+func (h *listHistory) ends(m *listMember) {
+	at, bound := m.at, h.now.Before(m.promised)
+	m.dead = true
+	h.members = slices.DeleteFunc(h.members, func(o *listMember) bool { return o == m })
+	h.join()
+	if at >= 0 {
+		h.unasks(m)
+		h.step(at, Lost{m.id})
+	}
+	for i := range h.houses {
+		if l := &h.houses[i]; h.rng.IntN(4) > 0 {
+			if l.last != nil && m.known() <= l.last.ID && bound && m.served == i {
+				l.gave[m.id] = true
+			}
+			h.step(i, Ended{m.id})
+		}
+	}
+}
+
+// crash: a lighthouse starts anew, with what it has written. Whoever finds that it has ended may leave.
+func (h *listHistory) crash(at int) {
+	l := &h.houses[at]
+	var disk *Recalled
+	if n := len(l.keeps); n > 0 && h.rng.IntN(2) == 0 {
+		disk = &l.keeps[max(0, n-1-h.rng.IntN(2))]
+	}
+	for _, m := range h.members {
+		if m.at == at {
+			delete(h.waiters, m.asks)
+			m.at, m.asks, m.promised = -1, 0, time.Time{}
+		}
+	}
+	*l = ledger{machine: NewMachine(h.policy, h.now), gave: map[string]bool{}}
+	if disk != nil {
+		h.step(at, *disk)
+	}
+}
+
+// letGo: the lighthouse ends a stream, and says so.
+func (h *listHistory) letGo(m *listMember) {
+	if m.asks != 0 {
+		delete(h.waiters, m.asks)
+	}
+	at, w := m.at, m.asks
+	m.at, m.asks, m.promised = -1, 0, time.Time{}
+	if w != 0 {
+		h.step(at, GaveUp{w})
+	}
+	h.step(at, Lost{m.id})
+}
+
+func (h *listHistory) member(id string) *listMember {
+	for _, m := range h.members {
+		if m.id == id {
+			return m
+		}
+	}
+	return nil
+}
+
+func (h *listHistory) step(at int, e Event) {
+	l := &h.houses[at]
+	// Of the votes of members that ended, the machine knows which came in time: it may count fewer than it might, never more.
+	l.counts = maps.Clone(l.machine.list.ended)
+	if e, is := e.(Ended); is && l.machine.list.holds(e.ReplicaID, l.machine.latestID(), h.now) {
+		l.machine.list.end(e.ReplicaID)
+		l.counts = maps.Clone(l.machine.list.ended)
+		l.machine.list.back(e.ReplicaID)
+	}
+	actions := l.machine.Step(e, h.now)
+	if r, is := e.(Recalled); is && (l.last == nil || l.last.ID < r.Past.ID) {
+		require.False(h.t, slices.ContainsFunc(actions, func(a Action) bool { _, doubted := a.(Doubted); return doubted }), "what is shown is true")
+		l.learns(r.Past)
+	}
+	switch e := e.(type) {
+	case Greeted:
+		delete(l.gave, e.ReplicaID)
+	case Asked:
+		delete(l.gave, e.Member.ReplicaID)
+	}
+	for _, action := range actions {
+		switch a := action.(type) {
+		case Welcome:
+			m := h.member(a.ReplicaID)
+			m.term, m.stamp = max(m.term, a.Term), h.now
+		case TurnAway:
+			require.Fail(h.t, a.Reason)
+		case Renew:
+			for _, m := range slices.Clone(h.members) {
+				if m.at == at && m.id != e.(Greeted).ReplicaID {
+					h.letGo(m)
+				}
+			}
+		case GoBack:
+			for _, m := range slices.Clone(h.members) {
+				if m.at == at {
+					h.letGo(m)
+				}
+			}
+		case Recall:
+			if m := h.member(a.ReplicaID); m != nil && m.at == at && m.known() >= a.QuorumID && h.rng.IntN(8) > 0 {
+				h.step(at, Recalled{Past: *m.past, From: m.id})
+			}
+		case Probe: // the hosts of those that live do not refuse
+		case Refuse:
+			h.refused++
+			if m := h.waiters[a.Waiter]; m != nil {
+				delete(h.waiters, a.Waiter)
+				m.asks = 0
+				if a.Why == Outvoted || a.Why == Unshown {
+					m.promised = time.Time{}
+				}
+			}
+		case Again:
+			h.hears(h.waiters[a.Waiter], a.Waiter, a.Quorum)
+		case Keep:
+			l.keeps = append(l.keeps, Recalled{Past: a.Past, Highest: a.Highest + 10, Seat: a.Seat})
+		case Deliver:
+			h.deliver(at, a)
+		}
+	}
+}
+
+func (l *ledger) learns(p Past) { l.last = &p }
+
+// deliver holds a quorum against the rule.
+func (h *listHistory) deliver(at int, a Deliver) {
+	l, q := &h.houses[at], a.Quorum
+	h.delivered++
+	require.EqualValues(h.t, at, termOf(q.ID)%2, "each lighthouse has terms of its own")
+	in, knows := map[string]bool{}, map[string]bool{}
+	for _, m := range q.Members {
+		in[m.ReplicaID] = true
+		asks := h.member(m.ReplicaID)
+		require.NotNil(h.t, asks, "%s has ended", m.ReplicaID)
+		require.True(h.t, l.last == nil && asks.past == nil || l.last != nil && asks.known() <= l.last.ID, "%s knows of a later quorum", m.ReplicaID)
+		knows[m.ReplicaID] = l.last != nil && asks.known() == l.last.ID
+	}
+	if l.last == nil {
+		require.Zero(h.t, at, "a job begins at the first lighthouse")
+	} else {
+		require.GreaterOrEqual(h.t, q.ID, l.last.ID, "ids never fall")
+		var base [][]string
+		for i, set := range slices.Concat([][]Voter{l.last.Members}, l.last.Base) {
+			require.True(h.t, l.outvotes(set, in), "quorum %d has no majority of %v", q.ID, set)
+			if i > 0 && !l.outvotes(set, knows) {
+				base = append(base, voterNames(set))
+			}
+		}
+		changed := !slices.Equal(memberNames(q), voterNames(l.last.Members))
+		if changed {
+			base = append(base, voterNames(l.last.Members))
+			h.changed++
+		}
+		var got [][]string
+		for _, set := range q.Base {
+			got = append(got, voterNames(set))
+		}
+		require.Equal(h.t, base, got, "the base of quorum %d", q.ID)
+		h.based += len(base)
+	}
+	if l.last == nil || l.last.ID != q.ID {
+		require.NotContains(h.t, h.of, q.ID, "an id is given out once")
+		if l.last != nil {
+			h.after[q.ID] = l.last.ID
+		}
+		h.of[q.ID] = memberNames(q)
+	}
+	l.learns(q.Past())
+	for _, w := range a.Waiters {
+		m := h.waiters[w]
+		if h.rng.IntN(6) > 0 {
+			h.hears(m, w, q)
+		} else { // its stream breaks, and it does not hear
+			m.asks = 0
+			delete(h.waiters, w)
+			defer h.breaks(m)
+		}
+	}
+}
+
+// hears: a member is told of its quorum. When all of them are, it may commit: one branch of the job does.
+func (h *listHistory) hears(m *listMember, w WaiterID, q *Quorum) {
+	p := q.Past()
+	m.past, m.asks, m.step = &p, 0, m.step+1
+	delete(h.waiters, w)
+	if !slices.Contains(h.heard[q.ID], m.id) {
+		h.heard[q.ID] = append(h.heard[q.ID], m.id)
+	}
+	if len(h.heard[q.ID]) < len(h.of[q.ID]) || slices.Contains(h.chain, q.ID) {
+		return
+	}
+	for _, other := range h.chain {
+		late, early := max(q.ID, other), min(q.ID, other)
+		if h.first(late) != h.first(early) {
+			continue // newcomers alone began again, at a lighthouse that had lost its memory
+		}
+		for late > early {
+			late = h.after[late]
+		}
+		require.Equal(h.t, early, late, "quorums %d and %d commit, and neither comes after the other", q.ID, other)
+	}
+	h.chain = append(h.chain, q.ID)
+}
+
+// first is the quorum after none with which a history begins.
+func (h *listHistory) first(id int64) int64 {
+	for h.after[id] != 0 {
+		id = h.after[id]
+	}
+	return id
+}
+
+// outvotes counts those of a set that ask, or whose vote is given, in the obvious way.
+func (l *ledger) outvotes(set []Voter, asks map[string]bool) bool {
+	n := 0
+	for _, v := range set {
+		if asks[v.ReplicaID] || v.Given || l.given(v.ReplicaID) {
+			n++
+		}
+	}
+	first := asks[set[0].ReplicaID] || set[0].Given || l.given(set[0].ReplicaID)
+	return 2*n > len(set) || 2*n == len(set) && first
+}
+
+func (l *ledger) given(id string) bool {
+	_, counts := l.counts[id]
+	return counts && l.gave[id]
+}
+
+func memberNames(q *Quorum) (ids []string) {
+	for _, m := range q.Members {
+		ids = append(ids, m.ReplicaID)
+	}
+	return ids
+}
+
+func voterNames(set []Voter) (ids []string) {
+	for _, v := range set {
+		ids = append(ids, v.ReplicaID)
+	}
+	return ids
+}
+
+func TestRandomHistoriesOfTwoLighthousesKeepTheRule(t *testing.T) {
+	var delivered, changed, based, committed, refused int
+	for seed := range uint64(200) {
+		h := newListHistory(t, seed)
+		for range 400 {
+			h.does()
+		}
+		delivered, changed, based, refused = delivered+h.delivered, changed+h.changed, based+h.based, refused+h.refused
+		committed += len(h.chain)
+	}
+	t.Log(delivered, changed, based, committed, refused)
+	require.Greater(t, delivered, 1000, "the histories must not be idle")
+	require.Greater(t, changed, 300)
+	require.Greater(t, based, 300, "sets that are to be outvoted besides the members")
+	require.Greater(t, committed, 300)
+}

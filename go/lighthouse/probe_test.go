@@ -4,11 +4,13 @@ import (
 	"context"
 	"net"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
@@ -53,4 +55,54 @@ func TestAVoterIsProbedOnceAtATime(t *testing.T) {
 		assert.EqualValues(t, 3, network.dialed.Load(), "the probe before is over")
 		time.Sleep(probeTimeout)
 	})
+}
+
+// named is a network with one name, which stands for several addresses, and what dialing each ends with.
+type named struct {
+	rpc.Network
+	addresses map[string]error
+}
+
+func (n named) Resolve(context.Context, string) (all []string, err error) {
+	for address := range n.addresses {
+		all = append(all, address)
+	}
+	return all, nil
+}
+
+func (n named) Dial(_ context.Context, address string) (net.Conn, error) {
+	if err, known := n.addresses[address]; !known || err != nil {
+		return nil, err
+	}
+	conn, _ := net.Pipe()
+	return conn, nil
+}
+
+// A member's process has ended if every address that its host's name stands for refuses the connection, and else it is not known.
+func TestAMemberHasEndedIfAllAddressesOfItsNameRefuse(t *testing.T) {
+	refused := &net.OpError{Err: syscall.ECONNREFUSED}
+	for name, test := range map[string]struct {
+		addresses map[string]error
+		healthy   bool
+	}{
+		"all refuse":       {map[string]error{"a:1": refused, "b:1": refused}, false},
+		"one is up":        {map[string]error{"a:1": refused, "b:1": nil}, true},
+		"one says nothing": {map[string]error{"a:1": refused, "b:1": context.DeadlineExceeded}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j, _ := crowd(1)
+				defer j.shutDown()
+				j.server.cfg.Network, j.server.probing = named{addresses: test.addresses}, make(chan struct{}, maxProbes)
+				past := quorum.Past{ID: time.Now().Add(time.Minute).UnixMilli(), Members: []quorum.Voter{{ReplicaID: "x", Address: "http://name:1"}}}
+				require.NoError(t, j.feed(quorum.Recalled{Past: past}))
+				synctest.Wait()
+				healthy := false
+				for _, m := range j.status().Members {
+					healthy = healthy || m.ReplicaID == "x" && m.Healthy
+				}
+				assert.Equal(t, test.healthy, healthy)
+			})
+		})
+	}
 }

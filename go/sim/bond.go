@@ -48,9 +48,10 @@ func (g *group) letGo() { g.promised = 0 }
 // operatorEvery is how often an operator looks at a lighthouse.
 const operatorEvery = time.Second
 
-// operator gives up groups whose votes are missing, as one does that knows: they have ended, and no group that lives, and no
-// other lighthouse, knows of a quorum after the latest one here, and all members that live wait here. Each is given up at one
-// lighthouse: a vote that is given at two is one for two histories.
+// operator gives up groups whose votes are missing, as one does that knows: all that are missing have ended, and no group that
+// lives, and no other lighthouse, knows of a quorum after the latest one here, and all members that live wait here. The other
+// lighthouses are started anew before: one may have a vote of a group that ended while it was bound there, and a vote that is given
+// at two is one for two histories.
 func (l *lighthouse) operator() {
 	w := l.w
 	if w.Lighthouses == 1 || w.now-l.looked < operatorEvery {
@@ -74,8 +75,8 @@ func (l *lighthouse) operator() {
 	var ended []string
 	for _, id := range l.describe().MissingVotes {
 		g := w.byID[id]
-		if g == nil || !g.dead {
-			continue
+		if g == nil || !g.dead { // it lives, and may go on elsewhere with the votes of others
+			return
 		}
 		if at := g.givenUpAt; !at.open() || at.of == l {
 			g.givenUpAt = &office{l, l.life}
@@ -83,6 +84,12 @@ func (l *lighthouse) operator() {
 		}
 	}
 	if len(ended) > 0 {
+		for i := range w.lhs { // of those that have ended another one may have a vote: it is on no disk
+			if o := &w.lhs[i]; o != l && o.up && o.check.latest != 0 {
+				o.crash(false, w.Keepalive)
+				w.changed = w.now
+			}
+		}
 		w.say("an operator gives up %v at %s", ended, l.name())
 		w.check.waived = true
 		l.step(quorum.GivenUp{ReplicaIDs: ended, By: "an operator"})

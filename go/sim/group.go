@@ -152,7 +152,7 @@ func (g *group) handle(e *event) {
 		g.alive()
 	case linkRetry:
 		g.connect()
-	case welcomed, stamped, linkDue, linkBroken, recall, memberFailed, probed, progressDue, drained, released, goBack, lookBack:
+	case welcomed, stamped, linkDue, linkBroken, closing, recall, memberFailed, probed, progressDue, drained, released, goBack, lookBack:
 		g.handleLink(e)
 	case sentOn:
 		if a := &g.asking; a.active && a.req == e.id && e.link == g.link {

@@ -24,6 +24,7 @@ type lighthouse struct {
 	skew        time.Duration // of its clock, after jumps
 	pausedUntil time.Duration
 	disk        *quorum.Recalled // what is on it, nil if nothing is
+	keeping     *quorum.Recalled // what is to be on it next
 
 	lastWaiter quorum.WaiterID
 	refused    quorum.WaiterID // the last that was
@@ -161,6 +162,10 @@ func (l *lighthouse) handle(e *event) {
 		l.step(quorum.Greeted{
 			ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term, KnownQuorumID: e.link.known,
 		})
+	case lhKept:
+		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // else there is something newer to write
+			l.disk = kept
+		}
 	case lhLost:
 		l.lost(e.link)
 	case lhPast:
@@ -321,8 +326,9 @@ func (l *lighthouse) do(input quorum.Event) {
 				w.say("quorum %d: %s", a.Quorum.ID, describe(a.Quorum))
 			}
 			l.answer(a)
-			l.keep(a)
 			w.served(a.Quorum)
+		case quorum.Keep:
+			l.keep(a)
 		case quorum.Again:
 			w.say("quorum %d is sent once more", a.Quorum.ID)
 			l.again(a)
@@ -342,7 +348,7 @@ func (l *lighthouse) do(input quorum.Event) {
 			for _, k := range l.links {
 				if k.g.id != from {
 					k.stale = true
-					k.down(event{kind: linkBroken})
+					k.down(event{kind: closing})
 				}
 			}
 		case quorum.GoBack:
@@ -459,11 +465,19 @@ func (l *lighthouse) probe(g *group) {
 	w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
 }
 
-// keep writes to disk, mostly in time.
-func (l *lighthouse) keep(a quorum.Deliver) {
-	if w := l.w; w.Disk && !w.chance(0.05) {
-		l.disk = &quorum.Recalled{Past: a.Quorum.Past(), Highest: a.Quorum.ID + 10}
+// keep writes to disk, which takes a while: a lighthouse that ends meanwhile starts with what was there before, although its members
+// have the quorum.
+func (l *lighthouse) keep(a quorum.Keep) {
+	w := l.w
+	if !w.Disk {
+		return
 	}
+	takes := w.upTo(2 * w.Delay)
+	if w.chance(0.05) {
+		takes += w.upTo(w.Policy.HeartbeatTimeout)
+	}
+	l.keeping = &quorum.Recalled{Past: a.Past, Highest: a.Highest + 10, Seat: a.Seat}
+	w.after(takes, event{kind: lhKept, lh: uint8(l.index), life: l.life, x: l.keeping})
 }
 
 // answer sends the quorum to those who waited for it.

@@ -200,6 +200,10 @@ func (g *group) handleLink(e *event) {
 			k.close(false)
 			g.linkEnded()
 		}
+	case closing: // the lighthouse has let it go
+		k.stuck = true
+		g.letGo()
+		g.linkEnded()
 	case linkBroken:
 		k.stuck = true
 		g.linkEnded()

@@ -108,6 +108,10 @@ var mutants = []struct {
 		boasts, []string{ruleUnshown},
 	},
 	{
+		"there is no base", "quorum/succession.go", "		base = append(base, p.Members)\n", "",
+		restless, []string{ruleBranch, ruleOneSet},
+	},
+	{
 		"half of a quorum may go on, whoever is in it", "quorum/succession.go", "2*n == len(set) && first", "2*n == len(set) && (first || n > 0)",
 		several, []string{ruleBranch, ruleOneSet},
 	},
@@ -174,7 +178,7 @@ func TestFindMutant(t *testing.T) {
 		if m.name != *mutantFlag {
 			continue
 		}
-		findMistake(t, mistake{name: m.name, setup: m.setup}, m.found)
+		findMistake(t, mistake{name: m.name, setup: m.setup, long: m.name == "there is no base"}, m.found)
 		return
 	}
 	if *mutantFlag != "" {

@@ -22,6 +22,7 @@ const (
 	lhWord                 // a member says something else; x is the quorum.Event
 	lhChecked              // the lighthouse has waited for a sign of life of g; x is the *look
 	lhDrain                // somebody wants g to leave
+	lhKept                 // what was to be written is on the disk; x is the *quorum.Recalled
 
 	lastOfLighthouse
 
@@ -29,6 +30,7 @@ const (
 	welcomed     // the lighthouse answers the greeting, in term id
 	stamped      // the lighthouse sends the stamp id
 	linkDue      // it should have by now
+	closing      // the lighthouse ends the link, and lets g go
 	linkBroken   // g notices that its link has ended
 	linkRetry    // g opens another one
 	recall       // the lighthouse asks for quorum id

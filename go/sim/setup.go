@@ -86,6 +86,7 @@ type mistake struct {
 	silentIsGone bool                      // a host that cannot be asked is taken for one that says that the process is gone
 	setup        func(*Setup)              // of the histories in which it is looked for
 	keepState    bool                      // a group that heals goes to the step and keeps its weights
+	long         bool                      // no short history has it
 	anySize      bool                      // what the lighthouse remembers is not looked at
 }
 

@@ -69,6 +69,20 @@ func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
 	}
 }
 
+// Groups of two lighthouses that go from one to the other and back, and end meanwhile. In one of the histories an operator gave up
+// those that had ended, while the one that had not went on at the other lighthouse.
+func TestARestlessJobHasOneBranch(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(budget(8, 1)) {
+		s := Draw(353+seed, 0, 200)
+		restless(&s)
+		hold(t, s)
+	}
+	s := Draw(360, 2, 200)
+	restless(&s)
+	hold(t, s)
+}
+
 // A group that says it knows of a later quorum, and never shows it, is refused by name. The others go on without it.
 func TestAGroupThatBoastsStopsNobody(t *testing.T) {
 	t.Parallel()

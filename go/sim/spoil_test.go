@@ -73,6 +73,33 @@ func streamless(s *Setup) {
 	s.Streamless = 0b110
 }
 
+// restless is a job at two lighthouses that comes to no rest: its groups go from one to the other and back, and end while others do
+// not hear of a quorum.
+func restless(s *Setup) {
+	s.Rounds = 200
+	several(s)
+	s.Disk = s.Seed%2 == 0
+	r := rand.New(rand.NewPCG(s.Seed, 8))
+	kinds := []FaultKind{CutLighthouse, CutLighthouse, CutUp, CutDown, KillLighthouse, Crash, Crash, Noise}
+	s.Faults = nil
+	for round := 5; round < s.Rounds; round += 1 + r.IntN(10) {
+		for range 1 + r.IntN(4) {
+			f := Fault{Round: round, Kind: kinds[r.IntN(len(kinds))], After: time.Duration(r.Int64N(int64(time.Second))),
+				For: time.Duration(r.Int64N(int64(2 * time.Second))), Slots: Slots(1 + r.IntN(1<<s.Slots-1)), Of: uint8(1 + r.IntN(2))}
+			if f.Kind.ofLighthouse() {
+				f.Slots = 0
+			}
+			if f.Kind == Crash {
+				f.Slots &= -f.Slots
+			}
+			if r.IntN(4) == 0 {
+				f.For += quorum.BondTime
+			}
+			s.Faults = append(s.Faults, f)
+		}
+	}
+}
+
 // boasts of one group at a time, of a quorum that it cannot show.
 func boasts(s *Setup) {
 	several(s)

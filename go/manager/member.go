@@ -104,7 +104,8 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 			m.lapsed.Store(false)
 		}
 		return q, err
-	case codes.OutOfRange: // it has too few of the members, and others may have more
+	case codes.OutOfRange:
+		// It has too few of the members, or does not know what this one knows; it has let it go. Another lighthouse may have more.
 		err = status.Error(codes.Unavailable, rpc.Message(err))
 		m.avoid(at)
 	case codes.OK:
@@ -213,10 +214,10 @@ func (m *member) SayProgress(p round.Progress) {
 	}}})
 }
 
-// say sends on the stream that is open. Without one the lighthouse knows more than could be told.
+// say sends on the stream that is open. While disconnected it drops the message: the lighthouse has seen the disconnect itself.
 func (m *member) say(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
-		go stream.send(message) // who says it does not wait
+		go stream.send(message) // The caller must not wait for a lighthouse that does not read.
 	}
 }
 
@@ -306,6 +307,10 @@ func (m *member) servedWell(at int) {
 
 // connect returns the stream, a new one if the last one broke. Where a lighthouse knows no streams the error is
 // UNIMPLEMENTED.
+//
+// It holds that a member asks no other lighthouse while it is bound to one: the vote of a member that ends bound counts there, and
+// must count nowhere else. Whether it is bound is looked at once, before the first attempt. That is enough: only a stream that was
+// welcomed binds it, and such a stream ends the attempts (begun).
 func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient, int, error) {
 	select {
 	case m.opening <- struct{}{}:
@@ -327,13 +332,14 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 		}
 		if place, sent := m.stream.sentBack(); sent {
 			c.goBack(place)
-			m.stream = nil // once
+			m.stream = nil // Each stream sends back once. Else a later failure would lead there again.
 		}
 	}
 	var failures attempts
 	bound := m.bound()
 	if bound && c.outlasted(now) && m.lighthouses.ended(ctx, c.at) {
-		m.letGo() // it remembers nobody's promise
+		// Its process has ended, and bonds are not on its disk: when it starts, it counts no vote by this one.
+		m.letGo()
 		bound = false
 	}
 	order := c.order(now, bound)
@@ -358,7 +364,7 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 		}
 		c.failed(i, now)
 	}
-	if c.broke.IsZero() { // it was asked by calls, which leave no stream that breaks
+	if c.broke.IsZero() { // It was asked by calls. Without a stream that breaks, the wait for it would begin nowhere.
 		c.broke = now
 	}
 	return nil, nil, order[0], failures.err()
@@ -433,7 +439,7 @@ func (m *member) lookBack() {
 			switch {
 			case m.stream != nil && !m.stream.broken():
 				stream = m.stream
-			case m.unary[m.choice.at] && reaches != 0: // it does not know that there are others
+			case m.unary[m.choice.at] && reaches != 0: // It knows no streams, and so cannot send its members back.
 				m.choice.goBack(reaches.First())
 			}
 		})

@@ -3,6 +3,15 @@ package quorum
 // The connection of a member may break while a quorum is on its way to it. The others have theirs, and wait for the member
 // in a collective; the member asks again, and would wait for the others to ask: until the collective's timeout, which is a
 // minute. So it gets the same quorum once more, as if the answer had only been slow.
+//
+// Invariants:
+//
+//  1. A quorum is redelivered only to a member of it, and only while it is the newest there can be: no id was given out since, no
+//     member is known to know a later one, no new term began. Else the member would meet peers that have gone on.
+//  2. Nothing has happened since that asks for a new id (reconnect.go), and no other member of it asks for the next one: its peers
+//     are in the step, or on the way to it.
+//  3. The member says the same as when it was put into the quorum. So it has not taken part in the step: a member that did has
+//     another step, or a failure, to report.
 
 // lostAnswer reports whether a member that asks is in the latest quorum and cannot have received it: it says exactly what
 // it said then, on a stream that it has begun since. (Whoever was in a quorum has committed the step, or failed in it.)

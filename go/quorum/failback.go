@@ -14,6 +14,15 @@ import (
 //
 // They go at once, in the middle of a step. The other lighthouse learns of the quorum that they are in from their
 // greetings, so that it knows who trains before anybody asks.
+//
+// Invariants:
+//
+//  1. All that are alive here are sent in one event, or none is. A part of them might be too few at the other lighthouse.
+//  2. Their bonds are released before they are told (bond.go, invariant 2), and what they asked here is refused: a vote that stays
+//     here is none at the other lighthouse.
+//  3. Nobody is sent while a member that left is still needed, or while this lighthouse is about to learn of a later quorum.
+//  4. All that were sent count as failed here without a word to the others (die). When one of the latest quorum comes back, the others
+//     have the time to come, and those that do not have failed (cameBack).
 
 // Places are places of lighthouses in a list, a bit each.
 type Places uint64

@@ -55,19 +55,22 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		now = m.now
 	}
 	m.now = now
-	if slept, ok := event.(Slept); ok { // before anybody is found to be silent
+	if slept, ok := event.(Slept); ok {
+		// Before expire: the members spoke while nobody listened. Without this they would all have failed.
 		m.roster.forgive(slept.For)
 		m.watch.began = m.watch.began.Add(slept.For)
-		m.list.releaseAll(now) // how long it was is not certain: bonds may have run out
+		// How long it was is not certain. A bond that has run out is no proof that its member asked nobody else.
+		m.list.releaseAll(now)
 	}
 	dead := m.roster.expire(now)
 	var refused []Action
-	decide := len(dead) > 0 // who died may be whom the others waited for
+	decide := len(dead) > 0 // A failure may complete the quorum: the remaining healthy members may all have asked.
 	lastTick, tick := m.lastTick, false
 
 	switch e := event.(type) {
 	case Asked:
-		// Refused before it counts: nobody waits for a member that can be in no quorum.
+		// Refused before it is entered in the roster: one that can be in no quorum must not count as healthy. Else the others would
+		// wait for it.
 		if why, reason := m.unfit(e); reason != "" {
 			refused = []Action{Refuse{e.Waiter, why, reason}}
 			if why == Unshown { // it may show it now: then it counts
@@ -80,38 +83,40 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		refused, decide = m.asked(e, decide)
 	case Greeted:
 		refused = m.greeted(e)
-		decide = true // of those who begin again, nobody waits
-	case Reaches: // of places before this one only: nobody is sent on to a later one by it
+		decide = true // A new term ends requests. The members that are left may be all that are healthy.
+	case Reaches:
+		// Only earlier lighthouses count: members go back by it, never on to a later one.
 		m.roster.reach(e.ReplicaID, e.Places&m.before())
 	case Recalled:
 		before := m.latest
 		refused = m.recalled(e)
 		if m.latest != before {
-			dead = nil // of the quorum before: the members of this one have the time to come
+			dead = nil // They are of the quorum before. The members of this one have heartbeat_timeout_ms to come.
 		}
 		decide = true
-	case Bound: // decides nothing: it is of use only when the member ends
+	case Bound: // It decides nothing: a bond is a vote only once its member has ended.
 		m.list.answered(e.ReplicaID, e.Since)
 	case GivenUp:
 		refused = m.givenUp(e)
 		decide = decide || len(refused) > 0
 	case Ended:
-		// It decides although nobody may have died by it: a vote may be there that was missing.
+		// It decides although nobody may have failed by it: the end of a bound member is a vote, which may have been missing.
 		dead = append(dead, m.processGone(e.ReplicaID)...)
 		decide = true
-	case GaveUp: // one candidate less makes no quorum possible
+	case GaveUp: // It does not decide: with one candidate less no quorum becomes possible.
 		m.roster.giveUp(e.Waiter, now)
 	case Beat:
 		m.roster.beat(e.ReplicaID, now)
 	case Drained:
 		refused = m.drain(e)
 	case Leaving:
-		// The others do not wait for it from here on, and it is not let go before they have ended the step that it was in.
+		// The others do not wait for it from here on: it counts as failed. It is released when they have ended the step that it was
+		// in, since what it sent last may be on its way to them.
 		refused = m.leaves(e.ReplicaID)
 		decide = true
 	case ShuttingDown:
-		// It may still be needed in the step that it has ended, so it is no death before its connection has ended and the
-		// grace is over.
+		// It counts as alive until its connection has ended and the grace is over: its peers may still receive what it sent in the
+		// step that it has ended, and a failure would abort that.
 		if r := m.roster.replicas[e.ReplicaID]; r != nil {
 			r.ending, r.finished = true, e.Finished
 		}
@@ -119,26 +124,26 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		refused = append(append(refused, Release{e.ReplicaID}), m.finish()...)
 	case Lost:
 		// It is a suspect, and counts as alive until its grace is over: a short cut of the network must not cost a step. Its host
-		// is asked at once all the same, while its bond makes its end a vote.
+		// is asked at once all the same: its end is a vote only while its bond holds, for 4.5 s.
 		m.lostLeaver(e.ReplicaID)
 		m.roster.lost(e.ReplicaID, now)
-		dead = append(dead, m.roster.expire(now)...) // there may be no grace
+		dead = append(dead, m.roster.expire(now)...) // the grace may be 0
 		refused = m.broke(e.ReplicaID)
 		decide = len(dead) > 0
-	case Incomplete: // one that waits has all of its ranks: it would not ask without
+	case Incomplete: // A group asks only when all of its ranks have: one that waits has got them back, and this is older news.
 		if r := m.roster.replicas[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
 			dead = append(dead, m.roster.putOut(r, RankGone, e.Reason, now))
 		}
 		decide = len(dead) > 0
-	case Suspected: // nobody is out by it alone: a check has to fail first
+	case Suspected: // It puts nobody out: a check has to fail first. Else one liar could evict a peer.
 		refused = m.suspect(e)
 	case Checked:
 		dead = append(dead, m.checkedOn(e)...)
 		decide = len(dead) > 0
 	case Progressed:
 		m.watch.progressed(e, now)
-	case Slept, Woken: // Woken: for those whose grace is over
-	case Tick: // what only time makes true: it is late by one tick at most
+	case Slept, Woken: // expire has done what there is to do: Woken comes when the grace of a suspect is over.
+	case Tick: // All that becomes true by time alone: it is noticed one tick late at most.
 		stalled, out := m.overdue()
 		again, unshown := m.lookAgain()
 		refused, dead = slices.Concat(again, m.probeEnds(), stalled), slices.Concat(dead, out, unshown)
@@ -231,7 +236,8 @@ func replaced(w WaiterID, id, by string) Refuse {
 // act decides, and does what was decided. tick tells of the timer, and when it came before.
 func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
 	d, in, changed, missing := m.decide(m.roster.tally(m.now), m.now)
-	switch { // who comes and goes meanwhile does not make the others wait anew
+	// The wait for those that are ahead begins once. Membership churn must not restart it: other causes leave it as it is.
+	switch {
 	case d.cause == nobodyWaits, d.cause == forbidden, d.ready():
 		m.behind = time.Time{}
 	case d.cause == behindJob && m.behind.IsZero():
@@ -242,9 +248,11 @@ func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
 		actions = m.deliver(d, in, changed)
 	case d.cause == forbidden:
 		actions = m.forbid(d, in)
-	case d.cause == outvoted: // here they may never go on; at another lighthouse there may be the votes
+	case d.cause == outvoted:
+		// The votes may be at another lighthouse. Without sending them on they might wait here for ever.
 		actions = append(m.probes(missing), m.sendOn(d.detail, in)...)
-	case tick: // they wait for something else, and would wait for ever if they could not go on then either
+	case tick:
+		// They wait for something else: time, or other members. If not even all that are alive have the votes, that wait is in vain.
 		actions = m.stranded()
 	}
 	if d.ready() || d.cause == nobodyWaits {

@@ -7,6 +7,9 @@ import (
 )
 
 // Policy is when a lighthouse lets a quorum form. The names in errors are those of the command's options.
+//
+// It is valid (Validate) before a machine has it, and nobody changes it while the machine lives: what was promised under one timeout
+// is not judged by another.
 type Policy struct {
 	MinReplicas      int           // groups a quorum needs at least
 	JoinTimeout      time.Duration // how long a possible quorum waits for healthy groups that have not asked

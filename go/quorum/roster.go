@@ -84,8 +84,18 @@ func (r *replica) waiters(holds func(request) bool) (ids []WaiterID) {
 	return ids
 }
 
-// roster keeps the replicas and counts them. Every change goes through update, so the counts are right
-// without ever being counted again.
+// roster keeps the replicas and counts them.
+//
+// Invariants:
+//
+//  1. Every change of what is counted (pulse, out, presumed, requests, previous, reaches) goes through update or reach, which take the
+//     replica out of the counts and put it in again. So counts equals what Describe's recount finds, after every event.
+//  2. A replica is in replicas while it is alive, waits, or is in the latest quorum, and no longer: memory is bounded by members.
+//  3. pulses has those whose heartbeat is young enough, the oldest first, suspects those of them whose stream broke, the longest ago
+//     first. So expire looks at the first of each, and at each that expires once.
+//  4. queue has the candidates, formers those of them that were in the latest quorum, both in the order in which they joined:
+//     the first is the one that the timers count from.
+//  5. out ends with a request, or with the pulse. A heartbeat does not end it: a member that was evicted speaks on.
 type roster struct {
 	timeout  time.Duration // of heartbeats
 	grace    time.Duration // of suspects

@@ -94,8 +94,10 @@ func elapsed(then, now time.Time) time.Duration {
 	return max(now.Sub(then), now.Round(0).Sub(then.Round(0)))
 }
 
-// end notes that a member has ended, or left for good, bound to this lighthouse.
+// end notes that a member has ended, or left for good, bound to this lighthouse. The bond is used up: a second word of that end, when
+// the vote has been spent, is none.
 func (b *bonds) end(id string) {
+	delete(b.bound, id)
 	if b.ended == nil {
 		b.ended = map[string]struct{}{}
 	}

@@ -406,7 +406,7 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	fresh := m.latest == nil || q.ID != m.latest.ID
 	m.latest, m.anew, m.suspicion = q, reconnect{}, suspicion{}
 	m.watch.next(m.now, !changed)
-	m.list.keep(m.votes)
+	m.list.spend()
 	if fresh {
 		actions = append(actions, m.keep(true, m.list.seat, m.now)...)
 	}

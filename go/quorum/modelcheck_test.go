@@ -415,7 +415,12 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	h.last = n
 	h.asks &^= in
 	h.knows = 0
-	x.forget(w, place)
+	if x.mistake == "a vote is given to two branches" {
+		x.forget(w, place)
+	} else {
+		x.take(w, place).spend()
+		x.put(w, place)
+	}
 	for i := range mostMembers {
 		if hear.has(i) {
 			w.members[i].knows = n
@@ -485,8 +490,9 @@ func (x *explorer) learns(w *world, i, place int) {
 		return
 	}
 	next := *w
+	x.take(&next, place).end(ids[i : i+1])
+	x.put(&next, place)
 	next.members[i].at = gone
-	next.houses[place].ended |= 1 << i
 	next.houses[place].asks &^= 1 << i
 	x.add(&next)
 }
@@ -637,21 +643,42 @@ func few(first set) func(*explorer, *world) {
 	}
 }
 
+// spent begins with {b,c,d}, of which d ended while it was bound. The first lighthouse went on with b, the vote of d and a, and only a
+// has heard of it. b and c met at the other one, which went on with them; only b has heard of that, and the lighthouse crashed.
+func spent(x *explorer, w *world) {
+	const a, b, c = 0, 1, 2
+	x.goes(w, a, 0)
+	x.tells(w, a, 0)
+	x.take(w, 0).end("d")
+	x.put(w, 0)
+	w.members[3].at = gone
+	w.houses[0].asks &^= 0b1000
+	x.forms(w, 0, 0b0011, 0b0001)
+	for _, i := range []int{b, c} {
+		x.goes(w, i, 1)
+		x.tells(w, i, 1)
+	}
+	x.forms(w, 1, 0b0110, 0b0010)
+	w.houses[1] = house{last: -1, highest: int16(w.clock) + 1}
+	w.members[b].on, w.members[c].on = false, false
+}
+
 // These begin later, so that a history is longer than those that are looked at from the first quorum on.
 func TestNoLaterHistoryHasTwoBranches(t *testing.T) {
 	for _, h := range []struct {
-		name   string
-		first  set
-		events int
-		start  func(*explorer, *world)
+		name             string
+		first, newcomers set
+		events           int
+		start            func(*explorer, *world)
 	}{
-		{"a quorum between", 0b111, 6, between},
-		{"three members, a quorum that few know", 0b111, 6, few(0b111)},
-		{"four members, a quorum that few know", 0b1111, 5, few(0b1111)},
-		{"five members, a quorum that few know", 0b11111, 4, few(0b11111)},
+		{"a quorum between", 0b111, 0, 6, between},
+		{"three members, a quorum that few know", 0b111, 0, 6, few(0b111)},
+		{"four members, a quorum that few know", 0b1111, 0, 5, few(0b1111)},
+		{"five members, a quorum that few know", 0b11111, 0, 4, few(0b11111)},
+		{"two quorums after one with a vote that was given", 0b1110, 0b0001, 5, spent},
 	} {
 		start := time.Now()
-		states, broken := explore(h.first, 0, h.events+*events, 1, "", h.start)
+		states, broken := explore(h.first, h.newcomers, h.events+*events, 1, "", h.start)
 		require.False(t, broken, h.name)
 		t.Logf("%s: all histories of %d events, one of them a crash: %d states, %s", h.name, h.events+*events, states, time.Since(start).Round(time.Millisecond))
 	}
@@ -675,6 +702,7 @@ func TestTheModelCheckFindsMistakes(t *testing.T) {
 		{"a new term lets nobody go", 0b011, 0b100, 6, nil},
 		{"a bond of one that knows more", 0b011, 0b100, 5, nil},
 		{"the base holds one quorum", 0b111, 0, 7, []func(*explorer, *world){between}},
+		{"a vote is given to two branches", 0b1110, 0b0001, 5, []func(*explorer, *world){spent}},
 	} {
 		t.Run(m.mistake, func(t *testing.T) {
 			states, broken := explore(m.first, m.newcomers, m.events, 0, m.mistake, m.start...)

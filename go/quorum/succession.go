@@ -19,6 +19,7 @@ import (
 //  2. A vote is given at one lighthouse at a time. A member asks one, and takes back what it asked before: terms make a
 //     quorum that was formed with such a request an earlier one, and its member never hears of it. One that ended while it
 //     was bound asks nobody any more (bond.go).
+//     The vote of one that ended is of one branch: the first quorum that is formed with it takes it along (spend).
 //  3. A quorum commits a step only after all of its members have heard of it: they meet in one process group, and a member
 //     that is missing there fails the step of the others. So whoever votes after a quorum that committed, and was in it,
 //     shows it.
@@ -218,6 +219,14 @@ func (s *succession) waive(id string) {
 func (s *succession) back(id string) {
 	delete(s.ended, id)
 	delete(s.waived, id)
+}
+
+// spend forgets the votes that were given here: those that the quorum which was just formed used are in its base (Given), and go with
+// it. If this lighthouse learns of another quorum that does not come after that one, they must not count again: two branches would
+// each have the same vote, and no member in common that knows of both.
+func (s *succession) spend() {
+	clear(s.ended)
+	clear(s.waived)
 }
 
 // keep forgets those who vote no more.

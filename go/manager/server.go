@@ -52,11 +52,8 @@ type answer struct {
 	err      error
 }
 
-// maxConnections are open at once to a manager server beside those of its own ranks: from groups that heal.
+// maxConnections are open at once to a manager server: from the ranks of its group, and from groups that heal.
 const maxConnections = 10_000
-
-// connectionsOfRank is how many a rank may have: its session, and one that took its place while it ends.
-const connectionsOfRank = 2
 
 // NewServer starts the server of a replica group: it is connected to the lighthouse, bound and serving on
 // return. If the lighthouse is not reached within ConnectTimeout it fails. End it with Shutdown.
@@ -66,7 +63,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	}
 	cfg = cfg.withDefaults()
 	tracing.Setup(cfg.Logger)
-	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: maxConnections + connectionsOfRank*int(cfg.WorldSize)}, cfg.Logger)
+	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: maxConnections}, cfg.Logger)
 	if err != nil {
 		return nil, err
 	}

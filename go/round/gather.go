@@ -25,8 +25,7 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 		return []Action{Fail{e.Waiter, *f}}
 	}
 	r := &m.ranks[e.GroupRank]
-	r.metadata, r.announced = e.CheckpointMetadata, true
-	m.setAbsent(e.GroupRank, nil)
+	r.metadata, r.announced, r.absent = e.CheckpointMetadata, true, nil
 	r.begin(inQuorum, e.Step, m.now)
 
 	g := &m.gathering
@@ -70,7 +69,7 @@ func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
 		"rank %d believes that replica group %s has a world size of %d, but its manager server was started with %d",
 		e.GroupRank, m.group.ReplicaID, e.GroupWorldSize, m.group.WorldSize)}
 	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
-		m.setAbsent(e.GroupRank, &wrong)
+		m.ranks[e.GroupRank].absent = &wrong
 	}
 	actions := append([]Action{Fail{e.Waiter, wrong}}, m.endGathering(wrong)...)
 	return append(actions, m.endBallot(wrong)...)

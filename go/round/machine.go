@@ -28,8 +28,6 @@ func (g Group) Validate() error {
 type Machine struct {
 	group Group
 	ranks []rank
-	gone  int // ranks that are absent
-	looks int // how often a request had to look at another rank: a test counts it
 
 	gathering     gathering
 	round         uint64 // number of the latest request to the lighthouse
@@ -92,7 +90,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.stillGone(e)
 	case RankBack:
 		if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
-			m.setAbsent(e.GroupRank, nil)
+			m.ranks[e.GroupRank].absent = nil
 		}
 	case Closed:
 		return m.close(e)
@@ -131,7 +129,7 @@ func (m *Machine) rankGone(e RankGone) []Action {
 	}
 	gone := Failure{KindAborted, fmt.Sprintf("rank %d of replica group %s is gone: its connection broke",
 		e.GroupRank, m.group.ReplicaID)}
-	m.setAbsent(e.GroupRank, &gone)
+	m.ranks[e.GroupRank].absent = &gone
 	return append(m.endGathering(gone), m.endBallot(gone)...)
 }
 
@@ -154,25 +152,10 @@ func (m *Machine) close(e Closed) []Action {
 	return append(m.endGathering(*m.closed), m.endBallot(*m.closed)...)
 }
 
-// setAbsent notes why nobody should wait for a rank, or that it may come.
-func (m *Machine) setAbsent(rank int64, why *Failure) {
-	r := &m.ranks[rank]
-	if r.absent != nil {
-		m.gone--
-	}
-	if r.absent = why; why != nil {
-		m.gone++
-	}
-}
-
 // hopeless returns why a gathering can never be complete: a rank is missing that will not come. It is nil
-// if all may still come. Each request asks: it looks at the ranks only where one is gone.
+// if all may still come.
 func (m *Machine) hopeless(present func(rank int) bool) *Failure {
-	if m.gone == 0 {
-		return nil
-	}
 	for r := range m.ranks {
-		m.looks++
 		if f := m.ranks[r].absent; f != nil && !present(r) {
 			return f
 		}

@@ -70,29 +70,12 @@ func TestReasonsNameOnlySomeOfManyRanks(t *testing.T) {
 		"ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"}}}, actions)
 }
 
-// What a step costs must not grow with the square of the ranks: with 8,000 of them it was a second.
-func TestARequestLooksAtNoOtherRankWhileAllAreThere(t *testing.T) {
-	const ranks = 1000
-	m := NewMachine(Group{ReplicaID: "g", WorldSize: ranks})
-	q := &quorum.Quorum{ID: 1, Members: []quorum.Member{{ReplicaID: "g"}}}
-	for r := range int64(ranks) {
-		m.Step(QuorumAsked{Waiter: WaiterID(r), Request: Request{GroupRank: r}}, epoch)
-	}
-	m.Step(QuorumKnown{Round: 1, Quorum: q}, epoch)
-	var actions []Action
-	for r := range int64(ranks) {
-		actions = m.Step(Voted{Waiter: WaiterID(ranks + r), GroupRank: r, ShouldCommit: true}, epoch)
-	}
-	require.Len(t, actions, ranks)
-	require.Zero(t, m.looks)
-}
-
 // BenchmarkRound is a quorum round and a vote of one group, in a job of many.
 func BenchmarkRound(b *testing.B) {
-	for _, size := range []struct{ groups, ranks int }{{2, 8}, {1000, 8}, {2, 512}, {2, 2048}, {2, 8000}} {
-		n, ranks := size.groups, size.ranks
-		b.Run(fmt.Sprintf("groups=%d/ranks=%d", n, ranks), func(b *testing.B) {
-			m := NewMachine(Group{ReplicaID: "replica_000000", WorldSize: int64(ranks)})
+	for _, n := range []int{2, 1000} {
+		b.Run(fmt.Sprintf("groups=%d", n), func(b *testing.B) {
+			const ranks = 8
+			m := NewMachine(Group{ReplicaID: "replica_000000", WorldSize: ranks})
 			q := &quorum.Quorum{ID: 1}
 			for i := range n {
 				q.Members = append(q.Members, quorum.Member{ReplicaID: fmt.Sprintf("replica_%06d", i)})

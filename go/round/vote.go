@@ -22,7 +22,7 @@ func (m *Machine) voted(e Voted) []Action {
 	if f := m.refuse(e.GroupRank); f != nil {
 		return []Action{Fail{e.Waiter, *f}}
 	}
-	m.setAbsent(e.GroupRank, nil)
+	m.ranks[e.GroupRank].absent = nil
 	m.ranks[e.GroupRank].begin(inVote, e.Step, m.now)
 
 	b := &m.ballot
@@ -101,13 +101,10 @@ func wentOn(rank, step int64) Failure {
 // (it may overtake on another goroutine). It will end the wait of all for that quorum.
 func (m *Machine) wentOnBefore(voter int64) int {
 	g := &m.gathering
-	if g.count == 0 || g.asked[voter] != nil { // mostly nobody asks while others vote
+	if g.asked[voter] != nil {
 		return -1
 	}
-	return slices.IndexFunc(g.asked, func(a *QuorumAsked) bool {
-		m.looks++
-		return a != nil && !m.ballot.has(int(a.GroupRank))
-	})
+	return slices.IndexFunc(g.asked, func(a *QuorumAsked) bool { return a != nil && !m.ballot.has(int(a.GroupRank)) })
 }
 
 func (m *Machine) voteGaveUp(e GaveUp) []Action {

@@ -113,6 +113,33 @@ func TestADrainedGroupLeavesAndNobodyLosesAStep(t *testing.T) {
 	})
 }
 
+func TestARankLetsItsGroupLeaveAndNobodyLosesAStep(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		round(t, 0, a, b)
+		// Not rank 0, where the server is, and rank 0 asks before it.
+		wishes := manager.Request{GroupRank: 1, Step: 1, Drain: true}
+		all := answers{a.Quorum(0, 1, time.Minute), a.QuorumWith(wishes, time.Minute)}
+		for i, result := range append(all, b.QuorumOfAll(1, time.Minute)...).results(t) {
+			assert.Equal(t, i < 2, result.Draining)
+			assert.Equal(t, []string{"a", "b"}, result.ReplicaIDs, "it takes part in this step")
+		}
+		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute), a.Vote(1, 1, true, time.Minute)} {
+			require.True(t, (<-vote).Value)
+		}
+		left := []<-chan fttest.Answer[bool]{leave(a, 0, time.Minute), leave(a, 1, time.Minute)}
+		assert.Equal(t, []string{"b"}, round(t, 2, b)[0].ReplicaIDs)
+		for _, answer := range left {
+			require.NoError(t, (<-answer).Err)
+		}
+		a.Server.Shutdown()
+		time.Sleep(10 * time.Second)
+		noDeath(t, b, 0)
+		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
+	})
+}
+
 func TestTheEndOfARunIsNoFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

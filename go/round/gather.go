@@ -27,6 +27,7 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	r := &m.ranks[e.GroupRank]
 	r.metadata, r.announced, r.absent = e.CheckpointMetadata, true, nil
 	r.begin(inQuorum, e.Step, m.now)
+	m.draining = m.draining || e.Drain
 
 	g := &m.gathering
 	var actions []Action

@@ -163,6 +163,7 @@ func (m *model) asked(e QuorumAsked) {
 		return
 	}
 	m.metadata[e.GroupRank] = e.CheckpointMetadata
+	m.draining = m.draining || e.Drain
 	*m.rank(e.GroupRank) = modelRank{phase: inQuorum}
 	delete(m.absent, e.GroupRank)
 	m.failVotes(KindAborted)
@@ -381,6 +382,7 @@ func (h *history) event() Event {
 		if h.rng.IntN(40) == 0 {
 			e.GroupWorldSize = size + h.rng.Int64N(2)
 		}
+		e.Drain = h.rng.IntN(400) == 0
 		return e
 	case p < 65:
 		e := Voted{Waiter: h.next(), GroupRank: rank, Step: 3, ShouldCommit: h.rng.IntN(10) > 0, Lapsed: h.rng.IntN(40) == 0}

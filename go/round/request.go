@@ -20,6 +20,9 @@ type Request struct {
 	GroupWorldSize     int64  `json:"group_world_size"`    // as this rank believes; 0 does not say
 	// ReplaysFailedSteps: this rank keeps what it reduces, see quorum.Member.
 	ReplaysFailedSteps bool `json:"replays_failed_steps"`
+	// Drain: this rank was told to leave, by a signal. It is not merged, since the lighthouse hears of it when the group leaves:
+	// the machine remembers it, as the lighthouse's Drained.
+	Drain bool `json:"drain"`
 }
 
 // sameRequest reports whether two requests of a rank differ in nothing but who waits, and for how long.

@@ -67,6 +67,7 @@ func (r *scribe) run(words []string) []string {
 				Handle:             transcript.Option(args, "handle"),
 				GroupWorldSize:     r.number(transcript.Option(args, "world")),
 				ReplaysFailedSteps: slices.Contains(args, "replays"),
+				Drain:              slices.Contains(args, "drain"),
 			},
 		})
 	case "quorum":

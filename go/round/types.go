@@ -52,7 +52,7 @@ type (
 		QuorumID int64
 		Reason   string
 	}
-	// Drained: the lighthouse wants the group to leave. From the next quorum on its ranks are told, all in the same one.
+	// Drained: the lighthouse wants the group to leave, as a rank may (Request.Drain). From the next quorum on its ranks are told, all in the same one.
 	Drained struct{}
 	// ProgressAsked: the lighthouse wants to know what the group does. The shell asks the ranks, and Machine.Progress when
 	// it has waited long enough.

@@ -440,8 +440,10 @@ type ManagerQuorumRequest struct {
 	// As QuorumMember.replays_failed_steps: the group does where all its ranks do.
 	ReplaysFailedSteps bool   `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
 	Traceparent        string `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// This rank was told to leave: all ranks of the group hear of it with the result (draining).
+	Drain         bool `protobuf:"varint,160,opt,name=drain,proto3" json:"drain,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ManagerQuorumRequest) Reset() {
@@ -549,6 +551,13 @@ func (x *ManagerQuorumRequest) GetTraceparent() string {
 		return x.Traceparent
 	}
 	return ""
+}
+
+func (x *ManagerQuorumRequest) GetDrain() bool {
+	if x != nil {
+		return x.Drain
+	}
+	return false
 }
 
 // What one rank has to do about a quorum.
@@ -3298,7 +3307,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x1aLighthouseHeartbeatRequest\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\"\x1d\n" +
-	"\x1bLighthouseHeartbeatResponse\"\xc0\x03\n" +
+	"\x1bLighthouseHeartbeatResponse\"\xd7\x03\n" +
 	"\x14ManagerQuorumRequest\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
@@ -3312,7 +3321,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\x12.\n" +
 	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x121\n" +
 	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12!\n" +
-	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\"\xa2\a\n" +
+	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\x12\x15\n" +
+	"\x05drain\x18\xa0\x01 \x01(\bR\x05drain\"\xa2\a\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +

@@ -114,6 +114,7 @@ func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
 		ReconfigureHandle:  r.Handle,
 		GroupWorldSize:     r.GroupWorldSize,
 		ReplaysFailedSteps: r.ReplaysFailedSteps,
+		Drain:              r.Drain,
 	}
 }
 
@@ -130,6 +131,7 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 		Handle:             p.GetReconfigureHandle(),
 		GroupWorldSize:     p.GetGroupWorldSize(),
 		ReplaysFailedSteps: p.GetReplaysFailedSteps(),
+		Drain:              p.GetDrain(),
 	}
 }
 

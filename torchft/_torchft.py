@@ -178,6 +178,7 @@ class QuorumRequest:
             0 says nothing.
         committed_quorum_id: in which this rank's weights were made; -1: in none since it began, 0: it does not say.
         replays_failed_steps: this rank replays a step that failed. A group does, for the others, if all its ranks do.
+        drain: this rank was told to leave. All ranks of its group hear of it with the result.
     """
 
     group_rank: int
@@ -190,6 +191,7 @@ class QuorumRequest:
     group_world_size: int = 0
     committed_quorum_id: int = 0
     replays_failed_steps: bool = False
+    drain: bool = False
 
     def published(self) -> dict[str, Any]:
         """Those that the published ``ManagerClient._quorum`` takes."""

@@ -56,6 +56,7 @@ from torchft._manager.settings import (
     given,
     resolve,
 )
+from torchft._manager.signals import Signals
 from torchft._manager.state import Position, Stateful
 from torchft._manager.step import Request, State, Step
 from torchft._manager.trace import step_trace
@@ -204,6 +205,7 @@ class Manager(Stateful):
         self._server = Server(None, settings.group_rank)  # until the group's own is reached
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
+        self._signals = Signals()
         try:
             self._join_group(replica_id, hostname)
             self._make_parts(Planner(use_async_quorum, world_size_mode, min_replica_size))
@@ -375,6 +377,7 @@ class Manager(Stateful):
             group_world_size=self._settings.group_world_size,  # refused if rank 0 has another one
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
+            drain=self._signals.says(self._logger.info),
         )
         self._round = self._rounds.begin(partial(self._follow, step), said, request.timeout)
 
@@ -976,8 +979,26 @@ class Manager(Stateful):
         assert self._current.plan is not None
         return self._current.plan.num_up_to_date
 
+    def leave_on(self, *signals: int) -> None:
+        """Lets this group leave when a rank of it gets one of these signals, as ``torchft drain`` does.
+
+        All ranks hear of it with the quorum of their next step, and are :meth:`draining` after that step. The handler
+        only sets a flag, and calls the one that a script had set before. A process that has not ended after
+        TORCHFT_GRACE_S (25 s), or gets the signal again 5 s after the first one or later, ends at once with status 128
+        plus the number of the signal. :meth:`shutdown` puts the handlers back, but not those of a group that leaves.
+
+        Args:
+            signals: for example ``signal.SIGTERM``.
+
+        Raises:
+            ValueError: no signal, one that cannot be handled, or a bad TORCHFT_GRACE_S.
+            RuntimeError: this is not the main thread.
+        """
+        self._signals.heed(signals)
+
     def draining(self) -> bool:
-        """Whether somebody wants this group to leave (``torchft drain``), and it has ended its last step.
+        """Whether somebody wants this group to leave (``torchft drain``, or a signal of :meth:`leave_on`), and it has
+        ended its last step.
 
         All ranks of a group get the same answer between the same two steps; within a step it is False. A loop that ends
         when it is True, and calls :meth:`shutdown` before it shuts the process group down, costs the other groups
@@ -1003,6 +1024,7 @@ class Manager(Stateful):
         """
         rounds, self._rounds = self._rounds, None
         with ExitStack() as parts:  # backwards, and each part whatever another one raises
+            parts.callback(self._signals.close, leaving=self.draining)
             if wait:
                 parts.callback(self._server.join)
             if rounds is not None:

@@ -6,5 +6,6 @@ to do (no torch); step: what belongs to one step, and its states; layout: whethe
 serving, fetching and loading state, phases: where its seconds went, background: its stream on a device; state: which
 state a group has, and the user's; collectives: of one step, work: what an allreduce gives back; failures: deaths of
 peers, incident: what one cost; replayer: a failed step is reduced again, by the decisions of replay and with what
-inputs kept; reports: what the manager server shows; trace, errors, log.
+inputs kept; reports: what the manager server shows; signals: on which the group leaves; trace, errors,
+log.
 """

@@ -1,0 +1,273 @@
+"""A signal lets the group leave: the handler sets a flag, and a thread keeps the grace period."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Callable, Optional
+
+import pytest
+
+from torchft._manager import signals as module
+from torchft._manager.signals import SAME_ORDER_SEC, Deadline, Signals
+from torchft._torchft import QuorumResult
+
+Quorum = Callable[..., QuorumResult]
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+LONG_S = 60
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The handlers of this process, put back whatever a test does."""
+    before = {number: signal.getsignal(number) for number in (USR1, USR2, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    module._heeding.clear()
+    module._end_watch()
+    assert signal.set_wakeup_fd(-1) == -1
+    assert not [thread for thread in threading.enumerate() if thread.name == "torchft_signals"]
+
+
+@pytest.mark.parametrize(
+    ("at", "now", "left", "over"),
+    [
+        ([], 100.0, None, ""),
+        ([10.0], 10.0, 25.0, ""),
+        ([10.0], 34.9, 0.1, ""),
+        ([10.0], 35.0, 0.0, "the process has not ended within TORCHFT_GRACE_S=25 s"),
+        ([10.0, 10.1, 10.0 + SAME_ORDER_SEC - 0.1], 16.0, 19.0, ""),  # of torchrun and of Slurm: one order
+        ([10.0, 10.0 + SAME_ORDER_SEC], 16.0, 19.0, "it came again"),
+    ],
+)
+def test_when_it_ends_at_once(at: list[float], now: float, left: Optional[float], over: str) -> None:
+    deadline = Deadline(25.0)
+    for arrived in at:
+        deadline.told(arrived)
+    assert deadline.left(now) == (None if left is None else pytest.approx(left))
+    assert deadline.over(now) == over
+
+
+def test_the_handler_sets_a_flag_and_the_next_request_carries_it(fixture: Any, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    manager.leave_on(USR1, USR2)
+    manager.start_quorum()
+    signal.raise_signal(USR2)
+    assert manager._signals.wanted
+    manager.wait_quorum()
+    assert manager.should_commit() and not manager.draining(), "the server has not heard of it"
+    assert fixture.client._quorum.call_count == 1
+
+
+def test_what_a_rank_says(fixture: Any, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = fixture.manager()
+    said: list[bool] = []
+    begin = manager._rounds.begin
+
+    def record(follow: Any, request: Any, timeout: Any) -> Any:
+        said.append(request.drain)
+        fixture.client._quorum.return_value = make_quorum(draining=request.drain)
+        return begin(follow, request, timeout)
+
+    monkeypatch.setattr(manager._rounds, "begin", record)
+    manager.leave_on(USR1)
+    manager.start_quorum()
+    signal.raise_signal(USR1)  # in the step: it is too late for its quorum
+    assert manager.should_commit() and not manager.draining()
+    manager.start_quorum()
+    assert manager.should_commit() and manager.draining()
+    assert said == [False, True]
+    manager.shutdown()
+    assert signal.getsignal(USR1) == manager._signals._handle, "its last checkpoint must not end by the same signal"
+
+
+def test_the_handler_of_the_script_is_called_and_comes_back(fixture: Any) -> None:
+    calls: list[int] = []
+
+    def scripts(number: int, frame: Optional[FrameType]) -> None:
+        calls.append(number)
+
+    signal.signal(USR1, scripts)
+    manager = fixture.manager()
+    manager.leave_on(USR1)
+    manager.leave_on(USR1, USR2)  # once more changes nothing
+    assert signal.getsignal(USR1) == signal.getsignal(USR2) == manager._signals._handle
+    assert module.heeded() == [USR1, USR2]
+    manager.shutdown()
+    assert signal.getsignal(USR1) is scripts and signal.getsignal(USR2) is signal.SIG_DFL
+    assert module.heeded() == [] and signal.set_wakeup_fd(-1) == -1
+    signal.raise_signal(USR1)
+    assert calls == [USR1] and not manager._signals.wanted
+
+    manager = fixture.manager()
+    manager.leave_on(USR1)
+    signal.raise_signal(USR1)
+    assert calls == [USR1, USR1] and manager._signals.wanted
+
+
+def test_two_managers_of_a_process_both_hear_of_it(fixture: Any) -> None:
+    first, second = fixture.manager(), fixture.manager()
+    first.leave_on(USR1)
+    second.leave_on(USR1)
+    first.shutdown()
+    third = fixture.manager()
+    third.leave_on(USR1)
+    signal.raise_signal(USR1)
+    assert second._signals.wanted and third._signals.wanted
+    second.shutdown()
+    third.shutdown()
+    assert module.heeded() == [USR1]
+
+
+def test_ctrl_c_does_not_interrupt_one_that_is_to_leave(fixture: Any) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        manager = fixture.manager()
+        manager.leave_on(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert manager._signals.wanted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def wait_until_heard() -> None:
+    """By the thread that keeps the grace period."""
+    assert module._watch is not None
+    while module._watch._deadline.left(0.0) is None:
+        time.sleep(0.001)
+
+
+def test_a_second_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
+    times, ended = [0.0], queue.SimpleQueue[int]()
+    heeding = Signals()
+    heeding.heed((USR1,), ended.put, lambda: times[-1])
+    signal.raise_signal(USR1)
+    wait_until_heard()
+    times.append(SAME_ORDER_SEC)
+    signal.raise_signal(USR1)
+    assert ended.get(timeout=LONG_S) == 128 + USR1
+    assert "SIGUSR1: it came again: it ends now, with status 138" in capfd.readouterr().err
+
+
+def test_another_ones_file_descriptor_hears_of_all_signals() -> None:
+    """asyncio has one."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    heeding = Signals()
+    heeding.heed((USR1,))
+    signal.raise_signal(USR1)
+    assert select.select([read], [], [], LONG_S)[0] and os.read(read, 9) == bytes([USR1])
+    module._end_watch()
+    assert signal.set_wakeup_fd(-1) == write
+    os.close(read)
+    os.close(write)
+
+
+def on_another_thread(call: Callable[[], object]) -> Optional[BaseException]:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=run, name="a loader")
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_only_the_main_thread(fixture: Any) -> None:
+    manager = fixture.manager()
+    error = on_another_thread(lambda: manager.leave_on(USR1))
+    assert isinstance(error, RuntimeError)
+    assert str(error).startswith("leave_on() was called on the thread 'a loader': Python lets only the main thread")
+    assert signal.getsignal(USR1) is signal.SIG_DFL
+
+    # One that is shut down elsewhere cannot put handlers back: the handler does at the first signal, and passes it on.
+    calls: list[int] = []
+    signal.signal(USR1, lambda number, frame: calls.append(number))
+    manager.leave_on(USR1)
+    assert on_another_thread(manager.shutdown) is None
+    assert module.heeded() == []
+    signal.raise_signal(USR1)
+    assert calls == [USR1] and not manager._signals.wanted
+    assert signal.getsignal(USR1) != manager._signals._handle
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ((), r"leave_on\(\): no signal is given"),
+        ((signal.SIGKILL,), r"leave_on\(SIGKILL\): no process can handle it"),
+        ((4711,), r"leave_on\(4711\): no such signal"),
+    ],
+)
+def test_signals_that_cannot_be(fixture: Any, numbers: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fixture.manager().leave_on(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("grace", "said"),
+    [("soon", "TORCHFT_GRACE_S='soon' is no integer"), ("0", "TORCHFT_GRACE_S=0s: must be longer than 0s")],
+)
+def test_a_bad_grace_period(fixture: Any, monkeypatch: pytest.MonkeyPatch, grace: str, said: str) -> None:
+    monkeypatch.setenv("TORCHFT_GRACE_S", grace)
+    with pytest.raises(ValueError, match=said):
+        fixture.manager().leave_on(USR1)
+    assert signal.getsignal(USR1) is signal.SIG_DFL
+
+
+FORKS = """
+import multiprocessing, os, signal, sys, time
+from torchft._manager import signals
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+heeding = signals.Signals()
+heeding.heed((signal.SIGTERM,))
+for _ in range(20):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    child.start()
+    child.terminate()  # as any pool does; mostly before the child has run
+    child.join()
+    assert child.exitcode == -signal.SIGTERM, child.exitcode
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+assert signals._watch._deadline.left(0.0) is None and not heeding.wanted, "it is not for the parent"
+"""
+
+
+def test_a_child_can_be_terminated() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKS], timeout=LONG_S).returncode == 0
+
+
+HANGS = """
+import ctypes, signal
+from torchft._manager.signals import Signals
+Signals().heed((signal.SIGTERM,))
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+print("ready", flush=True)
+libc.pthread_mutex_lock(mutex)  # for ever, and no handler runs meanwhile
+"""
+
+
+def test_one_that_hangs_outside_of_python_ends() -> None:
+    env = {**os.environ, "TORCHFT_GRACE_S": "1"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HANGS], env=env, text=True, **pipes) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGTERM)
+        _, said = child.communicate(timeout=LONG_S)
+    assert child.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM: the process has not ended within TORCHFT_GRACE_S=1 s: it ends now, with status 143" in said

@@ -1,0 +1,291 @@
+"""SIGTERM means drain: the group leaves at the end of a step, and a process that takes too long ends at once.
+
+The handler sets a flag and does nothing else; the next request for a quorum carries it to the manager server, which
+lets all ranks of the group leave after the same step. Python runs handlers on the main thread, between two of its
+instructions: not while that thread hangs in a collective. So a thread of its own keeps the grace period. It hears of a
+signal by the file descriptor that Python's C handler writes to where the signal arrives (signal.set_wakeup_fd).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Optional
+
+from torchft._manager.settings import duration_from_env
+
+GRACE_SEC_ENV = "TORCHFT_GRACE_S"
+# Below the 30 s after which torchrun and Kubernetes send SIGKILL.
+_GRACE = timedelta(seconds=25)
+# Slurm signals every process of a job step, and torchrun passes its own signal on to its workers: that is one order.
+SAME_ORDER_SEC = 5.0
+
+
+def grace_from_env() -> timedelta:
+    """How long a process that was told to leave may take."""
+    return duration_from_env(GRACE_SEC_ENV, _GRACE)
+
+
+class Deadline:
+    """When a process that was told to leave has to end. Times are arguments, in seconds.
+
+    Args:
+        grace: from the first signal on.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._told: Optional[float] = None
+        self._again = False
+
+    def told(self, now: float) -> None:
+        """A signal arrived."""
+        if self._told is None:
+            self._told = now
+        elif now - self._told >= SAME_ORDER_SEC:
+            self._again = True
+
+    def left(self, now: float) -> Optional[float]:
+        """Seconds until the end of the grace period, at least 0; None if there was no signal."""
+        return None if self._told is None else max(0.0, self._told + self._grace - now)
+
+    def over(self, now: float) -> str:
+        """Why the process has to end now; empty if it may go on."""
+        if self._again:
+            return "it came again"
+        if self.left(now) == 0.0:
+            return f"the process has not ended within {GRACE_SEC_ENV}={self._grace:g} s"
+        return ""
+
+
+class Signals:
+    """The signals on which a rank lets its group leave.
+
+    Attributes:
+        wanted: one of them has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._previous: dict[int, Any] = {}  # by signal: the handler before
+        self._said = False
+        self._over = False  # shut down by another thread, which cannot put handlers back
+
+    def heed(
+        self,
+        numbers: tuple[int, ...],
+        end: Callable[[int], Any] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Installs the handler of these signals.
+
+        Args:
+            numbers: the signals.
+            end: ends the process with a status.
+            clock: in seconds.
+
+        Raises:
+            ValueError: no signal, one that cannot be handled, or a bad TORCHFT_GRACE_S.
+            RuntimeError: this is not the main thread.
+        """
+        global _watch
+        numbers = tuple(_checked(number) for number in numbers)
+        if not numbers:
+            raise ValueError("leave_on(): no signal is given; give some, for example leave_on(signal.SIGTERM)")
+        grace = grace_from_env()
+        if not _on_main_thread():
+            raise RuntimeError(
+                f"leave_on() was called on the thread {threading.current_thread().name!r}: Python lets only the main "
+                "thread install handlers of signals; call it there"
+            )
+        if self not in _heeding:
+            _heeding.append(self)
+        if _watch is None:
+            _watch = _Watch(Deadline(grace.total_seconds()), end, clock)
+        for number in numbers:
+            if number not in self._previous:
+                self._previous[number] = signal.getsignal(number)
+                signal.signal(number, self._handle)
+
+    def says(self, log: Callable[[str], None]) -> bool:
+        """Whether the request for a quorum says that this rank was told to leave. Logged here: a handler must not."""
+        if self.wanted and not self._said:
+            self._said = True
+            log("told to leave by a signal: the step that begins is the last one of this group")
+        return self.wanted
+
+    def close(self, leaving: Callable[[], bool]) -> None:
+        """Puts the handlers back that were there before.
+
+        Not in a process that was told to leave: what it still does, its last checkpoint say, must not end by the same
+        signal that comes again, and has the rest of the grace period.
+
+        Args:
+            leaving: whether the group leaves, whichever rank was told.
+        """
+        if self not in _heeding or self.wanted or leaving():
+            return
+        _heeding.remove(self)
+        if _on_main_thread():
+            self._restore()
+            if not _heeding:
+                _end_watch()
+        else:
+            self._over = True
+
+    def _restore(self) -> None:
+        for number, previous in list(self._previous.items()):
+            if signal.getsignal(number) == self._handle:  # else a later one calls this one, which passes it on
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+                del self._previous[number]
+
+    def _handle(self, number: int, frame: Optional[FrameType]) -> None:
+        if self._over:
+            self._restore()
+            signal.raise_signal(number)
+            return
+        self.wanted = True
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+
+# Handlers, the file descriptor and the grace period are the process's, whichever of its Managers asked for them.
+_heeding: list[Signals] = []
+_watch: Optional[_Watch] = None
+
+
+def heeded() -> list[int]:
+    """The signals on which ranks of this process let their groups leave."""
+    return sorted({number for signals in _heeding for number in signals._previous})
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _end_watch() -> None:
+    global _watch
+    if _watch is not None and _watch.close():
+        _watch = None
+
+
+class _Forking(threading.local):
+    mask: Optional[set[int]] = None  # of the thread that forks, before it does
+
+
+_forking = _Forking()
+
+
+def _before_fork() -> None:
+    """A child is no rank. A signal for it waits until it has its own handlers; its parent would hear of it instead."""
+    if _heeding:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+
+
+def _after_fork() -> None:
+    mask, _forking.mask = _forking.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    global _watch
+    for signals in _heeding:
+        signals._restore()
+    _heeding.clear()
+    if _watch is not None:
+        _watch.forked()
+        _watch = None
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+
+
+def _checked(number: int) -> int:
+    try:
+        known = signal.Signals(number)
+    except ValueError:
+        raise ValueError(f"leave_on({number!r}): no such signal; give for example signal.SIGTERM") from None
+    if known in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"leave_on({known.name}): no process can handle it; give for example signal.SIGTERM")
+    return known
+
+
+class _Watch:
+    """The thread that keeps the grace period.
+
+    Args:
+        deadline: fed here, by one thread.
+        end: ends the process.
+        clock: in seconds.
+    """
+
+    def __init__(self, deadline: Deadline, end: Callable[[int], Any], clock: Callable[[], float]) -> None:
+        self._deadline = deadline
+        self._end = end
+        self._clock = clock
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        # Another one's, asyncio's say, gets what it had.
+        self._next = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="torchft_signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> bool:
+        """Ends the thread. False: somebody has taken the place of the file descriptor, and may pass on to it."""
+        current = signal.set_wakeup_fd(self._next)
+        if current != self._write:
+            signal.set_wakeup_fd(current)
+            return False
+        os.write(self._write, b"\0")
+        self._thread.join()
+        self._close_pipe()
+        return True
+
+    def forked(self) -> None:
+        """In a child, which has no such thread."""
+        current = signal.set_wakeup_fd(-1)
+        if current != self._write:
+            signal.set_wakeup_fd(current)
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+    def _run(self) -> None:
+        last = 0
+        while True:
+            readable, _, _ = select.select([self._read], [], [], self._deadline.left(self._clock()))
+            heard = os.read(self._read, 4096) if readable else b""
+            if 0 in heard:
+                return
+            if heard and self._next != -1:
+                with contextlib.suppress(OSError):
+                    os.write(self._next, heard)
+            for number in heard:
+                if number in heeded():
+                    last = number
+                    self._deadline.told(self._clock())
+            why = self._deadline.over(self._clock())
+            if why:
+                self._end_now(last, why)
+                return
+
+    def _end_now(self, number: int, why: str) -> None:
+        # Not by a logger: the thread that hangs may hold its lock.
+        status = 128 + number
+        os.write(2, f"torchft: {signal.Signals(number).name}: {why}: it ends now, with status {status}\n".encode())
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(2)  # where it hangs
+        self._end(status)

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, NoReturn, Optional
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchft._manager.signals import heeded
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data.local_steps import Account
+from torchft.data._workers import WorkerInit
 from torchft.data.position import Plan, Position, Share, Stamp
 from torchft.data.position import Unit as PlannedUnit
 
@@ -220,6 +222,7 @@ class ElasticDataLoader:
         self._batches = _Batches(self._seed if reproducible_rng else None)
         read: Any = _Seeded(dataset) if reproducible_rng else dataset
         self._dataloader = DataLoader(read, batch_sampler=self._batches, **dataloader)
+        self._worker_init_fn = self._dataloader.worker_init_fn
         self._prefetcher = Prefetcher(self._start_reading)
         self._forecast: Optional[tuple[_Membership, Position]] = None  # its next step
         self._account = Account()  # of LocalSGD's or DiLoCo's inner steps
@@ -434,6 +437,7 @@ class ElasticDataLoader:
 
     def _start_reading(self, tasks: Iterator[Task]) -> Iterator[Any]:
         self._batches.tasks = tasks
+        self._dataloader.worker_init_fn = WorkerInit(heeded(), self._worker_init_fn)
         return iter(self._dataloader)
 
     def _read(self, position: Position, unit: PlannedUnit) -> Unit:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from torchft._manager import signals
 from torchft._manager.loader import BatchCheck, BatchDiffers, lines
 from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
@@ -221,6 +222,36 @@ def test_a_worker_that_dies() -> None:
     loader = make(Dies(), num_workers=1, timeout=0.3)
     with pytest.raises(ReadFailed, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
         next(train(loader))
+
+
+class Preempted(Raises):
+    """Its worker gets SIGTERM, as torchrun and Slurm send it to all processes of a rank."""
+
+    told: Optional[int] = None
+
+    def __getitem__(self, index: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Preempted.told
+
+
+def tell(worker: int) -> None:
+    Preempted.told = worker
+
+
+@pytest.fixture
+def leaves_on_sigterm() -> Iterator[None]:
+    heeding = signals.Signals()
+    heeding.heed((signal.SIGTERM,))
+    yield
+    assert signals._watch is not None and signals._watch._deadline.left(0.0) is None, "it was not for this process"
+    heeding.close(lambda: False)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_of_a_group_that_leaves_on_a_signal_ignore_it(leaves_on_sigterm: None, context: str) -> None:
+    loader = make(Preempted(), num_workers=1, multiprocessing_context=context, worker_init_fn=tell)
+    assert [len(unit.data) for _, units in train(loader) for unit in units] == [2] * 5
 
 
 def test_arguments_of_the_dataloader_reach_it() -> None:

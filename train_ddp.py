@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import math
 import os
+import signal
 from datetime import timedelta
 from importlib.metadata import distribution
 from pathlib import Path
@@ -49,6 +50,7 @@ def main(args: argparse.Namespace) -> nn.Module:
         timeout=timedelta(seconds=args.timeout),
         reproducible_reduction=args.reproducible,
     )
+    manager.leave_on(signal.SIGTERM)
     model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, adam)
     loader = ElasticDataLoader(
         manager,

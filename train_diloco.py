@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sysconfig
 from datetime import timedelta
 from pathlib import Path
@@ -77,6 +78,7 @@ def main() -> None:
         overtime=args.overtime,
         groups=groups,
     )
+    manager.leave_on(signal.SIGTERM)
     rounds = Rounds(manager, events, f"group {group}", args.log_every)
     diloco = DiLoCo(
         manager,

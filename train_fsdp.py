@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def main() -> None:
         replica_id=f"train_fsdp_{group}",
         timeout=timedelta(seconds=args.timeout),
     )
+    manager.leave_on(signal.SIGTERM)
     net = Transformer(args.width, args.layers).to(device)
     shard(net, manager, device, args.replicate)
     adam = torch.optim.Adam(net.parameters(), lr=args.lr)

@@ -1,0 +1,74 @@
+"""A signal for one rank of a group: all of its ranks leave after the same step, and no group loses one."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.integration.cluster import DEADLINE, Cluster, Rank, results
+from torchft._manager import signals
+
+RANKS, AT, END = 2, 3, 9
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    before = signal.getsignal(signal.SIGTERM)
+    with Cluster() as built:
+        yield built
+    signal.signal(signal.SIGTERM, before)  # a group that left keeps its handler to its end
+    signals._heeding.clear()
+    signals._end_watch()
+
+
+def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
+    """The rank that is told is not the one with the manager server. It runs on the main thread, as handlers do."""
+    ready = threading.Barrier(2 * RANKS)
+    over = [threading.Barrier(RANKS), threading.Barrier(RANKS)]  # no rank goes before its siblings have their votes
+    mine: queue.SimpleQueue[Rank] = queue.SimpleQueue()
+
+    def loop(rank: Rank) -> list[tuple[int, bool, int]]:
+        manager = rank.start_manager(load_state_dict=lambda state: None, state_dict=dict)
+        told = threading.current_thread() is threading.main_thread()
+        if told:
+            manager.leave_on(signal.SIGTERM)
+        ready.wait(60)
+        cluster.wait_for_healthy(2)
+        steps = []
+        while not manager.draining() and manager.current_step() < END:
+            step = manager.current_step()
+            manager.start_quorum()
+            manager.allreduce(torch.ones(1)).wait()
+            if told and step == AT:
+                signal.raise_signal(signal.SIGTERM)
+            steps.append((step, manager.should_commit(), manager.num_participants()))
+        over[rank.group].wait(60)
+        manager.shutdown()
+        return steps
+
+    def first_group(rank: Rank) -> list[tuple[int, bool, int]]:
+        if rank.rank == 0:
+            return loop(rank)
+        mine.put(rank)
+        return []
+
+    groups = [cluster.start(first_group, 0, RANKS), cluster.start(loop, 1, RANKS)]
+    here = loop(mine.get(timeout=DEADLINE.total_seconds()))
+    there, _, *others = results(*groups)
+    with urllib.request.urlopen(f"{cluster.lighthouse.address()}/api/v1/history", timeout=10) as answer:
+        events = json.load(answer)["events"]
+
+    # Told in a step, it says so with the next one, which is its last.
+    assert [step for step, _, _ in here] == [*range(AT + 2)] and here == there
+    assert all(committed for _, committed, _ in [*here, *others[0], *others[1]])
+    both, alone = AT + 2, END - AT - 2
+    for other in others:
+        assert [participants for *_, participants in other] == [2] * both + [1] * alone
+    assert not [event for event in events if event["kind"] == "failed"]

@@ -56,5 +56,7 @@ def test_a_pod_is_a_group_with_a_number_of_its_own() -> None:
     (text,) = group["args"]
     assert text.startswith("REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX exec torchrun ")
     check(text.replace("exec ", ""))
+    grace = int(values["TORCHFT_GRACE_S"] or 0)
+    assert 0 < grace < 30 < spec["template"]["spec"]["terminationGracePeriodSeconds"], "torchrun kills after 30 s"
     ranks = re.search(r"--nproc_per_node (\d+)", text)
     assert ranks and int(ranks[1]) == group["resources"]["limits"]["nvidia.com/gpu"]

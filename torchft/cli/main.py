@@ -19,7 +19,8 @@ commands:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command; returns the exit status: 0, 1 when it failed, 2 when it was not understood, 130 after Ctrl-C."""
+    """Runs a command; returns the exit status: 0, 1 when it failed, 2 when it was not understood, 130 after Ctrl-C
+    (143: `run`, after SIGTERM)."""
     names = list(_COMMANDS)
     about = _ABOUT.format(commands="\n".join(f"  {name:12}{text}" for name, (text, _) in _COMMANDS.items()))
     if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from torchft._manager.signals import grace_from_env
 from torchft.cli.arguments import Parser, duration, nearest, positive, replicas
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
@@ -18,7 +20,8 @@ from torchft.launch.progress import Progress
 
 _ABOUT = """\
 Starts a lighthouse and replica groups of a script, each a torchrun of its own; starts again what dies; shows one line
-for each group, and ends when all groups have finished. Ctrl-C ends all of it, and leaves nothing behind.
+for each group, and ends when all groups have finished. Ctrl-C or SIGTERM ends all of it, and leaves nothing behind:
+scripts with Manager.leave_on(signal.SIGTERM) end their step first, for which they have TORCHFT_GRACE_S (25 s).
 
 The script finds REPLICA_GROUP_ID and NUM_REPLICA_GROUPS (how many there may be: MAX) in its environment, and all that
 torchrun sets.
@@ -28,10 +31,18 @@ torchrun sets.
 """
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as of a scheduler that takes the machine away."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
 def main(arguments: Sequence[str]) -> int:
     args = _parse(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
     args.log_dir.mkdir(parents=True, exist_ok=True)
     print(f"logs: {args.log_dir}", flush=True)
     try:
@@ -60,10 +71,11 @@ def _run(args: Any) -> int:
         try:
             control = Control()
             job.run(Progress().show, control.look)
-        except KeyboardInterrupt:
-            print("\ninterrupted: ending the groups (Ctrl-C again: at once)", file=sys.stderr)
-            job.end()
-            return 130
+        except KeyboardInterrupt as e:
+            number = signal.SIGTERM if isinstance(e, _Terminated) else signal.SIGINT
+            print(f"\n{number.name}: ending the groups (once more: at once)", file=sys.stderr)
+            job.end(args.grace)
+            return 128 + number
         finally:
             job.kill()
             if control is not None:
@@ -104,6 +116,10 @@ def _parse(arguments: Sequence[str]) -> Any:
         parser.error(
             f"--min-replicas {args.min_replicas} is not allowed; allowed: at most --replicas ({args.replicas[0]})"
         )
+    try:
+        args.grace = grace_from_env().total_seconds()
+    except ValueError as e:
+        parser.error(str(e))
     if args.log_dir is None:
         args.log_dir = Path("torchft-logs") / time.strftime("%Y%m%d-%H%M%S")
     return args

@@ -3,6 +3,7 @@
 ``loader``: :class:`ElasticDataLoader`, each sample once an epoch, in batches that do not depend on who is there
 ``sampler``: :class:`DistributedSampler`, a fixed part for each rank of each group
 ``position``: the samples of each step, and the part of each rank in them
+``workers``: worker processes of a group that a signal lets leave
 ``agreement``: whether the groups of a quorum are at the same position
 ``permutation``: the order of an epoch
 ``exact_sum``: sums of gradients that depend neither on their order nor on who computes them

@@ -24,9 +24,9 @@ from torchft._manager.signals import heeded
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data.local_steps import Account
-from torchft.data._workers import WorkerInit
 from torchft.data.position import Plan, Position, Share, Stamp
 from torchft.data.position import Unit as PlannedUnit
+from torchft.data.workers import WorkerInit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -21,8 +21,8 @@ _ANSWER_SEC = 1.0
 # An order is worth more patience: a group that cannot be told is ended in mid-step.
 _TELL_SEC = 4.0
 _ASK_EVERY_SEC = 0.5
-# How long groups that are told to end may take before they are killed.
-_END_SEC = 10.0
+# A group that was told to end does so by itself after TORCHFT_GRACE_S. This much later it is killed.
+_AFTER_GRACE_SEC = 2.0
 # How long a group that is asked to leave at the end of a step may take: its script may not heed that.
 _DRAIN_SEC = 30.0
 _RATE_OVER_SEC = 5.0
@@ -144,11 +144,15 @@ class LocalJob:
             time.sleep(_TICK_SEC)
         show(self)
 
-    def end(self) -> None:
-        """Tells all groups to end, and kills those that take too long."""
+    def end(self, grace: float) -> None:
+        """Tells all groups to end by SIGTERM, on which a script leaves between two steps, and kills those that do not.
+
+        Args:
+            grace: how many seconds they may take, as TORCHFT_GRACE_S says.
+        """
         for member in self.members:
             member.group.terminate()
-        deadline = time.monotonic() + _END_SEC
+        deadline = time.monotonic() + grace + _AFTER_GRACE_SEC
         while any(member.running for member in self.members) and time.monotonic() < deadline:
             time.sleep(_TICK_SEC)
         self.kill()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Callable, Generator, Iterator, Optional
@@ -23,6 +24,7 @@ from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data.loader import Step
 from torchft.data.position import Plan, Position, PositionDiffers, Share, Stamp
+from torchft.data.workers import WorkerInit
 from torchft.manager import Manager
 
 DATA = TensorDataset(torch.arange(10))
@@ -252,6 +254,27 @@ def leaves_on_sigterm() -> Iterator[None]:
 def test_workers_of_a_group_that_leaves_on_a_signal_ignore_it(leaves_on_sigterm: None, context: str) -> None:
     loader = make(Preempted(), num_workers=1, multiprocessing_context=context, worker_init_fn=tell)
     assert [len(unit.data) for _, units in train(loader) for unit in units] == [2] * 5
+
+
+def echo(pipe: Any) -> None:
+    WorkerInit([signal.SIGTERM])(0)
+    while True:
+        pipe.send(pipe.recv())
+
+
+def test_only_its_loader_ends_such_a_worker() -> None:
+    """A loader ends its workers by SIGTERM, and waits for their end: its process could not exit without."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    worker = fork.Process(target=echo, args=(there,))
+    worker.start()
+    for said in ("ready", "alive"):
+        here.send(said)
+        assert here.recv() == said
+        subprocess.run(["/bin/sh", "-c", f"kill -TERM {worker.pid}"], check=True)
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 def test_arguments_of_the_dataloader_reach_it() -> None:

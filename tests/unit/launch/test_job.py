@@ -219,3 +219,20 @@ def test_a_group_that_cannot_be_told_is_ended(monkeypatch: pytest.MonkeyPatch) -
     cluster.pass_time(1)
     cluster.job.scale(1)
     assert cluster.groups[1].terminated == 1
+
+
+def test_all_groups_have_the_grace_period_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    left_at = []
+
+    def pass_time(seconds: float) -> None:
+        cluster.now += seconds
+        if cluster.now >= 8.0 and not left_at:
+            left_at.append(cluster.now)
+            cluster.groups[0].status = 0
+
+    monkeypatch.setattr(module.time, "sleep", pass_time)
+    cluster.job.end(grace=25.0)
+    assert [group.terminated for group in cluster.groups] == [1, 1]
+    assert [group.status for group in cluster.groups] == [0, -9] and left_at
+    assert 25.0 < cluster.now < 30.0

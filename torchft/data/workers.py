@@ -1,0 +1,41 @@
+"""Worker processes of a data loader in a group that a signal lets leave.
+
+torchrun and Slurm send SIGTERM to all processes of a rank, its workers included. PyTorch's workers end then, and the
+rank with them, before it has read what its last steps need.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+
+class WorkerInit:
+    """A ``worker_init_fn`` that ignores signals, unless the loader sends them: it ends its workers by SIGTERM.
+
+    Args:
+        ignored: numbers of signals.
+        then: another such function.
+    """
+
+    def __init__(self, ignored: Sequence[int], then: Optional[Callable[[int], Any]] = None) -> None:
+        self._ignored = ignored
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        if self._ignored:
+            for number in self._ignored:
+                signal.signal(number, signal.SIG_IGN)  # in threads that a library has started before
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)  # kept, though ignored, for the thread below
+            threading.Thread(target=_end_with_loader, args=(self._ignored,), daemon=True).start()
+        if self._then is not None:
+            self._then(worker)
+
+
+def _end_with_loader(ignored: Sequence[int]) -> None:
+    while signal.sigwaitinfo(ignored).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -242,12 +242,13 @@ def tell(worker: int) -> None:
 
 @pytest.fixture
 def leaves_on_sigterm() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have left its own
     heeding = signals.Signals()
     heeding.heed((signal.SIGTERM,))
     yield
     assert signals._watch is not None and signals._watch._deadline.left(0.0) is None, "it was not for this process"
     heeding.close(lambda: False)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

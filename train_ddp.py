@@ -39,8 +39,7 @@ def main(args: argparse.Namespace) -> nn.Module:
     net = small_cnn(images.tensors[0].shape[1]).to(device)
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
     init_process_group_of_this_group(device)
-    kind = ("Baby" if args.isolated else "") + ("NCCL" if device.type == "cuda" else "Gloo")
-    pg = getattr(process_group, f"ProcessGroup{kind}")()  # between the groups
+    pg = getattr(process_group, f"ProcessGroup{'Baby' * args.isolated}{'NCCL' if device.type == 'cuda' else 'Gloo'}")()
     manager = Manager(
         pg,
         state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
@@ -98,8 +97,7 @@ def main(args: argparse.Namespace) -> nn.Module:
 
 
 def load_images(held_out: bool = False) -> TensorDataset:
-    """1797 scanned digits of 8x8 pixels that come with scikit-learn. Every fifth is held out."""
-    # The package is not imported: that takes seconds, for which a restart would wait.
+    """1797 digits of 8x8 pixels, a file of scikit-learn (its import would take seconds). Every fifth is held out."""
     file = str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
     table = torch.from_numpy(np.loadtxt(file, delimiter=","))
     table = table[(torch.arange(len(table)) % 5 == 0) == held_out]

@@ -14,13 +14,28 @@ import (
 // Groups of other versions compute the same from the same quorum, so every index below is part of the
 // protocol. It fails if the group is not in the quorum, or if group_rank is negative.
 func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool) (Result, error) {
-	if groupRank < 0 {
-		return Result{}, fmt.Errorf("group_rank is %d: it must be at least 0", groupRank)
+	view, err := NewView(replicaID, q)
+	if err != nil {
+		return Result{}, err
 	}
+	return view.Compute(groupRank, initSync)
+}
+
+// View is a quorum as one of its groups sees it. What is the same for all ranks of the group is computed once: a member
+// may have a handle for each of thousands of ranks, and only one of them concerns a rank.
+type View struct {
+	members  []quorum.Member // in order
+	complete []bool          // by member: it has a handle for each of its ranks
+	common   Result
+	upToDate []int // members at MaxStep
+}
+
+// NewView fails if the group is not in the quorum.
+func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 	members := inOrder(q.Members)
 	self := slices.IndexFunc(members, func(m quorum.Member) bool { return m.ReplicaID == replicaID })
 	if self < 0 {
-		return Result{}, fmt.Errorf("replica %s is not in quorum %d of %d replicas", replicaID, q.ID, len(members))
+		return nil, fmt.Errorf("replica %s is not in quorum %d of %d replicas", replicaID, q.ID, len(members))
 	}
 
 	r := Result{
@@ -31,8 +46,9 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 		CommitFailures:   members[0].CommitFailures,
 		ReplicaIDs:       make([]string, len(members)),
 	}
-	r.Handles, r.WithoutHandles = handles(members, groupRank)
+	complete := make([]bool, len(members))
 	for i, m := range members {
+		complete[i] = uint64(len(m.Handles)) == m.WorldSize && !slices.Contains(m.Handles, "")
 		r.ReplicaIDs[i] = m.ReplicaID
 		r.MaxStep = max(r.MaxStep, m.Step)
 		r.CommitFailures = max(r.CommitFailures, m.CommitFailures)
@@ -51,13 +67,23 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 		upToDate = append(upToDate, i)
 	}
 	r.MaxWorldSize = int64(len(upToDate))
+	return &View{members: members, complete: complete, common: r, upToDate: upToDate}, nil
+}
+
+// Compute is that of the package. The results of the ranks share what they have in common.
+func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
+	if groupRank < 0 {
+		return Result{}, fmt.Errorf("group_rank is %d: it must be at least 0", groupRank)
+	}
+	r := v.common
+	r.Handles, r.WithoutHandles = v.handles(groupRank)
 
 	// The ranks of a group choose different primaries, so that the stores share the load.
-	primary := upToDate[groupRank%r.MaxWorldSize]
-	r.StoreAddress = members[primary].StoreAddress
+	primary := v.upToDate[groupRank%r.MaxWorldSize]
+	r.StoreAddress = v.members[primary].StoreAddress
 
-	assign(&r, members, upToDate, primary, groupRank, initSync && r.MaxStep == 0)
-	r.Replay = replays(members, r, initSync)
+	assign(&r, v.members, v.upToDate, primary, groupRank, initSync && r.MaxStep == 0)
+	r.Replay = replays(v.members, r, initSync)
 	return r, nil
 }
 
@@ -150,10 +176,11 @@ func helpersOf(members []quorum.Member, sources []int, assigned int64) []int {
 
 // handles are those of one group rank. A member of 0.2.0 has none, and then the whole quorum meets at the
 // store: a half of it that used handles would wait for the other half for ever. missing says whose are not there.
-func handles(members []quorum.Member, groupRank int64) (list, missing []string) {
-	list = make([]string, len(members))
-	for i, m := range members {
-		if uint64(len(m.Handles)) != m.WorldSize || groupRank >= int64(len(m.Handles)) || slices.Contains(m.Handles, "") {
+func (v *View) handles(groupRank int64) (list, missing []string) {
+	list = make([]string, len(v.members))
+	for i := range v.members {
+		m := &v.members[i]
+		if !v.complete[i] || groupRank >= int64(len(m.Handles)) {
 			missing = append(missing, m.ReplicaID)
 			continue
 		}

@@ -11,6 +11,7 @@ import (
 type gathering struct {
 	asked []*QuorumAsked // by rank
 	count int
+	first int    // no rank below it has asked
 	round uint64 // of the request to the lighthouse, 0 while ranks are missing
 	agree bool   // the ranks agree on the step, and on the quorum in which its weights were made
 }
@@ -25,7 +26,8 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 		return []Action{Fail{e.Waiter, *f}}
 	}
 	r := &m.ranks[e.GroupRank]
-	r.metadata, r.announced, r.absent = e.CheckpointMetadata, true, nil
+	r.metadata, r.announced = e.CheckpointMetadata, true
+	m.expect(e.GroupRank)
 	r.begin(inQuorum, e.Step, m.now)
 	m.draining = m.draining || e.Drain
 
@@ -39,6 +41,7 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 		if g.round != 0 && !sameRequest(*older, e) {
 			// The lighthouse was asked with words that do not hold any more.
 			g.asked[e.GroupRank] = nil
+			g.count--
 			actions = append(actions, Fail{older.Waiter, superseded})
 			actions = append(actions, m.endGathering(Failure{KindAborted, fmt.Sprintf(
 				"rank %d asked for another quorum while this one was on its way", e.GroupRank)})...)
@@ -50,6 +53,9 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 			}
 			g.count--
 		}
+	}
+	if g.count == 0 || int(e.GroupRank) < g.first {
+		g.first = int(e.GroupRank)
 	}
 	g.asked[e.GroupRank] = &e
 	g.count++
@@ -70,7 +76,7 @@ func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
 		"rank %d believes that replica group %s has a world size of %d, but its manager server was started with %d",
 		e.GroupRank, m.group.ReplicaID, e.GroupWorldSize, m.group.WorldSize)}
 	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
-		m.ranks[e.GroupRank].absent = &wrong
+		m.miss(e.GroupRank, &wrong)
 	}
 	actions := append([]Action{Fail{e.Waiter, wrong}}, m.endGathering(wrong)...)
 	return append(actions, m.endBallot(wrong)...)
@@ -83,6 +89,7 @@ func (m *Machine) askLighthouse() Action {
 	g.round = m.round
 	ask := AskLighthouse{Round: g.round, KnownQuorumID: m.knownQuorumID, Deadline: g.asked[0].Deadline}
 	for _, a := range g.asked {
+		m.looks++
 		if a.Deadline.Before(ask.Deadline) {
 			ask.Deadline = a.Deadline
 		}
@@ -111,9 +118,13 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	m.knownQuorumID = max(m.knownQuorumID, e.Quorum.ID)
 	m.answered = e.Quorum.ID
 
+	view, err := recovery.NewView(m.group.ReplicaID, e.Quorum)
+	if err != nil {
+		return m.endGathering(Failure{KindInternal, err.Error()})
+	}
 	results := make([]recovery.Result, len(g.asked))
 	for r, a := range g.asked {
-		result, err := recovery.Compute(m.group.ReplicaID, a.GroupRank, e.Quorum, a.InitSync)
+		result, err := view.Compute(a.GroupRank, a.InitSync)
 		if err != nil {
 			return m.endGathering(Failure{KindInternal, err.Error()})
 		}
@@ -130,6 +141,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	// only if the rank that cast it had asked before.
 	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
 	for r, a := range g.asked {
+		m.looks++
 		g.asked[r] = nil
 		m.ranks[r].begin(inStep, results[r].MaxStep, m.now)
 		actions = append(actions, AnswerQuorum{a.Waiter, results[r]})
@@ -155,7 +167,11 @@ func (m *Machine) disagreement() string {
 
 func (m *Machine) quorumGaveUp(e GaveUp) []Action {
 	g := &m.gathering
+	if g.count == 0 {
+		return nil
+	}
 	for r, a := range g.asked {
+		m.looks++
 		if a == nil || a.Waiter != e.Waiter {
 			continue
 		}
@@ -193,12 +209,14 @@ func (m *Machine) endGathering(f Failure) []Action {
 	if g.round != 0 {
 		actions = append(actions, CancelLighthouse{g.round})
 	}
-	for r, a := range g.asked {
-		if a != nil {
+	for r := g.first; g.count > 0; r++ {
+		m.looks++
+		if a := g.asked[r]; a != nil {
+			g.count--
 			actions = append(actions, Fail{a.Waiter, f})
 			g.asked[r] = nil
 		}
 	}
-	g.count, g.round = 0, 0
+	g.round = 0
 	return actions
 }

@@ -2,6 +2,7 @@ package round
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 )
@@ -26,8 +27,10 @@ func (g Group) Validate() error {
 // What holds: every waiter is answered exactly once, with a result or with a failure; a gathering never
 // waits for a rank that cannot come; at most one request to the lighthouse is on its way.
 type Machine struct {
-	group Group
-	ranks []rank
+	group  Group
+	ranks  []rank
+	absent []int // ranks that nobody should wait for, in order; rank.absent says why
+	looks  int   // at a rank, for tests of growth
 
 	gathering     gathering
 	round         uint64 // number of the latest request to the lighthouse
@@ -90,7 +93,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.stillGone(e)
 	case RankBack:
 		if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
-			m.ranks[e.GroupRank].absent = nil
+			m.expect(e.GroupRank)
 		}
 	case Closed:
 		return m.close(e)
@@ -129,7 +132,7 @@ func (m *Machine) rankGone(e RankGone) []Action {
 	}
 	gone := Failure{KindAborted, fmt.Sprintf("rank %d of replica group %s is gone: its connection broke",
 		e.GroupRank, m.group.ReplicaID)}
-	m.ranks[e.GroupRank].absent = &gone
+	m.miss(e.GroupRank, &gone)
 	return append(m.endGathering(gone), m.endBallot(gone)...)
 }
 
@@ -155,12 +158,31 @@ func (m *Machine) close(e Closed) []Action {
 // hopeless returns why a gathering can never be complete: a rank is missing that will not come. It is nil
 // if all may still come.
 func (m *Machine) hopeless(present func(rank int) bool) *Failure {
-	for r := range m.ranks {
-		if f := m.ranks[r].absent; f != nil && !present(r) {
-			return f
+	for _, r := range m.absent {
+		m.looks++
+		if !present(r) {
+			return m.ranks[r].absent
 		}
 	}
 	return nil
+}
+
+// miss lets nobody wait for a rank, expect ends that.
+func (m *Machine) miss(groupRank int64, why *Failure) {
+	m.ranks[groupRank].absent = why
+	if i, found := slices.BinarySearch(m.absent, int(groupRank)); !found {
+		m.absent = slices.Insert(m.absent, i, int(groupRank))
+	}
+}
+
+func (m *Machine) expect(groupRank int64) {
+	if m.ranks[groupRank].absent == nil {
+		return
+	}
+	m.ranks[groupRank].absent = nil
+	if i, found := slices.BinarySearch(m.absent, int(groupRank)); found {
+		m.absent = slices.Delete(m.absent, i, i+1)
+	}
 }
 
 // where lists the ranks for which something holds, for people.

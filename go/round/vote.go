@@ -14,6 +14,7 @@ type ballot struct {
 	step  int64
 	votes []*Voted // by rank
 	count int
+	first int // no rank below it has voted
 }
 
 func (b *ballot) has(rank int) bool { return b.votes[rank] != nil }
@@ -22,7 +23,7 @@ func (m *Machine) voted(e Voted) []Action {
 	if f := m.refuse(e.GroupRank); f != nil {
 		return []Action{Fail{e.Waiter, *f}}
 	}
-	m.ranks[e.GroupRank].absent = nil
+	m.expect(e.GroupRank)
 	m.ranks[e.GroupRank].begin(inVote, e.Step, m.now)
 
 	b := &m.ballot
@@ -41,6 +42,9 @@ func (m *Machine) voted(e Voted) []Action {
 		actions = append(actions, Fail{older.Waiter, Failure{KindAborted, fmt.Sprintf(
 			"a newer vote of rank %d replaced this one", e.GroupRank)}})
 		b.count--
+	}
+	if b.count == 0 || int(e.GroupRank) < b.first {
+		b.first = int(e.GroupRank)
 	}
 	b.votes[e.GroupRank] = &e
 	b.count++
@@ -65,6 +69,7 @@ func (m *Machine) voted(e Voted) []Action {
 		actions = append(actions, Discarded{b.step, why})
 	}
 	for r, v := range b.votes {
+		m.looks++
 		actions = append(actions, AnswerVote{v.Waiter, commit})
 		b.votes[r] = nil
 		m.ranks[r].begin(afterVote, b.step, m.now)
@@ -101,15 +106,22 @@ func wentOn(rank, step int64) Failure {
 // (it may overtake on another goroutine). It will end the wait of all for that quorum.
 func (m *Machine) wentOnBefore(voter int64) int {
 	g := &m.gathering
-	if g.asked[voter] != nil {
+	if g.count == 0 || g.asked[voter] != nil {
 		return -1
 	}
-	return slices.IndexFunc(g.asked, func(a *QuorumAsked) bool { return a != nil && !m.ballot.has(int(a.GroupRank)) })
+	return slices.IndexFunc(g.asked, func(a *QuorumAsked) bool {
+		m.looks++
+		return a != nil && !m.ballot.has(int(a.GroupRank))
+	})
 }
 
 func (m *Machine) voteGaveUp(e GaveUp) []Action {
 	b := &m.ballot
+	if b.count == 0 {
+		return nil
+	}
 	for r, v := range b.votes {
+		m.looks++
 		if v == nil || v.Waiter != e.Waiter {
 			continue
 		}
@@ -126,12 +138,13 @@ func (m *Machine) voteGaveUp(e GaveUp) []Action {
 func (m *Machine) endBallot(f Failure) []Action {
 	b := &m.ballot
 	var actions []Action
-	for r, v := range b.votes {
-		if v != nil {
+	for r := b.first; b.count > 0; r++ {
+		m.looks++
+		if v := b.votes[r]; v != nil {
+			b.count--
 			actions = append(actions, Fail{v.Waiter, f})
 			b.votes[r] = nil
 		}
 	}
-	b.count = 0
 	return actions
 }

@@ -1,0 +1,107 @@
+package round
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// many is a group of n ranks that have begun a step.
+type many struct {
+	machine *Machine
+	n       int
+	waiter  WaiterID
+	actions []Action
+}
+
+func newMany(n int) *many {
+	return &many{machine: NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: int64(n)}), n: n}
+}
+
+// each feeds an event of each rank but the first few. The ranks come in no order.
+func (c *many) each(from int, event func(rank int64) Event) {
+	for i := range c.n {
+		if rank := (i * 7919) % c.n; rank >= from {
+			c.waiter++
+			c.actions = append(c.actions, c.machine.Step(event(int64(rank)), epoch)...)
+		}
+	}
+}
+
+func (c *many) ask(step int64) func(int64) Event {
+	return func(rank int64) Event {
+		return QuorumAsked{Request: Request{GroupRank: rank, Step: step, Handle: fmt.Sprint("h", rank)}, Waiter: c.waiter, Deadline: epoch.Add(time.Minute)}
+	}
+}
+
+func (c *many) vote(rank int64) Event {
+	return Voted{Waiter: c.waiter, GroupRank: rank, Step: 1, ShouldCommit: true}
+}
+
+func (c *many) giveUp(int64) Event { return GaveUp{Waiter: c.waiter, Timeout: true} }
+
+func gone(rank int64) Event { return RankGone{rank} }
+
+// What all ranks do at once costs a few looks at each rank, and not at each rank for each other one.
+func TestWhatAllRanksDoCostsAsMuchAsThereAreRanks(t *testing.T) {
+	const most = 6 // looks for each rank
+	for name, did := range map[string]func(c *many){
+		"a quorum and a vote": func(c *many) {
+			c.each(0, c.ask(1))
+			asked := slices.IndexFunc(c.actions, func(a Action) bool { _, ok := a.(AskLighthouse); return ok })
+			require.GreaterOrEqual(t, asked, 0)
+			q := &quorum.Quorum{ID: 1, Members: []quorum.Member{c.actions[asked].(AskLighthouse).Member}}
+			answers := c.machine.Step(QuorumKnown{Round: c.actions[asked].(AskLighthouse).Round, Quorum: q}, epoch)
+			require.Len(t, answers, c.n)
+			c.each(0, c.vote)
+			require.Equal(t, AnswerVote{c.actions[len(c.actions)-1].(AnswerVote).Waiter, true}, c.actions[len(c.actions)-1])
+		},
+		"a quorum that all give up": func(c *many) { c.each(1, c.ask(1)); c.waiter = 0; c.each(1, c.giveUp) },
+		"a vote that all give up":   func(c *many) { c.each(1, c.vote); c.waiter = 0; c.each(1, c.giveUp) },
+		"all connections break":     func(c *many) { c.each(1, c.ask(1)); c.each(0, gone) },
+		"all ask and one is absent": func(c *many) { c.machine.Step(RankGone{0}, epoch); c.each(1, c.ask(1)) },
+		"all vote and one is absent": func(c *many) {
+			c.machine.Step(RankGone{0}, epoch)
+			c.each(1, c.vote)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, n := range []int{100, 1000} {
+				c := newMany(n)
+				did(c)
+				assert.LessOrEqual(t, c.machine.looks, most*n, "%d ranks", n)
+				assert.Positive(t, c.machine.looks)
+			}
+		})
+	}
+}
+
+// BenchmarkAllRanks takes the time of what a machine does in a step of ten groups.
+func BenchmarkAllRanks(b *testing.B) {
+	for _, n := range []int{8, 512, 2048, 8000} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			c := newMany(n)
+			for step := int64(1); b.Loop(); step++ {
+				c.actions = c.actions[:0]
+				c.each(0, c.ask(step))
+				ask := c.actions[len(c.actions)-1].(AskLighthouse)
+				q := &quorum.Quorum{ID: 1}
+				for _, name := range []string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"} {
+					m := ask.Member
+					m.ReplicaID = name
+					q.Members = append(q.Members, m)
+				}
+				c.machine.Step(QuorumKnown{Round: ask.Round, Quorum: q}, epoch)
+				c.each(0, func(rank int64) Event {
+					return Voted{Waiter: c.waiter, GroupRank: rank, Step: step, ShouldCommit: true}
+				})
+			}
+		})
+	}
+}

@@ -3,6 +3,7 @@ package manager_test
 import (
 	"context"
 	"fmt"
+	"os"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,7 +21,13 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-func TestMain(m *testing.M) { testmain.Run(m) }
+func TestMain(m *testing.M) {
+	if os.Getenv(ranksEnv) != "" {
+		simulateRanks()
+		return
+	}
+	testmain.Run(m)
+}
 
 // atOnce is far below every timeout of these tests.
 const atOnce = time.Millisecond

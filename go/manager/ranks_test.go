@@ -1,0 +1,205 @@
+package manager_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strconv"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// BenchmarkRanks takes the time of a step's quorum and vote of a group with many ranks, on real sockets. The server is alone in
+// this process, on one processor as in the process of rank 0 (pyapi/ops); all ranks are in a second process. Both share the
+// processors of this machine, where real ranks have their own: server-ms/step is what the server's process used of one.
+func BenchmarkRanks(b *testing.B) {
+	for _, ranks := range []int{8, 512, 2048, 8000} {
+		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks) })
+	}
+}
+
+func benchRanks(b *testing.B, ranks int) {
+	b.Cleanup(func() { runtime.GOMAXPROCS(runtime.NumCPU()) })
+	runtime.GOMAXPROCS(1)
+	server, err := manager.NewServer(b.Context(), manager.ServerConfig{
+		ReplicaID: "g0:life", Hostname: "127.0.0.1", Bind: "[::]:0", StoreAddr: "store:1", WorldSize: int64(ranks),
+		HeartbeatInterval: time.Second, ConnectTimeout: time.Second, Logger: fttest.Quiet, Membership: tenGroups{},
+	})
+	require.NoError(b, err)
+	defer server.Shutdown()
+
+	load := startRanks(b, server.Address(), ranks)
+	connected := load.next(b)
+	load.step(b) // connections grow their buffers
+	server0 := processorTime()
+	var quorums, votes []time.Duration
+	clients := time.Duration(0)
+	for b.Loop() {
+		did := load.step(b)
+		quorums, votes, clients = append(quorums, did.Quorum), append(votes, did.Vote), clients+did.Processor
+	}
+	steps := float64(len(quorums))
+	report := func(d time.Duration, unit string) { b.ReportMetric(float64(d)/1e6, unit) }
+	b.ReportMetric(0, "ns/op")
+	report(median(quorums), "quorum-ms")
+	report(median(votes), "vote-ms")
+	report(time.Duration(float64(processorTime()-server0)/steps), "server-ms/step")
+	report(time.Duration(float64(clients)/steps), "ranks-ms/step")
+	report(connected.Connect, "connect-ms")
+}
+
+func median(all []time.Duration) time.Duration { return slices.Sorted(slices.Values(all))[len(all)/2] }
+
+// processorTime is what this process has used.
+func processorTime() time.Duration {
+	var r syscall.Rusage
+	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &r)
+	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
+}
+
+// tenGroups is a quorum of ten groups that are all alike.
+type tenGroups struct{}
+
+func (tenGroups) Quorum(_ context.Context, m quorum.Member, _ int64) (*quorum.Quorum, error) {
+	q := &quorum.Quorum{ID: 1, Created: time.Unix(0, 0)}
+	for i := range 10 {
+		m.ReplicaID = fmt.Sprintf("g%d:life", i)
+		q.Members = append(q.Members, m)
+	}
+	return q, nil
+}
+
+func (tenGroups) Attend(ctx context.Context, _ time.Duration, reached func()) error {
+	reached()
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+func (tenGroups) Close() error { return nil }
+
+// stepTaken is what the process of the ranks says after it has connected, and after each step.
+type stepTaken struct {
+	Connect, Quorum, Vote, Processor time.Duration
+	Err                              string
+}
+
+// ranksEnv makes this program the process of the ranks: the address of the server, and in ranksOf how many there are.
+const ranksEnv, ranksOf = "TORCHFT_TEST_RANKS_SERVER", "TORCHFT_TEST_RANKS"
+
+// load is the process of the ranks. It takes a step for each line that it reads.
+type load struct {
+	lines io.Writer
+	said  *json.Decoder
+}
+
+func startRanks(b *testing.B, address string, ranks int) *load {
+	b.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), ranksEnv+"="+address, ranksOf+"="+strconv.Itoa(ranks))
+	cmd.Stderr = os.Stderr
+	lines, err := cmd.StdinPipe()
+	require.NoError(b, err)
+	said, err := cmd.StdoutPipe()
+	require.NoError(b, err)
+	require.NoError(b, cmd.Start())
+	b.Cleanup(func() {
+		_ = lines.Close() // it ends with its input
+		_ = cmd.Wait()
+	})
+	return &load{lines, json.NewDecoder(said)}
+}
+
+func (l *load) next(b *testing.B) (did stepTaken) {
+	b.Helper()
+	require.NoError(b, l.said.Decode(&did))
+	require.Empty(b, did.Err)
+	return did
+}
+
+func (l *load) step(b *testing.B) stepTaken {
+	b.Helper()
+	_, err := fmt.Fprintln(l.lines)
+	require.NoError(b, err)
+	return l.next(b)
+}
+
+// simulateRanks is the main function of that process.
+func simulateRanks() {
+	say := json.NewEncoder(os.Stdout)
+	n, _ := strconv.Atoi(os.Getenv(ranksOf))
+	clients := make([]*manager.Client, n)
+	took, err := ofAll(n, func(rank int) (err error) {
+		clients[rank], err = manager.Dial(context.Background(), os.Getenv(ranksEnv), time.Minute)
+		return err
+	})
+	did := stepTaken{Connect: took}
+	lines := bufio.NewScanner(os.Stdin)
+	for step := int64(1); err == nil && say.Encode(did) == nil && lines.Scan(); step++ {
+		before := processorTime()
+		did = stepTaken{}
+		did.Quorum, err = ofAll(n, func(rank int) error {
+			_, err := atLength(func(ctx context.Context) (any, error) { return clients[rank].Quorum(ctx, requestOf(rank, n, step)) })
+			return err
+		})
+		if err != nil {
+			break
+		}
+		did.Vote, err = ofAll(n, func(rank int) error {
+			_, err := atLength(func(ctx context.Context) (bool, error) {
+				return clients[rank].ShouldCommit(ctx, int64(rank), step, true)
+			})
+			return err
+		})
+		did.Processor = processorTime() - before
+	}
+	if err != nil {
+		_ = say.Encode(stepTaken{Err: err.Error()})
+	}
+}
+
+// requestOf is what a rank says: where its state is, and how its process group is reached.
+func requestOf(rank, of int, step int64) manager.Request {
+	return manager.Request{
+		GroupRank: int64(rank), GroupWorldSize: int64(of), Step: step, CommittedQuorumID: 1,
+		CheckpointMetadata: fmt.Sprintf("http://node-%05d.cluster.local:%d", rank/8, 30000+rank%8),
+		Handle:             fmt.Sprintf("tcp://node-%05d.cluster.local:%d/0123456789abcdef", rank/8, 40000+rank%8),
+	}
+}
+
+// ofAll runs something for all ranks at once, and returns how long that took.
+func ofAll(ranks int, do func(rank int) error) (time.Duration, error) {
+	start := time.Now()
+	errs := make([]error, ranks)
+	var all sync.WaitGroup
+	for rank := range ranks {
+		all.Go(func() { errs[rank] = do(rank) })
+	}
+	all.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return 0, err
+		}
+	}
+	return time.Since(start), nil
+}
+
+// atLength calls with a deadline that no measured server comes near.
+func atLength[T any](call func(ctx context.Context) (T, error)) (T, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	return call(ctx)
+}

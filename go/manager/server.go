@@ -143,13 +143,17 @@ func (s *Server) quorum(ctx context.Context, conn *connection, req Request) (_ r
 	if !ok {
 		return recovery.Result{}, status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")
 	}
-	if span := s.traced(ctx, req); span != nil {
+	if span := s.traced(tracing.ParentOf(ctx), req); span != nil {
 		defer func() { span.End(err) }()
 	}
-	a := s.call(ctx, conn, req.GroupRank, func(id round.WaiterID) round.Event {
-		return round.QuorumAsked{Request: req, Waiter: id, Deadline: deadline}
-	})
+	a := s.call(ctx, conn, req.GroupRank, asks(req, deadline))
 	return a.result, a.err
+}
+
+func asks(req Request, deadline time.Time) func(round.WaiterID) round.Event {
+	return func(id round.WaiterID) round.Event {
+		return round.QuorumAsked{Request: req, Waiter: id, Deadline: deadline}
+	}
 }
 
 func (s *Server) shouldCommit(ctx context.Context, conn *connection, groupRank, step int64, vote bool) (bool, error) {
@@ -160,16 +164,20 @@ func (s *Server) shouldCommit(ctx context.Context, conn *connection, groupRank, 
 		ctx, cancel = context.WithDeadline(ctx, rpc.Sooner(deadline, tellMargin))
 		defer cancel()
 	}
-	span := s.tracedVote(ctx, groupRank, step, vote)
-	a := s.call(ctx, conn, groupRank, func(id round.WaiterID) round.Event {
-		witness, ok := s.membership.(Witness)
-		return round.Voted{Waiter: id, GroupRank: groupRank, Step: step, ShouldCommit: vote, Lapsed: ok && witness.Lapsed()}
-	})
+	span := s.tracedVote(tracing.ParentOf(ctx), groupRank, step, vote)
+	a := s.call(ctx, conn, groupRank, s.votes(groupRank, step, vote))
 	if a.err == nil {
 		span.Set(attribute.Bool("torchft.committed", a.commit))
 	}
 	span.End(a.err)
 	return a.commit, a.err
+}
+
+func (s *Server) votes(groupRank, step int64, vote bool) func(round.WaiterID) round.Event {
+	return func(id round.WaiterID) round.Event {
+		witness, ok := s.membership.(Witness)
+		return round.Voted{Waiter: id, GroupRank: groupRank, Step: step, ShouldCommit: vote, Lapsed: ok && witness.Lapsed()}
+	}
 }
 
 func (s *Server) checkpointMetadata(ctx context.Context, groupRank int64) (string, error) {
@@ -182,40 +190,45 @@ func (s *Server) checkpointMetadata(ctx context.Context, groupRank int64) (strin
 // call feeds an event with a new waiter and waits for its answer, at most until ctx is done. conn is the
 // connection that the rank's life depends on, nil if it depends on none.
 func (s *Server) call(ctx context.Context, conn *connection, groupRank int64, event func(round.WaiterID) round.Event) answer {
-	id, answered := s.begin(conn, groupRank, event)
+	answered := make(chan answer, 1)
+	id := s.begin(conn, groupRank, event, func(a answer) { answered <- a })
 	select {
 	case a := <-answered:
 		return a
 	case <-ctx.Done():
 	}
-	return s.giveUp(ctx, id, answered)
+	s.giveUp(id, ctx.Err())
+	return <-answered
 }
 
-func (s *Server) begin(conn *connection, groupRank int64, event func(round.WaiterID) round.Event) (round.WaiterID, <-chan answer) {
+// begin feeds an event with a new waiter. Its one answer goes, under the server's lock, to a function that must not wait; it may
+// come before begin returns.
+func (s *Server) begin(conn *connection, groupRank int64, event func(round.WaiterID) round.Event, answered func(answer)) round.WaiterID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if conn != nil && groupRank >= 0 && groupRank < s.cfg.WorldSize {
 		s.presence.seen(conn, groupRank)
 	}
-	id, answered := s.waiters.Add()
+	id := s.waiters.AddFunc(answered)
 	s.step(event(id))
-	return id, answered
+	return id
 }
 
-func (s *Server) giveUp(ctx context.Context, id round.WaiterID, answered <-chan answer) answer {
+// giveUp answers a waiter that has no answer yet: with the machine's words, which say what it waited for.
+func (s *Server) giveUp(id round.WaiterID, cause error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.step(round.GaveUp{Waiter: id, Timeout: errors.Is(ctx.Err(), context.DeadlineExceeded)})
-	s.waiters.Drop(id)
-	select {
-	case a := <-answered: // the machine's words, or an answer that came at the last moment
-		if s.trouble != "" && rpc.IsTimeout(a.err) {
-			a.err = status.Errorf(status.Code(a.err), "%s; %s", rpc.Message(a.err), s.trouble)
-		}
-		return a
-	default:
-		return answer{err: status.FromContextError(ctx.Err()).Err()}
+	s.step(round.GaveUp{Waiter: id, Timeout: errors.Is(cause, context.DeadlineExceeded)})
+	s.waiters.Answer(id, answer{err: status.FromContextError(cause).Err()})
+}
+
+// failed is the error of a waiter. One whose deadline passed also hears why the lighthouse has not been reached.
+func (s *Server) failed(event round.Event, f round.Failure) error {
+	err := rpc.ToStatus(f)
+	if _, gaveUp := event.(round.GaveUp); gaveUp && s.trouble != "" && rpc.IsTimeout(err) {
+		return status.Errorf(status.Code(err), "%s; %s", rpc.Message(err), s.trouble)
 	}
+	return err
 }
 
 // step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
@@ -261,7 +274,7 @@ func (s *Server) step(event round.Event) {
 		case round.Discarded:
 			s.log.Warn("torchft: a step that may be known as lost is not committed", "step", a.Step, "reason", a.Reason)
 		case round.Fail:
-			s.waiters.Answer(a.Waiter, answer{err: rpc.ToStatus(a.Failure)})
+			s.waiters.Answer(a.Waiter, answer{err: s.failed(event, a.Failure)})
 		}
 	}
 	sound = true

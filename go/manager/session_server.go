@@ -1,15 +1,18 @@
 package manager
 
 import (
+	"cmp"
 	"context"
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/otel/attribute"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -25,13 +28,22 @@ func (s sessions) Session(wire grpc.BidiStreamingServer[torchftpb.RankRequest, t
 	server := s.service.server
 	ctx, cancel := context.WithCancel(wire.Context())
 	defer cancel()
-	o := &openSession{wire: wire, service: s.service, giveUp: map[uint64]context.CancelFunc{}}
+	o := &openSession{
+		wire:   wire,
+		server: server,
+		conn:   connectionOf(ctx),
+		parent: tracing.Incoming(ctx),
+		open:   map[uint64]*sessionCall{},
+		wake:   make(chan struct{}, 1),
+	}
 	heard, deaf := server.notices.listen()
 	defer deaf()
 	received := make(chan error, 1)
 	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive(ctx) })
 	for {
 		select {
+		case <-o.wake:
+			o.sendAnswers()
 		case f := <-heard:
 			o.send(noticeToRank(f))
 		case err := <-received:
@@ -49,32 +61,46 @@ func (s sessions) Session(wire grpc.BidiStreamingServer[torchftpb.RankRequest, t
 // that it gave up.
 const mostCalls = 64
 
-// openSession is one rank's stream and its calls in progress.
+// openSession is one rank's stream and its calls in progress. It costs two goroutines, however many calls wait: one receives
+// and feeds the machine, the other one sends what the machine answers. A goroutine for each call would be half of what a step
+// costs the server of a group with thousands of ranks.
 type openSession struct {
-	wire    grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
-	service service
-	calls   sync.WaitGroup
+	wire   grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
+	server *Server
+	conn   *connection
+	parent string // trace context of the stream; empty unless it is traced
+	leaves sync.WaitGroup
+	wake   chan struct{} // has something when there are answers
 
-	sending sync.Mutex
-
+	// The server's lock may be held where this one is taken, never the other way round.
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
-	giveUp   map[uint64]context.CancelFunc
+	open     map[uint64]*sessionCall // that are not sent their answers, so that mostCalls bounds those too
+	answers  []*sessionCall
 }
 
-func (o *openSession) receive(ctx context.Context) error {
+// sessionCall is a call in progress. The session's lock guards it; once it is among the answers, only the sender uses it.
+type sessionCall struct {
+	number uint64
+	span   *tracing.Span
+	wrap   func(answer) *torchftpb.RankResponse // what an answer without an error says
+
+	giveUp   func(cause error) // nil before the call has begun, and where there is nothing to give up
+	expiry   *time.Timer       // nil without a deadline of its own
+	answered bool
+	answer   answer
+}
+
+func (o *openSession) receive(ctx context.Context) (err error) {
+	defer rpc.Recovered(o.server.log, "a session", &err)
 	for {
 		req, err := o.wire.Recv()
 		if err != nil {
 			return err
 		}
 		if req.GetGiveUp() {
-			o.mu.Lock()
-			if cancel := o.giveUp[req.GetCall()]; cancel != nil {
-				cancel()
-			}
-			o.mu.Unlock()
+			o.giveUp(req.GetCall())
 			continue
 		}
 		if o.said(req) {
@@ -88,98 +114,193 @@ func (o *openSession) receive(ctx context.Context) error {
 
 // said takes what has no answer.
 func (o *openSession) said(req *torchftpb.RankRequest) bool {
-	server := o.service.server
 	switch r := req.GetRequest().(type) {
 	case *torchftpb.RankRequest_Suspected:
-		server.suspect(r.Suspected.GetQuorumId(), r.Suspected.GetReplicaId())
+		o.server.suspect(r.Suspected.GetQuorumId(), r.Suspected.GetReplicaId())
 	case *torchftpb.RankRequest_Hello:
-		server.present(connectionOf(o.wire.Context()), r.Hello)
+		o.server.present(o.conn, r.Hello)
 	case *torchftpb.RankRequest_Healing:
-		server.healing(healProgressFromProto(r.Healing))
+		o.server.healing(healProgressFromProto(r.Healing))
 	case *torchftpb.RankRequest_Recovered:
-		server.recovered(recoveredFromProto(r.Recovered))
+		o.server.recovered(recoveredFromProto(r.Recovered))
 	case *torchftpb.RankRequest_Counted:
 		c := r.Counted
-		server.counted(Counted{GroupRank: c.GetGroupRank(), Name: c.GetName(), Number: c.GetNumber()})
+		o.server.counted(Counted{GroupRank: c.GetGroupRank(), Name: c.GetName(), Number: c.GetNumber()})
 	case *torchftpb.RankRequest_Progress:
 		p := r.Progress
-		server.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
+		o.server.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
 	default:
 		return false
 	}
 	return true
 }
 
-// start serves a call on a goroutine of its own; false: the session takes no more.
+// start begins a call; false: the session takes no more.
 func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
-	ctx, cancel := context.WithTimeout(ctx, time.Duration(req.GetTimeoutUs())*time.Microsecond)
+	call := &sessionCall{number: req.GetCall()}
+	if !o.admit(call) {
+		return false
+	}
+	timeout := time.Duration(req.GetTimeoutUs()) * time.Microsecond
+	if timeout <= 0 {
+		o.answer(call, answer{err: status.Errorf(codes.InvalidArgument, "timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())})
+		return true
+	}
+	deadline := time.Now().Add(timeout)
+	switch r := req.GetRequest().(type) {
+	case *torchftpb.RankRequest_Quorum:
+		request := rpc.RequestFromProto(r.Quorum)
+		call.span = o.server.traced(cmp.Or(r.Quorum.GetTraceparent(), o.parent), request)
+		call.wrap = func(a answer) *torchftpb.RankResponse {
+			return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: rpc.ResultToProto(a.result)}}
+		}
+		o.begin(call, request.GroupRank, deadline, asks(request, deadline))
+	case *torchftpb.RankRequest_ShouldCommit:
+		groupRank, step, vote := r.ShouldCommit.GetGroupRank(), r.ShouldCommit.GetStep(), r.ShouldCommit.GetShouldCommit()
+		call.span = o.server.tracedVote(cmp.Or(r.ShouldCommit.GetTraceparent(), o.parent), groupRank, step, vote)
+		call.wrap = func(a answer) *torchftpb.RankResponse {
+			call.span.Set(attribute.Bool("torchft.committed", a.commit))
+			return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
+				ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit},
+			}}
+		}
+		// Before the rank stops listening, so that it still hears who did not vote.
+		o.begin(call, groupRank, rpc.Sooner(deadline, tellMargin), o.server.votes(groupRank, step, vote))
+	case *torchftpb.RankRequest_Leave:
+		o.leave(ctx, call, timeout)
+	default:
+		o.answer(call, answer{err: status.Error(codes.Unimplemented, "this request of a session is not known here")})
+	}
+	return true
+}
+
+func (o *openSession) admit(call *sessionCall) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.finished {
-		cancel()
 		return false
 	}
-	if len(o.giveUp) >= mostCalls || o.giveUp[req.GetCall()] != nil {
-		cancel()
+	if len(o.open) >= mostCalls || o.open[call.number] != nil {
 		o.refused.Do(func() {
-			o.service.server.log.Warn("torchft: a session is ended: its rank makes calls and takes no answers, or numbers two alike", "calls", len(o.giveUp))
+			o.server.log.Warn("torchft: a session is ended: its rank makes calls and takes no answers, or numbers two alike", "calls", len(o.open))
 		})
 		return false
 	}
-	o.giveUp[req.GetCall()] = cancel
-	rpc.Go(&o.calls, o.service.server.log, "call of a session", func() {
-		defer cancel()
-		resp := o.answer(ctx, req)
-		o.mu.Lock()
-		delete(o.giveUp, req.GetCall())
-		o.mu.Unlock()
-		o.send(resp)
-	})
+	o.open[call.number] = call
 	return true
 }
 
-func (o *openSession) send(resp *torchftpb.RankResponse) {
-	o.sending.Lock()
-	defer o.sending.Unlock()
-	_ = o.wire.Send(resp) // fails only if the stream has broken: receive returns then
-}
-
-// finish waits for the calls in progress, whose contexts or waiters have ended.
-func (o *openSession) finish() {
+// begin feeds the machine a call, whose answer is sent when it comes, at the deadline at the latest.
+func (o *openSession) begin(call *sessionCall, groupRank int64, deadline time.Time, event func(round.WaiterID) round.Event) {
+	id := o.server.begin(o.conn, groupRank, event, func(a answer) { o.answer(call, a) })
 	o.mu.Lock()
-	o.finished = true
-	o.mu.Unlock()
-	o.calls.Wait()
+	defer o.mu.Unlock()
+	if call.answered {
+		return
+	}
+	call.giveUp = func(cause error) { o.server.giveUp(id, cause) }
+	call.expiry = rpc.AfterFunc(o.server.log, "the deadline of a call", func() { o.server.giveUp(id, context.DeadlineExceeded) })
+	call.expiry.Reset(time.Until(deadline))
 }
 
-func (o *openSession) answer(ctx context.Context, req *torchftpb.RankRequest) *torchftpb.RankResponse {
-	resp := &torchftpb.RankResponse{Call: req.GetCall()}
-	err := o.serve(ctx, req, resp)
+// leave has a goroutine: it is called once in the life of a rank.
+func (o *openSession) leave(ctx context.Context, call *sessionCall, timeout time.Duration) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	o.mu.Lock()
+	call.giveUp = func(error) { cancel() }
+	o.mu.Unlock()
+	call.wrap = func(answer) *torchftpb.RankResponse {
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Left{Left: true}}
+	}
+	rpc.Go(&o.leaves, o.server.log, "leave", func() {
+		defer cancel()
+		var a answer
+		defer func() { o.answer(call, a) }()
+		defer rpc.Recovered(o.server.log, "a call of a session", &a.err)
+		a.err = o.server.leave(ctx)
+	})
+}
+
+// giveUp ends a call that the rank does not wait for any more.
+func (o *openSession) giveUp(number uint64) {
+	o.mu.Lock()
+	call := o.open[number]
+	var giveUp func(error)
+	if call != nil && !call.answered {
+		giveUp = call.giveUp
+	}
+	o.mu.Unlock()
+	if giveUp != nil {
+		giveUp(context.Canceled)
+	}
+}
+
+// answer lets a call's answer be sent. It does not wait.
+func (o *openSession) answer(call *sessionCall, a answer) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	call.answered, call.answer = true, a
+	if call.expiry != nil {
+		call.expiry.Stop()
+	}
+	o.answers = append(o.answers, call)
+	select {
+	case o.wake <- struct{}{}:
+	default: // the sender has not woken up for the one before
+	}
+}
+
+// sendAnswers sends all that there are. Only the session's own goroutine sends.
+func (o *openSession) sendAnswers() {
+	o.mu.Lock()
+	answers := o.answers
+	o.answers = nil
+	o.mu.Unlock()
+	for _, call := range answers {
+		o.send(o.response(call))
+		o.mu.Lock()
+		delete(o.open, call.number)
+		o.mu.Unlock()
+	}
+}
+
+func (o *openSession) response(call *sessionCall) *torchftpb.RankResponse {
+	resp, err := o.wrap(call)
 	if err != nil {
 		s := status.Convert(err)
-		resp.Response = &torchftpb.RankResponse_Failure{Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()}}
+		resp = &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Failure{
+			Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()},
+		}}
 	}
+	call.span.End(err)
+	resp.Call = call.number
 	return resp
 }
 
-func (o *openSession) serve(ctx context.Context, req *torchftpb.RankRequest, resp *torchftpb.RankResponse) (err error) {
-	defer rpc.Recovered(o.service.server.log, "a call of a session", &err)
-	if req.GetTimeoutUs() <= 0 {
-		return status.Errorf(codes.InvalidArgument, "timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())
+func (o *openSession) wrap(call *sessionCall) (resp *torchftpb.RankResponse, err error) {
+	defer rpc.Recovered(o.server.log, "an answer of a session", &err)
+	if call.answer.err != nil {
+		return nil, call.answer.err
 	}
-	switch r := req.GetRequest().(type) {
-	case *torchftpb.RankRequest_Quorum:
-		quorum, err := o.service.Quorum(ctx, r.Quorum)
-		resp.Response = &torchftpb.RankResponse_Quorum{Quorum: quorum}
-		return err
-	case *torchftpb.RankRequest_ShouldCommit:
-		commit, err := o.service.ShouldCommit(ctx, r.ShouldCommit)
-		resp.Response = &torchftpb.RankResponse_ShouldCommit{ShouldCommit: commit}
-		return err
-	case *torchftpb.RankRequest_Leave:
-		resp.Response = &torchftpb.RankResponse_Left{Left: true}
-		return o.service.server.leave(ctx)
-	default:
-		return status.Error(codes.Unimplemented, "this request of a session is not known here")
+	return call.wrap(call.answer), nil
+}
+
+func (o *openSession) send(resp *torchftpb.RankResponse) {
+	_ = o.wire.Send(resp) // fails only if the stream has broken: receive returns then
+}
+
+// finish ends the calls in progress, and sends the answers that there are.
+func (o *openSession) finish() {
+	o.mu.Lock()
+	o.finished = true
+	var open []uint64
+	for number := range o.open {
+		open = append(open, number)
 	}
+	o.mu.Unlock()
+	for _, number := range open {
+		o.giveUp(number)
+	}
+	o.leaves.Wait()
+	o.sendAnswers()
 }

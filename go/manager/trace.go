@@ -1,8 +1,6 @@
 package manager
 
 import (
-	"context"
-
 	"go.opentelemetry.io/otel/attribute"
 
 	"github.com/torchft/torchft/go/internal/tracing"
@@ -11,8 +9,7 @@ import (
 
 // traced begins the span of a rank's wait for a quorum, nil unless the rank traces. The group's request to the lighthouse
 // goes on below that of the rank that came last.
-func (s *Server) traced(ctx context.Context, req Request) *tracing.Span {
-	parent := tracing.ParentOf(ctx)
+func (s *Server) traced(parent string, req Request) *tracing.Span {
 	if parent == "" {
 		return nil
 	}
@@ -27,8 +24,7 @@ func (s *Server) traced(ctx context.Context, req Request) *tracing.Span {
 }
 
 // tracedVote begins the span of a rank's vote and its wait for those of the others, nil unless the rank traces.
-func (s *Server) tracedVote(ctx context.Context, groupRank, step int64, vote bool) *tracing.Span {
-	parent := tracing.ParentOf(ctx)
+func (s *Server) tracedVote(parent string, groupRank, step int64, vote bool) *tracing.Span {
 	if parent == "" {
 		return nil
 	}

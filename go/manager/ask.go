@@ -23,7 +23,7 @@ func (s *Server) ask(a round.AskLighthouse) {
 	// Before the ranks' own deadlines, so that they still hear why.
 	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, tellMargin))
 	s.asking[a.Round] = cancel
-	clear(s.heals) // whatever came of them, they are over
+	s.heals = groupHeal{} // whatever came of them, they are over
 	span := s.tracedAsk(a)
 	ctx = tracing.WithParent(ctx, span)
 	rpc.Go(&s.tasks, s.log, "quorum round", func() {

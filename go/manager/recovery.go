@@ -44,21 +44,36 @@ func (m *member) SayRecovered(r Recovered) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: r.proto()}})
 }
 
+// groupHeal is what has arrived at the ranks that heal, and the sum of it: each rank tells several times a second.
+type groupHeal struct {
+	ranks map[int64]HealProgress
+	group HealProgress
+}
+
+func (h *groupHeal) add(p HealProgress) {
+	h.drop(p.GroupRank)
+	if h.ranks == nil {
+		h.ranks = map[int64]HealProgress{}
+	}
+	h.ranks[p.GroupRank] = p
+	h.group.Received += p.Received
+	h.group.Total += p.Total
+}
+
+func (h *groupHeal) drop(groupRank int64) {
+	h.group.Received -= h.ranks[groupRank].Received
+	h.group.Total -= h.ranks[groupRank].Total
+	delete(h.ranks, groupRank)
+}
+
 // healing notes what has arrived at a rank, and tells of the whole group.
 func (s *Server) healing(p HealProgress) {
 	if p.GroupRank < 0 || p.GroupRank >= s.cfg.WorldSize || p.Received < 0 || p.Total < p.Received {
 		return
 	}
 	s.mu.Lock()
-	if s.heals == nil {
-		s.heals = map[int64]HealProgress{}
-	}
-	s.heals[p.GroupRank] = p
-	group := HealProgress{}
-	for _, one := range s.heals {
-		group.Received += one.Received
-		group.Total += one.Total
-	}
+	s.heals.add(p)
+	group := s.heals.group
 	s.mu.Unlock()
 	if reporter, ok := s.membership.(Reporter); ok {
 		reporter.SayHealing(group)
@@ -73,7 +88,7 @@ func (s *Server) recovered(r Recovered) {
 	s.meters.recovered(r)
 	s.mu.Lock()
 	if r.Healed {
-		delete(s.heals, r.GroupRank)
+		s.heals.drop(r.GroupRank)
 	}
 	s.mu.Unlock()
 	if reporter, ok := s.membership.(Reporter); ok && r.GroupRank == 0 {

@@ -37,10 +37,10 @@ type Server struct {
 	asking   map[uint64]context.CancelFunc // requests to the lighthouse, by round
 	presence presence
 	meters   *meters
-	parent   string                 // trace context of a rank that waits for the quorum; empty unless one traces
-	heals    map[int64]HealProgress // of ranks that heal
-	badCount sync.Once              // a rank counted what is not known
-	trouble  string                 // why the lighthouse has not been reached, while that is so
+	parent   string // trace context of a rank that waits for the quorum; empty unless one traces
+	heals    groupHeal
+	badCount sync.Once // a rank counted what is not known
+	trouble  string    // why the lighthouse has not been reached, while that is so
 	closed   bool
 }
 
@@ -52,8 +52,13 @@ type answer struct {
 	err      error
 }
 
-// maxConnections are open at once to a manager server: from the ranks of its group, and from groups that heal.
-const maxConnections = 10_000
+// spareConnections are for those who are no ranks of a group as large as this one: small groups that heal, and people.
+const spareConnections = 10_000
+
+// mostConnections are open at once to the manager server of a group. Each rank keeps one; when a network breaks, all ranks come
+// back before the server notices that their old ones are gone (rpc's pings, 15 s); and the ranks of another group, which has
+// as many, ask where to heal from.
+func mostConnections(worldSize int64) int { return spareConnections + 3*int(worldSize) }
 
 // NewServer starts the server of a replica group: it is connected to the lighthouse, bound and serving on
 // return. If the lighthouse is not reached within ConnectTimeout it fails. End it with Shutdown.
@@ -63,7 +68,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	}
 	cfg = cfg.withDefaults()
 	tracing.Setup(cfg.Logger)
-	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: maxConnections}, cfg.Logger)
+	gate, err := rpc.NewGate(cfg.Security, rpc.Limits{MaxConnections: mostConnections(cfg.WorldSize)}, cfg.Logger)
 	if err != nil {
 		return nil, err
 	}

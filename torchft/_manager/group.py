@@ -55,10 +55,13 @@ def join_group(
                 connect_timeout=settings.connect_timeout,
                 quorum_retries=settings.quorum_retries,
             )
-            store.set(MANAGER_ADDR_KEY, server.address())
+            address = server.address()
+            store.set(MANAGER_ADDR_KEY, address)
             store.set(REPLICA_ID_KEY, full_id)
-        address = store.get(MANAGER_ADDR_KEY).decode("utf-8")
-        return Group(store, store.get(REPLICA_ID_KEY).decode("utf-8"), address, server)
+        else:
+            # Together: all ranks of a group ask one store when it starts, and each answer is waited for.
+            address, full_id = (value.decode("utf-8") for value in store.multi_get([MANAGER_ADDR_KEY, REPLICA_ID_KEY]))
+        return Group(store, full_id, address, server)
     except BaseException:
         if server is not None:
             server.shutdown()

@@ -112,7 +112,7 @@ func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, err
 		case <-c.ended:
 			return memory, net.ErrClosed
 		case <-expired:
-			return memory, fmt.Errorf("the source did not copy its state from the device within %v", c.server.patience)
+			return memory, fmt.Errorf("timed out: the source did not copy its state from the device within %v", c.server.patience)
 		}
 	}
 }

@@ -187,7 +187,7 @@ func TestWhoeverWaitsForADeviceCopyHearsOfItsEnd(t *testing.T) {
 		"failed":  {func(o *Offer) { o.CopyFailed("out of memory") }, "the source could not copy its state from the device: out of memory"},
 		"revoked": {func(o *Offer) { o.Revoke(0, time.Second) }, errRevoked.Error()},
 		"ended":   {func(o *Offer) { o.End(time.Second) }, errEnded.Error()},
-		"late":    {func(*Offer) {}, "the source did not copy its state from the device within 2s"},
+		"late":    {func(*Offer) {}, "timed out: the source did not copy its state from the device within 2s"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			patience := time.Minute

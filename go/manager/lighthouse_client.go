@@ -63,7 +63,7 @@ func DialLighthouse(ctx context.Context, addr string, connectTimeout time.Durati
 			case ctx.Err() != nil:
 				return nil, err
 			case time.Now().After(end):
-				return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s within %s: %s", addr, connectTimeout, rpc.Message(err))
+				return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s: timed out after %s: %s", addr, connectTimeout, rpc.Message(err))
 			}
 		}
 	}

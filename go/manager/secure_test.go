@@ -51,7 +51,7 @@ func TestAJobWithTokenAndCertificates(t *testing.T) {
 			secure(wrong)(&cfg)
 			_, err := manager.NewServer(t.Context(), cfg)
 			assert.ErrorContains(t, err, says)
-			assert.ErrorContains(t, err, "could not connect to lighthouse at https://lighthouse:29510 within 1s")
+			assert.ErrorContains(t, err, "could not connect to lighthouse at https://lighthouse:29510: timed out after 1s")
 		}
 		for _, r := range round(t, 2, a, b) {
 			assert.EqualValues(t, 2, r.ReplicaWorldSize, "the job goes on")

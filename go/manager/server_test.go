@@ -198,7 +198,7 @@ func TestNoLighthouse(t *testing.T) {
 		cfg.ConnectTimeout = 2 * time.Second
 		start := time.Now()
 		_, err := manager.NewServer(t.Context(), cfg)
-		assert.ErrorContains(t, err, "could not connect to lighthouse at http://lighthouse:29510 within 2s: ")
+		assert.ErrorContains(t, err, "could not connect to lighthouse at http://lighthouse:29510: timed out after 2s: ")
 		assert.ErrorContains(t, err, "connection refused")
 		assert.False(t, rpc.IsTimeout(err))
 		assert.Equal(t, 2*time.Second, time.Since(start))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import socket
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -22,6 +23,9 @@ from torchft.multiprocessing import _MonitoredPipe
 
 SHORT = timedelta(seconds=0.05)
 SOURCES = Path(torchft.__file__).parent
+GO = SOURCES.parent / "go"
+# For operators: the command `torchft`, and the lighthouse's reason for an eviction.
+NOT_TO_SCRIPTS = {"torchft/launch/lighthouse.py", "torchft/launch/lighthouse_http.py", "go/lighthouse/watch.go"}
 # What makes the text of an error that is raised elsewhere, or has none that anybody sees.
 TEXTLESS = {"process_group/isolated/wire.py"}
 
@@ -43,6 +47,19 @@ def test_every_timeout_says_timed_out() -> None:
     assert len(texts) > 15
     silent = {where: text for where, text in texts.items() if "timed out" not in text}
     assert {where.partition(":")[0] for where in silent} <= TEXTLESS, silent
+
+
+def test_what_did_not_come_within_a_time_timed_out() -> None:
+    """Errors of other classes, and those of the core: whose text has "within" and a time."""
+    within, found = re.compile(r"within (\{|%[vs])"), 0
+    sources = [p for p in (*SOURCES.rglob("*.py"), *GO.rglob("*.go")) if not p.name.endswith("_test.go")]
+    for source in sources:
+        for line in source.read_text().splitlines():
+            raised = "raise " in line or "Error(" in line or "Errorf(" in line
+            if raised and within.search(line) and source.relative_to(SOURCES.parent).as_posix() not in NOT_TO_SCRIPTS:
+                found += 1
+                assert "timed out" in line, f"{source}: {line}"
+    assert found > 4
 
 
 def test_the_text_of_a_call_of_the_core() -> None:

@@ -110,7 +110,7 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         seconds = _LONGEST_ABORT_SEC if opts.timeout is None else opts.timeout.total_seconds()
         abort.join(seconds)
         if abort.is_alive():  # its end would strike the next peers
-            raise RuntimeError(f"reconfigure: the abort of its last peers has not ended within {seconds} s")
+            raise RuntimeError(f"reconfigure: timed out: the abort of its last peers has not ended within {seconds} s")
         del _aborts[pg]
     reconfigure_and_wait(pg, opts)
     if _is_gloo(pg):

@@ -72,7 +72,7 @@ func (s Security) Dial(ctx context.Context, network Network, what, address strin
 		if err := lastErr.Load(); err != nil {
 			why = (*err).Error()
 		}
-		return nil, status.Errorf(codes.Unavailable, "could not connect to %s at %s within %s: %s", what, address, connectTimeout, why)
+		return nil, status.Errorf(codes.Unavailable, "could not connect to %s at %s: timed out after %s: %s", what, address, connectTimeout, why)
 	}
 	return conn, nil
 }

@@ -136,7 +136,7 @@ func TestDialNamesAddressAndTime(t *testing.T) {
 		host := fttest.NewNetwork().Host("a")
 		start := time.Now()
 		_, err := rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", 2*time.Second)
-		assert.EqualError(t, err, "rpc error: code = Unavailable desc = could not connect to lighthouse at http://b:1 within 2s: dial b:1: connection refused")
+		assert.EqualError(t, err, "rpc error: code = Unavailable desc = could not connect to lighthouse at http://b:1: timed out after 2s: dial b:1: connection refused")
 		assert.Equal(t, 2*time.Second, time.Since(start))
 		assert.False(t, rpc.IsTimeout(err))
 
@@ -169,7 +169,7 @@ func TestDialToWhatIsNoGRPCServer(t *testing.T) {
 			}
 		}()
 		_, err = rpc.Dial(t.Context(), network.Host("a"), "manager", "http://b:1", time.Second)
-		assert.ErrorContains(t, err, "could not connect to manager at http://b:1 within 1s: it does not answer as a gRPC server")
+		assert.ErrorContains(t, err, "could not connect to manager at http://b:1: timed out after 1s: it does not answer as a gRPC server")
 	})
 }
 

@@ -127,6 +127,34 @@ PATHS: dict[str, Path] = {
         (Event.ERROR, State.DROPPED),
         (Event.YES, None),
     ],
+    "asked twice, the first had healed": [
+        (Event.BEHIND, State.HEALING),
+        (Event.LOADED, State.HEALED),
+        (Event.DROP, State.DROPPED),
+    ],
+    "asked twice, the first had failed": [(Event.ERROR, State.FAILED), (Event.DROP, State.DROPPED)],
+    "asked twice, the vote on the first is not decided": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.YES, State.VOTED_YES),
+        (Event.DROP, State.DROPPED),
+    ],
+    "healed, and too few groups take part": [
+        (Event.BEHIND, State.HEALING),
+        (Event.LOADED, State.HEALED),
+        (Event.NO, State.VOTED_NO),
+        (Event.NO, State.VOTED_NO),
+        (Event.ERROR, State.VOTED_NO),
+        (Event.COMMIT, State.COMMITTED),  # by a stand-in for the manager server only
+        (Event.NO, State.VOTED_NO),
+    ],
+    "lost, then the next step in the same quorum": [
+        (Event.QUORUM, State.TRAINING),
+        (Event.ERROR, State.FAILED),
+        (Event.NO, State.VOTED_NO),
+        (Event.LOSE, State.LOST),
+        (Event.ERROR, State.LOST),
+        (Event.YES, State.VOTED_YES),
+    ],
 }
 
 
@@ -140,6 +168,17 @@ def test_what_happens_to_a_step(path: Path) -> None:
         else:
             state = after(state, event)
             assert state is expected, event
+
+
+def test_each_row_is_on_a_path() -> None:
+    walked = {(State.UNASKED, Event.ERROR)}  # the next test's
+    for path in PATHS.values():
+        state = State.ASKED
+        for event, expected in path:
+            if expected is not None:
+                walked.add((state, event))
+                state = expected
+    assert walked == TRANSITIONS.keys()
 
 
 def test_before_the_first_step_there_are_errors_only() -> None:

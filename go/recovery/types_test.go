@@ -49,5 +49,6 @@ func TestEachFieldButTheSourcesHasANameInPython(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, field.Name == "Sources", string(before) == string(after), field.Name)
 		require.Equal(t, field.Name == "Sources", field.Tag.Get("json") == "-", field.Name)
+		require.NotEmpty(t, field.Tag.Get("json"), field.Name)
 	}
 }

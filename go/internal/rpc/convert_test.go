@@ -2,6 +2,7 @@ package rpc_test
 
 import (
 	"reflect"
+	"strconv"
 	"testing"
 	"time"
 
@@ -24,17 +25,25 @@ func full[T any](t *testing.T) T {
 	return value
 }
 
+// next tells fields apart: two that a conversion mixes up differ.
+func next() int64 {
+	filled++
+	return filled
+}
+
+var filled int64
+
 func fill(t *testing.T, v reflect.Value) {
 	t.Helper()
 	switch v.Kind() {
 	case reflect.Int64:
-		v.SetInt(7)
+		v.SetInt(next())
 	case reflect.Uint64:
-		v.SetUint(7)
+		v.SetUint(uint64(next()))
 	case reflect.Bool:
 		v.SetBool(true)
 	case reflect.String:
-		v.SetString("x")
+		v.SetString(strconv.FormatInt(next(), 10))
 	case reflect.Pointer:
 		v.Set(reflect.New(v.Type().Elem()))
 		fill(t, v.Elem())

@@ -93,6 +93,13 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
         time.sleep(0.01)
 
 
+def stop(pid: int) -> None:
+    """Returns when it is stopped: until then a server may still fork a worker, and a worker answer."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+
+
 def worker() -> int:
     """The worker of the only group: the one with threads of Gloo. That of the group before it may still be there."""
     found: list[int] = []
@@ -371,7 +378,7 @@ def test_a_worker_that_is_slow_to_die_keeps_what_it_shares(
     closed = threading.Event()
     monkeypatch.setattr(alone._worker.channel.devices, "close", closed.set)
     pid, killer = worker(), server()
-    os.kill(killer, signal.SIGSTOP)
+    stop(killer)
     try:
         alone.abort()
         assert not closed.is_set() and pid in children(killer)
@@ -538,8 +545,9 @@ def test_a_server_that_dies_while_it_is_asked_is_replaced(
     if standby_too:
         wait_until(lambda: len(workers()) == 1, "it stands by")
     old = server()
-    for pid in (old, *workers()):
-        os.kill(pid, signal.SIGSTOP)
+    stop(old)
+    for pid in workers():
+        stop(pid)
     asked = threading.Event()
     start = channel_module.Channel.start
 
@@ -580,25 +588,29 @@ def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
 def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
     old = server()
-    os.kill(old, signal.SIGSTOP)
+    stop(old)
     for pid in workers():
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     monkeypatch.setattr(standby, "_START_SEC", 0.3)
 
     def configure() -> None:
         group.configure(meeting(store), "replica", 0, 1)
 
-    with pytest.raises(RuntimeError, match=r"timed out after .* seconds: it did not start"):
-        (group.get_reconfigure_handle if standby_too else configure)()
-    monkeypatch.undo()
-    configure()
-    assert server() != old
-    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
-    group.shutdown()
-    # As at the end of the process: groups that a failed test has left do not count
-    standby.servers.close()
-    # On a busy machine whoever kills it does not wait until it can be reaped
-    wait_until(lambda: children(os.getpid()).get(old, "Z") == "Z", "it is killed")
+    try:
+        with pytest.raises(RuntimeError, match=r"timed out after .* seconds: it did not start"):
+            (group.get_reconfigure_handle if standby_too else configure)()
+        monkeypatch.undo()
+        configure()
+        assert server() != old
+        group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+        group.shutdown()
+        # As at the end of the process: groups that a failed test has left do not count
+        standby.servers.close()
+        # On a busy machine whoever kills it does not wait until it can be reaped
+        wait_until(lambda: children(os.getpid()).get(old, "Z") == "Z", "it is killed")
+    finally:
+        if children(os.getpid()).get(old) == "T":  # else the next tests would wait for it
+            os.kill(old, signal.SIGKILL)
 
 
 def test_workers_that_die_again_and_again_are_given_up(store: TCPStore) -> None:
@@ -616,7 +628,7 @@ def test_workers_that_die_again_and_again_are_given_up(store: TCPStore) -> None:
 def test_an_abort_while_the_worker_starts(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
     pid = server()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
 
     def abort() -> None:
         wait_until(lambda: group._worker is not None, "it is asked")

@@ -59,8 +59,9 @@ def use(options: argparse.Namespace) -> None:
 class Watch:
     """Writes what each step was trained on, with how many groups, and whether it counted.
 
-    `trained` comes before the vote on a step and has the number of its quorum: so what a group added that was killed in
-    the middle of a step is known too, and counts if the others committed that step in that quorum.
+    `trained` has the number of the step's quorum and is written before the backward pass of the last unit, in which the
+    gradients are reduced. So the samples of a rank that is killed later in the step are known, and count if the
+    others committed that step in that quorum.
     """
 
     def __init__(self, events: Events, steps: int, groups: int) -> None:
@@ -88,12 +89,20 @@ class Watch:
         if participants < self._groups and manager.current_step() >= self._slow_from:
             time.sleep(PAUSE_SEC)  # one that comes back finds somebody to heal from
 
+    def reads(self, unit: Any) -> None:
+        if unit.repeated:
+            return
+        self._indices += unit.indices if unit.weight else ()
+        if unit.last:
+            manager = self._manager
+            manager.wait_quorum()
+            step, quorum = manager.current_step(), manager._quorum_id
+            self._events.write("trained", step=step, quorum=quorum, indices=self._indices, **self._where())
+
     def ends(self, step: Any) -> None:
         manager, number = self._manager, self._manager.current_step()
         manager.wait_quorum()
         quorum, participants, healing = manager._quorum_id, manager.num_participants(), not manager.is_participating()
-        where = {"epoch": self._position.epoch, "batch": self._position.batch}
-        self._events.write("trained", step=number, quorum=quorum, indices=self._indices, **where)
         step()
         committed = manager.current_step() > number
         self._events.write(
@@ -104,8 +113,11 @@ class Watch:
             healing=healing,
             loss=sum(self._losses) / len(self._losses),
             recovery=manager.recovery_seconds() if healing else None,
-            **where,
+            **self._where(),
         )
+
+    def _where(self) -> dict[str, int]:
+        return {"epoch": self._position.epoch, "batch": self._position.batch}
 
     def _classes(self) -> tuple[type, type]:
         watch = self
@@ -118,7 +130,7 @@ class Watch:
 
             def _read(self, *of: Any) -> Any:  # type: ignore[override]
                 unit = super()._read(*of)
-                watch._indices += unit.indices if unit.weight and not unit.repeated else ()
+                watch.reads(unit)
                 return unit
 
         class Optimizer(torchft.Optimizer):

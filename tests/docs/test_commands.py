@@ -301,15 +301,13 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
     assert re.search(r"Lighthouse listening on: https://", said), said
 
     status, _ = json.JSONDecoder().raw_decode(said[said.index("{\n") :])
-    addresses = {member["address"] for member in status["members"]}
-    assert len(addresses) == 2 and all(address.startswith("https://") for address in addresses)
+    assert status["members"] == [], "the training has ended, and both groups have said so"
     assert re.search(r'nobody\\?" is not known', said), said
 
     first, second = ends(tmp_path)
     assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
     # One of them fetched its first weights from the other, which showed and saw the token.
-    events = "".join(path.read_text() for path in (tmp_path / "events").iterdir())
-    assert any(json.loads(line).get("healing") for line in events.splitlines()), events
+    assert re.search(r'msg="torchft: a member healed" member=train_ddp_\d\S* step=0 bytes=\d{4}', said), said
 
 
 @pytest.mark.hosts

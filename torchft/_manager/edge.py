@@ -373,11 +373,14 @@ class WorkKind(NamedTuple):
     orders: bool  # a ``block_current_stream`` of their own, on a CPU; PyTorch's needs CUDA, and torchft's waits
 
 
+_PYTORCHS_ORDER = getattr(dist._Work, "block_current_stream", None)  # PyTorch 2.7 has none
+
+
 @lru_cache(maxsize=64)
 def work_kind(kind: type) -> WorkKind:
     """What works of this class do. It is asked once for each class: a process group gives few of them."""
     ours = kind.__module__.startswith("torchft.")
-    own_order = getattr(kind, "block_current_stream", None) is not dist._Work.block_current_stream
+    own_order = getattr(kind, "block_current_stream", None) is not _PYTORCHS_ORDER
     return WorkKind(drains=hasattr(kind, "drain"), polls=not ours, orders=not ours and own_order)
 
 

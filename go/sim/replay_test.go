@@ -27,13 +27,14 @@ func onlyDeaths(seed uint64) Setup {
 // No step is lost that a live group had computed: whenever groups die, alone or at once, in each phase of a replay, and
 // when others join meanwhile.
 func TestADeathCostsNoStep(t *testing.T) {
+	joins := 0
 	for p, name := range map[phase]string{
 		idle: "in a step", agreeing: "while its ranks agree", awaiting: "before the quorum", working: "while it connects",
 		reducing: "while it reduces", voting: "before the decision",
 	} {
 		t.Run(name, func(t *testing.T) {
 			var replays, commits uint64
-			deaths, joins := 0, 0
+			deaths := 0
 			for seed := range uint64(budget(40, 4)) {
 				s := onlyDeaths(seed)
 				s.ReplayDeath = p
@@ -42,12 +43,12 @@ func TestADeathCostsNoStep(t *testing.T) {
 				replays, commits, joins = replays+r.Replays, commits+r.Commits, joins+r.replayJoins
 				deaths += r.replayDeaths[p]
 			}
-			t.Logf("%d commits, %d replays, %d deaths in this phase of one, %d groups began in one", commits, replays, deaths, joins)
+			t.Logf("%d commits, %d replays, %d deaths in this phase of one, so far %d groups began in one", commits, replays, deaths, joins)
 			require.NotZero(t, replays)
-			require.NotZero(t, joins)
 			require.Equal(t, p != idle, deaths > 0)
 		})
 	}
+	require.NotZero(t, joins, "groups that began in a replay, over all phases")
 }
 
 // Without it the same deaths cost steps.

@@ -141,7 +141,7 @@ def test_a_lighthouse_that_is_not_there_is_named_with_the_time_tried() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(RuntimeError, match=rf"{address} within 100ms"):
+        with pytest.raises(RuntimeError, match=rf"{address}: timed out after 100ms"):
             LighthouseClient(address, timedelta(milliseconds=100))
 
 

@@ -163,8 +163,8 @@ def test_any_number_of_groups_ends_with_the_weights_of_one_process(groups: int, 
     assert training.lost == []
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
+def ends_of_a_failure_and_a_join(training: Training) -> list[Optional[torch.Tensor]]:
+    """Weights of three groups, of which one fails in its third step, and of the group that takes its place."""
     restart = Gate()
 
     def die(rank: Rank) -> str:
@@ -175,13 +175,18 @@ def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
     def wait_for_three(rank: Rank) -> None:
         rank.cluster.wait_for_healthy(3)
 
-    training = Training(start_with=3, settings={"use_async_quorum": use_async_quorum})
     training.events[2, 0, 2] = die
     training.events[0, 0, 4] = training.events[1, 0, 4] = wait_for_three
     with Cluster(min_replicas=2) as cluster:
         first = [cluster.start(training, group=group) for group in range(3)]
         cluster.wait(restart)
-        ended = results(*first, cluster.start(training, group=2))
+        return results(*first, cluster.start(training, group=2))
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
+    training = Training(start_with=3, settings={"use_async_quorum": use_async_quorum})
+    ended = ends_of_a_failure_and_a_join(training)
     check(training, ended)
     assert sum(weights is not None for weights in ended) == 3
     assert len(training.lost) >= 2

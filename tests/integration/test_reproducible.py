@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from tests.integration.cluster import DEADLINE, Cluster, Rank, results
 from tests.integration.test_loader import (
     LAST,
     SAMPLES,
@@ -17,6 +17,7 @@ from tests.integration.test_loader import (
     Training,
     check,
     dataset,
+    ends_of_a_failure_and_a_join,
     flat,
     make_model,
     make_optimizer,
@@ -90,23 +91,8 @@ def test_wrapped_models(wrap: Callable[[Manager, nn.Module], nn.Module]) -> None
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
-    restart = Gate()
-
-    def die(rank: Rank) -> str:
-        rank.crash()
-        restart.open()
-        return "dead"
-
-    def wait_for_three(rank: Rank) -> None:
-        rank.cluster.wait_for_healthy(3)
-
     training = job(start_with=3, settings={"use_async_quorum": use_async_quorum})
-    training.events[2, 0, 2] = die
-    training.events[0, 0, 4] = training.events[1, 0, 4] = wait_for_three
-    with Cluster(min_replicas=2) as cluster:
-        first = [cluster.start(training, group=group) for group in range(3)]
-        cluster.wait(restart)
-        ended = results(*first, cluster.start(training, group=2))
+    ended = ends_of_a_failure_and_a_join(training)
     check_bits(training, ended)
     assert sum(weights is not None for weights in ended) == 3
 

@@ -4,13 +4,13 @@ A step of a rank is ``start_quorum`` (who takes part?), a forward and a backward
 ``should_commit`` (did everybody finish?). Errors of other groups never raise into the model: they are kept, and the
 step is not committed.
 
-It is long because it is one object: all that a training loop can say, over state that other projects read and replace
-here by name. Each part of it is an object of its own in ``_manager/``, whose ``__init__`` lists them.
+It is long because it is one object: all that a training loop can say, and the order of a step. Each part of it is an
+object of its own in ``_manager/``, whose ``__init__`` lists them; what it keeps from step to step is in its base
+``Stateful``, what may be asked of a step in its base ``Stepping``.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
@@ -23,24 +23,23 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from torchft._manager.background import Background
-from torchft._manager.collectives import Backlog, Collectives
+from torchft._manager.collectives import Backlog, Collectives, check_reducible
+from torchft._manager.connection import Connection
 from torchft._manager.edge import Server, Transport, as_peers, as_server
-from torchft._manager.errors import ExceptionWithTraceback
-from torchft._manager.failures import FailureCallback, Failures, PeerFailed
+from torchft._manager.errors import Errors, ExceptionWithTraceback
+from torchft._manager.failures import FailureCallback, Failures
 from torchft._manager.group import join_group
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
-from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
-from torchft._manager.loader import NAME as LOADER
-from torchft._manager.loader import AverageCheck, BatchCheck, BatchDiffers, Loader, LocalSteps, lines
+from torchft._manager.layout import Layout
+from torchft._manager.loader import Data, Loader, LocalSteps
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.ranges import ranged
 from torchft._manager.recovery import Recovery
-from torchft._manager.replay import peers_fault
 from torchft._manager.replayer import Replayer
 from torchft._manager.reports import Reports
-from torchft._manager.rounds import Round, Rounds
+from torchft._manager.rounds import Rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -59,16 +58,15 @@ from torchft._manager.settings import (
 from torchft._manager.signals import Signals
 from torchft._manager.state import Position, Stateful
 from torchft._manager.step import Request, State, Step
+from torchft._manager.stepping import Stepping
 from torchft._manager.trace import step_trace
+from torchft._manager.transfers import Transfers
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
 from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
-from torchft.collectives import allreduce_quantized, check_quantizable
 from torchft.futures import future_timeout
-from torchft.process_group.native import reset_flight_recorder
 from torchft.process_group.reconfigure import ReconfigureOptions
-from torchft.utils import refuse_capture
 from torchft.work import _DummyWork
 
 __all__ = [
@@ -100,7 +98,7 @@ CommitHook = Callable[[int, bool, int], None]
 IS_TRITON_AVAILABLE = find_spec("triton") is not None
 
 
-class Manager(Stateful):
+class Manager(Stateful, Stepping):
     """Takes one rank through its steps: quorum, healing, collectives, commit.
 
     Args:
@@ -226,30 +224,36 @@ class Manager(Stateful):
     def _make_parts(self, planner: Planner) -> None:
         """Makes what a step needs, the logger first. The group is known."""
         settings = self._settings
-        self._quorum_id = -1  # whose peers the process group has
-        self._round: Optional[Round] = None
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
-        self._layout: Optional[List[str]] = None  # what is reduced, a line for each tensor
-        self._loader: Optional[Loader] = None
-        self._batches: Optional[BatchCheck] = None  # of the loader
-        self._local_steps: Optional[LocalSteps] = None  # LocalSGD or DiLoCo
         self._has_left = False
-        self._original_fr_dump_temp_file = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
-        self._logger = _ManagerLogger(self, self._replica_id, self._group_rank, Reports(self._server.say))
+        self._logger = _ManagerLogger(self._place, self._replica_id, self._group_rank, Reports(self._server.say))
         self._planner = planner
         self._background = Background()
-        self._incidents = Incidents(over=self._logger.failure_event)
+        self._incidents = Incidents(self._place, over=self._logger.failure_event)
+        self._errors = Errors(self._replica_id, self._incidents, self._server, self._logger)
         self._backlog = Backlog(self._peers.at_once, self._logger)
-        self._replayer = Replayer(settings.replay_failed_step, self._logger)
-        self._current = self._make_step(Request(True, False, self._quorum_timeout), state=State.UNASKED)
+        self._replayer = Replayer(settings.replay_failed_step, self._errors, self._logger)
+        self._layout = Layout(self._peers.announce_layout)
+        self._data = Data(self._layout, planner, settings, self._init_sync)
+        first = self._make_step(Request(True, False, self._quorum_timeout), state=State.UNASKED)
+        self._current = self._errors.step = first
         self._failures = Failures(
             settings.enable_error_bus,
-            self._current,
+            first,
             abort=self._peers.abort,
-            report=self._report_collective_error,
+            report=self._errors.of_collective,
             fetching=lambda: self._recovery.fetching,
             transferring=self._background.busy,
+            logger=self._logger,
+        )
+        self._connection = Connection(
+            self._peers,
+            self._replica_id,
+            settings,
+            self._layout,
+            failures=self._failures,
+            errors=self._errors,
             logger=self._logger,
         )
         self._recovery = Recovery(
@@ -264,6 +268,14 @@ class Manager(Stateful):
             in_background=self._use_async_quorum,
             logger=self._logger,
         )
+        self._transfers = Transfers(
+            self._recovery,
+            self._transport,
+            self._background,
+            settings.timeout,
+            errors=self._errors,
+            logger=self._logger,
+        )
         self._failures.subscribe(self._recovery.peer_died)
         self._trace = step_trace(self._server.trace, self._replica_id, self._group_rank)
         self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
@@ -276,27 +288,11 @@ class Manager(Stateful):
         state: State = State.ASKED,
     ) -> Step:
         collectives = Collectives(
-            self._peers.abort, report=self._report_collective_error, backlog=self._backlog, logger=self._logger
+            self._peers.abort, report=self._errors.of_collective, backlog=self._backlog, logger=self._logger
         )
         return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
 
-    # What other projects read by name, of the step and of the parts
-
-    @property
-    def _errored(self) -> Optional[ExceptionWithTraceback]:
-        return self._current.error
-
-    @property
-    def _healing(self) -> bool:
-        return self._current.healing
-
-    @property
-    def _participating_replica_rank(self) -> Optional[int]:
-        return self._current.participating_rank
-
-    @property
-    def _participating_replica_world_size(self) -> int:
-        return self._current.participants
+    # What other projects read by name, of the parts
 
     @property
     def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
@@ -335,18 +331,16 @@ class Manager(Stateful):
         """
         if self._loader_began():
             return
-        if self._settings.reproducible_reduction and self._batches is None:
-            raise ValueError(f"reproducible_reduction=True needs an {LOADER}: make one before the first step")
+        self._data.check_step()
         request = Request(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
         if self._replayer.is_ahead:
             if self._replayer.arrives(self._position) and request.is_like(self._current.request):
                 self._current.inputs.forget()
                 return
-            self._abort_collectives()  # the others count on this group in the quorum that it leaves
+            self._current.collectives.abort()  # the others count on this group in the quorum that it leaves
         self._begin_round(request)
         if not self._use_async_quorum:
-            self.wait_quorum()
-            self._heal_before_step()
+            self._settle()
 
     def _begin_round(self, request: Request, inputs: Optional[Inputs] = None) -> None:
         """Begins an attempt at a step."""
@@ -362,7 +356,7 @@ class Manager(Stateful):
         self._discard_unloaded_heal()
         step = self._make_step(request, inputs, self._current.plan)
         self._current.collectives.retire()  # with the next quorum the process group has other peers
-        self._current = step
+        self._current = self._errors.step = step
         self._failures.begin(step)
         self._background.begin()
         self._trace.asks(self._step)
@@ -381,27 +375,10 @@ class Manager(Stateful):
         )
         self._round = self._rounds.begin(partial(self._follow, step), said, request.timeout)
 
-    def _loader_began(self) -> bool:
-        """Whether the step that runs was begun by the loader, and nothing has been reduced in it."""
-        step = self._current
-        return self._adds_gradients() and self._round is not None and step.undecided and not len(step.collectives)
-
-    def _heal_before_step(self) -> None:
-        step = self._current
-        if step.healing and self._apply_pending_state_dict() and step.plan is not None and not step.plan.in_background:
-            step.joined()
-
-    @ranged("wait_quorum")
-    def wait_quorum(self) -> None:
-        """Waits until this step's quorum is known, the process group is ready and a heal has arrived.
-
-        Raises:
-            RuntimeError: there is no quorum, or start_quorum was not called.
-            TimeoutError: there was none in time.
-        """
-        if self._round is None:
-            raise RuntimeError("start_quorum must be called before anything that needs the quorum")
-        self._round.result()
+    def _settle(self) -> None:
+        """Returns when the quorum is known and has been followed; a heal before the step is loaded."""
+        self.wait_quorum()
+        self._transfers.load_before(self._current)
 
     @ranged("_async_quorum")
     def _follow(self, step: Step, result: QuorumResult) -> None:
@@ -415,42 +392,14 @@ class Manager(Stateful):
             self._recovery.begin(self._position, step.began)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id:
+            self._quorum_id = plan.quorum_id
             self._incidents.ended("quorum")
             with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
-                self._follow_quorum(plan)
+                self._connection.follow(plan, self._committed_quorum_id < 0, self._reconfigure_pg)
             self._incidents.ended("reconfigure")
-        if plan.recover_dst or plan.help_dst or plan.heal:
-            with self._background.running():
-                self._recover(plan)
-
-    @ranged("_pg::configure")
-    def _follow_quorum(self, plan: Plan) -> None:
-        """Rebuilds the process group for a new quorum. A failure costs the step, and the next quorum has a new id."""
-        self._quorum_id = plan.quorum_id
-        self._logger.quorum_event()
-        self._logger.info(
-            f"quorum {plan.quorum_id}: replica rank {plan.replica_rank} of {plan.replica_world_size}, "
-            f"{plan.participants} up to date at step {plan.max_step}"
-        )
-        if self._original_fr_dump_temp_file is not None:
-            # PyTorch's flight recorder appends the rank: each quorum's dump gets a file of its own
-            os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._original_fr_dump_temp_file}_quorum{plan.quorum_id}_"
-        reset_flight_recorder()
-        try:
-            with self._failures.connecting(plan.quorum_id):
-                self._failures.check()
-                check_layouts(plan, self._layout, new_here=self._committed_quorum_id < 0, read=read_layout)
-                if plan.handles:
-                    self._reconfigure_pg(plan.quorum_id, plan.handles)
-                else:
-                    self._peers.configure_by_store(plan, self._replica_id, self._settings)
-        except LayoutDiffers as e:
-            if e.ours_to_mend:
-                raise
-            self.report_error(e)  # the others go; the next quorum is without them
-        except Exception as e:
-            self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
-            self._step_failed(e)
+        fetched = self._transfers.run(plan, self._manager_state_dict)
+        if fetched is not None:
+            self._position = fetched
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """The one place where a new quorum's handles reach the process group."""
@@ -460,51 +409,13 @@ class Manager(Stateful):
         opts.timeout = self._timeout
         self._peers.reconfigure(opts)
 
-    # Healing
-
-    def _recover(self, plan: Plan) -> None:
-        """Serves this group's state, or fetches a peer's. A failure costs this group the step, and nobody else."""
-        try:
-            self._recovery.serve(plan, self._manager_state_dict)
-            if plan.heal:
-                self._position = self._recovery.fetch(plan)
-        except Exception as e:
-            self._logger.exception(f"healing failed: {e}")
-            self._keep_error(e)  # the peers still count on this group in their collectives
-
     def finish_serving(self) -> None:
         """Returns when no group that heals reads this one's state any more: before a change of it in mid-step.
 
         A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does: inner steps go on while a
         collective runs. Those of a step end only after the groups that heal have what they need.
         """
-        plan = self._current.plan
-        if plan is not None and (plan.recover_dst or plan.help_dst):
-            self._current.collectives.wait()
-            self._end_transfers()  # a transport of a process group has only queued them
-            self._end_serving()
-
-    def _apply_pending_state_dict(self) -> bool:
-        """Loads what a heal fetched. False if there is nothing, it has not arrived, or the user's function failed."""
-        if not self._end_transfers():
-            return False
-        try:
-            loaded = self._recovery.load()
-            if loaded:
-                self._current.loaded()
-            return loaded
-        except Exception as e:
-            self._keep_error(e)
-            return False
-
-    def _end_transfers(self) -> bool:
-        """Waits until the device has sent what this group serves, and has what it fetched. False: not in time."""
-        try:
-            self._background.join(self._timeout, self._recovery.pending)
-        except Exception as e:
-            self._report_collective_error(e)  # its abort ends them
-            return False
-        return True
+        self._transfers.end_in_step(self._current)
 
     def _discard_unloaded_heal(self) -> None:
         """Goes back to the step whose weights this group really has, so that it is healed again."""
@@ -525,15 +436,8 @@ class Manager(Stateful):
             what: whose tensors they are.
             lines: a line for each tensor, in the order in which they are reduced.
         """
-        if self._settings.reproducible_reduction and what != LOADER:
-            raise ValueError(
-                f"{what}: reproducible_reduction=True is for DistributedDataParallel and plain models, whose groups "
-                "reduce in each step; choose reproducible_reduction=False"
-            )
-        if self._adds_gradients() and what != LOADER:
-            raise ValueError(f"{what}: with an {LOADER} gradients are added; averages are for LocalSGD and DiLoCo")
-        self._layout = [*(self._layout or ()), *(f"{what}: {line}" for line in lines)]
-        self._peers.announce_layout(digest(self._layout), "\n".join(self._layout))
+        self._data.check_layout(what)
+        self._layout.add(what, lines)
 
     @ranged("allreduce")
     def allreduce(
@@ -561,26 +465,18 @@ class Manager(Stateful):
                 floating point tensor in a step with ``reproducible_reduction``.
             RuntimeError: the current stream is captured into a graph, whose replays would reduce nothing.
         """
-        if not tensor.is_cpu:
-            refuse_capture("Manager.allreduce")
-        if should_quantize:
-            check_quantizable(tensor, reduce_op)
-        if reduce_op == ReduceOp.AVG and not tensor.dtype.is_floating_point:
-            raise ValueError(f"reduce_op=AVG needs a floating point tensor, this one is {tensor.dtype}; use SUM")
-        if self._settings.reproducible_reduction and self._current.undecided and not _holds_integers(tensor):
-            raise ValueError(
-                f"reproducible_reduction=True: a sum of {tensor.dtype} has other bits with other groups. Gradients are "
-                "reduced by unit.accumulate(model); give it all models, and reduce what is for logs after the step"
-            )
+        check_reducible(tensor, reduce_op, should_quantize)
+        if self._current.undecided:
+            self._data.check_sum(tensor)
         kept = None
         try:
             self.wait_quorum()
-            local_steps = self._layout is not None
+            local_steps = self._layout.lines is not None
             kept = self._replayer.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
             work = self._reduce(tensor, reduce_op, should_quantize)
         except Exception as e:
             self._logger.exception(f"allreduce failed: {e}")
-            self._report_collective_error(e)
+            self._errors.of_collective(e)
             work = None
         if work is None:
             if kept is not None:
@@ -595,79 +491,37 @@ class Manager(Stateful):
         step = self._current
         self._failures.check()
         if not step.collectives.usable:
-            self._abort_collectives()  # the peers wait for what is skipped here
+            self._current.collectives.abort()  # the peers wait for what is skipped here
             return None
         if not self.is_participating():
             tensor.zero_()
-        if self._batches is not None:
-            self._compare_batches(self._batches, step, tensor.device)
-        op = ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op
-        if should_quantize:
-            reduction = allreduce_quantized([tensor], op, self._peers.abortable)
-        else:
-            reduction = self._peers.abortable.allreduce([tensor], _allreduce_options(op))
+        self._data.compare(step, tensor.device, self._reduce)
+        reduction = self._peers.allreduce(
+            tensor, ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op, should_quantize
+        )
         work = _ManagedWork(self, reduction, tensor, step.collectives.failed)
         step.collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end
-        if reduce_op == ReduceOp.AVG and step.participants > 1 and not self._adds_gradients():
+        if reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients:
             work.on_success(partial(tensor.div_, step.participants))
         return work
 
-    def _compare_batches(self, batches: BatchCheck, step: Step, device: torch.device) -> None:
-        """Reduces what tells whether all train on the same batch, before the first tensor of a quorum."""
-        if step.plan is None or not batches.is_due(step):
-            return
-        sums = batches.words(step.plan, device)
-        batches.begun(sums, self._reduce(sums, ReduceOp.SUM, False))
-
-    # The loader
+    # For a data loader, LocalSGD and DiLoCo: see _manager/loader.py
 
     def _adds_gradients(self) -> bool:
-        """Whether gradients are weighted, so that a sum over groups is not divided."""
-        return self._loader is not None and self._local_steps is None
+        return self._data.adds_gradients
 
     def _attach_loader(self, loader: Loader) -> None:
-        """All groups of the job train on the units of such loaders, whose losses are weighted: see _manager/loader.py.
-
-        Raises:
-            ValueError: something that does not go together with a loader.
-        """
-        if self._batches is not None:
-            raise ValueError(f"this Manager has an {LOADER} already: a job has one, which all of its epochs come from")
-        if self._round is not None:
-            raise ValueError(f"the first step has begun: make the {LOADER} before, in all groups")
-        if self._replayer.enabled:
-            raise ValueError(
-                f"replay_failed_step=True and {LOADER} exclude each other: a replay lacks the units of the group that "
-                "failed, and the loader gives them again. Choose replay_failed_step=False (and "
-                "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else torchft.data.DistributedSampler"
-            )
-        if self._layout is not None and self._local_steps is None:
-            raise ValueError(f"what is averaged was registered before; with an {LOADER} gradients are added")
-        self._loader = loader
-        self._check_data()
-        setting = f"reproducible_reduction={self._settings.reproducible_reduction}"
-        self.register_layout(LOADER, [*lines(loader.stamp), setting])
+        self._data.attach(loader, begun=self._round is not None)
 
     def _attach_local_steps(self, local_steps: LocalSteps) -> None:
-        """Groups train on their own between two steps of this Manager, which are averages."""
-        self._local_steps = local_steps
-        self._check_data()
-
-    def _check_data(self) -> None:
-        """Sets what is compared, as soon as it is known whether gradients are added, or weights averaged."""
-        if self._loader is None:
-            return
-        if self._local_steps is None:
-            self._batches = BatchCheck(self._loader)
-        else:
-            self._batches = AverageCheck(self._loader)
-            self._loader.steps_by_itself(self._local_steps)
-        self._planner.heal_first = self._init_sync and self._local_steps is None
+        self._data.attach_local_steps(local_steps)
 
     def _inner_step_ended(self) -> None:
-        if self._loader is not None:
-            self._loader.inner_step_ended()
+        self._data.inner_step_ended()
+
+    def _loader_began(self) -> bool:
+        return self._round is not None and self._data.began(self._current)
 
     def _begin_batch(self) -> Plan:
         """Begins a step, if it has not begun, and waits until it is known who takes part in it. A heal goes on."""
@@ -676,8 +530,7 @@ class Manager(Stateful):
         assert self._round is not None
         plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)
         if not plan.in_background:
-            self.wait_quorum()
-            self._heal_before_step()
+            self._settle()
         return plan
 
     def _sum_integers(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -691,15 +544,11 @@ class Manager(Stateful):
         fetched, and all meet in the next quorum.
         """
         self.wait_quorum()
-        self._abort_collectives()  # who heals does not know yet that there is nothing to reduce
+        self._current.collectives.abort()  # a group that heals does not know yet that there is nothing to reduce
         self._commit_failures += 1  # so the next quorum connects anew
         self._current.dropped()
 
     # Errors, and failures of peers
-
-    def errored(self) -> Optional[ExceptionWithTraceback]:
-        """The first error of this step, None if there is none."""
-        return self._current.error
 
     def subscribe_failures(self, callback: FailureCallback) -> None:
         """Calls ``callback(failure)`` for each member of a quorum that the lighthouse tells is dead, on a thread of its
@@ -709,42 +558,11 @@ class Manager(Stateful):
 
     def report_error(self, e: Exception) -> None:
         """Marks the step as failed: later collectives of it are skipped, and it will not be committed."""
-        self._refuse_replay(f"the training loop reported an error: {e}")
-        self._step_failed(e)
+        self._errors.reported(e)
 
-    def _step_failed(self, e: Exception, step: Optional[Step] = None) -> None:
-        step = step or self._current
-        step.collectives.usable = False
-        self._keep_error(e, step)
-
-    def _keep_error(self, e: Exception, step: Optional[Step] = None) -> None:
-        (step or self._current).failed(e)
-        self._incidents.noticed(e, self._step, self._quorum_id)
-        self._logger.error_event(e)
-
-    def _report_collective_error(self, e: Exception, of: Optional[Collectives] = None) -> None:
-        """As report_error, for a collective that failed: no peer shall wait for what is left of this quorum.
-
-        Only the neighbours of a dead group see its connection break. Their abort lets the others see it too.
-
-        Args:
-            of: those of the step that it belongs to; default: the current one. A late failure of an earlier step is
-                only logged: an abort would end the collectives of the current one, with other peers.
-        """
-        step = self._current  # once: the training thread may begin the next one meanwhile
-        if of is not None and of is not step.collectives:
-            self._logger.warn(f"a collective of an earlier step failed: {e!r}")
-            return
-        if not peers_fault(e):
-            step.inputs.refuse(f"a collective cannot be done: {e!r}")
-        elif not step.collectives.aborted and not isinstance(e, PeerFailed) and step.plan:
-            self._server.suspect(step.plan.quorum_id, [i for i in step.plan.replica_ids if i != self._replica_id])
-        self._step_failed(e, step)
-        step.collectives.abort()
-        self._incidents.ended("abort")
-
-    def _abort_collectives(self) -> None:
-        self._current.collectives.abort()
+    def _report_collective_error(self, e: Exception) -> None:
+        """As report_error, for a collective that failed: no peer shall wait for what is left of this quorum."""
+        self._errors.of_collective(e)
 
     def _counted(self, name: str, number: int = 1) -> None:
         """The manager server counts it: `rankCounters` in go/manager/metrics.go has the names."""
@@ -762,21 +580,7 @@ class Manager(Stateful):
             default: the value after an error or a timeout.
             timeout: default: the Manager's.
         """
-
-        inputs = self._current.inputs
-
-        def value_or_default(done: torch.futures.Future[T]) -> T:
-            try:
-                return done.value()
-            except Exception as e:
-                self._logger.exception(f"a future failed: {e}")
-                step = self._current  # once: the training thread may begin the next one meanwhile
-                if step.inputs is inputs:
-                    inputs.refuse(f"a future failed: {e}")
-                    self._step_failed(e, step)
-                return default
-
-        return future_timeout(fut, given("timeout", timeout, self._timeout)).then(value_or_default)
+        return self._errors.swallow(future_timeout(fut, given("timeout", timeout, self._timeout)), default)
 
     # Commit
 
@@ -808,12 +612,14 @@ class Manager(Stateful):
         step, failures, why = self._step, self._commit_failures, ""
         if not committed:
             why = self._current.why_lost()
-            self._give_way()
+            if self._data.gives_way(self._current.error):  # it says that it is a step behind, and heals
+                self._position = Position(self._step - 1, self._batches_committed, -1)
             committed = self._replayer.replay(
                 self._current,
                 vote=lambda yes: self._server.vote(self._step, yes, timeout),
                 ask=self._ask_again,
-                reduce=self._reduce_again,
+                reduce=self._reduce,
+                end=self._end_collectives,
                 finish=partial(self._try_step, timeout),
                 load=self._load_between_steps,
             )
@@ -845,46 +651,24 @@ class Manager(Stateful):
         """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the group."""
         self.wait_quorum()
         self._end_collectives()
-        arrived = self._end_transfers()
+        arrived = self._transfers.arrived()
         error = self._peers.error()
         if error is not None:
-            self._step_failed(error)
+            self._errors.lose(error)
         step = self._current
         if step.healing and arrived:
-            self._apply_pending_state_dict()
-        if self._batches is not None:
-            self._verify_batches(self._batches)
+            self._transfers.load(step)
+        try:
+            self._data.verify(step)
+        except Exception as e:
+            self._logger.exception(f"the step is not committed: {e}")
+            self._errors.lose(e)
         if step.participants < self._min_replica_size:
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
-        self._end_serving()  # from here on the weights may change
+        self._transfers.end_serving(step)  # from here on the weights may change
         return committed
-
-    def _verify_batches(self, batches: BatchCheck) -> None:
-        step = self._current
-        try:
-            batches.verify(step)
-        except Exception as e:
-            self._logger.exception(f"the step is not committed: {e}")
-            self._step_failed(e)
-
-    def _give_way(self) -> None:
-        """A group whose data is at another position than the others' says that it is a step behind: it heals."""
-        kept = self._current.error
-        error = kept.original_exception if kept is not None else None
-        if isinstance(error, BatchDiffers) and error.gives_way:
-            self._position = Position(self._step - 1, self._batches_committed, -1)
-
-    def _end_serving(self) -> None:
-        """Returns when nobody reads this group's state any more. A failure is the target's: this group has its state,
-        and the decision on its step stands.
-        """
-        try:
-            self._transport.disallow_checkpoint()
-        except Exception as e:
-            self._logger.exception(f"the groups that heal from this one do not have its state: {e}")
-            self._abort_collectives()  # a transfer by the process group must not end with a state that has changed
 
     @ranged("should_commit::current_stream::synchronize")
     def _end_collectives(self) -> None:
@@ -925,59 +709,18 @@ class Manager(Stateful):
         self.wait_quorum()
         return self._current
 
-    def _reduce_again(self) -> None:
-        """Reduces what the lost attempt had, on the training thread."""
-        step = self._current
-        try:
-            for kept in step.inputs.restore():
-                self._reduce(kept.tensor, kept.reduce_op, kept.should_quantize)
-        except Exception as e:
-            self._report_collective_error(e)
-        self._end_collectives()
-        step.inputs.settle()
-        if step.error is not None:
-            return
-        try:
-            self._replayer.run_hooks()
-        except Exception as e:
-            self._logger.exception(f"a replay hook failed: {e}")
-            self.report_error(e)
-
     def _load_between_steps(self) -> Optional[Position]:
         """Loads what a heal fetched; gives which state this group has then, None after an error."""
-        self._heal_before_step()
+        self._transfers.load_before(self._current)
         return self._position if self._current.error is None else None
 
-    # What the training loop may ask
-
-    def participating_rank(self) -> Optional[int]:
-        """This group's rank among those that take part in the step, None if it does not. Waits for the quorum, once one
-        was asked for.
-        """
-        if self._round is not None:
-            self.wait_quorum()
-        return self._current.participating_rank
-
-    def num_participants(self) -> int:
-        """Groups that take part in the step, 0 before the first. Waits for the quorum, once one was asked for."""
-        if self._round is not None:
-            self.wait_quorum()
-        return self._current.participants
+    # What else the training loop may ask
 
     def recovery_seconds(self) -> Dict[str, float]:
         """Where the seconds of this rank's last heal went: ``quorum`` (waiting for one), ``reconfigure`` (the process
         group got its peers), ``transfer`` and ``load``. All are 0 if it never healed.
         """
         return dict(self._recovery.phases.seconds)
-
-    def num_up_to_date(self) -> int:
-        """Groups of this quorum that had the newest state when it formed; the others heal in it. Waits for the quorum.
-
-        All groups of a quorum get the same number: one by which they can decide to leave together.
-        """
-        self.wait_quorum()
-        assert self._current.plan is not None
-        return self._current.plan.num_up_to_date
 
     def leave_on(self, *signals: int) -> None:
         """Lets this group leave when a rank of it gets one of these signals, as ``torchft drain`` does.
@@ -995,21 +738,6 @@ class Manager(Stateful):
             RuntimeError: this is not the main thread.
         """
         self._signals.heed(signals)
-
-    def draining(self) -> bool:
-        """Whether somebody wants this group to leave (``torchft drain``, or a signal of :meth:`leave_on`), and it has
-        ended its last step.
-
-        All ranks of a group get the same answer between the same two steps; within a step it is False. A loop that ends
-        when it is True, and calls :meth:`shutdown` before it shuts the process group down, costs the other groups
-        nothing.
-        """
-        step = self._current
-        return not step.undecided and step.plan is not None and step.plan.draining
-
-    def is_participating(self) -> bool:
-        """Whether this group's gradients count in this step."""
-        return self._current.participating_rank is not None and not self._current.healing
 
     def shutdown(self, wait: bool = True, finished: bool = False) -> None:
         """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.
@@ -1048,13 +776,3 @@ class Manager(Stateful):
             self._logger.info("this group has left, as it was asked to")
         except Exception as e:
             self._logger.warn(f"the other groups may miss this one: {e}")
-
-
-def _holds_integers(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def _allreduce_options(op: ReduceOp) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    return options

@@ -383,7 +383,7 @@ def test_a_round_that_one_group_spoils_is_lost_for_it_alone(delay: int) -> None:
             spoiled.set()
             assert rank.manager is not None
             rank.manager._end_collectives()
-            rank.manager._keep_error(RuntimeError("bad batch"))
+            rank.manager._errors.keep(RuntimeError("bad batch"))
 
     with Cluster(min_replicas=2) as cluster:
         loop = Training(settings, 12, start_with=2, fault=fault)

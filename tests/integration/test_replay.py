@@ -192,13 +192,13 @@ class Job:
 
             manager._client = cast(Any, _Instead(manager._client, should_commit=should_commit))
         elif place == "replay":
-            again = manager._reduce_again
+            again = manager._replayer.reduce_again
 
-            def reduce_again() -> None:
+            def reduce_again(*args: Any) -> None:
                 rank.crash()
-                again()
+                again(*args)
 
-            manager._reduce_again = reduce_again  # type: ignore[method-assign]
+            manager._replayer.reduce_again = reduce_again  # type: ignore[method-assign]
         else:
             raise ValueError(place)
 
@@ -309,7 +309,7 @@ def test_a_group_that_missed_a_commit_takes_over_its_state(cluster: Cluster) -> 
         if rank.group == 0 and step == 3 and not missed:
             missed.append(step)
             manager._end_collectives()
-            manager._step_failed(RuntimeError("the last collective failed here, after the others had finished"))
+            manager._errors.lose(RuntimeError("the last collective failed here, after the others had finished"))
 
     missed: list[int] = []
     job = Job(3, then=miss)
@@ -344,7 +344,7 @@ def test_an_error_of_the_training_loop_is_no_reason(cluster: Cluster) -> None:
         if rank.group == 0 and step == 3 and not failed:
             failed.append(step)
             manager.report_error(ValueError("the loss is not finite"))
-            manager._abort_collectives()
+            manager._current.collectives.abort()
 
     failed: list[int] = []
     job = Job(3, then=fail)

@@ -11,7 +11,11 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Callable, Optional, Union
 
-from torchft.utils import Mark, poll
+import torch
+from torch.distributed import ReduceOp
+
+from torchft.collectives import check_quantizable
+from torchft.utils import Mark, poll, refuse_capture
 
 if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
@@ -22,6 +26,21 @@ if TYPE_CHECKING:
 _DRAIN_SEC = 0.5
 # How often it is looked whether one that was forgotten is over.
 _LOOK_SEC = 0.01
+
+
+def check_reducible(tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> None:
+    """Refuses arguments of ``Manager.allreduce``.
+
+    Raises:
+        ValueError: the dtype does not go with the reduction.
+        RuntimeError: the current stream is captured into a graph.
+    """
+    if not tensor.is_cpu:
+        refuse_capture("Manager.allreduce")
+    if should_quantize:
+        check_quantizable(tensor, reduce_op)
+    if reduce_op == ReduceOp.AVG and not tensor.dtype.is_floating_point:
+        raise ValueError(f"reduce_op=AVG needs a floating point tensor, this one is {tensor.dtype}; use SUM")
 
 
 class Collectives:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from torchft import _torchft
 from torchft._manager.failures import FailureListener
@@ -23,6 +24,7 @@ from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.checkpointing.transport import CheckpointTransport
+from torchft.collectives import allreduce_quantized
 from torchft.process_group.native import (
     abort_native,
     collectives_at_once,
@@ -249,7 +251,6 @@ class Peers:
         pg: stays the same object.
 
     Attributes:
-        abortable: the group to call collectives of, so that all who wait for them are let go by :meth:`abort`.
         at_once: how many collectives hold all threads of the group, also for its next peers; None: new peers come with
             new threads.
     """
@@ -258,7 +259,7 @@ class Peers:
 
     def __init__(self, pg: Any) -> None:
         self.pg = pg
-        self.abortable = abortable(pg)
+        self._abortable = abortable(pg)  # whose collectives let all go that wait for them, at an abort
         self._takes_rank_info = hasattr(pg, "set_rank_info")
         self._announces_layouts = hasattr(pg, "announce_layout")
         self._takes_stores = hasattr(pg, "configure")
@@ -310,6 +311,14 @@ class Peers:
             group_world_size=group_world_size,
             global_ranks=[global_rank(i, group_rank, group_world_size) for i in plan.replica_ids],
         )
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, should_quantize: bool) -> dist._Work:
+        """Begins to reduce a tensor in place; with ``should_quantize`` 8-bit codes travel."""
+        if should_quantize:
+            return allreduce_quantized([tensor], op, self._abortable)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self._abortable.allreduce([tensor], options)
 
     def abort(self) -> None:
         """Ends what is in flight. The group is of no use until it has other peers."""

@@ -1,8 +1,23 @@
-"""What the Manager keeps of an error."""
+"""Errors of the step that runs: what is kept of them, and what ends for them."""
 
 from __future__ import annotations
 
 import traceback
+from typing import TYPE_CHECKING, Optional, TypeVar
+
+import torch
+
+from torchft._manager.failures import PeerFailed
+from torchft._manager.replay import peers_fault
+
+if TYPE_CHECKING:
+    from torchft._manager.collectives import Collectives
+    from torchft._manager.edge import Server
+    from torchft._manager.incident import Incidents
+    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.step import Step
+
+T = TypeVar("T")
 
 
 class ExceptionWithTraceback(Exception):
@@ -15,3 +30,94 @@ class ExceptionWithTraceback(Exception):
 
     def __str__(self) -> str:
         return f"{self.original_exception}\n{self.stack_trace}"
+
+
+class Errors:
+    """Takes the errors of a rank's steps, on any thread. Each of them costs the step of its group.
+
+    Args:
+        replica_id: of this group.
+        incidents: measures what the error costs.
+        server: is told that a collective failed.
+        logger: of the Manager.
+
+    Attributes:
+        step: that runs; set before the first error.
+    """
+
+    step: Step
+
+    def __init__(
+        self,
+        replica_id: str,
+        incidents: Incidents,
+        server: Server,
+        logger: _ManagerLogger,
+    ) -> None:
+        self._replica_id = replica_id
+        self._incidents = incidents
+        self._server = server
+        self._logger = logger
+
+    def keep(self, e: Exception, step: Optional[Step] = None) -> None:
+        """An error after which peers still count on this rank in their collectives: that of a heal.
+
+        Args:
+            step: that it belongs to; default: the one that runs.
+        """
+        (step or self.step).failed(e)
+        self._incidents.noticed(e)
+        self._logger.error_event(e)
+
+    def lose(self, e: Exception, step: Optional[Step] = None) -> None:
+        """An error while no peer waits for this rank: later collectives of the step are skipped."""
+        step = step or self.step
+        step.collectives.usable = False
+        self.keep(e, step)
+
+    def reported(self, e: Exception) -> None:
+        """An error of the training loop, which a replay would meet again."""
+        self.step.inputs.refuse(f"the training loop reported an error: {e}")
+        self.lose(e)
+
+    def of_collective(self, e: Exception, of: Optional[Collectives] = None) -> None:
+        """An error of a collective: no peer shall wait for what is left of this quorum. So the process group is
+        aborted.
+
+        Only the neighbours of a failed group see its connection break. Their abort lets the others see it too.
+
+        Args:
+            of: those of the step that it belongs to; default: the current one. A late failure of an earlier step is
+                only logged: an abort would end the collectives of the current one, with other peers.
+        """
+        step = self.step  # once: the training thread may begin the next one meanwhile
+        if of is not None and of is not step.collectives:
+            self._logger.warn(f"a collective of an earlier step failed: {e!r}")
+            return
+        if not peers_fault(e):
+            step.inputs.refuse(f"a collective cannot be done: {e!r}")
+        elif not step.collectives.aborted and not isinstance(e, PeerFailed) and step.plan:
+            self._server.suspect(step.plan.quorum_id, [i for i in step.plan.replica_ids if i != self._replica_id])
+        self.lose(e, step)
+        step.collectives.abort()
+        self._incidents.ended("abort")
+
+    def swallow(self, future: torch.futures.Future[T], default: T) -> torch.futures.Future[T]:
+        """A future with ``default`` in place of an error.
+
+        The error is one of the step that runs now, each attempt at it; in a later step it is only logged.
+        """
+        inputs = self.step.inputs
+
+        def value_or_default(done: torch.futures.Future[T]) -> T:
+            try:
+                return done.value()
+            except Exception as e:
+                self._logger.exception(f"a future failed: {e}")
+                step = self.step  # once: the training thread may begin the next one meanwhile
+                if step.inputs is inputs:
+                    inputs.refuse(f"a future failed: {e}")
+                    self.lose(e, step)
+                return default
+
+        return future.then(value_or_default)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional
+
+if TYPE_CHECKING:
+    from torchft._manager.state import Place
 
 
 class Incident:
@@ -45,17 +48,19 @@ class Incidents:
     """The failure after which nothing was committed yet, if there is one: what comes meanwhile belongs to it.
 
     Args:
+        place: where the rank is.
         over: is given one that has ended.
     """
 
-    def __init__(self, over: Callable[[Incident], None]) -> None:
+    def __init__(self, place: Place, over: Callable[[Incident], None]) -> None:
+        self._place = place
         self._over = over
         self._incident: Optional[Incident] = None
 
-    def noticed(self, cause: Exception, step: int, quorum_id: int) -> None:
+    def noticed(self, cause: Exception) -> None:
         """An error was noticed, on any thread."""
         if self._incident is None:
-            self._incident = Incident(str(cause), step, quorum_id)
+            self._incident = Incident(str(cause), self._place.step, self._place.quorum_id)
 
     def ended(self, phase: str) -> None:
         """A phase of it has ended, on any thread."""

@@ -56,6 +56,30 @@ def bare(handle: str) -> str:
     return handle.partition(_AFTER_NATIVE)[0]
 
 
+class Layout:
+    """What a rank reduces, as it tells the other groups.
+
+    Args:
+        announce: puts the digest and the lines into this rank's handle.
+
+    Attributes:
+        lines: one for each tensor; None: nothing was registered.
+    """
+
+    def __init__(self, announce: Callable[[str, str], None]) -> None:
+        self._announce = announce
+        self.lines: Optional[list[str]] = None
+
+    def add(self, what: str, lines: Sequence[str]) -> None:
+        """Adds a line for each tensor of ``what``."""
+        self.lines = [*(self.lines or ()), *(f"{what}: {line}" for line in lines)]
+        self._announce(digest(self.lines), "\n".join(self.lines))
+
+    def check(self, plan: Plan, new_here: bool) -> None:
+        """As :func:`check_layouts`, with the lines that the other groups have in their stores."""
+        check_layouts(plan, self.lines, new_here=new_here, read=read_layout)
+
+
 def check_layouts(
     plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, read: Callable[[Handle], Optional[list[str]]]
 ) -> None:

@@ -8,12 +8,17 @@ whose sum is not what it should be votes against the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Optional, Protocol
 
 import torch
+from torch.distributed import ReduceOp
 
 if TYPE_CHECKING:
-    from torchft._manager.plan import Plan
+    from torchft._manager.errors import ExceptionWithTraceback
+    from torchft._manager.layout import Layout
+    from torchft._manager.plan import Plan, Planner
+    from torchft._manager.settings import Settings
     from torchft._manager.step import Step
     from torchft._manager.work import _ManagedWork
     from torchft.data.position import Share, Stamp
@@ -166,6 +171,133 @@ class AverageCheck(BatchCheck):
 
     def _expect(self, samples: int, participants: int) -> None:
         self._loader.samples_averaged(samples)
+
+
+Reduce = Callable[[torch.Tensor, ReduceOp, bool], Optional["_ManagedWork"]]
+
+
+class Data:
+    """What a rank trains on, as far as its Manager knows: nothing, until a loader is attached.
+
+    Args:
+        layout: announces what all groups must have alike.
+        planner: learns whether groups heal before their first step.
+        settings: of the Manager.
+        init_sync: of the Manager.
+    """
+
+    def __init__(self, layout: Layout, planner: Planner, settings: Settings, init_sync: bool) -> None:
+        self._layout = layout
+        self._planner = planner
+        self._replays = settings.replay_failed_step
+        self._reproducible = settings.reproducible_reduction
+        self._init_sync = init_sync
+        self._loader: Optional[Loader] = None
+        self._local_steps: Optional[LocalSteps] = None
+        self._batches: Optional[BatchCheck] = None
+
+    # Before the first step
+
+    def attach(self, loader: Loader, begun: bool) -> None:
+        """All groups of the job train on the units of such loaders, whose losses are weighted.
+
+        Args:
+            loader: of this rank.
+            begun: whether the first step has.
+
+        Raises:
+            ValueError: something that does not go together with a loader.
+        """
+        if self._batches is not None:
+            raise ValueError(f"this Manager has an {NAME} already: a job has one, which all of its epochs come from")
+        if begun:
+            raise ValueError(f"the first step has begun: make the {NAME} before, in all groups")
+        if self._replays:
+            raise ValueError(
+                f"replay_failed_step=True and {NAME} exclude each other: a replay lacks the units of the group that "
+                "failed, and the loader gives them again. Choose replay_failed_step=False (and "
+                "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else torchft.data.DistributedSampler"
+            )
+        if self._layout.lines is not None and self._local_steps is None:
+            raise ValueError(f"what is averaged was registered before; with an {NAME} gradients are added")
+        self._loader = loader
+        self._choose_check()
+        self._layout.add(NAME, [*lines(loader.stamp), f"reproducible_reduction={self._reproducible}"])
+
+    def attach_local_steps(self, local_steps: LocalSteps) -> None:
+        """Groups train on their own between two steps of the Manager, which are averages."""
+        self._local_steps = local_steps
+        self._choose_check()
+
+    def _choose_check(self) -> None:
+        """Sets what is compared, as soon as it is known whether gradients are added, or weights averaged."""
+        if self._loader is None:
+            return
+        if self._local_steps is None:
+            self._batches = BatchCheck(self._loader)
+        else:
+            self._batches = AverageCheck(self._loader)
+            self._loader.steps_by_itself(self._local_steps)
+        self._planner.heal_first = self._init_sync and self._local_steps is None
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether gradients are weighted, so that a sum over groups is not divided."""
+        return self._loader is not None and self._local_steps is None
+
+    # What is refused
+
+    def check_layout(self, what: str) -> None:
+        """Raises a ValueError if these tensors cannot be averaged."""
+        if self._reproducible:
+            raise ValueError(
+                f"{what}: reproducible_reduction=True is for DistributedDataParallel and plain models, whose groups "
+                "reduce in each step; choose reproducible_reduction=False"
+            )
+        if self.adds_gradients:
+            raise ValueError(f"{what}: with an {NAME} gradients are added; averages are for LocalSGD and DiLoCo")
+
+    def check_step(self) -> None:
+        """Raises a ValueError if no step can begin."""
+        if self._reproducible and self._batches is None:
+            raise ValueError(f"reproducible_reduction=True needs an {NAME}: make one before the first step")
+
+    def check_sum(self, tensor: torch.Tensor) -> None:
+        """Raises a ValueError if a tensor cannot be reduced within a step."""
+        if self._reproducible and (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"reproducible_reduction=True: a sum of {tensor.dtype} has other bits with other groups. Gradients are "
+                "reduced by unit.accumulate(model); give it all models, and reduce what is for logs after the step"
+            )
+
+    # In a step
+
+    def began(self, step: Step) -> bool:
+        """Whether a step was begun by the loader, and nothing has been reduced in it."""
+        return self.adds_gradients and step.undecided and not len(step.collectives)
+
+    def inner_step_ended(self) -> None:
+        """A group that trains on its own has done a step of its optimizer."""
+        if self._loader is not None:
+            self._loader.inner_step_ended()
+
+    def compare(self, step: Step, device: torch.device, reduce: Reduce) -> None:
+        """Reduces what tells whether all train on the same batch, before the first tensor of a quorum."""
+        batches = self._batches
+        if batches is None or step.plan is None or not batches.is_due(step):
+            return
+        sums = batches.words(step.plan, device)
+        batches.begun(sums, reduce(sums, ReduceOp.SUM, False))
+
+    def verify(self, step: Step) -> None:
+        """Raises an error if the step must not be committed: see :meth:`BatchCheck.verify`."""
+        if self._batches is not None:
+            self._batches.verify(step)
+
+    def gives_way(self, kept: Optional[ExceptionWithTraceback]) -> bool:
+        """Whether this group has to heal after a step with this error, because its data is at another position."""
+        error = kept.original_exception if kept is not None else None
+        return isinstance(error, BatchDiffers) and error.gives_way
 
 
 def lines(stamp: Stamp) -> list[str]:

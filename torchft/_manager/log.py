@@ -37,9 +37,10 @@ def export_events() -> None:
 
 
 class _Stepping(Protocol):
-    """Where the Manager is."""
+    """Where a rank is."""
 
-    _quorum_id: int
+    @property
+    def _quorum_id(self) -> int: ...
 
     def current_step(self) -> int: ...
 
@@ -48,21 +49,22 @@ class _ManagerLogger:
     """Prefixes each line with who says it and at which step.
 
     Args:
-        manager: is asked for the step and the quorum.
+        manager: says at which step and quorum the rank is; named as in the published package. A Manager gives its
+            ``Place``.
         replica_id, group_rank: of this rank.
         reports: tells the manager server what people want to see; None: nothing is told.
     """
 
     def __init__(self, manager: _Stepping, replica_id: str, group_rank: int, reports: Optional[Reports] = None) -> None:
         self._logger = logging.getLogger("torchft.manager")
-        self._manager = manager
+        self._place = manager
         self._replica_id = replica_id
         self._group_rank = group_rank
         self._reports = reports or Reports(lambda *_, **__: None)
         export_events()
 
     def prefix(self) -> str:
-        return f"[{self._replica_id}/{self._group_rank} - step {self._manager.current_step()}]"
+        return f"[{self._replica_id}/{self._group_rank} - step {self._place.current_step()}]"
 
     def info(self, msg: str) -> None:
         self._logger.info("%s %s", self.prefix(), msg)
@@ -74,7 +76,7 @@ class _ManagerLogger:
         self._logger.exception("%s %s", self.prefix(), msg)
 
     def quorum_event(self) -> None:
-        self._event(_quorums, logging.INFO, f"quorum {self._manager._quorum_id}")
+        self._event(_quorums, logging.INFO, f"quorum {self._place._quorum_id}")
 
     def commit_event(self, committed: bool) -> None:
         self._event(_commits, logging.INFO, "committed" if committed else "not committed", commit_result=committed)
@@ -90,7 +92,7 @@ class _ManagerLogger:
         text = f"healed from step {from_step} in {phases}"
         self.info(text)
         self._event(_recoveries, logging.INFO, text, from_step=from_step, bytes=phases.received, **_named(phases))
-        self._reports.healed(self._manager.current_step(), phases)
+        self._reports.healed(self._place.current_step(), phases)
 
     def failure_event(self, incident: Incident) -> None:
         self.info(str(incident))
@@ -104,7 +106,7 @@ class _ManagerLogger:
             steps_lost=incident.steps_lost,
             **{f"{phase.replace(' ', '_')}_seconds": s for phase, s in incident.seconds().items()},
         )
-        self._reports.recovered(self._manager.current_step(), incident)
+        self._reports.recovered(self._place.current_step(), incident)
 
     def _event(self, logger: logging.Logger, level: int, msg: str, **fields: Any) -> None:
         # These records are for exporters: without a handler of their own they would reach Python's handler of last
@@ -118,8 +120,8 @@ class _ManagerLogger:
                 "job_id": os.environ.get("JOB_ID", "unknown"),
                 "replica_id": self._replica_id,
                 "rank": self._group_rank,
-                "quorum_id": self._manager._quorum_id,
-                "step": self._manager.current_step(),
+                "quorum_id": self._place._quorum_id,
+                "step": self._place.current_step(),
                 **fields,
             },
         )

@@ -15,6 +15,7 @@ from torchft._manager.inputs import Inputs, Kept
 from torchft._manager.replay import MOST_REPLAYS, Attempt, why_anew, why_not
 
 if TYPE_CHECKING:
+    from torchft._manager.errors import Errors
     from torchft._manager.log import _ManagerLogger
     from torchft._manager.state import Position
     from torchft._manager.step import Step
@@ -25,11 +26,13 @@ class Replayer:
 
     Args:
         enabled: whether anything is kept at all.
+        errors: take those of another attempt.
         logger: of the Manager.
     """
 
-    def __init__(self, enabled: bool, logger: _ManagerLogger) -> None:
+    def __init__(self, enabled: bool, errors: Errors, logger: _ManagerLogger) -> None:
         self.enabled = enabled
+        self._errors = errors
         self._logger = logger
         self._copies: list[torch.Tensor] = []  # memory for the inputs of every step
         self._hooks: list[Callable[[], None]] = []
@@ -48,11 +51,6 @@ class Replayer:
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         """What an optimizer will read: a replay must reach all of it."""
         self._gradients.append(gradients)
-
-    def run_hooks(self) -> None:
-        """What was reduced again becomes what the optimizer reads."""
-        for hook in self._hooks:
-            hook()
 
     # While a step runs
 
@@ -86,7 +84,8 @@ class Replayer:
         *,
         vote: Callable[[bool], bool],
         ask: Callable[[], Step],
-        reduce: Callable[[], None],
+        reduce: Callable[[torch.Tensor, ReduceOp, bool], object],
+        end: Callable[[], None],
         finish: Callable[[], bool],
         load: Callable[[], Optional[Position]],
     ) -> bool:
@@ -98,7 +97,8 @@ class Replayer:
             step: the attempt that was lost.
             vote: whether all ranks of the group say yes.
             ask: asks for the next quorum, and waits for it; gives the attempt that is in it.
-            reduce: puts its inputs back, and reduces them again.
+            reduce: begins to reduce a tensor.
+            end: waits for all that was begun.
             finish: ends it; whether the group commits it.
             load: loads the state of a heal; gives what the group has then, None after an error.
         """
@@ -126,10 +126,30 @@ class Replayer:
                     step.collectives.abort()
                 return False
             self._logger.info(f"reduced again with {step.plan.participants} groups, because {why}")
-            reduce()
+            self.reduce_again(step, reduce, end)
             if finish():
                 return True
         return False
+
+    def reduce_again(
+        self, step: Step, reduce: Callable[[torch.Tensor, ReduceOp, bool], object], end: Callable[[], None]
+    ) -> None:
+        """Reduces what the lost attempt had, in another one."""
+        try:
+            for kept in step.inputs.restore():
+                reduce(kept.tensor, kept.reduce_op, kept.should_quantize)
+        except Exception as e:
+            self._errors.of_collective(e)
+        end()
+        step.inputs.settle()
+        if step.error is not None:
+            return
+        try:
+            for hook in self._hooks:
+                hook()  # what was reduced becomes what the optimizer reads
+        except Exception as e:
+            self._logger.exception(f"a replay hook failed: {e}")
+            self._errors.reported(e)
 
     def _why_not(self, inputs: Inputs, replays: int) -> Optional[str]:
         if self._hooks:

@@ -22,6 +22,28 @@ class Position(NamedTuple):
     committed_quorum_id: int
 
 
+class Place:
+    """Where a rank is. Its Manager goes on; parts of it read.
+
+    Attributes:
+        step: the number of the one that runs; so many are committed.
+        quorum_id: of the one whose peers the process group has; -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.quorum_id = -1
+
+    # The same, as a Manager tells it: the published _ManagerLogger is made with one.
+
+    def current_step(self) -> int:
+        return self.step
+
+    @property
+    def _quorum_id(self) -> int:
+        return self.quorum_id
+
+
 class UserState:
     """The functions a user registered to read and to load state, by key.
 
@@ -105,7 +127,7 @@ class Stateful:
         load_state_dict: Optional[Callable[[T], None]],
         state_dict: Optional[Callable[[], T]],
     ) -> None:
-        self._step = 0
+        self._place = Place()
         self._batches_committed = 0
         self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
         self._user_state = UserState(timeout.total_seconds())
@@ -116,6 +138,22 @@ class Stateful:
             self.set_state_dict_fns(load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
+
+    @property
+    def _step(self) -> int:
+        return self._place.step
+
+    @_step.setter
+    def _step(self, step: int) -> None:
+        self._place.step = step
+
+    @property
+    def _quorum_id(self) -> int:
+        return self._place.quorum_id
+
+    @_quorum_id.setter
+    def _quorum_id(self, quorum_id: int) -> None:
+        self._place.quorum_id = quorum_id
 
     @property
     def _position(self) -> Position:

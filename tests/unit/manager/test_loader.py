@@ -40,8 +40,8 @@ def attach(manager: Manager, peers: Optional[Fixture] = None) -> ElasticDataLoad
 
 
 def announce_the_same(manager: Manager, peers: Fixture) -> None:
-    assert manager._layout is not None
-    handles = [announce(f"native {number}", digest(manager._layout)) for number in range(2)]
+    assert manager._layout.lines is not None
+    handles = [announce(f"native {number}", digest(manager._layout.lines)) for number in range(2)]
     peers.client._quorum.return_value.reconfigure_handles = handles
 
 

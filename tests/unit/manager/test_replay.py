@@ -160,7 +160,7 @@ def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Cal
     )[1]
     steps: list[tuple[int, bool, int]] = []
     manager.register_commit_hook(lambda step, committed, participants: steps.append((step, committed, participants)))
-    manager._reduce_again = lambda: manager._report_collective_error(RuntimeError("again"))  # type: ignore
+    manager._replayer.reduce_again = lambda *_: manager._report_collective_error(RuntimeError("again"))  # type: ignore
     lose(manager)
     assert not manager.should_commit()
     assert said == [0, 1, 2, 3, 4, 5], "each attempt needs a new quorum"

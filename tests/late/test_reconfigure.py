@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.late import load
-from torchft.process_group.native import abort_group, group_error, reconfigure_group
+from torchft.process_group.native import abort_group, errors_of, reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions
 
 load()
@@ -115,14 +115,14 @@ def test_an_aborted_group_has_an_error_until_it_has_peers_again(late: Any) -> No
     (group,) = ranks(1)
     torch.accelerator.set_device_index(0)
     reconfigure([group], 1)
-    assert group_error(group) is None
+    assert errors_of(group)() is None
     abort_group(group)
-    assert "was aborted" in str(group_error(group))
+    assert "was aborted" in str(errors_of(group)())
     opts = ReconfigureOptions()
     opts.uuid, opts.timeout = 2, timedelta(seconds=20)
     opts.handles = [group._get_backend(LATE).get_reconfigure_handle()]
     reconfigure_group(group, opts)
-    assert group_error(group) is None
+    assert errors_of(group)() is None
 
 
 class _HangsInItsAbort(OneRank):

@@ -28,7 +28,7 @@ from torchft.collectives import allreduce_quantized
 from torchft.process_group.native import (
     abort_native,
     collectives_at_once,
-    error_of_native,
+    errors_of,
     reconfigure_and_wait,
     reconfigure_native,
 )
@@ -251,6 +251,7 @@ class Peers:
         pg: stays the same object.
 
     Attributes:
+        error: tells what the group noticed that went wrong, None if nothing.
         at_once: how many collectives hold all threads of the group, also for its next peers; None: new peers come with
             new threads.
     """
@@ -259,11 +260,11 @@ class Peers:
 
     def __init__(self, pg: Any) -> None:
         self.pg = pg
+        self.error = errors_of(pg)
         self._abortable = abortable(pg)  # whose collectives let all go that wait for them, at an abort
         self._takes_rank_info = hasattr(pg, "set_rank_info")
         self._announces_layouts = hasattr(pg, "announce_layout")
         self._takes_stores = hasattr(pg, "configure")
-        self._reports_errors = hasattr(pg, "errored")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
         """Tells the group whose it is, for its handle; a native one has handles of its own kind."""
@@ -324,11 +325,6 @@ class Peers:
         """Ends what is in flight. The group is of no use until it has other peers."""
         self.pg.abort()
 
-    def error(self) -> Optional[Exception]:
-        """What the group noticed that went wrong, None if nothing."""
-        error = self.pg.errored() if self._reports_errors else None
-        return error if isinstance(error, Exception) else None  # a stand-in answers with a stand-in
-
 
 class _NativePeers(Peers):
     """The same of PyTorch's own group, which is aborted and reconfigured by functions of torchft."""
@@ -351,9 +347,6 @@ class _NativePeers(Peers):
 
     def abort(self) -> None:
         abort_native(self.pg)
-
-    def error(self) -> Optional[Exception]:
-        return error_of_native(self.pg)
 
 
 def as_peers(pg: dist.ProcessGroup) -> Peers:

@@ -24,7 +24,7 @@ from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
 from torchft.process_group._timeout import point_to_point_timeout
-from torchft.process_group.native import group_error
+from torchft.process_group.native import errors_of
 
 if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
@@ -82,6 +82,7 @@ class PGTransport(CheckpointTransport[T]):
         if timeout <= timedelta(0):
             raise ValueError(f"timeout is {timeout}: it must be positive")
         self._pg = pg
+        self._error = errors_of(pg)
         self._timeout = timeout
         self._device = torch.device(device)
         self._state_dict = state_dict
@@ -135,7 +136,7 @@ class PGTransport(CheckpointTransport[T]):
         channel.send(body)
 
     def _channel(self, ranks: List[int], what: str, timeout: Optional[timedelta]) -> _Channel:
-        return _Channel(self._pg, ranks, what, timeout or self._timeout, self._device)
+        return _Channel(self._pg, self._error, ranks, what, timeout or self._timeout, self._device)
 
     def recv_checkpoint(
         self,
@@ -247,6 +248,7 @@ class _Channel:
     """Messages to some ranks, or from one, all by one deadline. Both ends cut what they move into the same pieces."""
 
     pg: ProcessGroup
+    error: Callable[[], Optional[Exception]]  # of that group
     ranks: List[int]
     what: str
     timeout: timedelta
@@ -343,7 +345,7 @@ class _Queued:
             if time.monotonic() >= channel._deadline:
                 raise channel.timed_out(": the device has not ended it")
             time.sleep(_POLL)
-        error = group_error(channel.pg)
+        error = channel.error()
         if error is not None:
             raise CheckpointError(f"{channel.what}: {error}") from error
 

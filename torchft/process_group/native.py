@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store, Work
 
 from torchft.process_group._connections import Connections
 from torchft.process_group._operations import named_timeout
+from torchft.process_group.base import BaseProcessGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReconfigureOptions
@@ -65,13 +66,20 @@ def backend_error(backend: Any) -> Optional[Exception]:
     return RuntimeError(f"backend {backend.name()} reports {error.name}")
 
 
-def group_error(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """What went wrong in a group, native or torchft's, since it was made, if it noticed."""
+def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
+    """Tells what went wrong in a group since it was made, if it noticed.
+
+    Args:
+        pg: native, torchft's, or a stand-in, which may lack ``errored``, or answer with a stand-in. That is asked here:
+            call it where the group comes in.
+    """
     if is_native(pg):
-        return error_of_native(pg)
-    errored = getattr(pg, "errored", None)  # a stand-in may lack it, or answer with a stand-in
-    error = errored() if errored is not None else None
-    return error if isinstance(error, Exception) else None
+        return lambda: error_of_native(pg)
+    if issubclass(type(pg), BaseProcessGroup):  # a stand-in is an instance, and its type is not
+        return lambda: pg.errored()
+    if not hasattr(pg, "errored"):
+        return lambda: None
+    return lambda: error if isinstance(error := pg.errored(), Exception) else None
 
 
 def error_of_native(pg: dist.ProcessGroup) -> Optional[Exception]:

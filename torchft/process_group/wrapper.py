@@ -27,7 +27,7 @@ from torchft.process_group._operations import Operations, copied, explained, nam
 from torchft.process_group._reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
-from torchft.process_group.native import abort_group, connections_of, reconfigure_group
+from torchft.process_group.native import abort_group, connections_of, errors_of, reconfigure_group
 from torchft.process_group.reconfigure import (
     ReconfigureOptions,
     is_native,
@@ -77,6 +77,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._timeout = timeout
         self._pg: Optional[BaseProcessGroup] = pg
         self._given: bool = pg is not None
+        self._given_errored = errors_of(pg) if isinstance(pg, ProcessGroup) else None
         if pg is not None and not isinstance(pg, ProcessGroup):
             _owners.add(self)
         self._operations: Optional[Operations] = None
@@ -273,9 +274,7 @@ class ProcessGroupWrapper(ProcessGroup):
             _set_timeout(self._pg, timeout)
 
     def errored(self) -> Optional[Exception]:
-        if self._given and isinstance(self._pg, ProcessGroup):
-            return self._pg.errored()
-        return self._aborted
+        return self._given_errored() if self._given_errored is not None else self._aborted
 
     def share_buffer(self, tensor: torch.Tensor) -> bool:
         pg = self._pg

@@ -1,58 +1,61 @@
-"""What torchft's wrappers ask of a Manager beyond its public methods: of the optimizer, DDP, process groups, works.
+"""What torchft's wrappers ask of a Manager beyond its public methods: the optimizer, DDP, LocalSGD, process groups.
 
-Scripts' tests give the wrappers stand-ins for a Manager, which need not have it. That is asked here, and nowhere else.
+Scripts' tests give the wrappers stand-ins for a Manager, which need not have it. A wrapper asks once, when it is made,
+for the extras of its Manager, and calls those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
 
-def refuse_replay(manager: Any, reason: str) -> None:
-    """This step does something that cannot be done again."""
-    _call(manager, "_refuse_replay", reason)
+class Extras:
+    """The extras of a stand-in: most of them do nothing. A Manager's own are in ``_manager/extras.py``.
+
+    Args:
+        manager: the stand-in.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._tells_quorum = hasattr(manager, "_quorum_id")
+        self._share_buffer = getattr(getattr(manager, "_pg", None), "share_buffer", None)
+
+    def refuse_replay(self, reason: str) -> None:
+        """This step does something that cannot be done again."""
+
+    def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """What an optimizer will read: a replay must reach all of it."""
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether gradients are added up over the groups, and not averaged: a data loader has weighted the losses."""
+        return False
+
+    def steps_by_itself(self, local_steps: Any) -> None:
+        """Groups train on their own between two steps of the Manager."""
+
+    def inner_step_ended(self) -> None:
+        """Those of :meth:`steps_by_itself` have done a step of their optimizer."""
+
+    @property
+    def had_quorum(self) -> bool:
+        """Whether the process group has had peers; that of a stand-in that does not tell always has."""
+        return not self._tells_quorum or self._manager._quorum_id != -1
+
+    def share_buffer(self, buffer: torch.Tensor) -> None:
+        """Lets an isolated group share the memory of a buffer with its worker, so that nothing is copied."""
+        if self._share_buffer is not None:
+            self._share_buffer(buffer)
+
+    def counted(self, name: str, number: int = 1) -> None:
+        """The manager server counts it: ``rankCounters`` in go/manager/metrics.go has the names."""
 
 
-def register_gradients(manager: Any, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """What an optimizer will read: a replay must reach all of it."""
-    _call(manager, "_register_gradients", gradients)
-
-
-def adds_gradients(manager: Any) -> bool:
-    """Whether gradients are added up over the groups, and not averaged: a data loader has weighted the losses."""
-    return _call(manager, "_adds_gradients") is True
-
-
-def steps_by_itself(manager: Any, local_steps: object) -> None:
-    """Groups train on their own between two steps of the Manager."""
-    _call(manager, "_attach_local_steps", local_steps)
-
-
-def inner_step_ended(manager: Any) -> None:
-    """Those of :func:`steps_by_itself` have done a step of their optimizer."""
-    _call(manager, "_inner_step_ended")
-
-
-def had_quorum(manager: Any) -> bool:
-    """Whether the process group has had peers; a stand-in's always has."""
-    return getattr(manager, "_quorum_id", None) != -1
-
-
-def timeout(manager: Any) -> Optional[timedelta]:
-    """The Manager's; None: of a stand-in, which has none."""
-    value = getattr(manager, "_timeout", None)
-    return value if isinstance(value, timedelta) else None
-
-
-def share_buffer(manager: Any, buffer: torch.Tensor) -> None:
-    """Lets an isolated group share the memory of a buffer with its worker, so that nothing is copied."""
-    _call(getattr(manager, "_pg", None), "share_buffer", buffer)
-
-
-def _call(of: Any, name: str, *arguments: Any) -> Any:
-    method = getattr(of, name, None)
-    return None if method is None else method(*arguments)
+def extras_of(manager: Any) -> Extras:
+    """What a wrapper calls besides the public methods of its Manager; ask when the wrapper is made."""
+    extras = getattr(manager, "_extras", None)
+    return extras if isinstance(extras, Extras) else Extras(manager)

@@ -3,7 +3,7 @@
 # No postponed annotations here: PyTorch compares those of communication hooks with real types.
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn import parallel
 
-from torchft import _stand_in
+from torchft._extras import Extras, extras_of
 from torchft.process_group import ProcessGroupDummy
 
 if TYPE_CHECKING:
@@ -56,18 +56,25 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.register_comm_hook(graph, _StaticGraph.hook)
         else:
             hook = _allreduce_hook if self.gradient_as_bucket_view else _copied_allreduce_hook
-            self.register_comm_hook(manager, hook)
+            self.register_comm_hook(_Through(manager, extras_of(manager)), hook)
 
 
-def _copied_allreduce_hook(manager: "Manager", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
-    _stand_in.refuse_replay(manager, "gradients are copies of what is reduced (gradient_as_bucket_view=False)")
-    return _allreduce_hook(manager, bucket)
+class _Through(NamedTuple):
+    """By what a hook reduces."""
+
+    manager: "Manager"
+    extras: Extras
 
 
-def _allreduce_hook(manager: "Manager", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+def _copied_allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+    through.extras.refuse_replay("gradients are copies of what is reduced (gradient_as_bucket_view=False)")
+    return _allreduce_hook(through, bucket)
+
+
+def _allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
     buffer = bucket.buffer()
-    _stand_in.share_buffer(manager, buffer)  # it is DDP's own memory; gradients are views of it, and follow
-    return manager.allreduce(buffer).get_future()  # type: ignore[return-value]
+    through.extras.share_buffer(buffer)  # it is DDP's own memory; gradients are views of it, and follow
+    return through.manager.allreduce(buffer).get_future()  # type: ignore[return-value]
 
 
 class _StaticGraph:
@@ -81,7 +88,7 @@ class _StaticGraph:
     """
 
     def __init__(self, manager: "Manager", ddp: "DistributedDataParallel") -> None:
-        self._manager = manager
+        self._through = _Through(manager, extras_of(manager))
         self._ddp = ddp
         self._pieces: List[List[torch.Tensor]] = []
         self._known: Set[Tuple[int, ...]] = set()
@@ -94,7 +101,7 @@ class _StaticGraph:
         if not graph._pieces:
             graph._work_out_pieces()
         if not graph._collected and _key(bucket.parameters()) in graph._known:
-            return _allreduce_hook(graph._manager, bucket)
+            return _allreduce_hook(graph._through, bucket)
         future = _BUCKET_FUTURE()
         graph._collected.append((bucket, future))
         if bucket.is_last():
@@ -127,12 +134,12 @@ class _StaticGraph:
         self._arrived = {}
 
     def _reduce_pieces(self, collected: List[Tuple[dist.GradBucket, _BUCKET_FUTURE]]) -> None:
-        _stand_in.refuse_replay(self._manager, "the first passes over a static graph reduce copies of the gradients")
+        self._through.extras.refuse_replay("the first passes over a static graph reduce copies of the gradients")
         grads: Dict[torch.Tensor, torch.Tensor] = {}
         for bucket, _ in collected:
             grads.update(zip(bucket.parameters(), bucket.gradients()))
         flats = [torch.cat([grads[p].reshape(-1) for p in piece]) for piece in self._pieces]
-        works = [self._manager.allreduce(flat) for flat in flats]
+        works = [self._through.manager.allreduce(flat) for flat in flats]
 
         def finish(_: object) -> None:
             for piece, flat in zip(self._pieces, flats):

@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,13 @@ from torchft._manager.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.connection import Connection
 from torchft._manager.edge import Server, Transport, as_peers, as_server
 from torchft._manager.errors import Errors, ExceptionWithTraceback
+from torchft._manager.extras import OwnExtras
 from torchft._manager.failures import FailureCallback, Failures
 from torchft._manager.group import join_group
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
 from torchft._manager.layout import Layout
-from torchft._manager.loader import Data, Loader, LocalSteps
+from torchft._manager.loader import Data, Loader
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.ranges import ranged
@@ -277,6 +278,7 @@ class Manager(Stateful, Stepping):
             logger=self._logger,
         )
         self._failures.subscribe(self._recovery.peer_died)
+        self._extras = OwnExtras(self._place, self._peers, self._server, self._errors, self._data, self._replayer)
         self._trace = step_trace(self._server.trace, self._replica_id, self._group_rank)
         self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
 
@@ -288,7 +290,7 @@ class Manager(Stateful, Stepping):
         state: State = State.ASKED,
     ) -> Step:
         collectives = Collectives(
-            self._peers.abort, report=self._errors.of_collective, backlog=self._backlog, logger=self._logger
+            self._peers.abort, self._errors.of_collective, self._backlog, timeout=self._timeout, logger=self._logger
         )
         return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
 
@@ -499,26 +501,17 @@ class Manager(Stateful, Stepping):
         reduction = self._peers.allreduce(
             tensor, ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op, should_quantize
         )
-        work = _ManagedWork(self, reduction, tensor, step.collectives.failed)
+        work = _ManagedWork(step.collectives, reduction, tensor)
         step.collectives.add(work)
         self._failures.check()  # what was told since the first look found no work to end
         if reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients:
             work.on_success(partial(tensor.div_, step.participants))
         return work
 
-    # For a data loader, LocalSGD and DiLoCo: see _manager/loader.py
-
-    def _adds_gradients(self) -> bool:
-        return self._data.adds_gradients
+    # For a data loader: see _manager/loader.py
 
     def _attach_loader(self, loader: Loader) -> None:
         self._data.attach(loader, begun=self._round is not None)
-
-    def _attach_local_steps(self, local_steps: LocalSteps) -> None:
-        self._data.attach_local_steps(local_steps)
-
-    def _inner_step_ended(self) -> None:
-        self._data.inner_step_ended()
 
     def _loader_began(self) -> bool:
         return self._round is not None and self._data.began(self._current)
@@ -563,10 +556,6 @@ class Manager(Stateful, Stepping):
     def _report_collective_error(self, e: Exception) -> None:
         """As report_error, for a collective that failed: no peer shall wait for what is left of this quorum."""
         self._errors.of_collective(e)
-
-    def _counted(self, name: str, number: int = 1) -> None:
-        """The manager server counts it: `rankCounters` in go/manager/metrics.go has the names."""
-        self._server.say("_say_counted", name, number)
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: Optional[timedelta] = None
@@ -673,7 +662,7 @@ class Manager(Stateful, Stepping):
     @ranged("should_commit::current_stream::synchronize")
     def _end_collectives(self) -> None:
         if not self._current.collectives.end(self._timeout):
-            self._refuse_replay("a collective that was aborted has not ended")
+            self._errors.refuse_replay("a collective that was aborted has not ended")
 
     def _run_commit_hooks(self, step: int, committed: bool, participants: int) -> None:
         for hook in self._commit_hooks:
@@ -692,14 +681,6 @@ class Manager(Stateful, Stepping):
         with a peer, as it is without ``replay_failed_step``. An error of the hook costs the step.
         """
         self._replayer.register_hook(hook)
-
-    def _register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """What an optimizer will read: a replay must reach all of it."""
-        self._replayer.register_gradients(gradients)
-
-    def _refuse_replay(self, reason: str) -> None:
-        """This step does something that cannot be done again."""
-        self._current.inputs.refuse(reason)
 
     def _ask_again(self) -> Step:
         """Begins another attempt at this step, and waits for its quorum: with a new id, and new connections."""

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torchft import _stand_in
+from torchft._extras import extras_of
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -33,7 +33,7 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ is left out: the wrapped one owns the parameters and runs the hooks
         self.optim = optim
         self.manager = manager
-        _stand_in.register_gradients(manager, self._gradients)
+        extras_of(manager).register_gradients(self._gradients)
 
     def _gradients(self) -> List[torch.Tensor]:
         return [p.grad for group in self.optim.param_groups for p in group["params"] if p.grad is not None]

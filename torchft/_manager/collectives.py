@@ -50,6 +50,7 @@ class Collectives:
         abort: aborts the process group.
         report: learns of a collective that failed, and whose it is: these.
         backlog: takes those that the backend is not through with.
+        timeout: of each.
         logger: of the Manager.
 
     Attributes:
@@ -63,11 +64,13 @@ class Collectives:
         abort: Callable[[], None],
         report: Callable[[Exception, Collectives], None],
         backlog: Backlog,
+        timeout: timedelta,
         logger: _ManagerLogger,
     ) -> None:
         self._abort = abort
         self._report = report
         self._backlog = backlog
+        self._timeout = timeout  # read by name: see _ManagedWork
         self._logger = logger
         self.usable = True
         self.aborted = False
@@ -86,9 +89,9 @@ class Collectives:
         work.belongs_to(self._flights, self._begun)
         self._begun += 1
 
-    def failed(self, error: Exception) -> None:
+    def report_error(self, e: Exception) -> None:
         """One of them failed."""
-        self._report(error, self)
+        self._report(e, self)
 
     def running(self) -> Optional[int]:
         """The number of the first collective that has not ended, None if all have."""
@@ -153,10 +156,10 @@ class Collectives:
         try:
             ended = poll(lambda: self.aborted or all(mark.reached() for mark in marks), timeout.total_seconds())
         except Exception as e:  # the device has failed
-            self.failed(e)
+            self.report_error(e)
             return
         if not ended:
-            self.failed(
+            self.report_error(
                 TimeoutError(
                     f"timed out: the device did not finish the collectives of the step within "
                     f"{timeout.total_seconds()} s"

@@ -265,6 +265,7 @@ class Peers:
         self._takes_rank_info = hasattr(pg, "set_rank_info")
         self._announces_layouts = hasattr(pg, "announce_layout")
         self._takes_stores = hasattr(pg, "configure")
+        self._shares_buffers = hasattr(pg, "share_buffer")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
         """Tells the group whose it is, for its handle; a native one has handles of its own kind."""
@@ -276,6 +277,11 @@ class Peers:
         """What this rank reduces, for its handle."""
         if self._announces_layouts:
             self.pg.announce_layout(digest, lines)
+
+    def share_buffer(self, buffer: torch.Tensor) -> None:
+        """Lets an isolated group share the memory of a buffer with its worker, so that nothing is copied."""
+        if self._shares_buffers:
+            self.pg.share_buffer(buffer)
 
     def handle(self) -> str:
         """By which peers find this rank."""
@@ -373,6 +379,7 @@ class WorkKind(NamedTuple):
     drains: bool  # they have ``drain(timeout)``: their waits end at an abort, whatever the backend still does
     polls: bool  # a wait with a timeout may keep the host until the device has finished, as that of PyTorch's NCCL
     orders: bool  # a ``block_current_stream`` of their own, on a CPU; PyTorch's needs CUDA, and torchft's waits
+    future: Callable[[Any], Optional[torch.futures.Future[Any]]]  # of one; None: that of a stand-in, which never ends
 
 
 _PYTORCHS_ORDER = getattr(dist._Work, "block_current_stream", None)  # PyTorch 2.7 has none
@@ -383,10 +390,24 @@ def work_kind(kind: type) -> WorkKind:
     """What works of this class do. It is asked once for each class: a process group gives few of them."""
     ours = kind.__module__.startswith("torchft.")
     own_order = getattr(kind, "block_current_stream", None) is not _PYTORCHS_ORDER
-    return WorkKind(drains=hasattr(kind, "drain"), polls=not ours, orders=not ours and own_order)
+    return WorkKind(
+        drains=hasattr(kind, "drain"),
+        polls=not ours,
+        orders=not ours and own_order,
+        future=_future if ours or kind.__module__.startswith("torch.") else _future_if_any,
+    )
 
 
-def future_of(work: dist._Work) -> Optional[torch.futures.Future[Any]]:
-    """The future of a work; None: that of a stand-in, which never ends."""
-    future = work.get_future()
-    return future if isinstance(future, torch._C.Future) else None
+def _future(work: Any) -> torch.futures.Future[Any]:
+    return work.get_future()
+
+
+def _future_if_any(work: Any) -> Optional[torch.futures.Future[Any]]:
+    future: Any = work.get_future()
+    return future if issubclass(type(future), torch._C.Future) else None
+
+
+def timeout_of(manager: Any) -> Optional[timedelta]:
+    """The timeout of whoever began a work; None: of a stand-in, which has none."""
+    timeout = getattr(manager, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None

@@ -77,8 +77,12 @@ class Errors:
 
     def reported(self, e: Exception) -> None:
         """An error of the training loop, which a replay would meet again."""
-        self.step.inputs.refuse(f"the training loop reported an error: {e}")
+        self.refuse_replay(f"the training loop reported an error: {e}")
         self.lose(e)
+
+    def refuse_replay(self, reason: str) -> None:
+        """The step that runs does something that cannot be done again."""
+        self.step.inputs.refuse(reason)
 
     def of_collective(self, e: Exception, of: Optional[Collectives] = None) -> None:
         """An error of a collective: no peer shall wait for what is left of this quorum. So the process group is

@@ -12,8 +12,7 @@ from typing import Callable, Optional, Protocol, TypeVar, Union
 import torch
 import torch.distributed as dist
 
-from torchft import _stand_in
-from torchft._manager.edge import future_of, work_kind
+from torchft._manager.edge import timeout_of, work_kind
 from torchft.futures import timed
 from torchft.utils import Mark, devices_of, poll
 
@@ -22,7 +21,9 @@ S = TypeVar("S")
 
 
 class _Reported(Protocol):
-    """A Manager, or a stand-in for one, which may have no ``_timeout``."""
+    """What began a work. It may have a ``_timeout``, as a Manager and the collectives of a step have; a stand-in for a
+    Manager need not.
+    """
 
     def report_error(self, e: Exception) -> None: ...
 
@@ -54,22 +55,16 @@ class _ManagedWork(dist._Work):
     collective ends. A caller that only waits so pays for no callback on the backend's thread.
 
     Args:
-        manager: gives the timeout.
+        manager: learns of a failure, and has the timeout; named as in the published package. A Manager gives the
+            collectives of its step.
         work: of the process group.
         value: what the future gives; also after a failure, as it is then.
-        report: learns of a failure; default: the Manager's ``report_error``.
     """
 
-    def __init__(
-        self,
-        manager: _Reported,
-        work: dist._Work,
-        value: object,
-        report: Optional[Callable[[Exception], None]] = None,
-    ) -> None:
+    def __init__(self, manager: _Reported, work: dist._Work, value: object) -> None:
         super().__init__()
-        self._manager = manager
-        self._report = manager.report_error if report is None else report
+        self._report = manager.report_error
+        self._timeout = timeout_of(manager)
         self._work = work
         self._kind = work_kind(type(work))
         self._value = value
@@ -109,7 +104,7 @@ class _ManagedWork(dist._Work):
         """
         if self._succeeded is not None:
             return self._end(None)
-        patience = _stand_in.timeout(self._manager) if timeout is None else timeout
+        patience = self._timeout if timeout is None else timeout
         try:
             with self._lock:
                 future = self._future
@@ -186,10 +181,10 @@ class _ManagedWork(dist._Work):
 
         error: Optional[Exception] = None
         try:
-            ended, patience = future_of(self._work), _stand_in.timeout(self._manager)
+            ended = self._kind.future(self._work)
             if ended is not None:
-                if patience is not None:
-                    ended = timed(ended, patience, self._devices())
+                if self._timeout is not None:
+                    ended = timed(ended, self._timeout, self._devices())
                 # then, not add_done_callback: its callbacks run ordered behind the collective's own stream
                 ended.then(complete)
                 return future

@@ -186,7 +186,7 @@ class DiLoCo(InnerSteps):
             return
         if problem := fragment.nonfinite():
             self.nonfinite_syncs += 1
-            self._manager._counted("nonfinite_syncs")
+            self._extras.counted("nonfinite_syncs")
             logger.warning("%s (%d so far)", problem, self.nonfinite_syncs)
         fragment.commit()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from torch import optim
 from torch.utils.hooks import RemovableHandle
 
-from torchft import _stand_in
+from torchft._extras import extras_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,7 +52,8 @@ class InnerSteps:
         self._manager = manager
         self._local_optimizer = optimizer
         self._hooks: list[RemovableHandle] = []
-        _stand_in.steps_by_itself(manager, self)
+        self._extras = extras_of(manager)
+        self._extras.steps_by_itself(self)
 
     @property
     def entered(self) -> bool:
@@ -85,7 +86,7 @@ class InnerSteps:
         self._manager.disallow_state_dict_read()
 
     def _after(self, *_: Any) -> None:
-        _stand_in.inner_step_ended(self._manager)
+        self._extras.inner_step_ended()
         self._manager.allow_state_dict_read()
         self._after_step()
 

@@ -90,5 +90,5 @@ class LocalSGD(InnerSteps):
     def _count_nonfinite(self, averages: list[torch.Tensor]) -> None:
         if not all_finite(averages):
             self.nonfinite_syncs += 1
-            self._manager._counted("nonfinite_syncs")
+            self._extras.counted("nonfinite_syncs")
             logger.warning("the averaged parameters hold NaN or Inf, for the %dth time", self.nonfinite_syncs)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from torchft import _stand_in
+from torchft._extras import extras_of
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.dummy import ProcessGroupDummy
 from torchft.process_group.wrapper import ProcessGroupWrapper
@@ -32,15 +32,13 @@ class ManagedProcessGroup(ProcessGroupWrapper):
     def __init__(self, manager: Manager) -> None:
         super().__init__(pg=manager._pg)
         self._manager = manager
+        self._extras = extras_of(manager)
         self._alone = ProcessGroupDummy(0, 1)
 
     @property
     def parent(self) -> BaseProcessGroup:
         """The manager's group; one without peers before the first quorum."""
-        return super().parent if self._had_quorum() else self._alone
-
-    def _had_quorum(self) -> bool:
-        return _stand_in.had_quorum(self._manager)
+        return super().parent if self._extras.had_quorum else self._alone
 
     def _run_context(self) -> ContextManager[None]:
         self.size()  # the quorum may replace the peers
@@ -55,18 +53,16 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         if len(tensors) != 1:
             raise ValueError(f"allreduce through the manager takes one tensor at a time, got {len(tensors)}")
         reduce_op = opts.reduceOp if isinstance(opts, AllreduceOptions) else opts
-        _stand_in.refuse_replay(
-            self._manager, "a ManagedProcessGroup reduced it: what its user makes of the result is not known"
-        )
+        self._extras.refuse_replay("a ManagedProcessGroup reduced it: what its user makes of the result is not known")
         return self._manager.allreduce(tensors[0], reduce_op=cast(ReduceOp, reduce_op))
 
     def size(self) -> int:
-        if _stand_in.adds_gradients(self._manager):
+        if self._extras.adds_gradients:
             return 1  # what divides by it must not: a loader has weighted the losses
         try:
             return self._manager.num_participants()
         except RuntimeError:  # no quorum
-            if self._had_quorum():
+            if self._extras.had_quorum:
                 raise
             return 1
 

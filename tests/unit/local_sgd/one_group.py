@@ -6,6 +6,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from torchft._extras import Extras
 from torchft.work import _DummyWork
 
 
@@ -34,6 +35,7 @@ class OneGroup:
         self.reported: Optional[Exception] = None
         self.nonfinite = 0
         self.on_quorum: Callable[[], object] = lambda: None
+        self._extras = _Counting(self)
 
     def start_quorum(self) -> None:
         self.calls.append("quorum")
@@ -57,10 +59,6 @@ class OneGroup:
     def report_error(self, e: Exception) -> None:
         self.reported = e
 
-    def _counted(self, name: str) -> None:
-        assert name == "nonfinite_syncs"
-        self.nonfinite += 1
-
     def finish_serving(self) -> None:
         self.calls.append("finish serving")
 
@@ -80,3 +78,12 @@ class OneGroup:
         """The calls so far but for those around every inner step; and forgets them."""
         calls, self.calls = self.calls, []
         return [call for call in calls if call not in ("allow", "disallow")]
+
+
+class _Counting(Extras):
+    def __init__(self, group: OneGroup) -> None:
+        self._group = group
+
+    def counted(self, name: str, number: int = 1) -> None:
+        assert name == "nonfinite_syncs"
+        self._group.nonfinite += number

@@ -1,5 +1,5 @@
 """Behind the edge nobody asks whose object it is, or what it can do: edge.py has asked, for clients, transports,
-process groups and their works, and _stand_in.py for a Manager."""
+process groups and their works, and _extras.py for a Manager."""
 
 from __future__ import annotations
 

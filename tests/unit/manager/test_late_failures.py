@@ -59,7 +59,7 @@ def test_the_next_step_that_begins_while_a_failure_is_noticed_is_not_aborted(
         manager.wait_quorum()
 
     monkeypatch.setattr(manager._server, "suspect", suspect)
-    failed.failed(RuntimeError("connection reset by peer"))
+    failed.report_error(RuntimeError("connection reset by peer"))
     assert failed is not manager._current.collectives
     assert aborts == [] and manager.errored() is None and manager.should_commit()
 
@@ -81,7 +81,9 @@ def test_the_next_step_begins_when_the_abort_of_the_last_one_is_over(
         connected.set()
 
     monkeypatch.setattr(fixture.pg, "abort", abort)
-    failing = threading.Thread(target=manager._current.collectives.failed, args=(RuntimeError("connection reset"),))
+    failing = threading.Thread(
+        target=manager._current.collectives.report_error, args=(RuntimeError("connection reset"),)
+    )
     failing.start()
     assert aborting.wait(30)
     fixture.client._quorum.return_value = make_quorum(quorum_id=2)
@@ -102,12 +104,14 @@ def test_two_failures_of_a_step_do_not_wait_for_each_other(fixture: Fixture, mon
     ended: list[bool] = []
 
     def abort() -> None:
-        collectives.failed(RuntimeError("ended by the abort, on its thread"))
-        other = threading.Thread(target=collectives.failed, args=(RuntimeError("ended by the abort"),), daemon=True)
+        collectives.report_error(RuntimeError("ended by the abort, on its thread"))
+        other = threading.Thread(
+            target=collectives.report_error, args=(RuntimeError("ended by the abort"),), daemon=True
+        )
         other.start()
         other.join(30)
         ended.append(not other.is_alive())
 
     monkeypatch.setattr(fixture.pg, "abort", abort)
-    collectives.failed(RuntimeError("connection reset by peer"))
+    collectives.report_error(RuntimeError("connection reset by peer"))
     assert ended == [True] and collectives.aborted

@@ -183,7 +183,7 @@ class Steps:
 @pytest.mark.parametrize("loader_first", [True, False])
 def test_with_local_sgd_averages_are_divided(native: Fixture, loader_first: bool) -> None:
     manager = native.manager()
-    for make in (attach, lambda m: m._attach_local_steps(Steps()))[:: 1 if loader_first else -1]:
+    for make in (attach, lambda m: m._data.attach_local_steps(Steps()))[:: 1 if loader_first else -1]:
         make(manager)
     manager.register_layout("LocalSGD", ["weight float32[2]"])
     announce_the_same(manager, native)

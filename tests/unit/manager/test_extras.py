@@ -1,0 +1,52 @@
+"""What torchft's wrappers get of a Manager, and of a stand-in for one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock, create_autospec
+
+import pytest
+import torch
+
+from tests.unit.manager.conftest import Fixture
+from torchft._extras import Extras, extras_of
+from torchft._manager.extras import OwnExtras
+from torchft.manager import Manager
+
+
+def test_a_managers_own(fixture: Fixture) -> None:
+    manager = fixture.manager(replay_failed_step=True)
+    extras = extras_of(manager)
+    assert not extras.had_quorum and not extras.adds_gradients
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert extras.had_quorum
+    extras.refuse_replay("it cannot be done again")
+    assert manager._current.inputs.refused == "it cannot be done again"
+    fixture.pg.share_buffer = MagicMock()  # type: ignore[method-assign]
+    extras.share_buffer(buffer := torch.ones(1))
+    fixture.pg.share_buffer.assert_called_once_with(buffer)
+
+
+def test_all_of_them_are_a_managers_own() -> None:
+    assert {name for name in vars(Extras) if not name.startswith("_")} <= vars(OwnExtras).keys()
+
+
+@pytest.mark.parametrize("double", [object(), MagicMock(), create_autospec(Manager, instance=True)])
+def test_those_of_a_double(double: object) -> None:
+    extras = extras_of(double)
+    assert extras.had_quorum and not extras.adds_gradients
+    extras.refuse_replay("it cannot be done again")
+    extras.register_gradients(list)
+    extras.steps_by_itself(object())
+    extras.inner_step_ended()
+    extras.share_buffer(torch.ones(1))
+    extras.counted("nonfinite_syncs")
+
+
+def test_a_stand_in_may_tell_its_quorum() -> None:
+    stand_in = SimpleNamespace(_quorum_id=-1)
+    extras = extras_of(stand_in)
+    assert not extras.had_quorum
+    stand_in._quorum_id = 3
+    assert extras.had_quorum

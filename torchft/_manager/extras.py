@@ -1,0 +1,57 @@
+"""What torchft's wrappers ask of a Manager beyond its public methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchft._extras import Extras
+
+if TYPE_CHECKING:
+    from torchft._manager.edge import Peers, Server
+    from torchft._manager.errors import Errors
+    from torchft._manager.loader import Data, LocalSteps
+    from torchft._manager.replayer import Replayer
+    from torchft._manager.state import Place
+
+
+class OwnExtras(Extras):
+    """The extras of a Manager, by its parts."""
+
+    def __init__(
+        self, place: Place, peers: Peers, server: Server, errors: Errors, data: Data, replayer: Replayer
+    ) -> None:
+        self._place = place
+        self._peers = peers
+        self._server = server
+        self._errors = errors
+        self._data = data
+        self._replayer = replayer
+
+    def refuse_replay(self, reason: str) -> None:
+        self._errors.refuse_replay(reason)
+
+    def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._replayer.register_gradients(gradients)
+
+    @property
+    def adds_gradients(self) -> bool:
+        return self._data.adds_gradients
+
+    def steps_by_itself(self, local_steps: LocalSteps) -> None:
+        self._data.attach_local_steps(local_steps)
+
+    def inner_step_ended(self) -> None:
+        self._data.inner_step_ended()
+
+    @property
+    def had_quorum(self) -> bool:
+        return self._place.quorum_id != -1
+
+    def share_buffer(self, buffer: torch.Tensor) -> None:
+        self._peers.share_buffer(buffer)
+
+    def counted(self, name: str, number: int = 1) -> None:
+        self._server.say("_say_counted", name, number)

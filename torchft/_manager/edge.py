@@ -378,24 +378,42 @@ class WorkKind(NamedTuple):
 
     drains: bool  # they have ``drain(timeout)``: their waits end at an abort, whatever the backend still does
     polls: bool  # a wait with a timeout may keep the host until the device has finished, as that of PyTorch's NCCL
-    orders: bool  # a ``block_current_stream`` of their own, on a CPU; PyTorch's needs CUDA, and torchft's waits
+    order: Optional[Callable[[Any, Optional[timedelta]], object]]  # puts the current stream behind one, also on a CPU
     future: Callable[[Any], Optional[torch.futures.Future[Any]]]  # of one; None: that of a stand-in, which never ends
 
 
 _PYTORCHS_ORDER = getattr(dist._Work, "block_current_stream", None)  # PyTorch 2.7 has none
 
 
+def work_kind(work: dist._Work) -> WorkKind:
+    """What works as this one do. It is asked once for each class: a process group gives few of them."""
+    return _kind_of(type(work), hasattr(work, "block_current_stream"))
+
+
 @lru_cache(maxsize=64)
-def work_kind(kind: type) -> WorkKind:
-    """What works of this class do. It is asked once for each class: a process group gives few of them."""
-    ours = kind.__module__.startswith("torchft.")
-    own_order = getattr(kind, "block_current_stream", None) is not _PYTORCHS_ORDER
+def _kind_of(kind: type, orders: bool) -> WorkKind:
+    module = kind.__module__
+    ours = module.startswith("torchft.")
+    order: Optional[Callable[[Any, Optional[timedelta]], object]] = None
+    if not orders:
+        order = _wait
+    elif _PYTORCHS_ORDER is None or getattr(kind, "block_current_stream", None) is not _PYTORCHS_ORDER:
+        order = _order
     return WorkKind(
         drains=hasattr(kind, "drain"),
         polls=not ours,
-        orders=not ours and own_order,
-        future=_future if ours or kind.__module__.startswith("torch.") else _future_if_any,
+        order=None if ours else order,  # PyTorch's needs CUDA, and torchft's waits
+        future=_future if ours or module.startswith("torch.") else _future_if_any,
     )
+
+
+def _order(work: Any, timeout: Optional[timedelta]) -> object:
+    return work.block_current_stream()
+
+
+def _wait(work: Any, timeout: Optional[timedelta]) -> object:
+    """Of a work of PyTorch 2.7, or a double of one, whose wait ends at once."""
+    return work.wait() if timeout is None else work.wait(timeout)
 
 
 def _future(work: Any) -> torch.futures.Future[Any]:

@@ -66,7 +66,7 @@ class _ManagedWork(dist._Work):
         self._report = manager.report_error
         self._timeout = timeout_of(manager)
         self._work = work
-        self._kind = work_kind(type(work))
+        self._kind = work_kind(work)
         self._value = value
         self._on_success: Optional[Callable[[], object]] = None
         self._on_end: Optional[Callable[[], object]] = None
@@ -142,9 +142,10 @@ class _ManagedWork(dist._Work):
 
         Another project's work may only order; where a future was asked for, that one tells when the value is final.
         """
-        if self._future is not None and self._succeeded is None and self._kind.orders and not self._devices():
+        order = self._kind.order
+        if self._future is not None and self._succeeded is None and order is not None and not self._devices():
             try:
-                self._work.block_current_stream()
+                order(self._work, self._timeout if timeout is None else timeout)
             except Exception as e:
                 self._end(e)
             if self._work.is_completed() is not True:

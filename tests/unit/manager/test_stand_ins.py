@@ -5,7 +5,7 @@ Nothing is set on them but what the published package's classes have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Optional
 from unittest.mock import MagicMock, create_autospec, patch
@@ -327,18 +327,37 @@ class Later(dist._Work):
         return self.future.done()
 
 
-def as_double(later: Later) -> Any:
-    work = create_autospec(dist._Work, instance=True)
+class WorkOfPyTorch27:
+    """The methods of PyTorch's work before it had ``block_current_stream``."""
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future[Any]()
+
+
+def as_double(later: Later, kind: type = dist._Work) -> Any:
+    work = create_autospec(kind, instance=True)
     work.get_future.return_value = later.future
     return work
 
 
-@pytest.mark.parametrize("double", [True, False])
+WORKS: dict[str, Callable[[Later], Any]] = {
+    "double": as_double,
+    "double of PyTorch 2.7's": lambda later: as_double(later, WorkOfPyTorch27),
+    "real": lambda later: later,
+}
+
+
+@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS.keys())
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_callback_runs_once_with_the_value(reporting: MagicMock, double: bool, fails: bool) -> None:
+def test_a_callback_runs_once_with_the_value(reporting: MagicMock, work: Callable[[Later], Any], fails: bool) -> None:
     later, value, seen = Later(), torch.ones(1), []
-    work: Any = as_double(later) if double else later
-    managed = _ManagedWork(reporting, work, value)
+    managed = _ManagedWork(reporting, work(later), value)
     managed.get_future().then(lambda done: seen.append(done.value()))
     managed.block_current_stream()
     assert not seen

@@ -179,6 +179,7 @@ class QuorumRequest:
         committed_quorum_id: in which this rank's weights were made; -1: in none since it began, 0: it does not say.
         replays_failed_steps: this rank replays a step that failed. A group does, for the others, if all its ranks do.
         drain: this rank was told to leave. All ranks of its group hear of it with the result.
+        traceparent: the W3C trace context of the step and the vote on it; empty: this rank does not trace.
     """
 
     group_rank: int
@@ -192,6 +193,7 @@ class QuorumRequest:
     committed_quorum_id: int = 0
     replays_failed_steps: bool = False
     drain: bool = False
+    traceparent: str = field(default="", compare=False)
 
     def published(self) -> dict[str, Any]:
         """Those that the published ``ManagerClient._quorum`` takes."""
@@ -200,6 +202,8 @@ class QuorumRequest:
     def _to_json(self) -> str:
         said: dict[str, Any] = {}
         for named in fields(self):
+            if named.name == "traceparent":  # another one at each step, said by a call of its own
+                continue
             value = getattr(self, named.name)
             if named.type == "int":
                 value = _integer(named.name, index(value), -_INT64_MAX - 1)
@@ -434,6 +438,8 @@ class ManagerClient(_Native):
             go.pyapi_Forget(prepared)
             prepared = go.pyapi_ManagerRoundPrepare(self._handle, request._to_json())
             self._round = request, prepared
+        if request.traceparent:
+            go.pyapi_ManagerTrace(self._handle, request.traceparent)
         return go.post(prepared, request.step, timeout_us, first)
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
@@ -517,10 +523,6 @@ class ManagerClient(_Native):
     def _leave(self, timeout: timedelta) -> None:
         """Says that this group has ended its last step, and waits until no other group needs it any more."""
         self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
-
-    def _trace(self, traceparent: str) -> None:
-        """The W3C trace context of a step, before its quorum; for ranks that trace, and for them alone."""
-        self._go.pyapi_ManagerTrace(self._handle, traceparent)
 
     def _say_healing(self, group_rank: int, received: int, total: int) -> None:
         """How many bytes of a peer's state have come, of how many."""

@@ -279,7 +279,7 @@ class Manager(Stateful, Stepping):
         )
         self._failures.subscribe(self._recovery.peer_died)
         self._extras = OwnExtras(self._place, self._peers, self._server, self._errors, self._data, self._replayer)
-        self._trace = step_trace(self._server.trace, self._replica_id, self._group_rank)
+        self._trace = step_trace(self._replica_id, self._group_rank)
         self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
 
     def _make_step(
@@ -361,7 +361,6 @@ class Manager(Stateful, Stepping):
         self._current = self._errors.step = step
         self._failures.begin(step)
         self._background.begin()
-        self._trace.asks(self._step)
         said = QuorumRequest(
             group_rank=self._group_rank,
             step=self._step,
@@ -374,6 +373,7 @@ class Manager(Stateful, Stepping):
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
             drain=self._signals.says(self._logger.info),
+            traceparent=self._trace.asks(self._step),
         )
         self._round = self._rounds.begin(partial(self._follow, step), said, request.timeout)
 

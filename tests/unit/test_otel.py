@@ -14,6 +14,7 @@ import pytest
 from tests.unit.children import run_python
 from torchft._manager.exporters import otel_exporters
 from torchft._manager.log import export_events
+from torchft._torchft import ManagerClient, QuorumRequest
 from torchft.http import _IPv6HTTPServer
 
 VARIABLES = (
@@ -82,7 +83,7 @@ def test_off_means_off() -> None:
         "from torchft._manager.log import export_events\n"
         "export_events()\n"
         "from torchft._manager.trace import StepTrace, step_trace\n"
-        "assert type(step_trace(print, 'g', 0)) is StepTrace\n"
+        "assert type(step_trace('g', 0)) is StepTrace\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry', 'torchft.otel'))])\n"
     )
     done = run_python(script)
@@ -232,10 +233,13 @@ def test_the_steps_of_a_manager_arrive_at_a_collector(otel: Any, monkeypatch: py
             replica_id="traced",
         )
         given: list[str] = []
-        trace = manager._client._trace
-        monkeypatch.setattr(
-            type(manager._client), "_trace", lambda self, context: (given.append(context), trace(context))
-        )
+        begin = manager._client._begin_round
+
+        def note(client: ManagerClient, request: QuorumRequest, *args: Any, **kwargs: Any) -> object:
+            given.append(request.traceparent)
+            return begin(request, *args, **kwargs)
+
+        monkeypatch.setattr(ManagerClient, "_begin_round", note)
         for _ in range(2):
             manager.start_quorum()
             assert manager.should_commit()

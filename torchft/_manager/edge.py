@@ -116,9 +116,6 @@ class Server:
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         """Tells that a collective with these groups failed; whom to suspect is known only where there is one."""
 
-    def trace(self, traceparent: str) -> None:
-        """The W3C trace context of the step whose quorum is asked for next."""
-
     def say(self, call: str, *args: Any, **kwargs: Any) -> None:
         """Tells what people want to see, by a method of the client; nothing depends on it."""
 
@@ -157,9 +154,6 @@ class _NativeServer(Server):
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         if others:
             self._tell(self.client._suspect, quorum_id, others[0] if len(others) == 1 else "")
-
-    def trace(self, traceparent: str) -> None:
-        self.client._trace(traceparent)
 
     def say(self, call: str, *args: Any, **kwargs: Any) -> None:
         self._tell(getattr(self.client, call), self._group_rank, *args, **kwargs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
 from typing import Any, Optional
 
 from torchft._manager.exporters import otel_exporters
@@ -17,8 +16,13 @@ from torchft._manager.step import State, Step
 class StepTrace:
     """A trace for each step: from the request for its quorum to the decision on it. Off, it does nothing."""
 
-    def asks(self, number: int) -> None:
-        """A quorum is about to be asked for: an attempt at a step begins."""
+    def asks(self, number: int) -> str:
+        """A quorum is about to be asked for: an attempt at a step begins.
+
+        Returns:
+            Its W3C trace context, which the manager server and the lighthouse go on with; empty: there is none.
+        """
+        return ""
 
     def ended(self, number: int, step: Step) -> None:
         """The attempt that was begun last has ended, if it has not before.
@@ -30,15 +34,14 @@ class StepTrace:
 
 
 class _OtelStepTrace(StepTrace):
-    def __init__(self, tracer: Any, tell: Callable[[str], None], replica_id: str, group_rank: int) -> None:
+    def __init__(self, tracer: Any, replica_id: str, group_rank: int) -> None:
         self._tracer = tracer
-        self._tell = tell
         self._of = {"torchft.replica_id": replica_id, "torchft.group_rank": group_rank}
         self._span: Optional[Any] = None
 
-    def asks(self, number: int) -> None:
+    def asks(self, number: int) -> str:
         self._span = self._tracer.start_span("step", attributes={"torchft.step": number, **self._of})
-        self._tell(_traceparent(self._span))
+        return _traceparent(self._span)
 
     def ended(self, number: int, step: Step) -> None:
         span, self._span = self._span, None
@@ -60,11 +63,10 @@ def _traceparent(span: Any) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
 
 
-def step_trace(tell: Callable[[str], None], replica_id: str, group_rank: int) -> StepTrace:
+def step_trace(replica_id: str, group_rank: int) -> StepTrace:
     """Traces of a rank's steps, if the environment asks for them.
 
     Args:
-        tell: says to the manager server which trace the next quorum belongs to.
         replica_id, group_rank: of the rank.
 
     Raises:
@@ -78,4 +80,4 @@ def step_trace(tell: Callable[[str], None], replica_id: str, group_rank: int) ->
         message = "OpenTelemetry's variables ask for traces, which need pip install 'torchft[otel]': %s"
         logging.getLogger("torchft.manager").warning(message, e)
         return StepTrace()
-    return _OtelStepTrace(otel.tracer(), tell, replica_id, group_rank)
+    return _OtelStepTrace(otel.tracer(), replica_id, group_rank)

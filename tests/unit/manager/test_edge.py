@@ -46,7 +46,6 @@ def test_a_client_with_the_published_methods_is_enough(server: Server) -> None:
     assert server.vote(5, True, SOON) and server.client.votes == [(2, 5, True, SOON)]
     server.listen(*[lambda *_: pytest.fail("nothing can be heard")] * 3)  # type: ignore[arg-type]
     server.suspect(3, ["b"])
-    server.trace("00-1-1-01")
     server.say("_say_counted", "nonfinite_syncs", 1)
     server.leave(SOON)
     server.close()

@@ -31,7 +31,14 @@ def test_four_groups_and_five_kills_end_with_the_bits_of_one_process(tmp_path: P
     assert job.killed == 5
 
 
-# Slow, the rest: more groups, steps and kills. The first one has one of each.
+@has_hsdp
+def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
+    job = Elastic(tmp_path, [Part(2, 1), Part(2)], samples=35, kind="fsdp", ranks=2, seed=3)
+    job.run()
+    assert job.killed == 1
+
+
+# Slow, the rest: more groups, steps and kills. The first ones have one of each.
 
 
 @pytest.mark.slow
@@ -61,5 +68,5 @@ def test_a_group_whose_dataset_fails_ends_and_the_others_go_on(tmp_path: Path, p
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @has_hsdp
-def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
+def test_three_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
     Elastic(tmp_path, [Part(2, 1), Part(3, 1), Part(3, 2), Part(2)], samples=191, kind="fsdp", ranks=2, seed=3).run()

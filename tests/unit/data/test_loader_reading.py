@@ -1,0 +1,255 @@
+"""How the loader reads: what it hands on to PyTorch's DataLoader, what it reads ahead, and with which random numbers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tests.unit.data.test_loader import DATA, Alone, Raises, make, train
+from torchft._manager.plan import Plan as QuorumPlan
+from torchft.data import ElasticDataLoader
+from torchft.data._prefetch import ReadFailed
+from torchft.data.position import Plan, Position
+
+SAMPLES = 60
+SIZES: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, shuffle=False)
+PLAN = Plan(SAMPLES, 12, 2, shuffle=False)
+
+
+class Counting(Dataset):
+    """Counts how often each of its samples is read, by whatever process."""
+
+    def __init__(self) -> None:
+        self.reads = torch.zeros(SAMPLES, dtype=torch.int64).share_memory_()
+        self.lock = multiprocessing.get_context("fork").Lock()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            self.reads[index] += 1
+        return index
+
+
+class Changing(Alone):
+    """The Manager of a group beside which others come and go."""
+
+    participating_rank: Optional[int] = 0
+    participants = 1
+
+    def _begin_batch(self) -> QuorumPlan:
+        fields = {**super()._begin_batch().__dict__}
+        fields.update(participating_rank=self.participating_rank, participants=self.participants)
+        return QuorumPlan(**fields)
+
+
+def processes() -> set[Optional[int]]:
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+@pytest.fixture(autouse=True)
+def workers_end() -> Iterator[None]:
+    yield
+    assert processes() == set()
+
+
+# Units that are read ahead
+
+
+def trained_after_changes(
+    changes: dict[int, tuple[Optional[int], int]], **settings: Any
+) -> tuple[list[list[int]], list[int]]:
+    """What each step trains on, and how often each sample was read.
+
+    Args:
+        changes: rank and number of the participants from a step on.
+    """
+    data, manager = Counting(), Changing()
+    loader = make(data, manager, **{**SIZES, **settings})
+    steps = []
+    for number in range(len(loader)):
+        manager.participating_rank, manager.participants = changes.get(
+            number, (manager.participating_rank, manager.participants)
+        )
+        steps.append([index for unit in next(loader) if unit.weight for index in unit.data.tolist()])
+        manager.decide(True)
+    assert next(loader, None) is None
+    return steps, data.reads.tolist()
+
+
+def samples_of(step: int, rank: int, participants: int) -> list[int]:
+    return [index for unit in PLAN.share(Position(0, step), rank, participants).units for index in unit.indices]
+
+
+# Read ahead at the end of a step: nothing, less than the share of a step, and more than one of the job.
+AHEAD = [{"num_workers": 0}, {"num_workers": 1, "prefetch_factor": 2}, {"num_workers": 2, "prefetch_factor": 4}]
+
+
+@pytest.mark.parametrize("settings", AHEAD)
+def test_without_a_change_each_sample_is_read_once(settings: dict[str, Any]) -> None:
+    steps, reads = trained_after_changes({0: (1, 2)}, **settings)
+    assert steps == [samples_of(step, 1, 2) for step in range(5)]
+    trained = {index for step in steps for index in step}
+    assert reads == [int(index in trained) for index in range(SAMPLES)]
+
+
+@pytest.mark.parametrize("settings", AHEAD)
+def test_what_stays_after_a_failure_is_read_once(settings: dict[str, Any]) -> None:
+    """The first of two groups is alone from step 2 on: what it has read ahead is part of what it computes now."""
+    steps, reads = trained_after_changes({0: (0, 2), 2: (0, 1)}, **settings)
+    assert steps == [samples_of(step, 0, 2 if step < 2 else 1) for step in range(5)]
+    trained = {index for step in steps for index in step}
+    assert reads == [int(index in trained) for index in range(SAMPLES)]
+
+
+@pytest.mark.parametrize(("settings", "ahead"), list(zip(AHEAD, (0, 2, 8))))
+def test_what_goes_to_another_group_is_dropped_and_what_stays_is_read_once(settings: dict[str, Any], ahead: int) -> None:
+    """A group that was alone is the second of two from step 1 on."""
+    steps, reads = trained_after_changes({1: (1, 2)}, **settings)
+    assert steps == [samples_of(step, 1 if step else 0, 2 if step else 1) for step in range(5)]
+    trained = {index for step in steps for index in step}
+    foreseen = [index for step in (1, 2) for index in samples_of(step, 0, 1)][: 2 * ahead]
+    dropped = set(foreseen) - trained
+    assert bool(dropped) == bool(ahead)
+    assert reads == [int(index in trained | dropped) for index in range(SAMPLES)]
+
+
+def test_a_group_that_does_not_take_part_reads_one_unit_of_a_step() -> None:
+    steps, reads = trained_after_changes({0: (None, 2), 3: (1, 2)}, num_workers=1, prefetch_factor=4)
+    assert steps == [*([[]] * 3), *(samples_of(step, 1, 2) for step in (3, 4))]
+    assert [index for index, count in enumerate(reads[:36]) if count] == [0, 1, 12, 13, 24, 25]
+
+
+# Arguments of the DataLoader
+
+
+def double(samples: list[tuple[torch.Tensor]]) -> list[int]:
+    return [2 * int(sample[0]) for sample in samples]
+
+
+def test_the_collate_function_is_the_users() -> None:
+    for workers in (0, 1):
+        loader = make(collate_fn=double, shuffle=False, num_workers=workers)
+        assert [unit.data for _, units in train(loader) for unit in units] == [[0, 2], [4, 6], [8, 10], [12, 14], [16, 18]]
+
+
+class Where(Raises):
+    """Tells in which process a sample was read, and what its worker was told at its start."""
+
+    told: list[int] = []  # noqa: RUF012 (of the process)
+
+    def __getitem__(self, index: int) -> tuple[int, int, list[int]]:
+        return index, os.getpid(), list(Where.told)
+
+
+def tell(worker: int) -> None:
+    Where.told.append(worker)
+
+
+def as_read(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def read_by(**settings: Any) -> list[tuple[int, int, list[int]]]:
+    loader = make(Where(), collate_fn=as_read, shuffle=False, **settings)
+    return [sample for _, units in train(loader) for unit in units for sample in unit.data]
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_start_in_the_context_and_with_the_function_that_are_given(context: str) -> None:
+    samples = read_by(num_workers=2, worker_init_fn=tell, multiprocessing_context=context)
+    assert [index for index, _, _ in samples] == list(range(10))
+    assert os.getpid() not in {pid for _, pid, _ in samples}
+    assert [told for _, _, told in samples] == [[unit % 2] for unit in range(5) for _ in range(2)], "in turns, once each"
+
+
+def test_a_context_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="multiprocessing_context"):
+        make(num_workers=1, multiprocessing_context="thread")
+
+
+class Gated(Raises):
+    """Waits for a gate before its last samples."""
+
+    def __init__(self) -> None:
+        fork = multiprocessing.get_context("fork")
+        self.read, self.gate = fork.Semaphore(0), fork.Event()
+
+    def __getitem__(self, index: int) -> int:
+        self.read.release()
+        return index
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+def test_so_many_units_are_read_ahead_as_prefetch_factor_says(prefetch_factor: int) -> None:
+    data = Gated()
+    loader = make(data, global_batch_size=2, num_workers=1, prefetch_factor=prefetch_factor)
+    steps = iter(loader)
+    (unit,) = next(steps)
+    assert len(unit.indices) == 2
+    for _ in range(2 * (1 + prefetch_factor)):
+        assert data.read.acquire(timeout=60), "it was not read ahead"
+    assert not data.read.acquire(block=False)
+    loader._manager.drained = True  # type: ignore[attr-defined]
+    assert next(steps, None) is None
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_memory_is_pinned_where_there_is_an_accelerator(workers: int) -> None:
+    """tests/gpu/test_loader.py looks at the memory."""
+    loader = make(pin_memory=True, shuffle=False, num_workers=workers)
+    assert loader._dataloader.pin_memory
+    pinned = [unit.data[0] for _, units in train(loader) for unit in units]
+    assert torch.cat(pinned).tolist() == list(range(10))
+    assert all(part.is_pinned() is torch.accelerator.is_available() for part in pinned)
+
+
+def spare(persistent: bool) -> tuple[list[int], set[Optional[int]]]:
+    """Reading ends, and begins again, with each step of a group that does not take part. Gives who read, and what is
+    left of the workers at the end of the job.
+    """
+    manager = Changing()
+    manager.participating_rank = None
+    loader = make(Where(), manager, collate_fn=as_read, num_workers=1, persistent_workers=persistent)
+    pids = [unit.data[0][1] for _, units in train(loader) for unit in units]
+    return pids, processes()
+
+
+def test_persistent_workers_read_to_the_end_of_the_job_and_end_with_it() -> None:
+    pids, left = spare(persistent=True)
+    assert len(pids) == 3 and len(set(pids)) == 1
+    assert left == set()
+    pids, left = spare(persistent=False)
+    assert len(pids) == 3 and left == set()
+
+
+class Once(Raises):
+    """Raises the first time."""
+
+    def __init__(self) -> None:
+        self.raised = multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, index: int) -> int:
+        if not self.raised.is_set():
+            self.raised.set()
+            raise OSError("the disk is busy")
+        return index
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loop_may_go_on_after_a_sample_that_could_not_be_read(persistent: bool) -> None:
+    loader = make(Once(), shuffle=False, num_workers=1, persistent_workers=persistent)
+    step = next(loader)
+    with pytest.raises(ReadFailed, match="(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*the disk is busy"):
+        list(step)
+    loader._manager.decide(False)  # type: ignore[attr-defined]
+    assert [unit.data.tolist() for _, units in train(loader) for unit in units] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]

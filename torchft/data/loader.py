@@ -223,6 +223,7 @@ class ElasticDataLoader:
         read: Any = _Seeded(dataset) if reproducible_rng else dataset
         self._dataloader = DataLoader(read, batch_sampler=self._batches, **dataloader)
         self._worker_init_fn = self._dataloader.worker_init_fn
+        self._reader: Any = None  # its iterator
         self._prefetcher = Prefetcher(self._start_reading)
         self._forecast: Optional[tuple[_Membership, Position]] = None  # its next step
         self._account = Account()  # of LocalSGD's or DiLoCo's inner steps
@@ -345,9 +346,18 @@ class ElasticDataLoader:
         return Step(self, share, membership)
 
     def _end(self) -> NoReturn:
-        self._prefetcher.close()
-        self._forecast = None
+        self._stop_reading()
         raise StopIteration
+
+    def _stop_reading(self) -> None:
+        """Its worker processes end; it begins again with the next step."""
+        self._prefetcher.close()
+        if hasattr(self._reader, "_shutdown_workers"):
+            # By itself it does so when the last reference is gone: persistent_workers and the traceback of an error
+            # hold some, and a worker that is forked later may find it among its garbage.
+            self._reader._shutdown_workers()
+        self._reader = self._dataloader._iterator = None
+        self._forecast = None
 
     # Steps of LocalSGD and DiLoCo: those of their inner optimizer
 
@@ -438,7 +448,8 @@ class ElasticDataLoader:
     def _start_reading(self, tasks: Iterator[Task]) -> Iterator[Any]:
         self._batches.tasks = tasks
         self._dataloader.worker_init_fn = WorkerInit(heeded(), self._worker_init_fn)
-        return iter(self._dataloader)
+        self._reader = iter(self._dataloader)
+        return self._reader
 
     def _read(self, position: Position, unit: PlannedUnit) -> Unit:
         key = Key(position, unit.number)
@@ -449,7 +460,7 @@ class ElasticDataLoader:
                 f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: {e}"
             )
             self._manager._report_collective_error(failure)  # the others must not wait for this group's part
-            self._forecast = None
+            self._stop_reading()  # a worker may be lost
             raise failure from e
         seed = self._seed(key) if self._reproducible_rng else None
         return Unit(data, unit, unit.weight * self._factor * self._scale, seed, self._exact)

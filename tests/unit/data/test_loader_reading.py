@@ -247,9 +247,11 @@ class Once(Raises):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_loop_may_go_on_after_a_sample_that_could_not_be_read(persistent: bool) -> None:
-    loader = make(Once(), shuffle=False, num_workers=1, persistent_workers=persistent)
+    manager = Alone()
+    loader = make(Once(), manager, shuffle=False, num_workers=1, persistent_workers=persistent)
     step = next(loader)
     with pytest.raises(ReadFailed, match="(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*the disk is busy"):
         list(step)
-    loader._manager.decide(False)  # type: ignore[attr-defined]
+    assert processes() == set(), "the traceback of the error keeps them"
+    manager.decide(False)
     assert [unit.data.tolist() for _, units in train(loader) for unit in units] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]

@@ -1,20 +1,20 @@
-"""How the loader reads: what it hands on to PyTorch's DataLoader, what it reads ahead, and with which random numbers."""
+"""How the loader reads: what it hands on to the DataLoader, what it reads ahead, and with which random numbers."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
+import sys
 from collections.abc import Iterator
 from typing import Any, Optional
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from tests.unit.data.test_loader import DATA, Alone, Raises, make, train
+from tests.unit.data.test_loader import Alone, Raises, make, train
 from torchft._manager.plan import Plan as QuorumPlan
-from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data.position import Plan, Position
 
@@ -111,7 +111,9 @@ def test_what_stays_after_a_failure_is_read_once(settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("settings", "ahead"), list(zip(AHEAD, (0, 2, 8))))
-def test_what_goes_to_another_group_is_dropped_and_what_stays_is_read_once(settings: dict[str, Any], ahead: int) -> None:
+def test_what_goes_to_another_group_is_dropped_and_what_stays_is_read_once(
+    settings: dict[str, Any], ahead: int
+) -> None:
     """A group that was alone is the second of two from step 1 on."""
     steps, reads = trained_after_changes({1: (1, 2)}, **settings)
     assert steps == [samples_of(step, 1 if step else 0, 2 if step else 1) for step in range(5)]
@@ -138,7 +140,13 @@ def double(samples: list[tuple[torch.Tensor]]) -> list[int]:
 def test_the_collate_function_is_the_users() -> None:
     for workers in (0, 1):
         loader = make(collate_fn=double, shuffle=False, num_workers=workers)
-        assert [unit.data for _, units in train(loader) for unit in units] == [[0, 2], [4, 6], [8, 10], [12, 14], [16, 18]]
+        assert [unit.data for _, units in train(loader) for unit in units] == [
+            [0, 2],
+            [4, 6],
+            [8, 10],
+            [12, 14],
+            [16, 18],
+        ]
 
 
 class Where(Raises):
@@ -168,7 +176,9 @@ def test_workers_start_in_the_context_and_with_the_function_that_are_given(conte
     samples = read_by(num_workers=2, worker_init_fn=tell, multiprocessing_context=context)
     assert [index for index, _, _ in samples] == list(range(10))
     assert os.getpid() not in {pid for _, pid, _ in samples}
-    assert [told for _, _, told in samples] == [[unit % 2] for unit in range(5) for _ in range(2)], "in turns, once each"
+    assert [told for _, _, told in samples] == [[unit % 2] for unit in range(5) for _ in range(2)], (
+        "in turns, once each"
+    )
 
 
 def test_a_context_that_does_not_exist_is_named() -> None:
@@ -176,12 +186,11 @@ def test_a_context_that_does_not_exist_is_named() -> None:
         make(num_workers=1, multiprocessing_context="thread")
 
 
-class Gated(Raises):
-    """Waits for a gate before its last samples."""
+class Told(Raises):
+    """Tells of each sample that is read."""
 
     def __init__(self) -> None:
-        fork = multiprocessing.get_context("fork")
-        self.read, self.gate = fork.Semaphore(0), fork.Event()
+        self.read = multiprocessing.get_context("fork").Semaphore(0)
 
     def __getitem__(self, index: int) -> int:
         self.read.release()
@@ -190,7 +199,7 @@ class Gated(Raises):
 
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
 def test_so_many_units_are_read_ahead_as_prefetch_factor_says(prefetch_factor: int) -> None:
-    data = Gated()
+    data = Told()
     loader = make(data, global_batch_size=2, num_workers=1, prefetch_factor=prefetch_factor)
     steps = iter(loader)
     (unit,) = next(steps)
@@ -250,8 +259,65 @@ def test_a_loop_may_go_on_after_a_sample_that_could_not_be_read(persistent: bool
     manager = Alone()
     loader = make(Once(), manager, shuffle=False, num_workers=1, persistent_workers=persistent)
     step = next(loader)
-    with pytest.raises(ReadFailed, match="(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*the disk is busy"):
+    with pytest.raises(
+        ReadFailed, match=r"(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*the disk is busy"
+    ):
         list(step)
     assert processes() == set(), "the traceback of the error keeps them"
     manager.decide(False)
-    assert [unit.data.tolist() for _, units in train(loader) for unit in units] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [unit.data.tolist() for _, units in train(loader) for unit in units] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+        [8, 9],
+    ]
+
+
+# Random numbers
+
+
+class Noise(Raises):
+    """Draws from numpy, by the function of the module and by one of another one."""
+
+    def __getitem__(self, index: int) -> tuple[float, float]:
+        return float(numpy.random.rand()), float(numpy.random.permutation(10**6)[0])
+
+
+def drawn(workers: int, seed: int = 0, rank: int = 0, participants: int = 1) -> dict[tuple[int, int], Any]:
+    """What the samples of each unit of a job came to, by batch and unit."""
+    manager = Changing()
+    manager.participating_rank, manager.participants = rank, participants
+    loader = make(Noise(), manager, reproducible_rng=True, seed=seed, num_workers=workers, shuffle=False)
+    return {
+        (step.position.batch, unit.indices[0]): [part.tolist() for part in unit.data]
+        for step, units in train(loader)
+        for unit in units
+        if unit.weight
+    }
+
+
+def test_numbers_of_numpy_depend_on_the_unit_alone() -> None:
+    numpy.random.seed(5)
+    before = numpy.random.get_state()[1].tolist()  # type: ignore[index]
+    alone = drawn(workers=0)
+    assert numpy.random.get_state()[1].tolist() == before  # type: ignore[index]
+    assert len({str(numbers) for numbers in alone.values()}) == len(alone) == 5
+    numpy.random.seed(6)
+    assert drawn(workers=1) == alone
+    assert {**drawn(0, rank=0, participants=2), **drawn(1, rank=1, participants=2)} == alone
+    assert drawn(workers=0, seed=1) != alone
+
+
+class Torch(Raises):
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+def test_without_numpy_the_others_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbers() -> list[Any]:
+        return [unit.data.tolist() for _, units in train(make(Torch(), reproducible_rng=True)) for unit in units]
+
+    expected = numbers()
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert numbers() == expected

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.integration.cluster import Cluster, Gate, Rank, results
+from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from torchft import Optimizer
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data.position import Plan, Position
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import Manager, WorldSizeMode
-from torchft.process_group import ManagedProcessGroup
+from torchft.process_group import ManagedProcessGroup, ProcessGroup, ProcessGroupGloo
 
 SAMPLES = 41  # no multiple of anything
 SETTINGS: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, seed=3, epochs=2)
@@ -72,6 +72,7 @@ class Training:
     start_with: int = 1  # groups that must be alive before the first step
     wrap: Callable[[Any, nn.Module], nn.Module] = lambda manager, model: model
     before: Callable[[Rank, ElasticDataLoader], None] = lambda rank, loader: None  # the first step
+    device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     data: Any = field(default_factory=dataset)
     lives: Counter[int] = field(default_factory=Counter)
     # The weight of each sample in the step that a group committed, by (group, step)
@@ -80,7 +81,8 @@ class Training:
 
     def __call__(self, rank: Rank) -> Optional[torch.Tensor]:
         life, self.lives[rank.group] = self.lives[rank.group], self.lives[rank.group] + 1
-        net = make_model()
+        device = self.device_of(rank)
+        net = make_model().to(device)
         sgd = make_optimizer(net)
 
         def save() -> dict[str, Any]:
@@ -106,7 +108,7 @@ class Training:
             seen: Counter[int] = Counter()
             for unit in step:
                 with unit.accumulate(model):
-                    x, y, indices = unit.data
+                    x, y, indices = (part.to(device, non_blocking=True) for part in unit.data)
                     assert tuple(indices.tolist()) == tuple(unit.indices)
                     (nn.functional.mse_loss(model(x), y) * unit.weight).backward()
                 if unit.weight and not unit.repeated:
@@ -127,7 +129,7 @@ class Training:
                 error = manager.errored()
                 self.lost.append(str(error.original_exception) if error else "")
         assert loader.position == Position(SETTINGS["epochs"], 0)
-        return flat(net)
+        return flat(net).cpu()
 
 
 def check(training: Training, weights: list[Optional[torch.Tensor]], incomplete: frozenset[int] = frozenset()) -> None:
@@ -163,7 +165,9 @@ def test_any_number_of_groups_ends_with_the_weights_of_one_process(groups: int, 
     assert training.lost == []
 
 
-def ends_of_a_failure_and_a_join(training: Training) -> list[Optional[torch.Tensor]]:
+def ends_of_a_failure_and_a_join(
+    training: Training, make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
+) -> list[Optional[torch.Tensor]]:
     """Weights of three groups, of which one fails in its third step, and of the group that takes its place."""
     restart = Gate()
 
@@ -177,7 +181,7 @@ def ends_of_a_failure_and_a_join(training: Training) -> list[Optional[torch.Tens
 
     training.events[2, 0, 2] = die
     training.events[0, 0, 4] = training.events[1, 0, 4] = wait_for_three
-    with Cluster(min_replicas=2) as cluster:
+    with Cluster(min_replicas=2, make_pg=make_pg) as cluster:
         first = [cluster.start(training, group=group) for group in range(3)]
         cluster.wait(restart)
         return results(*first, cluster.start(training, group=2))

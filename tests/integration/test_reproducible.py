@@ -34,9 +34,11 @@ from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
 
-def one_process(largest: Callable[[Position], float] = lambda position: 1.0) -> torch.Tensor:
+def one_process(
+    largest: Callable[[Position], float] = lambda position: 1.0, device: Optional[torch.device] = None
+) -> torch.Tensor:
     """The same units, added by exact sums, without a Manager, a loader or a group."""
-    plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model()
+    plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model().to(device)
     optimizer = make_optimizer(model)
     total = ExactSum(model.named_parameters(), plan.num_units(Position()))
     position = Position()
@@ -46,14 +48,14 @@ def one_process(largest: Callable[[Position], float] = lambda position: 1.0) -> 
             total.begin()
             units = plan.share(position, 0, 1).units
             for unit in units:
-                x, y, _ = data[list(unit.indices)]
+                x, y, _ = (part.to(device) for part in data[list(unit.indices)])
                 (nn.functional.mse_loss(model(x), y) * largest(position) * unit.weight).backward()
                 total.add()
             complete = total.read(len(units))
         optimizer.step()
         total.commit()
         position = plan.advance(position)
-    return flat(model)
+    return flat(model).cpu()
 
 
 def job(**fields: Any) -> Training:

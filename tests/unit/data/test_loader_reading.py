@@ -42,12 +42,12 @@ class Counting(Dataset):
 class Changing(Alone):
     """The Manager of a group beside which others come and go."""
 
-    participating_rank: Optional[int] = 0
+    rank_now: Optional[int] = 0  # among the participants
     participants = 1
 
     def _begin_batch(self) -> QuorumPlan:
         fields = {**super()._begin_batch().__dict__}
-        fields.update(participating_rank=self.participating_rank, participants=self.participants)
+        fields.update(participating_rank=self.rank_now, participants=self.participants)
         return QuorumPlan(**fields)
 
 
@@ -76,9 +76,7 @@ def trained_after_changes(
     loader = make(data, manager, **{**SIZES, **settings})
     steps = []
     for number in range(len(loader)):
-        manager.participating_rank, manager.participants = changes.get(
-            number, (manager.participating_rank, manager.participants)
-        )
+        manager.rank_now, manager.participants = changes.get(number, (manager.rank_now, manager.participants))
         steps.append([index for unit in next(loader) if unit.weight for index in unit.data.tolist()])
         manager.decide(True)
     assert next(loader, None) is None
@@ -227,7 +225,7 @@ def spare(persistent: bool) -> tuple[list[int], set[Optional[int]]]:
     left of the workers at the end of the job.
     """
     manager = Changing()
-    manager.participating_rank = None
+    manager.rank_now = None
     loader = make(Where(), manager, collate_fn=as_read, num_workers=1, persistent_workers=persistent)
     pids = [unit.data[0][1] for _, units in train(loader) for unit in units]
     return pids, processes()
@@ -287,7 +285,7 @@ class Noise(Raises):
 def drawn(workers: int, seed: int = 0, rank: int = 0, participants: int = 1) -> dict[tuple[int, int], Any]:
     """What the samples of each unit of a job came to, by batch and unit."""
     manager = Changing()
-    manager.participating_rank, manager.participants = rank, participants
+    manager.rank_now, manager.participants = rank, participants
     loader = make(Noise(), manager, reproducible_rng=True, seed=seed, num_workers=workers, shuffle=False)
     return {
         (step.position.batch, unit.indices[0]): [part.tolist() for part in unit.data]

@@ -1,0 +1,110 @@
+"""A group of the published package beside groups with an ElasticDataLoader: refused by name, whoever came first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from loader_model import one_process, plan
+from mixed import PHASE_TIMEOUT_S, PUBLISHED_SILENCE_MS, status
+from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
+from published import REQUIREMENTS, published_path
+
+SAMPLES = 71
+STEPS = plan(SAMPLES).batches_per_epoch * plan(SAMPLES).epochs
+
+# The older generation has no handles, by which groups tell what they train with.
+NAMED = {
+    "nightly": r"ElasticDataLoader, which weights gradients by samples, and worker_1:\S+ without: it would divide",
+    "stable": r"ElasticDataLoader, which torchft 0\.2\.0 has not: among .*worker_1:\S+ is a group that announces",
+}
+assert NAMED.keys() == REQUIREMENTS.keys()
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def with_loader(job: Job, lighthouse: str, folder: Path) -> Child:
+    of_job = [f"--lighthouse={lighthouse}", f"--samples={SAMPLES}", "--kind=ddp", "--reproducible=0"]
+    of_group = [
+        "--group=0",
+        "--seed=0",
+        "--num_workers=0",
+        f"--log={folder / 'log'}",
+        f"--weights={folder / 'weights'}",
+    ]
+    return job.python("with-loader", HERE / "loader_worker.py", *of_job, *of_group, path=ours_path())
+
+
+def published_one(job: Job, generation: str) -> Child:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    path = published_path(generation)
+    return job.python("published", HERE / "worker.py", "--group=1", "--seed=1", path=path, env=env)
+
+
+def join(job: Job, child: Child, lighthouse: str) -> None:
+    child.send(do="join", lighthouse=lighthouse)
+    job.wait(lambda: child.of("ready"), START_TIMEOUT_S, "the published group has its Manager")
+    assert Path(child.of("ready")[0]["torchft"]).parent != ours_path()
+    job.wait(lambda: "worker_1:" in status(lighthouse), PHASE_TIMEOUT_S, "the lighthouse knows it")
+
+
+def lighthouse_of(job: Job) -> str:
+    options = {"min_replicas": 1, "join_timeout_ms": 30_000, "heartbeat_timeout_ms": PUBLISHED_SILENCE_MS}
+    return job.lighthouse(ours_path(), **options)[1]
+
+
+@pytest.mark.parametrize("generation", ["nightly", pytest.param("stable", marks=pytest.mark.slow)])
+def test_a_published_group_that_comes_later_is_named_and_nothing_of_it_counts(tmp_path: Path, generation: str) -> None:
+    """It divides what the loader has weighted already, so steps with it are lost until it goes."""
+    with Job() as job:
+        theirs = published_one(job, generation)
+        lighthouse = lighthouse_of(job)
+        ours = with_loader(job, lighthouse, tmp_path)
+        job.wait(lambda: ours.of("paused"), START_TIMEOUT_S, "the group with a loader is ready")
+        ours.send(until=STEPS // 2)
+        job.wait(lambda: len(ours.of("paused")) == 2, PHASE_TIMEOUT_S, "it has trained alone")
+
+        join(job, theirs, lighthouse)
+        theirs.send(do="train")
+        ours.send(until=STEPS + 1)
+        job.wait(lambda: re.search(NAMED[generation], ours.log_tail(1000)), PHASE_TIMEOUT_S, "it is named")
+
+        theirs.kill()
+        job.wait_exit([ours], PHASE_TIMEOUT_S)
+    ended = torch.load(tmp_path / "weights")
+    for name, value in one_process(SAMPLES, reproducible=False).items():
+        torch.testing.assert_close(ended["weights"][name], value, rtol=0, atol=1e-9)
+    assert len(ended["history"]) == STEPS
+
+
+# In make test: test_native_peers_without_a_loader_are_refused_by_name, and those of test_layout.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
+def test_a_group_with_a_loader_that_comes_later_is_told_and_the_published_one_trains_on(
+    tmp_path: Path, generation: str
+) -> None:
+    with Job() as job:
+        theirs = published_one(job, generation)
+        lighthouse = lighthouse_of(job)
+        join(job, theirs, lighthouse)
+        theirs.send(do="train")
+        job.wait(lambda: len(theirs.of("step")) > 3, PHASE_TIMEOUT_S, "the published group trains")
+
+        ours = with_loader(job, lighthouse, tmp_path)
+        job.wait(lambda: ours.of("paused"), START_TIMEOUT_S, "the group with a loader is ready")
+        ours.expected_to_live = False
+        ours.send(until=STEPS + 1)
+        job.wait(lambda: ours.returncode is not None, PHASE_TIMEOUT_S, "it ends")
+        assert ours.returncode == 1
+        error = f"LayoutDiffers: this group trains with an {NAMED[generation]}"
+        assert re.search(error, ours.log_tail(1000)), ours.log_tail(1000)
+
+        seen = len(theirs.of("step"))
+
+        def goes_on() -> bool:
+            return sum(e["committed"] and e["participants"] == 1 for e in theirs.of("step")[seen:]) > 3
+
+        job.wait(goes_on, PHASE_TIMEOUT_S, "the published group goes on alone")
+    assert not (tmp_path / "weights").exists()

@@ -17,6 +17,7 @@ import (
 // Network connects hosts in memory.
 type Network struct {
 	mu        sync.Mutex
+	hosts     map[string]*Host
 	listeners map[string]*listener
 	dead      map[string]bool // hosts
 	conns     map[*conn]struct{}
@@ -36,7 +37,7 @@ type Network struct {
 // NewNetwork makes a network without hosts.
 func NewNetwork() *Network {
 	return &Network{
-		listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, blocked: map[[2]string]bool{}, nextPort: 40000,
+		hosts: map[string]*Host{}, listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, blocked: map[[2]string]bool{}, nextPort: 40000,
 		pipes: map[*pipe]direction{}, cuts: map[direction]int{}, paused: map[string]int{}, silent: map[string]bool{},
 		healed: make(chan struct{}),
 	}
@@ -50,8 +51,15 @@ type Host struct {
 
 var _ rpc.Network = (*Host)(nil)
 
-// Host gives a name to a machine. The same name twice is the same machine.
-func (n *Network) Host(name string) *Host { return &Host{net: n, name: name} }
+// Host gives a name to a machine. The same name twice is the same machine: a client on its server's host is in the same process.
+func (n *Network) Host(name string) *Host {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.hosts[name] == nil {
+		n.hosts[name] = &Host{net: n, name: name}
+	}
+	return n.hosts[name]
+}
 
 // Listen listens at name:port of the host, whatever host the address names.
 func (h *Host) Listen(address string) (net.Listener, error) {

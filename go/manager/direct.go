@@ -7,6 +7,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 )
@@ -37,21 +38,26 @@ func (d *direct) Quorum(ctx context.Context, req Request) (recovery.Result, erro
 	if err := d.err(); err != nil {
 		return recovery.Result{}, err
 	}
-	return d.server.quorum(ctx, d.conn, req)
+	a := d.server.do(ctx, rankCall{kind: quorumCall, Request: req, conn: d.conn, traceparent: tracing.ParentOf(ctx)})
+	return a.result, a.err
 }
 
 func (d *direct) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
 	if err := d.err(); err != nil {
 		return "", err
 	}
-	return d.server.checkpointMetadata(ctx, groupRank)
+	a := d.server.do(ctx, rankCall{kind: metadataCall, Request: Request{GroupRank: groupRank}})
+	return a.metadata, a.err
 }
 
 func (d *direct) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
 	if err := d.err(); err != nil {
 		return false, err
 	}
-	return d.server.shouldCommit(ctx, d.conn, groupRank, step, vote)
+	a := d.server.do(ctx, rankCall{
+		kind: voteCall, Request: Request{GroupRank: groupRank, Step: step}, vote: vote, conn: d.conn, traceparent: tracing.ParentOf(ctx),
+	})
+	return a.commit, a.err
 }
 
 func (d *direct) Leave(ctx context.Context) error {

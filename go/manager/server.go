@@ -7,14 +7,11 @@ import (
 	"sync"
 	"time"
 
-	"go.opentelemetry.io/otel/attribute"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -42,14 +39,6 @@ type Server struct {
 	badCount sync.Once // a rank counted what is not known
 	trouble  string    // why the lighthouse has not been reached, while that is so
 	closed   bool
-}
-
-// answer ends one call.
-type answer struct {
-	result   recovery.Result
-	commit   bool
-	metadata string
-	err      error
 }
 
 // spareConnections are for those who are no ranks of a group as large as this one: small groups that heal, and people.
@@ -141,90 +130,6 @@ func (s *Server) Status() round.Status {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.machine.Describe()
-}
-
-func (s *Server) quorum(ctx context.Context, conn *connection, req Request) (_ recovery.Result, err error) {
-	deadline, ok := ctx.Deadline()
-	if !ok {
-		return recovery.Result{}, status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")
-	}
-	if span := s.traced(tracing.ParentOf(ctx), req); span != nil {
-		defer func() { span.End(err) }()
-	}
-	a := s.call(ctx, conn, req.GroupRank, asks(req, deadline))
-	return a.result, a.err
-}
-
-func asks(req Request, deadline time.Time) func(round.WaiterID) round.Event {
-	return func(id round.WaiterID) round.Event {
-		return round.QuorumAsked{Request: req, Waiter: id, Deadline: deadline}
-	}
-}
-
-func (s *Server) shouldCommit(ctx context.Context, conn *connection, groupRank, step int64, vote bool) (bool, error) {
-	ctx, cancel := rpc.WithDefaultDeadline(ctx)
-	defer cancel()
-	if deadline, ok := ctx.Deadline(); ok {
-		// Before the rank stops listening, so that it still hears who did not vote.
-		ctx, cancel = context.WithDeadline(ctx, rpc.Sooner(deadline, tellMargin))
-		defer cancel()
-	}
-	span := s.tracedVote(tracing.ParentOf(ctx), groupRank, step, vote)
-	a := s.call(ctx, conn, groupRank, s.votes(groupRank, step, vote))
-	if a.err == nil {
-		span.Set(attribute.Bool("torchft.committed", a.commit))
-	}
-	span.End(a.err)
-	return a.commit, a.err
-}
-
-func (s *Server) votes(groupRank, step int64, vote bool) func(round.WaiterID) round.Event {
-	return func(id round.WaiterID) round.Event {
-		witness, ok := s.membership.(Witness)
-		return round.Voted{Waiter: id, GroupRank: groupRank, Step: step, ShouldCommit: vote, Lapsed: ok && witness.Lapsed()}
-	}
-}
-
-func (s *Server) checkpointMetadata(ctx context.Context, groupRank int64) (string, error) {
-	a := s.call(ctx, nil, groupRank, func(id round.WaiterID) round.Event {
-		return round.MetadataAsked{Waiter: id, GroupRank: groupRank}
-	})
-	return a.metadata, a.err
-}
-
-// call feeds an event with a new waiter and waits for its answer, at most until ctx is done. conn is the
-// connection that the rank's life depends on, nil if it depends on none.
-func (s *Server) call(ctx context.Context, conn *connection, groupRank int64, event func(round.WaiterID) round.Event) answer {
-	answered := make(chan answer, 1)
-	id := s.begin(conn, groupRank, event, func(a answer) { answered <- a })
-	select {
-	case a := <-answered:
-		return a
-	case <-ctx.Done():
-	}
-	s.giveUp(id, ctx.Err())
-	return <-answered
-}
-
-// begin feeds an event with a new waiter. Its one answer goes, under the server's lock, to a function that must not wait; it may
-// come before begin returns.
-func (s *Server) begin(conn *connection, groupRank int64, event func(round.WaiterID) round.Event, answered func(answer)) round.WaiterID {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if conn != nil && groupRank >= 0 && groupRank < s.cfg.WorldSize {
-		s.presence.seen(conn, groupRank)
-	}
-	id := s.waiters.AddFunc(answered)
-	s.step(event(id))
-	return id
-}
-
-// giveUp answers a waiter that has no answer yet: with the machine's words, which say what it waited for.
-func (s *Server) giveUp(id round.WaiterID, cause error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.step(round.GaveUp{Waiter: id, Timeout: errors.Is(cause, context.DeadlineExceeded)})
-	s.waiters.Answer(id, answer{err: status.FromContextError(cause).Err()})
 }
 
 // failed is the error of a waiter. One whose deadline passed also hears why the lighthouse has not been reached.

@@ -17,29 +17,33 @@ type service struct {
 }
 
 func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
-	ctx = tracing.Below(ctx, cmp.Or(req.GetTraceparent(), tracing.Incoming(ctx)))
-	result, err := s.server.quorum(ctx, connectionOf(ctx), rpc.RequestFromProto(req))
-	if err != nil {
-		return nil, err
+	a := s.do(ctx, quorumFromProto(req))
+	if a.err != nil {
+		return nil, a.err
 	}
-	return rpc.ResultToProto(result), nil
+	return rpc.ResultToProto(a.result), nil
 }
 
 func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.CheckpointMetadataRequest) (*torchftpb.CheckpointMetadataResponse, error) {
-	text, err := s.server.checkpointMetadata(ctx, req.GetRank())
-	if err != nil {
-		return nil, err
+	a := s.server.do(ctx, rankCall{kind: metadataCall, Request: Request{GroupRank: req.GetRank()}})
+	if a.err != nil {
+		return nil, a.err
 	}
-	return &torchftpb.CheckpointMetadataResponse{CheckpointMetadata: text}, nil
+	return &torchftpb.CheckpointMetadataResponse{CheckpointMetadata: a.metadata}, nil
 }
 
 func (s service) ShouldCommit(ctx context.Context, req *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error) {
-	ctx = tracing.Below(ctx, cmp.Or(req.GetTraceparent(), tracing.Incoming(ctx)))
-	commit, err := s.server.shouldCommit(ctx, connectionOf(ctx), req.GetGroupRank(), req.GetStep(), req.GetShouldCommit())
-	if err != nil {
-		return nil, err
+	a := s.do(ctx, voteFromProto(req))
+	if a.err != nil {
+		return nil, a.err
 	}
-	return &torchftpb.ShouldCommitResponse{ShouldCommit: commit}, nil
+	return &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit}, nil
+}
+
+// do makes a call of the rank at the other end of the connection.
+func (s service) do(ctx context.Context, c rankCall) answer {
+	c.conn, c.traceparent = connectionOf(ctx), cmp.Or(c.traceparent, tracing.Incoming(ctx))
+	return s.server.do(ctx, c)
 }
 
 func (s service) Kill(ctx context.Context, req *torchftpb.KillRequest) (*torchftpb.KillResponse, error) {

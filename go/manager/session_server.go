@@ -6,7 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"go.opentelemetry.io/otel/attribute"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -80,16 +79,14 @@ type openSession struct {
 	answers  []*sessionCall
 }
 
-// sessionCall is a call in progress. The session's lock guards it; once it is among the answers, only the sender uses it.
+// sessionCall is a call in progress. The session's lock guards what it adds; once it is among the answers, only the sender uses it.
 type sessionCall struct {
+	rankCall
 	number uint64
-	span   *tracing.Span
-	wrap   func(answer) *torchftpb.RankResponse // what an answer without an error says
 
-	giveUp   func(cause error) // nil before the call has begun, and where there is nothing to give up
-	expiry   *time.Timer       // nil without a deadline of its own
-	answered bool
-	answer   answer
+	cancel context.CancelFunc // of a leaveCall that has begun
+	done   bool
+	answer answer
 }
 
 func (o *openSession) receive(ctx context.Context) (err error) {
@@ -137,41 +134,36 @@ func (o *openSession) said(req *torchftpb.RankRequest) bool {
 
 // start begins a call; false: the session takes no more.
 func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
-	call := &sessionCall{number: req.GetCall()}
+	call := &sessionCall{rankCall: callFromProto(req), number: req.GetCall()}
+	timeout := time.Duration(req.GetTimeoutUs()) * time.Microsecond
+	call.conn, call.traceparent, call.deadline = o.conn, cmp.Or(call.traceparent, o.parent), time.Now().Add(timeout)
 	if !o.admit(call) {
 		return false
 	}
-	timeout := time.Duration(req.GetTimeoutUs()) * time.Microsecond
-	if timeout <= 0 {
+	switch {
+	case timeout <= 0:
 		o.answer(call, answer{err: status.Errorf(codes.InvalidArgument, "timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())})
-		return true
-	}
-	deadline := time.Now().Add(timeout)
-	switch r := req.GetRequest().(type) {
-	case *torchftpb.RankRequest_Quorum:
-		request := rpc.RequestFromProto(r.Quorum)
-		call.span = o.server.traced(cmp.Or(r.Quorum.GetTraceparent(), o.parent), request)
-		call.wrap = func(a answer) *torchftpb.RankResponse {
-			return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: rpc.ResultToProto(a.result)}}
-		}
-		o.begin(call, request.GroupRank, deadline, asks(request, deadline))
-	case *torchftpb.RankRequest_ShouldCommit:
-		groupRank, step, vote := r.ShouldCommit.GetGroupRank(), r.ShouldCommit.GetStep(), r.ShouldCommit.GetShouldCommit()
-		call.span = o.server.tracedVote(cmp.Or(r.ShouldCommit.GetTraceparent(), o.parent), groupRank, step, vote)
-		call.wrap = func(a answer) *torchftpb.RankResponse {
-			call.span.Set(attribute.Bool("torchft.committed", a.commit))
-			return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
-				ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit},
-			}}
-		}
-		// Before the rank stops listening, so that it still hears who did not vote.
-		o.begin(call, groupRank, rpc.Sooner(deadline, tellMargin), o.server.votes(groupRank, step, vote))
-	case *torchftpb.RankRequest_Leave:
-		o.leave(ctx, call, timeout)
-	default:
+	case call.kind == unknownCall:
 		o.answer(call, answer{err: status.Error(codes.Unimplemented, "this request of a session is not known here")})
+	case call.kind == leaveCall:
+		o.leave(ctx, call)
+	default:
+		o.server.begin(&call.rankCall, func(a answer) { o.answer(call, a) })
 	}
 	return true
+}
+
+func callFromProto(req *torchftpb.RankRequest) rankCall {
+	switch r := req.GetRequest().(type) {
+	case *torchftpb.RankRequest_Quorum:
+		return quorumFromProto(r.Quorum)
+	case *torchftpb.RankRequest_ShouldCommit:
+		return voteFromProto(r.ShouldCommit)
+	case *torchftpb.RankRequest_Leave:
+		return rankCall{kind: leaveCall}
+	default:
+		return rankCall{kind: unknownCall}
+	}
 }
 
 func (o *openSession) admit(call *sessionCall) bool {
@@ -190,28 +182,12 @@ func (o *openSession) admit(call *sessionCall) bool {
 	return true
 }
 
-// begin feeds the machine a call, whose answer is sent when it comes, at the deadline at the latest.
-func (o *openSession) begin(call *sessionCall, groupRank int64, deadline time.Time, event func(round.WaiterID) round.Event) {
-	id := o.server.begin(o.conn, groupRank, event, func(a answer) { o.answer(call, a) })
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if call.answered {
-		return
-	}
-	call.giveUp = func(cause error) { o.server.giveUp(id, cause) }
-	call.expiry = rpc.AfterFunc(o.server.log, "the deadline of a call", func() { o.server.giveUp(id, context.DeadlineExceeded) })
-	call.expiry.Reset(time.Until(deadline))
-}
-
 // leave has a goroutine: it is called once in the life of a rank.
-func (o *openSession) leave(ctx context.Context, call *sessionCall, timeout time.Duration) {
-	ctx, cancel := context.WithTimeout(ctx, timeout)
+func (o *openSession) leave(ctx context.Context, call *sessionCall) {
+	ctx, cancel := context.WithDeadline(ctx, call.deadline)
 	o.mu.Lock()
-	call.giveUp = func(error) { cancel() }
+	call.cancel = cancel
 	o.mu.Unlock()
-	call.wrap = func(answer) *torchftpb.RankResponse {
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Left{Left: true}}
-	}
 	rpc.Go(&o.leaves, o.server.log, "leave", func() {
 		defer cancel()
 		var a answer
@@ -225,24 +201,24 @@ func (o *openSession) leave(ctx context.Context, call *sessionCall, timeout time
 func (o *openSession) giveUp(number uint64) {
 	o.mu.Lock()
 	call := o.open[number]
-	var giveUp func(error)
-	if call != nil && !call.answered {
-		giveUp = call.giveUp
+	if call == nil || call.done {
+		o.mu.Unlock()
+		return
 	}
+	cancel := call.cancel
 	o.mu.Unlock()
-	if giveUp != nil {
-		giveUp(context.Canceled)
+	if cancel != nil {
+		cancel()
+		return
 	}
+	o.server.giveUp(&call.rankCall, context.Canceled)
 }
 
 // answer lets a call's answer be sent. It does not wait.
 func (o *openSession) answer(call *sessionCall, a answer) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	call.answered, call.answer = true, a
-	if call.expiry != nil {
-		call.expiry.Stop()
-	}
+	call.done, call.answer = true, a
 	o.answers = append(o.answers, call)
 	select {
 	case o.wake <- struct{}{}:
@@ -265,24 +241,33 @@ func (o *openSession) sendAnswers() {
 }
 
 func (o *openSession) response(call *sessionCall) *torchftpb.RankResponse {
-	resp, err := o.wrap(call)
+	a := call.end(call.answer)
+	resp, err := o.wrap(call.kind, a)
 	if err != nil {
 		s := status.Convert(err)
 		resp = &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Failure{
 			Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()},
 		}}
 	}
-	call.span.End(err)
 	resp.Call = call.number
 	return resp
 }
 
-func (o *openSession) wrap(call *sessionCall) (resp *torchftpb.RankResponse, err error) {
+func (o *openSession) wrap(kind callKind, a answer) (resp *torchftpb.RankResponse, err error) {
 	defer rpc.Recovered(o.server.log, "an answer of a session", &err)
-	if call.answer.err != nil {
-		return nil, call.answer.err
+	if a.err != nil {
+		return nil, a.err
 	}
-	return call.wrap(call.answer), nil
+	switch kind {
+	case quorumCall:
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: rpc.ResultToProto(a.result)}}, nil
+	case voteCall:
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
+			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit},
+		}}, nil
+	default:
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Left{Left: true}}, nil
+	}
 }
 
 func (o *openSession) send(resp *torchftpb.RankResponse) {

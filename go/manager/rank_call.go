@@ -1,0 +1,163 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"go.opentelemetry.io/otel/attribute"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// rankCall is a request that a rank waits for. The same code answers it whichever way it came: as a unary call (service.go), on a
+// stream (session_server.go) or from within this process (direct.go). Those convert it, call Server.begin, and end once they have
+// its answer.
+type rankCall struct {
+	kind        callKind
+	Request            // of a vote the rank and the step, of the question for metadata the rank
+	vote        bool   // of a vote
+	traceparent string // of the rank's span; empty: it does not trace
+	deadline    time.Time
+	conn        *connection // that the rank's life depends on; nil if it depends on none
+
+	span *tracing.Span // until end
+
+	// The server's lock guards these.
+	id       round.WaiterID
+	answered bool
+	expiry   *time.Timer
+}
+
+type callKind int
+
+const (
+	quorumCall callKind = iota
+	voteCall
+	metadataCall
+	leaveCall   // of a session, which waits for the lighthouse and not for the machine
+	unknownCall // of a session
+)
+
+// answer ends one call.
+type answer struct {
+	result   recovery.Result
+	commit   bool
+	metadata string
+	err      error
+}
+
+func quorumFromProto(req *torchftpb.ManagerQuorumRequest) rankCall {
+	return rankCall{kind: quorumCall, Request: rpc.RequestFromProto(req), traceparent: req.GetTraceparent()}
+}
+
+func voteFromProto(req *torchftpb.ShouldCommitRequest) rankCall {
+	return rankCall{
+		kind:        voteCall,
+		Request:     Request{GroupRank: req.GetGroupRank(), Step: req.GetStep()},
+		vote:        req.GetShouldCommit(),
+		traceparent: req.GetTraceparent(),
+	}
+}
+
+// do makes a call with the deadline of ctx, and waits for its answer, at most until ctx is done.
+func (s *Server) do(ctx context.Context, c rankCall) answer {
+	c.deadline, _ = ctx.Deadline()
+	answered := make(chan answer, 1)
+	s.begin(&c, func(a answer) { answered <- a })
+	select {
+	case a := <-answered:
+		return c.end(a)
+	case <-ctx.Done():
+	}
+	s.giveUp(&c, ctx.Err())
+	a := c.end(<-answered)
+	if a.err != nil && errors.Is(ctx.Err(), context.Canceled) {
+		a.err = status.FromContextError(ctx.Err()).Err() // as over a network
+	}
+	return a
+}
+
+// begin feeds the machine a call. Its one answer goes, mostly under the server's lock, to a function that must not wait; it comes shortly
+// before the call's deadline at the latest, and may come before begin returns.
+func (s *Server) begin(c *rankCall, answered func(answer)) {
+	if c.kind == quorumCall && c.deadline.IsZero() {
+		answered(answer{err: status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")})
+		return
+	}
+	c.span = s.traced(c)
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if c.conn != nil && c.GroupRank >= 0 && c.GroupRank < s.cfg.WorldSize {
+		s.presence.seen(c.conn, c.GroupRank)
+	}
+	if c.kind == quorumCall && c.span != nil {
+		s.parent = c.span.Parent()
+	}
+	c.id = s.waiters.AddFunc(func(a answer) {
+		c.answered = true
+		if c.expiry != nil {
+			c.expiry.Stop()
+		}
+		answered(a)
+	})
+	s.step(s.eventOf(c))
+	if !c.answered {
+		c.expiry = rpc.AfterFunc(s.log, "the deadline of a call", func() { s.giveUp(c, context.DeadlineExceeded) })
+		c.expiry.Reset(time.Until(c.lastMoment()))
+	}
+}
+
+// lastMoment is when a call without an answer is given up: before the rank stops listening, so that it still hears for whom it waited.
+func (c *rankCall) lastMoment() time.Time {
+	if c.deadline.IsZero() {
+		return time.Now().Add(rpc.MaxWait)
+	}
+	sooner := rpc.Sooner(c.deadline, tellMargin)
+	if c.kind == quorumCall {
+		return sooner.Add(c.deadline.Sub(sooner) / 2) // after the end of the request to the lighthouse (ask), whose reason says more
+	}
+	return sooner
+}
+
+// eventOf is what the machine hears of a call.
+func (s *Server) eventOf(c *rankCall) round.Event {
+	switch c.kind {
+	case quorumCall:
+		return round.QuorumAsked{Request: c.Request, Waiter: c.id, Deadline: c.deadline}
+	case voteCall:
+		witness, ok := s.membership.(Witness)
+		return round.Voted{
+			Waiter: c.id, GroupRank: c.GroupRank, Step: c.Step, ShouldCommit: c.vote, Lapsed: ok && witness.Lapsed(),
+		}
+	default:
+		return round.MetadataAsked{Waiter: c.id, GroupRank: c.GroupRank}
+	}
+}
+
+// giveUp answers a call that has begun and has no answer yet: with the machine's words, which say what it waited for.
+func (s *Server) giveUp(c *rankCall, cause error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if c.answered || c.id == 0 {
+		return
+	}
+	s.step(round.GaveUp{Waiter: c.id, Timeout: errors.Is(cause, context.DeadlineExceeded)})
+	s.waiters.Answer(c.id, answer{err: status.FromContextError(cause).Err()})
+}
+
+// end returns a call's answer when its trace has it.
+func (c *rankCall) end(a answer) answer {
+	if c.kind == voteCall && a.err == nil {
+		c.span.Set(attribute.Bool("torchft.committed", a.commit))
+	}
+	c.span.End(a.err)
+	return a
+}

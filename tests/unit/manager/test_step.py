@@ -233,16 +233,46 @@ def test_a_group_that_healed_before_the_step_contributes() -> None:
     assert not step.healing and step.state is State.TRAINING
 
 
-def test_an_error_is_not_lost_among_other_events() -> None:
-    """Errors come on any thread."""
-    for _ in range(50):
-        step = begun()
-        failing = threading.Thread(target=step.failed, args=[RuntimeError("a collective failed")])
-        failing.start()
-        step.loaded()
-        step.joined()
-        failing.join(30)
-        assert step.state is State.FAILED and not step.vote(least=1)
+class Contended:
+    """A lock that tells when a thread has to wait for it."""
+
+    def __init__(self, waits: threading.Event) -> None:
+        self._lock, self._waits = threading.Lock(), waits
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waits.set()
+            assert self._lock.acquire(timeout=30)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("during", [Event.BEHIND, Event.LOADED, Event.JOINED])
+def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes on another thread, between the look at the state and the change of it."""
+    step = Step(Request(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
+    went_on = threading.Event()  # the error is in, or waits for the other event
+    step._lock = Contended(went_on)  # type: ignore[assignment]
+
+    def fail() -> None:
+        step.failed(RuntimeError("a collective failed"))
+        went_on.set()
+
+    failing = threading.Thread(target=fail, daemon=True)
+
+    def with_an_error(state: State, event: Event) -> State:
+        if event is during:
+            failing.start()
+            assert went_on.wait(30)
+        return after(state, event)
+
+    monkeypatch.setattr("torchft._manager.step.after", with_an_error)
+    step.follow(plan(result()))
+    step.loaded()
+    step.joined()
+    failing.join(30)
+    assert step.state is State.FAILED and not step.vote(least=1)
 
 
 # The same in a Manager

@@ -190,7 +190,6 @@ class Manager(Stateful, Stepping):
         check_limits(min_replica_size, max_retries)
         self._settings = settings
         self._group_rank = settings.group_rank
-        self._timeout = settings.timeout
         self._quorum_timeout = settings.quorum_timeout
         self._min_replica_size = min_replica_size
         self._use_async_quorum = use_async_quorum
@@ -273,7 +272,7 @@ class Manager(Stateful, Stepping):
             self._recovery,
             self._transport,
             self._background,
-            settings.timeout,
+            self._place,
             errors=self._errors,
             logger=self._logger,
         )
@@ -290,11 +289,11 @@ class Manager(Stateful, Stepping):
         state: State = State.ASKED,
     ) -> Step:
         collectives = Collectives(
-            self._peers.abort, self._errors.of_collective, self._backlog, timeout=self._timeout, logger=self._logger
+            self._peers.abort, self._errors.of_collective, self._backlog, self._place, logger=self._logger
         )
         return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
 
-    # What other projects read by name, of the parts
+    # What other projects read by name, of the parts; the client may be replaced
 
     @property
     def _pending_state_dict(self) -> Optional[Dict[str, Any]]:

@@ -19,6 +19,7 @@ from torchft.utils import Mark, poll, refuse_capture
 
 if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
+    from torchft._manager.state import Place
     from torchft._manager.work import _ManagedWork
 
 # How long the aborted collectives of a step may take to end. Gloo's take some 10 ms; but in one of a hundred deaths it
@@ -50,7 +51,7 @@ class Collectives:
         abort: aborts the process group.
         report: learns of a collective that failed, and whose it is: these.
         backlog: takes those that the backend is not through with.
-        timeout: of each.
+        place: where the rank is; the timeout of each.
         logger: of the Manager.
 
     Attributes:
@@ -64,13 +65,13 @@ class Collectives:
         abort: Callable[[], None],
         report: Callable[[Exception, Collectives], None],
         backlog: Backlog,
-        timeout: timedelta,
+        place: Place,
         logger: _ManagerLogger,
     ) -> None:
         self._abort = abort
         self._report = report
         self._backlog = backlog
-        self._timeout = timeout  # read by name: see _ManagedWork
+        self._place = place
         self._logger = logger
         self.usable = True
         self.aborted = False
@@ -82,6 +83,11 @@ class Collectives:
 
     def __len__(self) -> int:
         return self._begun
+
+    @property
+    def _timeout(self) -> timedelta:
+        """Read by name: see _ManagedWork."""
+        return self._place.timeout
 
     def add(self, work: _ManagedWork) -> None:
         """A collective has begun."""

@@ -23,14 +23,19 @@ class Position(NamedTuple):
 
 
 class Place:
-    """Where a rank is. Its Manager goes on; parts of it read.
+    """Where a rank is, and how long it waits for the others. Its Manager goes on; parts of it read.
+
+    Args:
+        timeout: of collectives, transfers and votes.
 
     Attributes:
         step: the number of the one that runs; so many are committed.
         quorum_id: of the one whose peers the process group has; -1 before the first.
+        timeout: as given, until other projects' tests replace it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
         self.step = 0
         self.quorum_id = -1
 
@@ -114,7 +119,7 @@ class Stateful:
     """What a Manager keeps from step to step: its base, since all of this is said to the Manager.
 
     Args:
-        timeout: for reading the user's state while that is disallowed.
+        timeout: of collectives, transfers and votes; for reading the user's state while that is disallowed.
         load_state_dict, state_dict: of the main part of the user's state; None: set later.
 
     Raises:
@@ -127,7 +132,7 @@ class Stateful:
         load_state_dict: Optional[Callable[[T], None]],
         state_dict: Optional[Callable[[], T]],
     ) -> None:
-        self._place = Place()
+        self._place = Place(timeout)
         self._batches_committed = 0
         self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
         self._user_state = UserState(timeout.total_seconds())
@@ -154,6 +159,14 @@ class Stateful:
     @_quorum_id.setter
     def _quorum_id(self, quorum_id: int) -> None:
         self._place.quorum_id = quorum_id
+
+    @property
+    def _timeout(self) -> timedelta:
+        return self._place.timeout
+
+    @_timeout.setter
+    def _timeout(self, timeout: timedelta) -> None:
+        self._place.timeout = timeout
 
     @property
     def _position(self) -> Position:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional
 
 if TYPE_CHECKING:
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
     from torchft._manager.plan import Plan
     from torchft._manager.recovery import Recovery
-    from torchft._manager.state import Position
+    from torchft._manager.state import Place, Position
     from torchft._manager.step import Step
 
 
@@ -24,7 +23,7 @@ class Transfers:
         recovery: sends, fetches and loads.
         transport: by which.
         background: the stream on a device on which that runs.
-        timeout: for a device to end them.
+        place: where the rank is; how long a device may take.
         errors: take what goes wrong.
         logger: of the Manager.
     """
@@ -34,7 +33,7 @@ class Transfers:
         recovery: Recovery,
         transport: Transport,
         background: Background,
-        timeout: timedelta,
+        place: Place,
         *,
         errors: Errors,
         logger: _ManagerLogger,
@@ -42,7 +41,7 @@ class Transfers:
         self._recovery = recovery
         self._transport = transport
         self._background = background
-        self._timeout = timeout
+        self._place = place
         self._errors = errors
         self._logger = logger
 
@@ -71,7 +70,7 @@ class Transfers:
     def arrived(self) -> bool:
         """Waits until the device has sent what this group serves, and has what it fetched. False: not in time."""
         try:
-            self._background.join(self._timeout, self._recovery.pending)
+            self._background.join(self._place.timeout, self._recovery.pending)
         except Exception as e:
             self._errors.of_collective(e)  # its abort ends them
             return False

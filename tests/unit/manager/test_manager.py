@@ -5,7 +5,7 @@ import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, List
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from torchft._torchft import MemberFailure, QuorumRequest
+from torchft._torchft import ManagerClient, MemberFailure, QuorumRequest
 from torchft.checkpointing.transport import CheckpointError
 from torchft.manager import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
@@ -416,6 +416,25 @@ def test_other_projects_read_the_state_by_name(fixture: Fixture, make_quorum: Qu
     assert manager._manager_state_dict() == manager_state(step=1, batches=2)
     with manager._state_dict_lock.w_lock():
         pass
+
+
+def test_what_other_projects_replace_has_an_effect(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    manager._client = client = create_autospec(ManagerClient, instance=True)
+    client._quorum.return_value = make_quorum(quorum_id=3)
+    manager._step, manager._timeout, manager._quorum_timeout = 5, timedelta(seconds=3), timedelta(seconds=4)
+    manager._quorum_id = 3  # whose peers it then has
+    work = MagicMock(wait=MagicMock(return_value=True))
+    fixture.pg.allreduce = lambda *_: work  # type: ignore[method-assign,assignment]
+    fixture.pg.configure = configure = MagicMock()  # type: ignore[method-assign]
+    manager.start_quorum()
+    manager.allreduce(torch.ones(1)).wait()
+    manager.should_commit()
+    assert client._quorum.call_args.kwargs["step"] == 5
+    assert client._quorum.call_args.kwargs["timeout"] == timedelta(seconds=4)
+    assert client.should_commit.call_args.kwargs["timeout"] == timedelta(seconds=3)
+    configure.assert_not_called()
+    work.wait.assert_called_with(timedelta(seconds=3))
 
 
 def test_configure_gets_what_0_2_0_gave(fixture: Fixture) -> None:

@@ -88,7 +88,7 @@ def start(
     """
     device = tensors[0].device
     if device.type == "cpu" or ranks.on_host:
-        return _HostWork(run, what, device, result, ranks, stream)
+        return _start_on_host(run, what, device, result, ranks, stream)
     return _StreamWork(run, tensors, result, ranks, stream)
 
 
@@ -271,18 +271,33 @@ def _on_stream(
     return run_there
 
 
-class _HostWork(Work):
-    """A thread that exchanges and computes, and ends with it."""
+def _start_on_host(
+    run: Callable[[Exchange], None],
+    what: str,
+    device: torch.device,
+    result: object,
+    ranks: Ranks,
+    stream: Optional[torch.Stream],
+) -> _HostWork:
+    """Runs it on a thread, behind the work before it among the same peers."""
+    exchange = _HostExchange(ranks, what, device)
+    if device.type != "cpu":
+        run = _on_stream(run, device, stream)
+    work = _HostWork(device, result)
+    order = run, exchange, _enqueue(work, ranks.peers())
+    threading.Thread(target=work.run, args=order, name="torchft_quantized", daemon=True).start()
+    return work
 
-    def __init__(
-        self,
-        run: Callable[[Exchange], None],
-        what: str,
-        device: torch.device,
-        result: object,
-        ranks: Ranks,
-        stream: Optional[torch.Stream],
-    ) -> None:
+
+class _HostWork(Work):
+    """What a thread does that exchanges and computes, and ends with it.
+
+    Args:
+        device: of the tensors.
+        result: what the future gives.
+    """
+
+    def __init__(self, device: torch.device, result: object) -> None:
         super().__init__()
         self._result = result
         self._error: Optional[Exception] = None
@@ -290,13 +305,9 @@ class _HostWork(Work):
         self._future: Optional[Future[object]] = None
         self._lock = threading.Lock()
         self._device = device
-        exchange = _HostExchange(ranks, what, device)
-        if device.type != "cpu":
-            run = _on_stream(run, device, stream)
-        work = run, exchange, _enqueue(self, ranks.peers())
-        threading.Thread(target=self._work, args=work, name="torchft_quantized", daemon=True).start()
 
-    def _work(self, run: Callable[[Exchange], None], exchange: Exchange, previous: Optional[_HostWork]) -> None:
+    def run(self, run: Callable[[Exchange], None], exchange: Exchange, previous: Optional[_HostWork]) -> None:
+        """On the thread: waits for the work before, and does this one."""
         try:
             if previous is not None:
                 previous._ended.wait()  # it ends: its sends and receives have deadlines

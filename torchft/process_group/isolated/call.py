@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from datetime import timedelta
+from typing import Any, Optional, Sequence
 
 import torch
 from torch.distributed import ReduceOp
 
+from torchft.process_group._timeout import given_timeout
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.devices import Devices
 from torchft.process_group.isolated.sharing import Lease
+from torchft.utils import refuse_capture
 
 
 class Call:
-    """Lends the tensors of one operation."""
+    """One operation, as :func:`made_call` makes it.
 
-    __slots__ = ("_devices", "leases", "on_device")
+    Attributes:
+        parts: what the worker reads.
+        leases: (device, lease) of every tensor.
+        result: what its future gives.
+        seconds: its timeout.
+        stream: the current one; None where there are only CPU tensors.
+    """
+
+    __slots__ = ("_devices", "leases", "on_device", "parts", "result", "seconds", "stream")
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
+        self.parts: list[bytes] = []
         self.leases: list[tuple[int, Lease]] = []
+        self.result: list[torch.Tensor] = []
+        self.seconds = 0.0
         self.on_device = False
+        self.stream: Optional[torch.Stream] = None
+
+    def add(self, name: str, arguments: Sequence[Any], access: Optional[str]) -> None:
+        """The operation and its arguments, as `protocol.OPERATIONS` has them; tensors are lent."""
+        parts = self.parts
+        parts.append(protocol.code(name))
+        for kind, argument in zip(protocol.OPERATIONS[name], arguments):
+            if type(kind) is tuple:
+                parts.append(self.lend(kind[0], argument, access or kind[1]))
+            elif type(kind) is str:
+                parts.append(protocol.integer(argument) if kind == "integer" else protocol.integers(argument))
+            else:
+                if type(argument) is not tuple:
+                    argument = protocol.options(kind() if argument is None else argument)
+                parts.append(argument[0])
+                self.seconds = argument[1]
 
     def lend(self, kind: str, argument: Any, access: str) -> bytes:
         read, write = "r" in access, "w" in access
@@ -52,6 +82,44 @@ class Call:
     def release(self) -> None:
         for _, lease in self.leases:
             lease.release()
+
+
+def made_call(
+    devices: Devices, group: str, name: str, arguments: Sequence[Any], access: Optional[str], timeout: timedelta
+) -> Call:
+    """An operation that can be sent.
+
+    Args:
+        devices: that lend the tensors.
+        group: its name, for errors.
+        name: of the operation, see `protocol.OPERATIONS`.
+        arguments: as PyTorch's group takes them.
+        access: to the tensors, where it is not what the table says.
+        timeout: of the group.
+
+    Raises:
+        Exception: it cannot be; no tensor is lent then.
+    """
+    call = Call(devices)
+    try:
+        try:
+            call.add(name, arguments, access)
+        except Exception as e:
+            # So that it says who refuses what.
+            kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
+            raise kind(f"{group}: {name}: {e}") from e
+        if call.on_device:
+            refuse_capture(f"{group}: {name}")
+    except Exception:
+        call.release()
+        raise
+    if call.seconds <= 0:
+        call.seconds = (given_timeout() or timeout).total_seconds()
+    if call.leases:
+        call.result = flat(arguments[0])
+    if call.on_device:
+        call.stream = torch.accelerator.current_stream()
+    return call
 
 
 def flat(outputs: Any) -> list[torch.Tensor]:

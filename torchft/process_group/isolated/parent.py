@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, ClassVar, List, Optional, Sequence, Union
+from typing import Any, Callable, ClassVar, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,12 @@ from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.call import Call, encoded_reduction, flat, reduction
+from torchft.process_group.isolated.call import encoded_reduction, made_call, reduction
 from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.operation import _OpMetadata
 from torchft.process_group.isolated.sharing import Sharing
 from torchft.process_group.isolated.standby import Worker, Workers, WorkerTimedOut, started
 from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
-from torchft.utils import refuse_capture
 
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
 STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
@@ -283,22 +282,12 @@ class ProcessGroupBaby(ProcessGroup):
             arguments: as PyTorch's group takes them.
             access: to the tensors, where it is not what the table says.
         """
-        worker = self._connected()
+        channel = self._connected().channel
         if self._checker is not None:
             self._checker.check(name, arguments, arguments[-1])
-        channel = worker.channel
-        call = Call(channel.devices)
-        try:
-            parts, seconds = self._encoded(call, name, arguments, access)
-            if call.on_device:
-                refuse_capture(f"{self._name}: {name}")
-        except Exception:
-            call.release()
-            raise
-        result = flat(arguments[0]) if call.leases else []
-        stream = torch.accelerator.current_stream() if call.on_device else None
-        op = channel.start(protocol.RUN, parts, call.leases, result, seconds, stream)
-        return self._work(channel, op, stream)
+        call = made_call(channel.devices, self._name, name, arguments, access, self._timeout)
+        op = channel.start(protocol.RUN, call.parts, call.leases, call.result, call.seconds, call.stream)
+        return self._work(channel, op, call.stream)
 
     def _connected(self) -> Worker:
         """The worker that has peers.
@@ -311,29 +300,6 @@ class ProcessGroupBaby(ProcessGroup):
             error = self._shut_down or self._aborted
             raise copied(error) if error else AssertionError("process group not initialized")
         return worker
-
-    def _encoded(
-        self, call: Call, name: str, arguments: Sequence[Any], access: Optional[str]
-    ) -> tuple[list[bytes], float]:
-        """An operation as the worker reads it, its tensors lent to `call`, and its timeout in seconds."""
-        parts = [protocol.code(name)]
-        seconds = 0.0
-        try:
-            for kind, argument in zip(protocol.OPERATIONS[name], arguments):
-                if type(kind) is tuple:
-                    parts.append(call.lend(kind[0], argument, access or kind[1]))
-                elif type(kind) is str:
-                    parts.append(protocol.integer(argument) if kind == "integer" else protocol.integers(argument))
-                else:
-                    if type(argument) is not tuple:
-                        argument = protocol.options(kind() if argument is None else argument)
-                    parts.append(argument[0])
-                    seconds = argument[1]
-        except Exception as e:
-            # So that it says who refuses what.
-            kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
-            raise kind(f"{self._name}: {name}: {e}") from e
-        return parts, seconds if seconds > 0 else (given_timeout() or self._timeout).total_seconds()
 
     def _work(self, channel: Channel, op: _OpMetadata, stream: Optional[torch.Stream]) -> Work:
         """What the caller gets for an operation that was sent."""

@@ -355,7 +355,8 @@ class ElasticDataLoader:
         if hasattr(self._reader, "_shutdown_workers"):
             # By itself it does so when the last reference is gone: persistent_workers and the traceback of an error
             # hold some, and a worker that is forked later may find it among its garbage.
-            self._reader._shutdown_workers()
+            with contextlib.suppress(RuntimeError):  # from PyTorch's handler of SIGCHLD, for a worker that was killed
+                self._reader._shutdown_workers()
         self._reader = self._dataloader._iterator = None
         self._forecast = None
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import numpy
@@ -240,36 +241,44 @@ def test_persistent_workers_read_to_the_end_of_the_job_and_end_with_it() -> None
 
 
 class Once(Raises):
-    """Raises the first time."""
+    """Fails the first time that a sample is read."""
 
-    def __init__(self) -> None:
-        self.raised = multiprocessing.get_context("fork").Event()
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self.fail, self.failed = fail, multiprocessing.get_context("fork").Event()
 
     def __getitem__(self, index: int) -> int:
-        if not self.raised.is_set():
-            self.raised.set()
-            raise OSError("the disk is busy")
+        if not self.failed.is_set():
+            self.failed.set()
+            self.fail()
         return index
 
 
+def disk_is_busy() -> None:
+    raise OSError("the disk is busy")
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_loop_may_go_on_after_a_sample_that_could_not_be_read(persistent: bool) -> None:
+@pytest.mark.parametrize(
+    ("fail", "says"),
+    [(disk_is_busy, "OSError: .*the disk is busy"), (killed, "DataLoader worker .*(killed by signal|exited)")],
+)
+def test_a_loop_may_go_on_after_a_sample_that_could_not_be_read(
+    fail: Callable[[], None], says: str, persistent: bool
+) -> None:
     manager = Alone()
-    loader = make(Once(), manager, shuffle=False, num_workers=1, persistent_workers=persistent)
+    loader = make(Once(fail), manager, shuffle=False, num_workers=1, persistent_workers=persistent)
     step = next(loader)
-    with pytest.raises(
-        ReadFailed, match=r"(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*the disk is busy"
-    ):
+    with pytest.raises(ReadFailed, match=f"(?s)unit 0 of batch 0 of epoch 0 could not be read: .*{says}"):
         list(step)
+    assert len(manager.errors) == 1, "the other groups are not told"
     assert processes() == set(), "the traceback of the error keeps them"
     manager.decide(False)
-    assert [unit.data.tolist() for _, units in train(loader) for unit in units] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-        [6, 7],
-        [8, 9],
-    ]
+    read = [unit.data.tolist() for _, units in train(loader) for unit in units]
+    assert read == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 # Random numbers
@@ -279,7 +288,7 @@ class Noise(Raises):
     """Draws from numpy, by the function of the module and by one of another one."""
 
     def __getitem__(self, index: int) -> tuple[float, float]:
-        return float(numpy.random.rand()), float(numpy.random.permutation(10**6)[0])
+        return float(numpy.random.rand()), float(numpy.random.permutation(1000)[0])
 
 
 def drawn(workers: int, seed: int = 0, rank: int = 0, participants: int = 1) -> dict[tuple[int, int], Any]:

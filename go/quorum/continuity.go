@@ -190,21 +190,26 @@ func (m *Machine) probe(id string) []Action {
 	return nil
 }
 
-// over notes that a member has ended, or said that it leaves or ends for good. Where it is bound, its vote is given here.
+// over notes that a member has ended, or said that it leaves or ends for good. Where it is bound, its vote is given here. A member
+// that waits votes by its request: with both, its vote would count for a quorum, and its request for one that does not come after that.
 func (m *Machine) over(id string, bound bool) {
+	if r := m.roster.replicas[id]; r != nil && r.waiting() {
+		return
+	}
 	if bound && m.votes(id) {
 		m.list.end(id)
 	}
 }
 
-// tookAddress notes that another process has the address of a member, whose process has ended then.
+// tookAddress notes that another process has the address of a member, whose process has ended then. What it sent before may be on its way
+// until its stream breaks: its end counts after that, when the other process asks again.
 func (m *Machine) tookAddress(by *Member) {
 	if !m.list.listed() || m.latest == nil || by.Address == "" || m.votes(by.ReplicaID) {
 		return
 	}
 	p := m.latest.Past()
 	for _, v := range slices.Concat(p.sets()...) {
-		if v.Address == by.Address {
+		if r := m.roster.replicas[v.ReplicaID]; v.Address == by.Address && (r == nil || !r.here()) {
 			m.over(v.ReplicaID, m.list.holds(v.ReplicaID, p.ID, m.now))
 		}
 	}

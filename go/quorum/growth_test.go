@@ -143,7 +143,7 @@ func (b burst) start(t testing.TB, n int) *crowd {
 	return c
 }
 
-// What all members do at once costs the machine as much as there are members, or a little more, and never their square.
+// Events of all members at once cost the machine time in proportion to their number, or a little more, and never to its square.
 func TestNothingGrowsWithTheSquareOfTheMembers(t *testing.T) {
 	for _, b := range slices.Concat(bursts, each()) {
 		t.Run(b.name, func(t *testing.T) {

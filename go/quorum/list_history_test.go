@@ -308,7 +308,7 @@ func (h *listHistory) deliver(at int, a Deliver) {
 		var base [][]string
 		for i, set := range slices.Concat([][]Voter{l.last.Members}, l.last.Base) {
 			require.True(h.t, l.outvotes(set, in), "quorum %d has no majority of %v", q.ID, set)
-			if i > 0 && !l.outvotes(set, knows) {
+			if i > 0 && !majority(set, func(v Voter) bool { return knows[v.ReplicaID] || v.Given }) {
 				base = append(base, voterNames(set))
 			}
 		}
@@ -378,14 +378,18 @@ func (h *listHistory) first(id int64) int64 {
 
 // outvotes counts those of a set that ask, or whose vote is given, in the obvious way.
 func (l *ledger) outvotes(set []Voter, asks map[string]bool) bool {
+	return majority(set, func(v Voter) bool { return asks[v.ReplicaID] || v.Given || l.given(v.ReplicaID) })
+}
+
+// majority is more than half of a set, or half of it with its first.
+func majority(set []Voter, counts func(Voter) bool) bool {
 	n := 0
 	for _, v := range set {
-		if asks[v.ReplicaID] || v.Given || l.given(v.ReplicaID) {
+		if counts(v) {
 			n++
 		}
 	}
-	first := asks[set[0].ReplicaID] || set[0].Given || l.given(set[0].ReplicaID)
-	return 2*n > len(set) || 2*n == len(set) && first
+	return 2*n > len(set) || 2*n == len(set) && counts(set[0])
 }
 
 func (l *ledger) given(id string) bool {

@@ -207,7 +207,8 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 	}
 	switch beyond := m.list.listed() && termOf(p.ID) > m.list.term; {
 	case beyond && e.From == "":
-		// What this lighthouse wrote itself is so. It begins a term of its own: the one of that quorum may be another lighthouse's.
+		// Nobody has to show what this lighthouse wrote to disk itself. It begins a term of its own, since that of the quorum may belong
+		// to another lighthouse.
 		m.list.begin(termOf(p.ID), p.ID, m.now)
 		m.highest = max(m.highest, m.list.firstID(m.now))
 	case beyond:
@@ -257,7 +258,7 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 // processGone notes that a member's host says so, unless the member itself said something since.
 func (m *Machine) processGone(id string) (dead []death) {
 	r := m.roster.replicas[id]
-	if r != nil && (r.waiting() || r.alive() && !r.presumed && r.suspect == nil) {
+	if r != nil && r.here() {
 		return nil
 	}
 	m.over(id, m.list.holds(id, m.latestID(), m.now))

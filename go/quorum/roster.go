@@ -63,6 +63,9 @@ func (r *replica) waiting() bool {
 
 func (r *replica) candidate() bool { return r.alive() && r.waiting() }
 
+// here reports whether a replica waits, or has a stream that has not broken: a request of it may be on its way.
+func (r *replica) here() bool { return r.waiting() || r.alive() && !r.presumed && r.suspect == nil }
+
 // byID is the order of members.
 func byID(a, b *replica) int {
 	a.looks++

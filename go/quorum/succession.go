@@ -25,8 +25,9 @@ import (
 //     shows it.
 //  4. Members that heard of a quorum alone cannot outvote those of the quorums before, its base: joint consensus, as when Raft
 //     changes its members. A quorum is in the base of all that come after it until members that know of a later one outvote
-//     it. None is left out in between: where A dropped one and kept the one before, and B the other way round, they would have
-//     no member in common. So the base may hold several, mostBases at most; then the members stay the same until one goes.
+//     it, together with votes that were given before that one was formed. None is left out in between: where A dropped one and kept
+//     the one before, and B the other way round, they would have no member in common. So the base may hold several, mostBases at
+//     most; then the members stay the same until one goes.
 //
 // So of two quorums that both commit, the second is a successor of the first. "Gone" is no vote: that a member has ended
 // does not say that it was in no later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go looks at
@@ -184,12 +185,16 @@ func (f shortfall) describe(id int64) string {
 // baseAfter is whom the quorum after the next one has to outvote besides the members of the next one, which comes after p
 // and is of other members if it changed. knows says who of the next one shows that it knows of p.
 //
-// A set of the base is dropped when those that know of p outvote it: whoever goes on after that set elsewhere then learns of
-// p. Until then members that do not know of p may go on after it elsewhere. The members of p come behind it, since p may have
-// committed, too: without them, those that know of p and those that do not could each find a set of their own to outvote.
+// A set of the base is dropped when those that know of p outvote it, together with those whose vote went to p or to a quorum before it:
+// a quorum that is formed elsewhere with the votes of that set is then either an earlier one than p, or comes after p. Until then
+// members that do not know of p may go on after the set elsewhere. A vote that is given only now does not count here: before its member
+// was bound to this lighthouse it may have asked at another one, for a quorum that is later than p and does not come after it.
+//
+// The members of p come behind the base, since p may have committed, too: without them, those that know of p and those that do not could
+// each find a set of their own to outvote.
 func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool) (base [][]Voter) {
 	for _, set := range p.Base {
-		if outvotes(set, func(v Voter) bool { return knows(v.ReplicaID) || s.given(v) }) {
+		if outvotes(set, func(v Voter) bool { return knows(v.ReplicaID) || v.Given }) {
 			continue
 		}
 		base = append(base, set)

@@ -1,0 +1,247 @@
+package quorum
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+const (
+	mostMembers = 5
+	mostBranch  = 8
+	ids         = "abcde"
+	lowBits     = 6 // of an id here, below its term
+)
+
+// set is of members, a bit each.
+type set uint8
+
+func (s set) has(i int) bool { return s>>i&1 == 1 }
+
+func (s set) String() string {
+	var names strings.Builder
+	for i := range mostMembers {
+		if s.has(i) {
+			names.WriteByte(ids[i])
+		}
+	}
+	return names.String()
+}
+
+func member(id string) int { return int(id[0] - 'a') }
+
+// voters are the real ones, of each set, with the votes that are given.
+var voters = func() (all [1 << mostMembers][1 << mostMembers][]Voter) {
+	for s := range all {
+		for given := range all[s] {
+			for i := range mostMembers {
+				if set(s).has(i) && given&^s == 0 {
+					all[s][given] = append(all[s][given], Voter{ReplicaID: ids[i : i+1], Given: set(given).has(i)})
+				}
+			}
+		}
+	}
+	return all
+}()
+
+func setOf(of []Voter, counts func(Voter) bool) (s set) {
+	for _, v := range of {
+		if counts(v) {
+			s |= 1 << member(v.ReplicaID)
+		}
+	}
+	return s
+}
+
+type (
+	// world is the state of all. There is one for each that differs in something that matters: see normal.
+	world struct {
+		branches [mostBranch]branch // quorums that somebody knows, in order; what is after them is empty
+		houses   [2]house
+		members  [mostMembers]person
+		clock    int8 // low part of the highest id
+		crashes  int8
+	}
+	branch struct {
+		id      int16
+		members set
+		base    [mostBases]layer // what is after the last one is empty
+		alive   bool             // it comes after the latest quorum of which all members have heard, or is that
+	}
+	layer struct {
+		members, given set
+	}
+	house struct {
+		highest            int16
+		term               int8
+		last               int8 // quorum, -1 if it knows none
+		asks, bound, ended set
+		knows              set               // those that ask and know of its last quorum
+		greeted            [mostMembers]int8 // quorum that those that are bound knew when their streams began; -1 for none
+	}
+	person struct {
+		at    int8 // lighthouse; -1 before the first, gone if it has ended, or is no member of this history
+		knows int8 // quorum, -1 for none
+		term  int8 // highest that it was told
+		on    bool // its stream with the lighthouse has not ended
+	}
+)
+
+const gone = -2
+
+func whole(id int16) int64 { return int64(id>>lowBits)<<termBits + int64(id&(1<<lowBits-1)) }
+
+func (w *world) id(q int8) int16 {
+	if q < 0 {
+		return 0
+	}
+	return w.branches[q].id
+}
+
+func (w *world) past(q int8) Past {
+	b := &w.branches[q]
+	p := Past{ID: whole(b.id), Members: voters[b.members][0]}
+	for _, l := range b.base {
+		if l.members != 0 {
+			p.Base = append(p.Base, voters[l.members][l.given])
+		}
+	}
+	return p
+}
+
+// voters are the members, and those of the base.
+func (b *branch) voters() set {
+	all := b.members
+	for _, l := range b.base {
+		all |= l.members
+	}
+	return all
+}
+
+// normal lets states be equal that differ in nothing that matters: quorums that nobody knows any more, what is remembered of
+// those that have ended, and what of two numbers is only compared.
+func (w *world) normal() {
+	for i := range w.members {
+		if p := &w.members[i]; p.at == gone {
+			*p = person{at: gone, knows: -1}
+		}
+	}
+	var used [mostBranch]bool
+	for at := range w.houses {
+		h := &w.houses[at]
+		h.knows &= h.asks
+		for i, known := range h.greeted {
+			if !h.bound.has(i) || w.id(known) <= w.id(h.last) {
+				h.greeted[i] = -1
+			} else {
+				used[known] = true
+			}
+		}
+		if h.last >= 0 {
+			used[h.last] = true
+		}
+	}
+	for i := range w.members {
+		if k := w.members[i].knows; k >= 0 {
+			used[k] = true
+		}
+	}
+	// In the order of their ids, each once.
+	var order []int8
+	for q := range w.branches {
+		if used[q] {
+			order = append(order, int8(q))
+		}
+	}
+	slices.SortFunc(order, func(a, b int8) int { return w.branches[a].compare(&w.branches[b]) })
+	var branches [mostBranch]branch
+	var place [mostBranch]int8
+	n := int8(-1)
+	for _, q := range order {
+		if n < 0 || branches[n] != w.branches[q] {
+			n++
+		}
+		branches[n], place[q] = w.branches[q], n
+	}
+	w.branches = branches
+	move := func(q *int8) {
+		if *q >= 0 {
+			*q = place[*q]
+		}
+	}
+	for at := range w.houses {
+		h := &w.houses[at]
+		move(&h.last)
+		for i := range h.greeted {
+			move(&h.greeted[i])
+		}
+	}
+	for i := range w.members {
+		move(&w.members[i].knows)
+	}
+	w.shorten()
+}
+
+// shorten makes the low parts of ids small: they are only compared.
+func (w *world) shorten() {
+	low := func(id int16) int16 { return id & (1<<lowBits - 1) }
+	used := uint64(1)
+	for q := range w.branches {
+		used |= 1 << low(w.branches[q].id)
+	}
+	for at := range w.houses {
+		used |= 1 << low(w.houses[at].highest)
+	}
+	var rank [1 << lowBits]int16
+	n := int16(-1)
+	for i := range rank {
+		if used>>i&1 == 1 {
+			n++
+		}
+		rank[i] = n
+	}
+	for q := range w.branches {
+		w.branches[q].id += rank[low(w.branches[q].id)] - low(w.branches[q].id)
+	}
+	for at := range w.houses {
+		w.houses[at].highest += rank[low(w.houses[at].highest)] - low(w.houses[at].highest)
+	}
+	w.clock = int8(n)
+}
+
+func (b *branch) compare(o *branch) int {
+	return cmp.Or(
+		cmp.Compare(b.id, o.id),
+		cmp.Compare(b.members, o.members),
+		slices.CompareFunc(b.base[:], o.base[:], func(l, m layer) int {
+			return cmp.Or(cmp.Compare(l.members, m.members), cmp.Compare(l.given, m.given))
+		}),
+		cmp.Compare(truth(b.alive), truth(o.alive)),
+	)
+}
+
+func truth(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+func (w *world) String() string {
+	var s strings.Builder
+	for i, q := range w.branches {
+		if q.members != 0 {
+			fmt.Fprintf(&s, "quorum %d (id %d.%d): %s, base and given %v, alive %t\n", i, q.id>>lowBits, q.id&(1<<lowBits-1), q.members, q.base, q.alive)
+		}
+	}
+	for i, h := range w.houses {
+		fmt.Fprintf(&s, "lighthouse %d: term %d, last %d, asks %s, bound %s, ended %s\n", i+1, h.term, h.last, h.asks, h.bound, h.ended)
+	}
+	for i, p := range w.members {
+		if p.at != gone {
+			fmt.Fprintf(&s, "%c: %+v\n", ids[i], p)
+		}
+	}
+	return s.String()
+}

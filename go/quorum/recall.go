@@ -137,10 +137,14 @@ func (m *Machine) disbelieve(r *replica, known int64) (actions []Action, dead []
 	return actions, m.turnDown(r.id, Unshown, reason)
 }
 
-// stillUnshown says why a request is refused of a member that is not believed; empty if it is taken.
+// stillUnshown says why a request is refused of a member that is not believed; empty if it is taken. A member that was asked often
+// enough, and asks again after its request had ended, is one from here on: taken in, it would give a vote without what it knows.
 func (m *Machine) stillUnshown(e Asked) string {
 	r := m.roster.replicas[e.Member.ReplicaID]
-	if r == nil || !r.unshown || !m.list.listed() || !e.Tells || e.KnownQuorumID <= m.latestID() {
+	if r == nil || !m.list.listed() || !e.Tells || e.KnownQuorumID <= m.latestID() {
+		return ""
+	}
+	if r.unshown = r.unshown || r.overdue(m.now, m.now, m.policy.recallPause()); !r.unshown {
 		return ""
 	}
 	m.list.release(r.id, m.now)

@@ -22,6 +22,8 @@ type Status struct {
 
 	// Without the votes of these no quorum forms: another lighthouse of the list might serve them.
 	MissingVotes []string `json:"missing_votes,omitempty"`
+	// These ended while they were bound to this lighthouse, and their votes have gone to no quorum yet. It forgets them when it starts anew.
+	GivenVotes []string `json:"given_votes,omitempty"`
 
 	// Why the latest state is not on the lighthouse's disk, and for how long; the shell knows. Empty: it is, or none is kept.
 	Unkept   string `json:"unkept,omitempty"`
@@ -79,6 +81,7 @@ func (m *Machine) Describe(now time.Time) Status {
 		Waiters:            len(m.roster.waiters),
 		Members:            make([]MemberStatus, 0, len(m.roster.replicas)),
 		MissingVotes:       m.missing(),
+		GivenVotes:         sorted(m.list.ended),
 		MinReplicas:        m.policy.MinReplicas,
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),

@@ -1,6 +1,4 @@
-"""``torchft kill`` and ``torchft drain``: end a replica group, at once or at the end of a step.
-
-``torchft give-up``: tell a lighthouse of several that groups have ended."""
+"""``torchft kill`` and ``torchft drain``: end a replica group, at once or at the end of a step."""
 
 from __future__ import annotations
 
@@ -35,60 +33,6 @@ def drain(arguments: Sequence[str]) -> int:
     return _end("drain", args, args.wait)
 
 
-_RISK = """\
-You answer for it that these groups have ended, and that no group trains on that was with them since: {names}.
-If one does, at another lighthouse of the list, the job has two histories, and the steps of one are lost."""
-
-
-def give_up(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="torchft give-up",
-        description="With several lighthouses: lets the groups that wait go on without others whose votes are missing. "
-        "Those must have ended, and no group may train that was with them since, at any lighthouse: otherwise the job "
-        "gets two histories, and the steps of one are lost. `torchft status` says whose votes are missing.",
-    )
-    ask_of(parser)
-    parser.add_argument("replica_id", nargs="+", help="as `torchft status` shows it, or the beginning of it")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    args = parser.parse_args(arguments)
-    try:
-        lighthouse, missing = _misses(args)
-        names = [_meant(name, missing) for name in args.replica_id]
-        print(printable(_RISK.format(names=", ".join(names))), flush=True)
-        if not args.yes and not _agreed():
-            raise Unanswered("nothing was done")
-        for name in names:
-            print(printable(lighthouse.ask("give_up", name)), flush=True)
-    except (Unanswered, ValueError) as e:
-        print(printable(f"torchft give-up: {e}"), file=sys.stderr)
-        return 1
-    return 0
-
-
-def _misses(args: Namespace) -> tuple[Lighthouse, list[str]]:
-    """The one lighthouse that is told, and whose votes it misses: a vote that is given at two is one for two histories.
-
-    Raises:
-        Unanswered: none answers, or none misses a vote.
-    """
-    for address in Lighthouse(args.lighthouse, args.job).addresses:
-        one = Lighthouse(address, args.job)
-        try:
-            missing = one.get("/status").get("missing_votes", [])
-        except Unanswered:
-            continue  # another one may serve the job
-        if missing:
-            return one, missing
-    raise Unanswered("no lighthouse that answers misses a vote; `torchft status` says what the groups wait for")
-
-
-def _agreed() -> bool:
-    try:
-        return input("Type yes to go on: ").strip() == "yes"
-    except EOFError:
-        return False
-
-
 def _parser(command: str, about: str) -> Parser:
     parser = Parser(prog=f"torchft {command}", description=about)
     ask_of(parser)
@@ -99,7 +43,7 @@ def _parser(command: str, about: str) -> Parser:
 def _end(what: str, args: Namespace, wait: float | None) -> int:
     try:
         lighthouse = Lighthouse(args.lighthouse, args.job)
-        replica_id = _meant(args.replica_id, _known(lighthouse))
+        replica_id = meant(args.replica_id, _known(lighthouse))
         print(printable(lighthouse.ask(what, replica_id)), flush=True)
         deadline = time.monotonic() + (wait or 0.0)
         while wait is not None and replica_id in _known(lighthouse):
@@ -118,7 +62,7 @@ def _known(lighthouse: Lighthouse) -> list[str]:
     return [member["replica_id"] for member in lighthouse.get("/status")["members"]]
 
 
-def _meant(name: str, known: list[str]) -> str:
+def meant(name: str, known: list[str]) -> str:
     """The group that a name, or the beginning of one, stands for.
 
     Raises:

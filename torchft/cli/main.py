@@ -96,9 +96,9 @@ def _drain(arguments: Sequence[str]) -> int:
 
 
 def _give_up(arguments: Sequence[str]) -> int:
-    from torchft.cli import ending
+    from torchft.cli import give_up
 
-    return ending.give_up(arguments)
+    return give_up.main(arguments)
 
 
 def _doctor(arguments: Sequence[str]) -> int:

@@ -20,7 +20,15 @@ _TIMEOUT_SEC = 5.0
 
 
 class Unanswered(Exception):
-    """The lighthouse did not do what it was asked for; the text says what was tried."""
+    """The lighthouse did not do what it was asked for; the text says what was tried.
+
+    Attributes:
+        code: the status code of HTTP of an answer that says so; None where nothing answered.
+    """
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Lighthouse:
@@ -93,7 +101,7 @@ class Lighthouse:
                 return urllib.request.urlopen(request, timeout=self._timeout, context=_tls(address))
             except urllib.error.HTTPError as e:
                 with e:
-                    raise Unanswered(f"{address} answered {e.code}: {_reason(e.read())}") from None
+                    raise Unanswered(f"{address} answered {e.code}: {_reason(e.read())}", e.code) from None
             except (OSError, http.client.HTTPException) as e:  # the latter: a server that does not speak HTTP
                 tried.append(f"{address}: {getattr(e, 'reason', e)}")
         raise Unanswered(

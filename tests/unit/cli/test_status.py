@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -97,55 +96,6 @@ def test_names_of_strangers_move_no_cursor_when_one_is_ended(
             assert main([command, name]) == 1
             said = capsys.readouterr().err
             assert "[2J" in said and "\x1b" not in said, said
-
-
-def test_give_up_tells_the_one_lighthouse_that_misses_a_vote(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[str, str]] = []
-
-    def answer(missing: list[str]) -> type[BaseHTTPRequestHandler]:
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.reply({"missing_votes": missing})
-
-            def do_POST(self) -> None:
-                told.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
-                self.reply({"replica_id": "a:1", "done": "given up"})
-
-            def reply(self, body: object) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps(body).encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        return Answer
-
-    with (
-        ThreadingHTTPServer(("127.0.0.1", 0), answer([])) as first,
-        ThreadingHTTPServer(("127.0.0.1", 0), answer(["a:1", "b:1"])) as second,
-    ):
-        for server in (first, second):
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-        addresses = ",".join(f"http://127.0.0.1:{server.server_port}" for server in (first, second))
-        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", addresses)
-        monkeypatch.setattr("builtins.input", lambda _: "no")
-        assert main(["give-up", "a"]) == 1
-        said = capsys.readouterr()
-        assert "nothing was done" in said.err and "the job has two histories" in said.out and told == []
-        monkeypatch.setattr("builtins.input", lambda _: "yes")
-        assert main(["give-up", "a"]) == 0
-        assert main(["give-up", "--yes", "a", "b"]) == 0
-        assert told == [("/api/v1/give_up", json.dumps({"replica_id": name})) for name in ("a:1", "a:1", "b:1")]
-        assert main(["give-up", "--yes", "c"]) == 1
-        assert "'c' is no group" in capsys.readouterr().err
-        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", addresses.partition(",")[0])
-        assert main(["give-up", "--yes", "a"]) == 1
-        assert "no lighthouse that answers misses a vote" in capsys.readouterr().err
-        for server in (first, second):
-            server.shutdown()
 
 
 def test_a_watch_goes_on_when_the_lighthouse_does_not_answer(

@@ -1,0 +1,136 @@
+"""`torchft give-up` tells one lighthouse of a list, and asks first whether what the operator answers for can be so."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from torchft.cli import main
+from torchft.cli.give_up import Other, objections
+
+WAITS = {
+    "quorum_id": 7,
+    "missing_votes": ["a:1", "b:1"],
+    "members": [
+        {"replica_id": "a:1", "healthy": False, "address": "http://a:2"},
+        {"replica_id": "b:1", "healthy": False},
+        {"replica_id": "c:1", "healthy": True, "address": "http://c:2"},
+    ],
+}
+
+
+def idle(**status: Any) -> Other:
+    return Other("http://second:1", {"quorum_id": 7, "members": [{"replica_id": "c:1", "healthy": False}], **status})
+
+
+@pytest.mark.parametrize(
+    ("others", "accepts", "against"),
+    [
+        ([idle()], [], []),
+        ([Other("http://second:1")], [], []),  # it was started anew, and does not know the job
+        ([idle()], ["http://c:2"], []),  # c waits, and is not missing
+        ([idle()], ["http://a:2"], ["a:1 has not ended: its manager accepts connections at http://a:2"]),
+        (
+            [Other("http://second:1", unanswered="no lighthouse answered within 5 s")],
+            [],
+            ["groups may train at http://second:1, which does not say: no lighthouse answered within 5 s"],
+        ),
+        (
+            [idle(members=[{"replica_id": "b:1", "healthy": True}, {"replica_id": "d:1", "healthy": True}])],
+            [],
+            ["b:1, d:1 may train at http://second:1: end them first"],
+        ),
+        (
+            [Other("http://third:1", {"quorum_id": 8})],
+            [],
+            ["http://third:1 knows of a later quorum: give the missing up there, where its groups wait"],
+        ),
+        (
+            [idle(given_votes=["a:1"])],
+            [],
+            ["http://second:1 has the votes of a:1, which ended there: restart it first"],
+        ),
+    ],
+)
+def test_what_speaks_against_it(others: list[Other], accepts: list[str], against: list[str]) -> None:
+    assert objections(WAITS, others, lambda address: address in accepts) == against
+
+
+@contextmanager
+def lighthouse(status: Mapping[str, Any] | None, told: list[tuple[str, str]]) -> Iterator[str]:
+    """One that answers with a status, or does not know the job."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply({"error": "not known"} if status is None else status, 404 if status is None else 200)
+
+        def do_POST(self) -> None:
+            told.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
+            self.reply({"replica_id": "a:1", "done": "given up"}, 200)
+
+        def reply(self, body: object, code: int) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_it_tells_the_one_lighthouse_that_misses_a_vote(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    with (
+        lighthouse({"missing_votes": []}, told) as first,
+        lighthouse({"missing_votes": ["a:1", "b:1"]}, told) as second,
+        lighthouse(None, told) as third,
+    ):
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{first},{second},{third}")
+        monkeypatch.setattr("builtins.input", lambda _: "no")
+        assert main(["give-up", "a"]) == 1
+        said = capsys.readouterr()
+        assert "nothing was done" in said.err and "the job has two histories" in said.out and told == []
+        monkeypatch.setattr("builtins.input", lambda _: "yes")
+        assert main(["give-up", "a"]) == 0
+        assert main(["give-up", "--yes", "a", "b"]) == 0
+        assert told == [("/api/v1/give_up", json.dumps({"replica_id": name})) for name in ("a:1", "a:1", "b:1")]
+        assert main(["give-up", "--yes", "c"]) == 1
+        assert "'c' is no group" in capsys.readouterr().err
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", first)
+        assert main(["give-up", "--yes", "a"]) == 1
+        assert "no lighthouse that answers misses a vote" in capsys.readouterr().err
+
+
+def test_it_refuses_unless_the_risk_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    with socket.create_server(("127.0.0.1", 0)) as manager, socket.create_server(("127.0.0.1", 0)) as ended:
+        address = f"http://127.0.0.1:{manager.getsockname()[1]}"
+        nobody = f"http://127.0.0.1:{ended.getsockname()[1]}"
+        ended.close()
+        status = {"missing_votes": ["a:1"], "members": [{"replica_id": "a:1", "healthy": False, "address": address}]}
+        with lighthouse(status, told) as first:
+            monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{nobody},{first}")
+            assert main(["give-up", "--yes", "a"]) == 1
+            said = capsys.readouterr()
+            assert f"a:1 has not ended: its manager accepts connections at {address}" in said.err
+            assert f"groups may train at {nobody}, which does not say" in said.err
+            assert "--risk-two-histories" in said.err and said.out == "" and told == []
+            assert main(["give-up", "--yes", "--risk-two-histories", "a"]) == 0
+            said = capsys.readouterr()
+            assert "although a:1 has not ended" in said.out and "a:1: given up" in said.out
+            assert len(told) == 1

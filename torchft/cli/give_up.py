@@ -1,0 +1,145 @@
+"""``torchft give-up``: tell one lighthouse of a list that groups have ended, and look first whether that can be so."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchft.cli.arguments import Parser, ask_of
+from torchft.cli.ending import meant
+from torchft.cli.status import printable
+from torchft.launch.lighthouse_http import Lighthouse, Unanswered
+
+_CONNECT_SEC = 3.0
+_UNKNOWN_JOB = 404
+_FORCE = "--risk-two-histories"
+
+_RISK = """\
+You answer for it that these groups have ended, and that no group trains on that was with them since: {names}.
+If one does, at another lighthouse of the list, the job has two histories, and the steps of one are lost."""
+
+Status = Mapping[str, Any]  # what a lighthouse answers at /status
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another lighthouse of the list: its status, or why it has none. With neither, it does not know the job."""
+
+    address: str
+    status: Status | None = None
+    unanswered: str | None = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="torchft give-up",
+        description="With several lighthouses: lets the groups that wait go on without others whose votes are missing. "
+        "Those must have ended, and no group may train that was with them since, at any lighthouse: otherwise the job "
+        "gets two histories, and the steps of one are lost. The command asks the other lighthouses of the list and the "
+        "managers of the missing groups, and refuses where one of them says that it is not so, or a lighthouse does "
+        "not answer. `torchft status` says whose votes are missing.",
+    )
+    ask_of(parser)
+    parser.add_argument("replica_id", nargs="+", help="as `torchft status` shows it, or the beginning of it")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        _FORCE,
+        action="store_true",
+        help="go on although groups may train elsewhere: the job may get two histories, and lose the steps of one",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        lighthouse, status, others = _look(args)
+        missing = status["missing_votes"]
+        names = [meant(name, missing) for name in args.replica_id]
+        against = objections(status, others, _accepts)
+        if against and not args.risk_two_histories:
+            raise Unanswered(f"{'; '.join(against)}. If you know better, add {_FORCE}")
+        for objection in against:
+            print(printable(f"although {objection}"), flush=True)
+        print(printable(_RISK.format(names=", ".join(names))), flush=True)
+        if not args.yes and not _agreed():
+            raise Unanswered("nothing was done")
+        for name in names:
+            print(printable(lighthouse.ask("give_up", name)), flush=True)
+    except (Unanswered, ValueError) as e:
+        print(printable(f"torchft give-up: {e}"), file=sys.stderr)
+        return 1
+    return 0
+
+
+def objections(status: Status, others: Sequence[Other], accepts: Callable[[str], bool]) -> list[str]:
+    """What speaks against it that the missing groups have ended and that no group of the job is at another lighthouse.
+
+    Args:
+        status: of the lighthouse that misses votes.
+        others: all others of the list.
+        accepts: whether a process accepts connections at the address of a group's manager. A host that does not
+            answer, and a group whose address is not known, say nothing; the operator has to know.
+    """
+    against = []
+    addresses = {member["replica_id"]: member.get("address", "") for member in status.get("members", [])}
+    for name in status["missing_votes"]:
+        if (address := addresses.get(name)) and accepts(address):
+            against.append(f"{name} has not ended: its manager accepts connections at {address}")
+    for other in others:
+        if other.unanswered is not None:
+            against.append(f"groups may train at {other.address}, which does not say: {other.unanswered}")
+        if other.status is None:
+            continue
+        alive = [member["replica_id"] for member in other.status.get("members", []) if member["healthy"]]
+        given = other.status.get("given_votes", [])
+        if alive:
+            against.append(f"{', '.join(alive)} may train at {other.address}: end them first")
+        if other.status.get("quorum_id", 0) > status.get("quorum_id", 0):
+            against.append(f"{other.address} knows of a later quorum: give the missing up there, where its groups wait")
+        if given:
+            against.append(f"{other.address} has the votes of {', '.join(given)}, which ended there: restart it first")
+    return against
+
+
+def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
+    """The lighthouse that is told, what it says, and the others. A vote that is given at two is one for two histories.
+
+    Raises:
+        Unanswered: none answers, or none misses a vote.
+    """
+    told: tuple[Lighthouse, Status] | None = None
+    others = []
+    for address in Lighthouse(args.lighthouse, args.job).addresses:
+        one = Lighthouse(address, args.job)
+        try:
+            status = one.get("/status")
+        except Unanswered as e:
+            others.append(Other(address, unanswered=None if e.code == _UNKNOWN_JOB else str(e)))
+            continue
+        if told is None and status.get("missing_votes"):
+            told = one, status
+        else:
+            others.append(Other(address, status))
+    if told is None:
+        raise Unanswered("no lighthouse that answers misses a vote; `torchft status` says what the groups wait for")
+    return *told, others
+
+
+def _accepts(address: str) -> bool:
+    parts = urlsplit(address)
+    if not parts.hostname or not parts.port:
+        return False
+    try:
+        socket.create_connection((parts.hostname, parts.port), timeout=_CONNECT_SEC).close()
+    except OSError:  # it refuses, or does not answer
+        return False
+    return True
+
+
+def _agreed() -> bool:
+    try:
+        return input("Type yes to go on: ").strip() == "yes"
+    except EOFError:
+        return False

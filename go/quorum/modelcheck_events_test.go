@@ -85,7 +85,7 @@ func (x *explorer) goes(w *world, i, place int) {
 	}
 	before := h.bound
 	if s.begin(told, whole(h.highest), beganAt) {
-		h.highest = max(h.highest, int16(s.term)<<lowBits+int16(w.clock)) // as firstID: the clock has gone on, over a crash too
+		h.highest = max(h.highest, int16(s.term)<<lowBits+int16(w.clock)+1) // as firstID: the clock has gone on, over a crash too
 		h.asks = 0
 		for j := range w.members {
 			if int(w.members[j].at) == place {

@@ -180,7 +180,22 @@ func (w *world) normal() {
 	for i := range w.members {
 		move(&w.members[i].knows)
 	}
+	for at := range w.houses {
+		w.lower(&w.houses[at])
+	}
 	w.shorten()
+}
+
+// lower makes the highest id of a lighthouse as small as it may be: it matters only whether it is above those of its term.
+func (w *world) lower(h *house) {
+	term := h.highest >> lowBits
+	top := term<<lowBits - 1
+	for q := range w.branches {
+		if b := &w.branches[q]; b.members != 0 && b.id>>lowBits == term {
+			top = max(top, b.id)
+		}
+	}
+	h.highest = min(h.highest, top+1)
 }
 
 // shorten makes the low parts of ids small: they are only compared.

@@ -15,7 +15,8 @@ func (l *lighthouse) stamp(k *link) {
 		return
 	}
 	k.stampedAt = l.w.now
-	k.down(event{kind: stamped, id: uint64(l.clock())})
+	// A clock goes on between a release and the next stamp. Here both are in one moment, and a stamp of that moment would not count.
+	k.down(event{kind: stamped, id: uint64(l.clock() + 1)})
 }
 
 // answered takes a stamp that came back.

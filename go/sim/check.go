@@ -36,6 +36,8 @@ const (
 	ruleOneStart  = "a quorum that comes after none has no member that knows of one"
 	ruleUnshown   = "a group that does not show what it knows, as it says, stops nobody"
 	ruleMemory    = "memory is bounded by live members"
+	ruleDrained   = "a group that was asked to leave is told with its next quorum, all ranks with the same one"
+	ruleFinished  = "a training that begins after one that has ended on purpose goes back behind nothing"
 )
 
 // seen is what the checker knows of a group.
@@ -46,6 +48,7 @@ type seen struct {
 	commitID int64         // quorum in which it committed last, 0 if in none
 	evicted  int64         // latest quorum of which it was told that it counts as dead in it
 	quiet    time.Duration // longest that it said nothing since its last quorum
+	wanted   bool          // somebody wants it to leave, and it has heard of it
 }
 
 // checker looks at the whole job.
@@ -158,10 +161,10 @@ func (c *checker) extinct(id int64) bool {
 	return true
 }
 
-// oneStart: where there is a list, a quorum that comes after none has no member that was told of one.
+// oneStart: where there is a list, a quorum that comes after none has no member that was told of one, and could say so.
 func (c *checker) oneStart(q *quorum.Quorum) {
 	for i := range q.Members {
-		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 {
+		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 && !c.w.Published.has(g.slot) {
 			c.w.broken(ruleOneStart, "quorum %d comes after none, and %s was told of quorum %d", q.ID, g.id, g.lastID)
 		}
 	}
@@ -175,6 +178,9 @@ func (c *checker) progress(by *watch) {
 	w, lh := c.w, by.l.index
 	bound := w.bound()
 	if w.rough > 0 || w.now-w.changed <= bound || c.earlier(lh) {
+		return
+	}
+	if w.Lighthouses > 1 && w.Published != 0 { // their votes are at the first lighthouse, and the others may be at another one
 		return
 	}
 	connected := 0
@@ -266,6 +272,7 @@ func (c *checker) answered(r *rank, a *recovery.Result) {
 	case a.Heal && len(a.Sources) == 0:
 		w.broken(ruleHeal, "%s rank %d shall heal in quorum %d, from nobody", g.id, r.index, q.ID)
 	}
+	c.drained(r, a)
 	for _, s := range a.Sources {
 		if s.ReplicaRank < 0 || s.ReplicaRank >= int64(len(q.Members)) {
 			w.broken(ruleHeal, "%s rank %d shall heal from replica rank %d, quorum %d has %d", g.id, r.index, s.ReplicaRank, q.ID, len(q.Members))
@@ -276,6 +283,18 @@ func (c *checker) answered(r *rank, a *recovery.Result) {
 			w.broken(ruleHeal, "%s rank %d shall heal in quorum %d from %s, at step %d, max_step is %d",
 				g.id, r.index, q.ID, m.ReplicaID, m.Step, g.maxStep)
 		}
+	}
+}
+
+// wants notes that a rank asks, which may have been told to leave.
+func (c *checker) wants(r *rank) { r.g.wanted = r.g.wanted || r.signalled }
+
+// drained: once a rank, or the lighthouse, wants the group to leave, the next quorum is that of its last step, for all of its ranks:
+// they are told in one moment.
+func (c *checker) drained(r *rank, a *recovery.Result) {
+	if g := r.g; a.Draining != g.wanted {
+		c.w.broken(ruleDrained, "%s rank %d is told with quorum %d whether it is its last: %t, and somebody wants it to leave: %t",
+			g.id, r.index, a.QuorumID, a.Draining, g.wanted)
 	}
 }
 

@@ -30,6 +30,7 @@ type view struct {
 	out      bool             // it counts as dead until it asks again
 	ended    bool             // its host said that its process is gone
 	ending   bool             // it said that its manager server ends
+	finished bool             // and that its training has, on purpose
 	draining bool             // somebody wants it to leave
 	buried   bool             // it left, and its link has ended
 	missing  bool             // a rank of it is gone, it said
@@ -50,6 +51,7 @@ type watch struct {
 
 	latest   int64         // id of its latest quorum
 	reached  int64         // largest step of that
+	stepWas  int64         // the same of the quorum before
 	behind   time.Duration // since when a quorum is due that would go on below it, 0 if none is
 	looking  time.Duration // since when a member knows a later quorum, 0 if none does
 	began    time.Duration // when it was formed, or heard of
@@ -110,7 +112,7 @@ func (c *watch) asked(g *group, step int64) {
 		c.behind = 0 // whom the others wait for is there
 	}
 	if v := c.of(g); true {
-		v.out, v.ending, v.ended, v.missing = false, false, false, false
+		v.out, v.ending, v.finished, v.ended, v.missing = false, false, false, false, false
 		if v.waits++; v.waits == 1 {
 			v.joined = c.clock
 		}
@@ -353,7 +355,7 @@ func (c *watch) delivered(d quorum.Deliver) {
 	if !t.fast {
 		c.notBehind(q, t)
 	}
-	c.reached, c.behind, c.looking = 0, 0, 0
+	c.stepWas, c.reached, c.behind, c.looking = c.reached, 0, 0, 0
 	for i := range q.Members {
 		c.reached = max(c.reached, q.Members[i].Step)
 	}

@@ -66,7 +66,32 @@ func (c *watch) word(g *group, word quorum.Event) {
 			v.out, v.suspect = true, false
 		}
 	case quorum.ShuttingDown:
-		v.ending = true
+		v.ending, v.finished = true, e.Finished
+		c.finish()
+	}
+}
+
+// finish forgets the past, if all of the latest quorum said that their training has ended. Another lighthouse of a list may know more.
+func (c *watch) finish() {
+	if c.latest == 0 || c.l.w.Lighthouses > 1 {
+		return
+	}
+	for _, g := range c.known {
+		if v := c.of(g); v.previous && !v.finished {
+			return
+		}
+	}
+	for _, g := range c.known {
+		c.of(g).previous = false
+	}
+	c.latest, c.reached, c.behind, c.away = 0, 0, 0, false
+	c.newQuorum()
+}
+
+// regressed: the lighthouse warns that the job goes back.
+func (c *watch) regressed(a *quorum.Regressed) {
+	if c.stepWas == 0 {
+		c.l.w.broken(ruleFinished, "quorum %d goes back, it is said, behind a job of which nothing is left: %s", a.Quorum.ID, a.Reason)
 	}
 }
 

@@ -34,7 +34,15 @@ func eventTypes(t *testing.T, path string) (names []string) {
 func TestEveryEventIsFed(t *testing.T) {
 	t.Parallel()
 	fed := map[string]int{}
-	note := func(e any) { fed[reflect.TypeOf(e).String()]++ }
+	note := func(e any) {
+		fed[reflect.TypeOf(e).String()]++
+		switch e := e.(type) {
+		case quorum.ShuttingDown:
+			fed["finished"] += toInt(e.Finished)
+		case round.QuorumAsked:
+			fed["drain"] += toInt(e.Request.Drain)
+		}
+	}
 	watched := mistake{
 		lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 			note(e)
@@ -54,6 +62,8 @@ func TestEveryEventIsFed(t *testing.T) {
 		require.Equal(t, plain, Run(s, nil), "the watched machines do the same")
 	}
 	t.Log(fed)
+	require.Positive(t, fed["finished"], "groups whose training has ended on purpose")
+	require.Positive(t, fed["drain"], "ranks that were told to leave")
 	for path, pkg := range map[string]string{"../quorum/types.go": "quorum.", "../round/types.go": "round."} {
 		for _, name := range eventTypes(t, path) {
 			require.GreaterOrEqual(t, fed[pkg+name], budget(4, 2), "%s%s is fed %d times", pkg, name, fed[pkg+name])

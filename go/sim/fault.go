@@ -54,9 +54,12 @@ const (
 	Accuse                            // groups say of a peer that they lost it, which is not so
 	Drain                             // somebody wants groups to leave
 	Boast                             // groups say that they know of a later quorum, which is not so, and show none
+	Withhold                          // groups do not show the quorum that they know
+	Signal                            // rank N of groups is told to leave, as by SIGTERM
+	Finish                            // the training of groups ends on purpose, N = 1: of all; another one begins
 
 	faultKinds
-	drawnKinds = Boast // the kinds after it come where a setup wants them
+	drawnKinds = Boast // the kinds after it come where a setup wants them, or in the place of others (variant)
 )
 
 var faultWords = [faultKinds]string{
@@ -65,6 +68,7 @@ var faultWords = [faultKinds]string{
 	"cut from peers", "cut towards peers", "pause", "the lighthouse pauses", "slow", "clock jumps",
 	"the lighthouse's clock jumps", "noise", "the next collective fails", "the decision is lost",
 	"a connection of a rank breaks", "shrink_only", "hang", "accuse a peer", "drain", "boast",
+	"keep a quorum back", "a rank is told to leave", "the training ends",
 }
 
 // Fault is one thing that goes wrong: After the quorum number Round, on Slots, and for how long.
@@ -111,7 +115,7 @@ func drawFaults(r *rand.Rand, s Setup, every int) []Fault {
 		}
 		round := last + 1 + r.IntN(2*every*burst-1)
 		for range burst {
-			f := drawFault(r, s)
+			f := drawFault(r, s).variant(s)
 			f.Round = min(round, s.Rounds)
 			faults = append(faults, f)
 		}
@@ -163,6 +167,18 @@ func drawFault(r *rand.Rand, s Setup) Fault {
 	return f
 }
 
+// variant makes some faults of a schedule similar ones: half of the drains come from a rank, and with a quarter of the groups that leave
+// the training of all ends.
+func (f Fault) variant(s Setup) Fault {
+	switch {
+	case f.Kind == Drain && f.After%2 == 1:
+		f.Kind, f.N = Signal, int64(f.After/2)%int64(s.Ranks)
+	case f.Kind == Leave && f.After%4 == 1:
+		f.Kind, f.N = Finish, 1
+	}
+	return f
+}
+
 func (w *world) beginFault(f *Fault) {
 	w.result.FaultsHit++
 	w.mayLose += f.cost(&w.Setup)
@@ -183,7 +199,7 @@ func (w *world) beginFault(f *Fault) {
 		w.noise++
 	default:
 		for i := range w.slots {
-			if f.Slots.has(i) {
+			if f.Slots.has(i) || f.Kind == Finish && f.N == 1 {
 				w.strike(f, i)
 			}
 		}
@@ -200,9 +216,9 @@ func (w *world) beginFault(f *Fault) {
 // One that goes on costs a step again and again.
 func (f *Fault) cost(s *Setup) int {
 	switch f.Kind {
-	case PauseLighthouse, ClockLighthouse, LoseVote, ShrinkOnly, Accuse, Drain:
+	case PauseLighthouse, ClockLighthouse, LoseVote, ShrinkOnly, Accuse, Drain, Signal, Withhold:
 		return 0
-	case Crash, RankDies, Leave:
+	case Crash, RankDies, Leave, Finish:
 		return 2 // the step that a peer was still receiving, and the next one, whose quorum it was in already
 	case CutPeers, CutPeersOneWay, Slow:
 		return 2 + int(f.For/s.Timeout)
@@ -226,7 +242,7 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 
 // rough faults make no promises while they last.
 func (f *Fault) rough(s *Setup) bool {
-	return f.For > 0 && (f.Kind == Boast && !s.OnlyBoasts || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Hang)
+	return f.For > 0 && (f.Kind == Boast && !s.OnlyBoasts || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Hang)
 }
 
 func (w *world) faultNumber(f *Fault) uint64 {
@@ -266,7 +282,8 @@ func (w *world) strike(f *Fault, i int) {
 	case Crash, Vanish:
 		g.crash(f.Kind == Vanish, "killed")
 		w.after(f.For, event{kind: slotStart, id: uint64(i)})
-	case Leave:
+	case Leave, Finish:
+		g.finished = f.Kind == Finish
 		g.shutDown()
 		w.after(f.For, event{kind: slotStart, id: uint64(i)})
 	case RankDies:
@@ -307,6 +324,10 @@ func (w *world) strike(f *Fault, i int) {
 		}
 	case Boast:
 		g.boasts = true
+	case Withhold:
+		g.withholds = w.now + f.For
+	case Signal:
+		g.ranks[min(int(f.N), len(g.ranks)-1)].signalled = true
 	case Accuse:
 		g.accuse()
 	case Drain:
@@ -356,7 +377,7 @@ func (w *world) endFault(f *Fault) {
 		}
 	}
 	switch f.Kind {
-	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Hang, Boast:
+	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Hang, Boast, Withhold:
 		if w.trace != nil {
 			w.say("over: %s (%s)", faultWords[f.Kind], f.Slots)
 		}

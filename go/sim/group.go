@@ -36,6 +36,7 @@ type group struct {
 	shrink      int            // steps for which it asks shrink_only
 	asked       bool           // the lighthouse wants to know what it does
 	leaving     bool           // it has ended its last step
+	finished    bool           // its training ends on purpose
 
 	began      time.Duration
 	lastCommit time.Duration
@@ -141,7 +142,7 @@ func (g *group) shutDown() {
 	if len(g.calls) > 0 {
 		g.w.broken(ruleWaiters, "%s shut down and did not answer %s", g.id, g.describeCalls())
 	}
-	g.tells(quorum.ShuttingDown{ReplicaID: g.id})
+	g.tells(quorum.ShuttingDown{ReplicaID: g.id, Finished: g.finished})
 	g.crash(false, "it leaves")
 }
 
@@ -221,6 +222,7 @@ func (g *group) managerAsk(r *rank, number uint64) {
 	w := g.w
 	remaining := r.deadline - w.now
 	id := g.begin(r, quorumCall, number)
+	w.check.wants(r)
 	g.step(round.QuorumAsked{Waiter: id, Deadline: epoch.Add(w.now + remaining), Request: round.Request{
 		GroupRank:          int64(r.index),
 		Step:               r.step,
@@ -232,6 +234,7 @@ func (g *group) managerAsk(r *rank, number uint64) {
 		Handle:             "h",
 		GroupWorldSize:     int64(len(g.ranks)),
 		ReplaysFailedSteps: w.replays(g.slot),
+		Drain:              r.signalled,
 	}})
 }
 

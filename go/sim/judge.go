@@ -110,7 +110,7 @@ func (j *Judge) Begins(f *Fault) {
 	w.result.FaultsHit++
 	w.say("FAULT %s", *f)
 	switch f.Kind {
-	case Crash, Vanish, Leave, KillLighthouse, VanishLighthouse: // Dies and Lighthouse say the rest
+	case Crash, Vanish, Leave, Finish, KillLighthouse, VanishLighthouse: // Dies and Lighthouse say the rest
 		w.changed = w.now
 		return
 	case RankDies:

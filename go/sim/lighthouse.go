@@ -157,6 +157,7 @@ func (l *lighthouse) handle(e *event) {
 	case lhGreet:
 		l.links = append(l.links, e.link)
 		l.check.beat(e.g)
+		l.check.of(e.g).finished = false
 		l.check.cameBack(e.link.known)
 		l.greeting = e.link
 		l.step(quorum.Greeted{
@@ -348,7 +349,8 @@ func (l *lighthouse) do(input quorum.Event) {
 			for _, k := range l.links {
 				if k.g.id != from {
 					k.stale = true
-					k.down(event{kind: closing})
+					k.down(event{kind: closing}) // and the lighthouse ends it
+					w.push(event{at: max(k.downAt, w.now+w.Delay), kind: lhLost, g: k.g, link: k, lh: uint8(l.index), life: l.life})
 				}
 			}
 		case quorum.GoBack:
@@ -392,6 +394,7 @@ func (l *lighthouse) do(input quorum.Event) {
 		case quorum.Wake:
 			w.push(event{at: a.At.Sub(epoch) - l.skew, kind: lhWake, lh: uint8(l.index), life: l.life})
 		case quorum.Regressed:
+			l.check.regressed(&a)
 			w.say("  it goes back: %s", a.Reason)
 		case quorum.Changed:
 			if w.trace != nil {

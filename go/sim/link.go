@@ -105,6 +105,8 @@ type connection struct {
 	last   *quorum.Quorum // that it was told of
 	boasts bool           // it says that it knows a later one
 
+	withholds time.Duration // until when it does not show what it knows
+
 	promised  time.Duration // until when it asks no other lighthouse
 	givenUpAt *office       // where an operator has given it up
 }
@@ -175,7 +177,7 @@ func (g *group) leave() {
 }
 
 func (g *group) handleLink(e *event) {
-	c, k := &g.connection, e.link
+	c, k, w := &g.connection, e.link, g.w
 	if e.kind != lookBack && c.link != k {
 		return
 	}
@@ -208,7 +210,7 @@ func (g *group) handleLink(e *event) {
 		k.stuck = true
 		g.linkEnded()
 	case recall:
-		if c.last != nil && c.last.ID >= int64(e.id) {
+		if c.last != nil && c.last.ID >= int64(e.id) && w.now >= c.withholds {
 			p := c.last.Past()
 			k.up(event{kind: lhPast, x: &p})
 		}
@@ -226,6 +228,7 @@ func (g *group) handleLink(e *event) {
 	case progressDue:
 		g.askRanks()
 	case drained:
+		g.wanted = true
 		g.step(round.Drained{})
 	case released:
 		g.goes()
@@ -333,11 +336,12 @@ func (g *group) send() {
 	}
 }
 
-// call makes the request of a group without a stream, of several lighthouses at the one that was reached last, or the next.
+// call makes the request of a group without a stream, of several lighthouses at the one that was reached last, or the next. A published
+// group knows the first one only.
 func (g *group) call() {
 	w := g.w
 	for range w.Lighthouses {
-		if w.lhs[g.at].up && !w.cutOff(g.slot, g.at) {
+		if w.Published.has(g.slot) || w.lhs[g.at].up && !w.cutOff(g.slot, g.at) {
 			break
 		}
 		g.at = (g.at + 1) % w.Lighthouses

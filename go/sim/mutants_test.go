@@ -25,75 +25,76 @@ var mutants = []struct {
 	old, new string
 	setup    func(*Setup) // of the histories in which it is looked for
 	found    []string     // one of these rules
+	long     bool         // no short history has it
 }{
 	{
 		"no fence", "round/vote.go", `if why := m.lost(lapsed); commit && why != "" {`, `if why := m.lost(lapsed); false && why != "" {`,
-		many(6), []string{ruleEvicted},
+		many(6), []string{ruleEvicted}, false,
 	},
 	{
 		"who was put out commits", "round/vote.go", `case m.putOut != nil && m.putOut.QuorumID == m.answered:`, `case m.putOut != nil && false:`,
-		many(6), []string{ruleEvicted},
+		many(6), []string{ruleEvicted}, false,
 	},
 	{
 		"the newest quorum is not the one that was put out of", "round/vote.go", `m.putOut.QuorumID == m.answered:`, `m.putOut.QuorumID < m.answered:`,
-		many(6), []string{ruleEvicted, ruleProgress},
+		many(6), []string{ruleEvicted, ruleProgress}, false,
 	},
 	{
 		"an old vote counts in the next attempt", "round/gather.go", "if m.ballot.count > 0 {", "if m.ballot.count > len(m.ranks) {",
-		func(s *Setup) { s.Ranks = 2; many(6, LoseVote, DropRank, Flaky, Slow)(s) }, []string{ruleVote, ruleWaiters, ruleEqual},
+		func(s *Setup) { s.Ranks = 2; many(6, LoseVote, DropRank, Flaky, Slow)(s) }, []string{ruleVote, ruleWaiters, ruleEqual}, false,
 	},
 	{
 		"one liar is enough for a look", "quorum/suspicion.go", "2*(s.unnamed+s.named[r.id]) > others", "2*(s.unnamed+s.named[r.id]) > min(others, 0)",
-		many(6, Accuse, Flaky, Pause), []string{ruleCause},
+		many(6, Accuse, Flaky, Pause), []string{ruleCause}, false,
 	},
 	{
 		"one liar evicts a peer", "quorum/suspicion.go", "if e.Reached || m.latest == nil", "if m.latest == nil",
-		many(6, Accuse, CutPeers, Pause), []string{ruleCause},
+		many(6, Accuse, CutPeers, Pause), []string{ruleCause}, false,
 	},
 	{
 		"reports of the quorum before count", "quorum/machine.go", "reconnect{}, suspicion{}", "reconnect{}, m.suspicion",
-		many(6, Accuse, Flaky), []string{ruleCause},
+		many(6, Accuse, Flaky), []string{ruleCause}, false,
 	},
 	{
 		"released too early", "quorum/drain.go", "	if !r.previous {\n", "	if true {\n",
-		many(6, Drain), []string{ruleRelease},
+		many(6, Drain), []string{ruleRelease}, false,
 	},
 	{
 		"released at the next tick", "quorum/drain.go", "return r.alive() && !r.waiting() })", "return false })",
-		func(s *Setup) { s.Compute *= 6; many(6, Drain)(s) }, []string{ruleRelease},
+		func(s *Setup) { s.Compute *= 6; many(6, Drain)(s) }, []string{ruleRelease}, false,
 	},
 	{
 		"Slept ignored", "quorum/machine.go", "		m.roster.forgive(slept.For)\n", "",
-		many(6, PauseLighthouse, ClockLighthouse), []string{ruleCause, ruleMajority, ruleMemory, ruleForms},
+		many(6, PauseLighthouse, ClockLighthouse), []string{ruleCause, ruleMajority, ruleMemory, ruleForms}, false,
 	},
 	{
 		"a group that lost a rank counts as healthy", "quorum/machine.go", "dead = append(dead, m.roster.putOut(r, RankGone, e.Reason, now))", "_ = r",
-		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause},
+		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}, false,
 	},
 	{
 		"who was put out stays so when it asks", "quorum/roster.go", `		r.out = ""
 		r.requests = append`, `		r.requests = append`,
-		many(6, DropRank, Hang, Drain), []string{ruleForms, ruleMajority, ruleMembers, ruleNewcomer, ruleMemory, ruleProgress},
+		many(6, DropRank, Hang, Drain), []string{ruleForms, ruleMajority, ruleMembers, ruleNewcomer, ruleMemory, ruleProgress}, false,
 	},
 	{
 		"a suspicion lasts although its member is back", "quorum/roster.go", "	r.lastBeat = now\n	s.trust(r)\n", "	r.lastBeat = now\n",
-		many(6), []string{ruleCause, ruleMajority, ruleForms, ruleMemory},
+		many(6), []string{ruleCause, ruleMajority, ruleForms, ruleMemory}, false,
 	},
 	{
 		"a member that waits counts as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || said.Waits {", "if !r.alive() || r.waiting() {",
-		many(6, Hang, Slow, CutPeers), []string{ruleCause},
+		many(6, Hang, Slow, CutPeers), []string{ruleCause}, false,
 	},
 	{
 		"newcomers' waits count as those of members", "quorum/compute.go", "case t.joining >= p.JoinTimeout", "case t.waited >= p.JoinTimeout",
-		many(6, Crash, Leave, Slow), []string{ruleMajority},
+		many(6, Crash, Leave, Slow), []string{ruleMajority}, false,
 	},
 	{
 		"half of the healthy are enough", "quorum/compute.go", "case 2*t.candidates <= t.healthy:", "case 2*t.candidates < t.healthy:",
-		many(6, CutLighthouse, Slow, Pause), []string{ruleMajority},
+		many(6, CutLighthouse, Slow, Pause), []string{ruleMajority}, false,
 	},
 	{
 		"nobody waits for those who are ahead", "quorum/machine.go", "case mayCome && (m.behind.IsZero()", "case mayCome && false && (m.behind.IsZero()",
-		func(s *Setup) { s.Policy.MinReplicas = 1; many(6)(s) }, []string{ruleBehind},
+		func(s *Setup) { s.Policy.MinReplicas = 1; many(6)(s) }, []string{ruleBehind}, false,
 	},
 	{
 		"an older quorum's weights count as the newest", "recovery/compute.go", "latest = max(latest, m.CommittedQuorumID)", "latest = min(max(latest, 0), m.CommittedQuorumID)",
@@ -101,27 +102,47 @@ var mutants = []struct {
 			s.Lighthouses, s.Policy.MinReplicas = 1, 1
 			many(8, Partition, CutLighthouse, LoseVote)(s)
 		},
-		[]string{ruleHeal, ruleEqual},
+		[]string{ruleHeal, ruleEqual}, false,
 	},
 	{
 		"a quorum that is not shown is asked for, for ever", "quorum/recall.go", "case r.overdue(r.lastBeat, m.now, pause):", "case false && r.unshown:",
-		boasts, []string{ruleUnshown},
+		boasts, []string{ruleUnshown}, false,
 	},
 	{
 		"there is no base", "quorum/succession.go", "		base = append(base, p.Members)\n", "",
-		restless, []string{ruleBranch, ruleOneSet},
+		restless, []string{ruleBranch, ruleOneSet}, true,
+	},
+	{
+		"a bond holds of a member that knows of a later quorum", "quorum/bond.go", "!one.stamp.IsZero() && one.known <= latest", "!one.stamp.IsZero()",
+		withheld, []string{ruleBranch}, true,
+	},
+	{
+		"a term that begins lets nobody go", "quorum/succession.go", "	s.releaseAll(now) // all streams", "	// all streams",
+		renewed, []string{ruleBranch}, true,
+	},
+	{
+		"a signal of a rank is not heard", "round/gather.go", "	m.draining = m.draining || e.Drain\n", "",
+		many(6, Signal), []string{ruleDrained}, false,
+	},
+	{
+		"the past of a training that has ended is kept", "quorum/memory.go", "if m.latest == nil || m.list.listed() ||", "if true || m.list.listed() ||",
+		finishes, []string{ruleFinished, ruleMemory, ruleForms}, false,
+	},
+	{
+		"any end is that of the training", "quorum/memory.go", "return !r.finished })", "return !r.ending })",
+		finishes, []string{ruleMemory, ruleBehind, ruleForms, ruleMajority, ruleNewcomer, ruleMembers}, false,
 	},
 	{
 		"half of a quorum may go on, whoever is in it", "quorum/succession.go", "2*n == len(set) && first", "2*n == len(set) && (first || n > 0)",
-		several, []string{ruleBranch, ruleOneSet},
+		several, []string{ruleBranch, ruleOneSet}, false,
 	},
 	{
 		"a member that makes calls is let in by a lighthouse of a list", "quorum/machine.go", `m.streamless(e); reason != ""`, `m.streamless(e); false`,
-		streamless, []string{ruleBranch, ruleOneStart},
+		streamless, []string{ruleBranch, ruleOneStart}, false,
 	},
 	{
 		"a lighthouse goes by what others say of its list", "quorum/bond.go", "case e.Lighthouses > 1:", "case e.Lighthouses > 1 && m.list.listed():",
-		streamless, []string{ruleBranch, ruleOneStart, ruleOneSet},
+		streamless, []string{ruleBranch, ruleOneStart, ruleOneSet}, false,
 	},
 }
 
@@ -178,7 +199,7 @@ func TestFindMutant(t *testing.T) {
 		if m.name != *mutantFlag {
 			continue
 		}
-		findMistake(t, mistake{name: m.name, setup: m.setup, long: m.name == "there is no base"}, m.found)
+		findMistake(t, mistake{name: m.name, setup: m.setup, long: m.long}, m.found)
 		return
 	}
 	if *mutantFlag != "" {

@@ -59,6 +59,7 @@ type rank struct {
 	hangsUntil time.Duration // fault: it does not reach its collective before
 	flaky      bool          // fault: its next collective fails at the end
 	dropsConns bool          // fault: its connection to the manager server breaks
+	signalled  bool          // fault: it was told to leave
 }
 
 type vote struct {

@@ -37,7 +37,7 @@ type Setup struct {
 	Faults []Fault // in the order of Round
 
 	// Published are the slots whose groups say nothing that the published package does not say: not in which quorum
-	// they committed, and no numbers of requests.
+	// they committed, and no numbers of requests. Where there are several lighthouses, they know the first.
 	Published Slots
 	// Calls are those whose groups say all that ours say, and keep no stream: in calls, which may overtake each other.
 	Calls Slots

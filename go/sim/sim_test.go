@@ -177,7 +177,7 @@ func TestTheHoleOfThePublishedProtocolIsClosed(t *testing.T) {
 		s.Policy.JoinTimeout = min(s.Policy.JoinTimeout, 250*time.Millisecond)
 		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
 	}
-	published, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Published = ^Slots(0) })
+	published, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Lighthouses, s.Published = 1, ^Slots(0) })
 	require.NotNil(t, first, "the published protocol has no hole any more?")
 	require.Equal(t, ruleEqual, first.Rule)
 	require.Empty(t, published.Faults)
@@ -230,7 +230,7 @@ func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
 	missed := 0
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(seed, 0, 300)
-		s.Published = 0b1010101010101010
+		s.Lighthouses, s.Published = 1, 0b1010101010101010
 		s.Duplicate = 0 // published requests have no numbers that would tell a late one
 		s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
 		if b := Run(s, nil).Broken; b != nil {

@@ -100,6 +100,59 @@ func restless(s *Setup) {
 	}
 }
 
+// quiet has nothing go wrong but its faults, in a job of some groups at two lighthouses.
+func quiet(s *Setup, slots int) {
+	s.Lighthouses, s.Slots, s.Ranks, s.Rounds = 2, slots, 1, 400
+	s.Streamless, s.Calls, s.Policy.MinReplicas = 0, 0, 1
+	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
+	s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
+	s.QuorumTimeout = 20 * time.Second // nobody gives up while it waits for the others
+}
+
+// withheld is a job of three groups. g00 and g02 train at the second lighthouse, and g01 waits at the first. Then g00 goes back to the
+// first one, and ends before it has shown their quorum.
+func withheld(s *Setup) {
+	quiet(s, 3)
+	r := rand.New(rand.NewPCG(s.Seed, 9))
+	s.Faults = []Fault{
+		{Round: 10, Kind: CutLighthouse, Slots: 0b010, For: time.Minute, Of: 0b10},
+		{Round: 10, Kind: CutLighthouse, Slots: 0b001, For: quorum.BondTime + 2*time.Second, Of: 0b01},
+		{Round: 10, Kind: CutLighthouse, Slots: 0b100, For: time.Minute, Of: 0b01},
+		{Round: 60, Kind: CutLighthouse, Slots: 0b001, For: time.Minute, Of: 0b10},
+		{Round: 60, Kind: Withhold, Slots: 0b001, For: time.Minute},
+		{Round: 60, Kind: Crash, Slots: 0b001, For: time.Minute, After: quorum.BondTime - 500*time.Millisecond + time.Duration(r.Int64N(int64(2*time.Second)))},
+	}
+}
+
+// renewed is a job of four groups. g03 has been at the second lighthouse, and comes back to the first with the term of that, which ends
+// all streams. Just then g00 and g01 do not get through to the first one: they go to the second, and g00 ends there.
+func renewed(s *Setup) {
+	quiet(s, 4)
+	s.Keepalive = 800 * time.Millisecond // what the first lighthouse says still arrives for so long
+	s.Policy.HeartbeatTimeout = 400 * time.Millisecond
+	r := rand.New(rand.NewPCG(s.Seed, 9))
+	away := quorum.BondTime + 2*time.Second
+	back := away + 200*time.Millisecond + time.Duration(r.Int64N(int64(time.Second)))
+	ends := 2*time.Second + time.Duration(r.Int64N(int64(1500*time.Millisecond)))
+	s.Faults = []Fault{
+		{Round: 10, Kind: CutLighthouse, Slots: 0b0100, For: time.Minute, Of: 0b10},
+		{Round: 10, Kind: CutLighthouse, Slots: 0b1000, For: away, Of: 0b01},
+		{Round: 10, Kind: CutUp, Slots: 0b0001, For: ends - 50*time.Millisecond, After: back, Of: 0b01},
+		{Round: 10, Kind: CutUp, Slots: 0b0010, For: time.Minute, After: back, Of: 0b01},
+		{Round: 10, Kind: CutLighthouse, Slots: 0b1000, For: time.Minute, After: back + time.Second, Of: 0b10},
+		{Round: 10, Kind: Crash, Slots: 0b0001, For: time.Minute, After: back + ends},
+	}
+}
+
+// finishes is a job at one lighthouse whose training ends on purpose now and then.
+func finishes(s *Setup) {
+	s.Lighthouses, s.Calls = 1, 0
+	many(10, Finish, Leave)(s)
+	for i := range s.Faults {
+		s.Faults[i].N = 1
+	}
+}
+
 // boasts of one group at a time, of a quorum that it cannot show.
 func boasts(s *Setup) {
 	several(s)

@@ -98,7 +98,7 @@ func Run(s Setup, trace Tracer) Result {
 		byID:  map[string]*group{},
 	}
 	w.check = checker{w: w, quorums: map[int64]*formed{}}
-	if s.Lighthouses == 0 || s.Published|s.Calls != 0 { // they know one
+	if s.Lighthouses == 0 || s.Calls != 0 { // they know one
 		w.Lighthouses = 1
 	}
 	if w.Lighthouses == 1 {
@@ -127,7 +127,7 @@ func (w *world) calls(i int) bool { return (w.Published | w.Calls | w.Streamless
 
 // kept reports whether the lighthouses keep the group in a slot out of the job.
 func (w *world) kept(i int) bool {
-	return w.Lighthouses > 1 && (w.calls(i) || w.slots[i].g != nil && w.slots[i].g.boasts)
+	return w.Lighthouses > 1 && (w.calls(i) && !w.Published.has(i) || w.slots[i].g != nil && w.slots[i].g.boasts)
 }
 
 // push makes something happen, at the earliest now.

@@ -45,7 +45,7 @@ func (j *job) strike(f *sim.Fault) {
 		var groups []*group
 		j.tell(func(*sim.Judge) { groups = append(groups, j.groups...) })
 		for slot, g := range groups {
-			if f.Slots>>slot&1 == 1 && g != nil {
+			if all := f.Kind == sim.Finish && f.N == 1; (all || f.Slots>>slot&1 == 1) && g != nil {
 				g.strike(f)
 			}
 		}
@@ -78,6 +78,9 @@ func (g *group) strike(f *sim.Fault) {
 			return
 		}
 		g.die(sim.Leave, "it shuts down", f.For)
+	case sim.Finish:
+		g.tell(func(*sim.Judge) { g.finishes = true })
+		g.die(sim.Leave, "its training ends", f.For)
 	case sim.RankDies:
 		if r := g.ranks[min(int(f.N), len(g.ranks)-1)]; r.index > 0 {
 			j.net.Host(r.host).Kill()

@@ -23,11 +23,12 @@ type group struct {
 	cancel context.CancelFunc
 
 	// The job's mu guards these.
-	dead    bool
-	leaves  bool // it goes at the end of its step
-	shrink  int  // steps for which it asks shrink_only
-	stopped time.Time
-	ranks   []*rank
+	dead     bool
+	leaves   bool // it goes at the end of its step
+	finishes bool // its training ends on purpose
+	shrink   int  // steps for which it asks shrink_only
+	stopped  time.Time
+	ranks    []*rank
 }
 
 // begin starts a group in a slot, if there is none.
@@ -77,6 +78,11 @@ func (g *group) run() {
 	}
 	<-g.ctx.Done()
 	start := time.Now()
+	finishes := false
+	g.j.tell(func(*sim.Judge) { finishes = g.finishes })
+	if finishes {
+		server.Finish()
+	}
 	server.Shutdown()
 	g.j.tell(func(judge *sim.Judge) {
 		if took := time.Since(start); took > shutdownTime {
@@ -108,6 +114,7 @@ type membership interface {
 	manager.NoticeSource
 	manager.Witness
 	manager.Leaver
+	manager.Finisher
 	manager.Reporter
 }
 

@@ -1,0 +1,50 @@
+package sim
+
+import (
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Histories in which a vote that is given counts, or must not: go/sim/mutants_test.go has the mistakes that they find.
+func TestJobsThatMoveWhileAGroupEnds(t *testing.T) {
+	t.Parallel()
+	for name, setup := range map[string]func(*Setup){"withheld": withheld, "renewed": renewed} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			for seed := range uint64(budget(20, 2)) {
+				s := Draw(seed, 2, 400)
+				setup(&s)
+				require.Equal(t, len(s.Faults), hold(t, s).FaultsHit)
+			}
+		})
+	}
+}
+
+// Published groups show no past, know no term and make calls, at the first lighthouse only. While that one does not start anew it knows
+// all that they do, so the rule holds; docs/correctness.md says what is not promised where it does.
+func TestPublishedGroupsAtTwoLighthouses(t *testing.T) {
+	t.Parallel()
+	for _, job := range []struct {
+		published Slots
+		seeds     int
+		setup     func(*Setup)
+	}{
+		{0b0010, 45, several},
+		{0b0001, 15, restless},
+		{0b0110, 15, restless},
+	} {
+		for seed := range uint64(budget(job.seeds, 1)) {
+			s := Draw(3000+seed, 0, 200)
+			job.setup(&s)
+			s.Slots, s.Published, s.Disk, s.Duplicate = max(s.Slots, 4), job.published, true, 0
+			s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool {
+				return f.Kind == KillLighthouse || f.Kind == VanishLighthouse || f.Kind == Noise
+			})
+			if b := Run(s, nil).Broken; b != nil {
+				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the hole of the published protocol
+			}
+		}
+	}
+}

@@ -5,7 +5,7 @@ import "fmt"
 // Rank i of a group reduces with rank i of the others. Beside groups of another size some ranks would wait for peers that
 // there are not, in every step. So a newcomer that does not fit is refused, and the others never meet it.
 //
-// Whoever makes calls in place of a stream is let in, as by a published lighthouse: its world_size may mean nothing.
+// A member that makes calls in place of a stream is let in, as by a published lighthouse: its world_size may mean nothing.
 
 // misfit says why a newcomer fits none of those that are here; empty if it does, or if nobody can tell.
 func (m *Machine) misfit(e Asked) string {

@@ -48,7 +48,7 @@ func (c *many) giveUp(int64) Event { return GaveUp{Waiter: c.waiter, Timeout: tr
 
 func gone(rank int64) Event { return RankGone{rank} }
 
-// What all ranks do at once costs a few looks at each rank, and not at each rank for each other one.
+// Events of all ranks at once cost a few looks at each rank, and not at each rank for each other one.
 func TestWhatAllRanksDoCostsAsMuchAsThereAreRanks(t *testing.T) {
 	const most = 6 // looks for each rank
 	for name, did := range map[string]func(c *many){

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What replays to the byte has one thread, no clock, no randomness but its own, and does not go by the order of a map.
+// A run that replays to the byte has one thread, no clock, no randomness but its own, and does not go by the order of a map.
 func TestNothingDependsOnAScheduleOrAClock(t *testing.T) {
 	clocks := []string{"Now", "Since", "Until", "After", "AfterFunc", "Sleep", "Tick", "NewTimer", "NewTicker"}
 	random := []string{"New", "NewPCG", "Rand"}

@@ -109,7 +109,8 @@ def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
     Raises:
         Unanswered: none answers, or none misses a vote.
     """
-    told: tuple[Lighthouse, Status] | None = None
+    told: Lighthouse | None = None
+    told_status: Status = {}
     others = []
     for address in Lighthouse(args.lighthouse, args.job).addresses:
         one = Lighthouse(address, args.job)
@@ -119,12 +120,12 @@ def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
             others.append(Other(address, unanswered=None if e.code == _UNKNOWN_JOB else str(e)))
             continue
         if told is None and status.get("missing_votes"):
-            told = one, status
+            told, told_status = one, status
         else:
             others.append(Other(address, status))
     if told is None:
         raise Unanswered("no lighthouse that answers misses a vote; `torchft status` says what the groups wait for")
-    return *told, others
+    return told, told_status, others
 
 
 def _accepts(address: str) -> bool:

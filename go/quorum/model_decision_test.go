@@ -1,0 +1,128 @@
+package quorum
+
+import (
+	"slices"
+	"time"
+)
+
+// The part of the slow model (model_test.go) that decides whether there is a quorum, and of whom.
+
+func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
+	candidates := m.candidates(now)
+	previous := map[string]bool{}
+	if m.latest != nil {
+		for _, member := range m.latest.Members {
+			previous[member.ReplicaID] = true
+		}
+	}
+	shrink := false
+	for _, c := range candidates {
+		shrink = shrink || c.ShrinkOnly
+	}
+	var in []Member
+	for id, c := range candidates {
+		if !shrink || len(previous) == 0 || previous[id] {
+			in = append(in, c)
+		}
+	}
+	slices.SortFunc(in, func(a, b Member) int {
+		if a.ReplicaID < b.ReplicaID {
+			return -1
+		}
+		return 1
+	})
+
+	fast := len(previous) > 0
+	for id := range previous {
+		if _, ok := candidates[id]; !ok {
+			fast = false
+		}
+	}
+	if !fast {
+		first, former := now, false
+		for id, joined := range m.joined {
+			switch {
+			case previous[id] && !former: // whoever was in the latest quorum counts before all others
+				first, former = joined, true
+			case previous[id] == former && joined.Before(first):
+				first = joined
+			}
+		}
+		healthy, presumed := 0, false
+		for id := range m.beats {
+			if m.healthy(id, now) {
+				healthy++
+				presumed = presumed || m.facts[id].presumed
+			}
+		}
+		enough := len(in) >= m.policy.MinReplicas
+		majority := float64(len(candidates)) > float64(healthy)/2
+		everybody := len(candidates) == healthy
+		if !enough || !majority || !everybody && (now.Sub(first) < m.policy.JoinTimeout || presumed) {
+			if len(candidates) == 0 {
+				m.behind = time.Time{}
+			}
+			return nil, nil
+		}
+		if m.mustWaitForTheStep(in, candidates, now) {
+			return nil, nil
+		}
+	}
+	m.behind = time.Time{}
+
+	same := len(in) == len(previous)
+	failures := false
+	for _, member := range in {
+		same = same && previous[member.ReplicaID]
+		failures = failures || member.CommitFailures > 0
+	}
+	q := &Quorum{Members: in, Created: now, Revision: RevisionOf(in)}
+	if same && !failures && !m.broken && !m.rejoined && m.highest <= m.latest.ID {
+		q.ID = m.latest.ID
+	} else {
+		m.highest++
+		q.ID = m.highest
+	}
+	m.next(now, same)
+	m.release()
+	m.latest, m.shrunk, m.broken, m.rejoined = q, len(in) < len(candidates), false, false
+
+	var answered []WaiterID
+	var left []Asked
+	for _, a := range m.waiting {
+		if slices.ContainsFunc(in, func(member Member) bool { return member.ReplicaID == a.Member.ReplicaID }) {
+			answered = append(answered, a.Waiter)
+			m.facts[a.Member.ReplicaID].returned = false
+		} else {
+			left = append(left, a)
+		}
+	}
+	m.waiting = left
+	m.joined = map[string]time.Time{}
+	m.look(now)
+	return q, answered
+}
+
+// mustWaitForTheStep: the job was ahead of all who are in the quorum, and somebody who lives may know more.
+func (m *model) mustWaitForTheStep(in []Member, candidates map[string]Member, now time.Time) bool {
+	if m.latest == nil {
+		return false
+	}
+	reached, has := int64(0), int64(0)
+	lives := false
+	for _, member := range m.latest.Members {
+		reached = max(reached, member.Step)
+		_, here := candidates[member.ReplicaID]
+		lives = lives || !here && m.healthy(member.ReplicaID, now)
+	}
+	for _, member := range in {
+		has = max(has, member.Step)
+	}
+	if has >= reached || !lives {
+		return false
+	}
+	if m.behind.IsZero() {
+		m.behind = now
+	}
+	return now.Sub(m.behind) < m.policy.HeartbeatTimeout
+}

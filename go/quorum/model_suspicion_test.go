@@ -1,0 +1,122 @@
+package quorum
+
+import (
+	"slices"
+	"time"
+)
+
+// The part of the slow model (model_test.go) that looks at members which their peers suspect, and at steps that take too long.
+
+func (m *model) suspected(e Suspected, now time.Time) {
+	if m.latest == nil || e.QuorumID != m.latest.ID || !m.member(e.Reporter) {
+		return
+	}
+	m.beat(e.Reporter, now)
+	if _, again := m.reports[e.Reporter]; again || e.Suspect == e.Reporter {
+		return
+	}
+	m.reports[e.Reporter] = e.Suspect
+	for _, id := range m.members() {
+		lost := 0
+		for _, suspect := range m.reports {
+			if suspect == "" || suspect == id {
+				lost++
+			}
+		}
+		if m.silent(id, now) && !m.checked[id] && 2*lost > len(m.members())-1 {
+			m.checked[id] = true
+			m.does("check", id)
+		}
+	}
+}
+
+// silent: it neither asked nor reported, and counts as alive.
+func (m *model) silent(id string, now time.Time) bool {
+	_, reported := m.reports[id]
+	return !reported && !m.waits(id) && m.healthy(id, now)
+}
+
+// overdue looks at a step that takes too long.
+func (m *model) overdue(now time.Time) {
+	if m.latest == nil {
+		return
+	}
+	patience := m.policy.StalledAfter
+	if patience == 0 {
+		patience = max(5*time.Second, 10*m.median(), time.Duration(len(m.latest.Members))*time.Millisecond)
+	}
+	age, answers := now.Sub(m.began), min(time.Second, patience/2)
+	if m.policy.StalledAfter == 0 && age < 4*time.Second || age < patience-answers {
+		return
+	}
+	all := true
+	for _, id := range m.members() {
+		_, said := m.said[id]
+		all = all && (said || !m.healthy(id, now) || m.waits(id))
+	}
+	if age >= patience && !m.askedAt.IsZero() && (now.Sub(m.askedAt) >= answers || all) {
+		m.nameStalled(now, age, patience)
+		m.part(now)
+	}
+	if m.askedAt.IsZero() || age >= patience && now.Sub(m.askedAt) >= answers {
+		var ask []string
+		for _, id := range m.members() {
+			if m.healthy(id, now) && !m.waits(id) {
+				ask = append(ask, id)
+			}
+		}
+		if len(ask) > 0 {
+			m.askedAt, m.said, m.heard = now, map[string]Progressed{}, map[string]time.Time{}
+			m.does("ask", ask)
+		}
+	}
+}
+
+// nameStalled names those that hold up others.
+func (m *model) nameStalled(now time.Time, age, patience time.Duration) {
+	held := false
+	for _, id := range m.members() {
+		held = held || m.healthy(id, now) && (m.waits(id) || m.said[id].Progress.Waits)
+	}
+	for _, id := range m.members() {
+		p, said := m.said[id]
+		still := age
+		if said {
+			still = min(age, p.Progress.For+now.Sub(m.heard[id]))
+		}
+		if !held || !m.healthy(id, now) || m.waits(id) || p.Progress.Waits || still < patience {
+			continue
+		}
+		if !m.named[id] {
+			m.named[id] = true
+			m.does("stalled", id)
+		}
+		if limit := m.policy.EjectStalledAfter; limit > 0 && still >= limit {
+			m.putOut(id, NoProgress)
+		}
+	}
+}
+
+// part finds one that asks for the quorum of a step in which the others wait for it.
+func (m *model) part(now time.Time) {
+	if m.told {
+		return
+	}
+	for _, id := range m.members() {
+		for _, peer := range m.members() {
+			p, said := m.said[peer]
+			if m.waits(id) && said && p.Progress.Waits && p.Progress.Step >= m.newest(id).Step && m.healthy(peer, now) && !m.waits(peer) {
+				m.die(id, Parted)
+				return
+			}
+		}
+	}
+}
+
+func (m *model) median() time.Duration {
+	last := slices.Sorted(slices.Values(m.steps[max(0, len(m.steps)-64):]))
+	if len(last) == 0 {
+		return 0
+	}
+	return last[len(last)/2]
+}

@@ -187,7 +187,7 @@ var mistakes = []struct {
 	{mistake{name: "a broken connection is no suspicion", anySize: true, lighthouse: deaf(to[quorum.Lost])}, []string{ruleForms, ruleMajority}},
 
 	{mistake{name: "a group that leaves is waited for", anySize: true, lighthouse: deaf(to[quorum.Leaving]), setup: many(6, Drain)},
-		[]string{ruleForms, ruleMajority}},
+		[]string{ruleForms, ruleMajority, ruleCause}},
 
 	{mistake{name: "a group that left is released at once", lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 		actions := m.Step(e, now)

@@ -80,7 +80,7 @@ def lighthouse(status: Mapping[str, Any] | None, told: list[tuple[str, str]]) ->
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:

@@ -50,15 +50,17 @@ class Scheduled:
         )
         optimizer = Optimizer(manager, sgd)
         loader = ElasticDataLoader(manager, dataset(), **SETTINGS)
-        rank.cluster.wait_for_healthy(2)
+        if life == 0:
+            rank.cluster.wait_for_healthy(2)
         for step in loader:
             number = manager.current_step()
             if rank.group == 1 and life == 0 and number == 2:
                 rank.crash()
-                self.restart.open()
+                self.restart.wait()
                 return None
             if rank.group == 0 and number == 4:
-                rank.cluster.wait_for_healthy(2)
+                self.restart.open()
+                rank.cluster.wait_for_waiters(1)  # it heals as soon as this group asks for the next quorum
             optimizer.zero_grad()
             for unit in step:
                 with unit.accumulate(net):

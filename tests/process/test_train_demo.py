@@ -85,6 +85,18 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     digests = re.findall(r"group \d rank 0  ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
     assert len(digests) == 2 and len(set(digests)) == 1
     assert lines[-1] == "equal"
+    assert rows_of(done.stdout.partition("group 0     group 1\n")[2]) == rows_of(readme_table())
+    assert re.fullmatch(r"\d\.\de-1\d", rows["weights, relative to one process"][0])
+
+
+def readme_table() -> str:
+    """What the README shows of `make train`, below the names of the groups."""
+    return (ROOT / "README.md").read_text().partition("group 0     group 1\n")[2].partition("```")[0]
+
+
+def rows_of(table: str) -> list[str]:
+    """What each line of a table is about."""
+    return [line[: 14 if line.startswith("group") else 34].strip() for line in table.splitlines()]
 
 
 @pytest.mark.slow  # test_reproducible.py has it with threads

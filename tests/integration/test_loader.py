@@ -16,6 +16,7 @@ from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from torchft import Optimizer
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
+from torchft.data._step import UnitsSkipped
 from torchft.data.position import Plan, Position
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import Manager, WorldSizeMode
@@ -74,6 +75,8 @@ class Training:
     before: Callable[[Rank, ElasticDataLoader], None] = lambda rank, loader: None  # the first step
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     data: Any = field(default_factory=dataset)
+    # "continue" or "break" in the place of a unit, given by (group, step, number of the unit among those of the rank)
+    leaves_out: dict[tuple[int, int, int], str] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     # The weight of each sample in the step that a group committed, by (group, step)
     committed: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
@@ -106,7 +109,12 @@ class Training:
                 return None
             optimizer.zero_grad()
             seen: Counter[int] = Counter()
-            for unit in step:
+            for place, unit in enumerate(step):
+                instead = self.leaves_out.get((rank.group, number, place))
+                if instead == "break":
+                    break
+                if instead == "continue":
+                    continue
                 with unit.accumulate(model):
                     x, y, indices = (part.to(device, non_blocking=True) for part in unit.data)
                     assert tuple(indices.tolist()) == tuple(unit.indices)
@@ -218,6 +226,10 @@ def test_a_group_that_loses_the_last_step_heals_before_the_others_leave(use_asyn
     assert len(training.lost) <= 2  # its own, and the one in which it learns that there is nothing more to do
 
 
+def plain(manager: Manager, net: nn.Module) -> nn.Module:
+    return net
+
+
 def wrapped_by_torchft(manager: Manager, net: nn.Module) -> nn.Module:
     return DistributedDataParallel(manager, net)
 
@@ -238,6 +250,36 @@ def test_wrapped_models_reduce_once_a_step(wrap: Callable[[Manager, nn.Module], 
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))
     check(training, ended, incomplete=frozenset({3}))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "number", "place", "instead"),
+    [
+        (plain, 0, 0, "continue"),  # the first step of a quorum: the others count samples
+        (plain, 2, 0, "continue"),
+        (plain, 2, 2, "continue"),
+        (plain, 2, 1, "break"),
+        (wrapped_by_torchft, 2, 0, "continue"),
+        (wrapped_by_torchft, 2, 2, "continue"),  # nothing is reduced, and the others wait for it
+        (wrapped_one_by_one, 2, 1, "break"),
+    ],
+)
+def test_a_loop_that_leaves_a_unit_out_is_told_and_the_others_train_on_all_samples(
+    wrap: Callable[[Manager, nn.Module], nn.Module], number: int, place: int, instead: str
+) -> None:
+    """Each group has three units in these steps."""
+    job = Training(start_with=2, wrap=wrap, leaves_out={(1, number, place): instead})
+
+    def left_out(rank: Rank) -> None:
+        with pytest.raises(UnitsSkipped, match=rf"unit \d of batch {number} of epoch 0 \(samples \d+, \d+\).* did not"):
+            job(rank)
+        rank.crash()
+
+    with Cluster(min_replicas=1) as cluster:
+        first = cluster.start(job, group=0)
+        results(cluster.start(left_out, group=1))
+        ended = results(first)
+    check(job, ended)
 
 
 def test_a_spare_group_trains_along_with_weight_0() -> None:

@@ -28,6 +28,7 @@ from tests.integration.test_loader import (
 )
 from torchft import Optimizer
 from torchft.data import ElasticDataLoader
+from torchft.data._step import UnitsSkipped
 from torchft.data.exact_sum import ExactSum
 from torchft.data.position import Plan, Position, SamplesDiffer
 from torchft.manager import Manager, WorldSizeMode
@@ -341,7 +342,11 @@ FIRST = Plan(SAMPLES, **SETTINGS).share(Position(), 0, 1).units[0].indices
 @pytest.mark.parametrize(
     ("body", "error", "match"),
     [
-        (backward, RuntimeError, "a unit was not trained; each unit of a step belongs into `with unit.accumulate"),
+        (
+            backward,
+            UnitsSkipped,
+            r"unit 0 of batch 0 of epoch 0 \(.*\) did not go through accumulate.*`with unit.accum",
+        ),
         (under(), ValueError, "accumulate.. got no model, and does the reduction: give it the models"),
         (others, ValueError, "accumulate.. got other models; each unit"),
         (under(Sharded(1, 1)), ValueError, "takes plain models and DistributedDataParallel; a model of FSDP2"),
@@ -363,7 +368,9 @@ def test_a_step_that_was_not_trained_to_its_end_is_lost(alone: Cluster) -> None:
             pass
         assert not manager.should_commit()
         error = manager.errored()
-        assert error is not None and "the step has no sum of gradients; each unit" in str(error.original_exception)
+        assert error is not None and "and 4 more of this rank, did not go through accumulate()" in str(
+            error.original_exception
+        )
 
     tried(alone, do)
 

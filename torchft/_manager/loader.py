@@ -55,8 +55,14 @@ class Loader(Protocol):
         """64 bits in hex of what all groups must have alike: the stamp, and what else is state of its sums."""
         ...
 
+    def units_added(self) -> bool:
+        """Whether gradients are those of this rank's units; False before the first. Raises an error if they are those
+        of some of them.
+        """
+        ...
+
     def send_samples(self) -> int:
-        """LocalSGD and DiLoCo: an average begins; gives the samples of this rank that are in it."""
+        """A comparison begins; gives the samples of this rank that are in what is reduced."""
         ...
 
     def samples_averaged(self, counted: int) -> None:
@@ -97,9 +103,19 @@ class BatchCheck:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
+        self._whole: Optional[Step] = None  # the last one in which this rank's gradients are those of all its units
         self._checked = -1  # the quorum in which the reduction was begun
         self._sums: Optional[torch.Tensor] = None
         self._work: Optional[_ManagedWork] = None
+
+    def reduces(self, step: Step) -> None:
+        """Something is reduced, perhaps gradients: peers see only in the first step of a quorum that some are missing.
+
+        Raises:
+            UnitsSkipped: this rank has left some of its units out.
+        """
+        if self._whole is not step and self._loader.units_added():
+            self._whole = step
 
     def is_due(self, step: Step) -> bool:
         """Whether the quorum has not been compared, in this step or an earlier one."""
@@ -108,8 +124,7 @@ class BatchCheck:
     def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
         """What this rank adds to the reduction; a group that does not take part adds zeros in its place."""
         self._checked = plan.quorum_id
-        samples = self._loader.share(plan.participating_rank, plan.participants).samples
-        return torch.tensor([samples, *self._digest()], dtype=torch.int64, device=device)
+        return torch.tensor([self._loader.send_samples(), *self._digest()], dtype=torch.int64, device=device)
 
     def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
         """The reduction runs; None: it could not be begun, and the step has failed."""
@@ -124,7 +139,11 @@ class BatchCheck:
         """
         self._compare(step)
         if step.error is None:
-            self._loader.verify()
+            try:
+                self._loader.verify()
+            except Exception:
+                step.collectives.abort()  # other groups may wait for what this rank did not reduce
+                raise
 
     def _compare(self, step: Step) -> None:
         sums, work, self._sums, self._work = self._sums, self._work, None, None
@@ -162,12 +181,12 @@ class AverageCheck(BatchCheck):
         super().__init__(loader)
         self._step: Optional[Step] = None
 
+    def reduces(self, step: Step) -> None:
+        pass  # an average is of weights, and counts what was trained
+
     def is_due(self, step: Step) -> bool:
         due, self._step = self._step is not step, step
         return due
-
-    def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
-        return torch.tensor([self._loader.send_samples(), *self._digest()], dtype=torch.int64, device=device)
 
     def _expect(self, samples: int, participants: int) -> None:
         self._loader.samples_averaged(samples)
@@ -284,7 +303,10 @@ class Data:
     def compare(self, step: Step, device: torch.device, reduce: Reduce) -> None:
         """Reduces what tells whether all train on the same batch, before the first tensor of a quorum."""
         batches = self._batches
-        if batches is None or step.plan is None or not batches.is_due(step):
+        if batches is None:
+            return
+        batches.reduces(step)
+        if step.plan is None or not batches.is_due(step):
             return
         sums = batches.words(step.plan, device)
         batches.begun(sums, reduce(sums, ReduceOp.SUM, False))

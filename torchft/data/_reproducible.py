@@ -118,11 +118,6 @@ class ReproducibleSum:
             self.passes += 1
             self._outcome = self._agree(self._reduce(total))
 
-    def trained(self, units: int) -> None:
-        """Raises RuntimeError unless so many units of this pass went through ``accumulate``."""
-        if self._outcome is None and self._added != units:
-            raise RuntimeError(f"reproducible_reduction=True: a unit was not trained; {_ACCUMULATE}")
-
     def repeats(self) -> bool:
         """Whether the units of the step come again, alike on all ranks of all groups that have the sum."""
         return self._outcome is Outcome.REPEAT

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchft._manager.signals import heeded
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
+from torchft.data._step import Membership, Step, Unit, UnitsSkipped
 from torchft.data.local_steps import Account
 from torchft.data.position import Plan, Position, Share, Stamp
-from torchft.data.position import Unit as PlannedUnit
 from torchft.data.workers import WorkerInit
 
 if TYPE_CHECKING:
@@ -46,99 +46,6 @@ _DECIDED = {
     "drop_last": "the last batch of an epoch holds what is left: each sample counts once",
     "in_order": "units are taken in their order",
 }
-
-
-class Unit:
-    """A micro-batch of one rank.
-
-    Attributes:
-        data: what the collate function made of the samples.
-        indices: of the samples, in the dataset.
-        weight: by which the mean loss of the samples is multiplied; 0 if this group heals or is a spare, or if another
-            rank counts them.
-        last: whether gradients are reduced with this one.
-        repeated: whether it came before in this step, with gradients that did not fit: ``reproducible_reduction``.
-    """
-
-    def __init__(
-        self,
-        data: Any,
-        planned: PlannedUnit,
-        weight: float,
-        seed: Optional[int],
-        exact: Optional[ReproducibleSum] = None,
-    ) -> None:
-        self.data = data
-        self.indices = planned.indices
-        self.weight = weight
-        self.last = planned.last
-        self.repeated = exact is not None and exact.passes > 0
-        self._seed = seed
-        self._exact = exact
-
-    @contextlib.contextmanager
-    def accumulate(self, *models: Any) -> Iterator[None]:
-        """Around forward and backward pass: gradients are added up, and reduced with the last unit of the step only.
-
-        Args:
-            models: those that the passes go through: wrapped by DistributedDataParallel (of torchft or PyTorch), made
-                FSDP2 modules by ``fully_shard``, or plain ones, which reduce nothing by themselves. With
-                ``reproducible_reduction`` all whose gradients the optimizer reads, plain or DistributedDataParallel:
-                after the last unit their gradients are those of the batch, and nothing else has to be reduced.
-
-        Raises:
-            ValueError: with ``reproducible_reduction``: other models than before, or such that it cannot sum.
-        """
-        if self._seed is not None:
-            torch.manual_seed(self._seed)
-        if self._exact is not None:
-            with self._exact.accumulate(models, counted=self.weight != 0, last=self.last):
-                yield
-            return
-        with contextlib.ExitStack() as stack:
-            for model in models:
-                if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-                    model.set_requires_gradient_sync(self.last)
-                elif not self.last and hasattr(model, "no_sync"):
-                    stack.enter_context(model.no_sync())
-            yield
-
-
-class Step:
-    """What one rank computes in one step of the optimizer: iterate over its units.
-
-    With ``reproducible_reduction`` all of them may come again (``unit.repeated``), and their gradients are then new.
-
-    Attributes:
-        position: of the step: epoch, and batch of that epoch.
-        participants: groups whose gradients count.
-    """
-
-    def __init__(self, loader: ElasticDataLoader, share: Share, membership: _Membership) -> None:
-        self._loader = loader
-        self._share = share
-        self._membership = membership
-        self.position = share.position
-        self.participants = membership.participants
-
-    def __len__(self) -> int:
-        return len(self._share.units)
-
-    def __iter__(self) -> Iterator[Unit]:
-        exact = self._loader._exact
-        while True:
-            for count, unit in enumerate(self._share.units, start=1):
-                yield self._loader._read(self.position, unit)
-                if exact is not None:
-                    exact.trained(count)
-            if exact is None or not exact.repeats():
-                return
-            self._loader._expect(self._membership, self._share)
-
-
-class _Membership(NamedTuple):
-    rank: Optional[int]
-    participants: int
 
 
 class ElasticDataLoader:
@@ -225,11 +132,12 @@ class ElasticDataLoader:
         self._worker_init_fn = self._dataloader.worker_init_fn
         self._reader: Any = None  # its iterator
         self._prefetcher = Prefetcher(self._start_reading)
-        self._forecast: Optional[tuple[_Membership, Position]] = None  # its next step
+        self._forecast: Optional[tuple[Membership, Position]] = None  # its next step
         self._account = Account()  # of LocalSGD's or DiLoCo's inner steps
         self._local_steps: Optional[LocalSteps] = None
         self._counted = 0
-        self._inner_step: Optional[Share] = None  # that has begun and not ended
+        self._step: Optional[Step] = None  # that has begun, and is not decided on
+        self._skipped: Optional[UnitsSkipped] = None  # why the last one was lost
         manager._attach_loader(self)
         manager.register_state_dict_fn(STATE_KEY, self.load_state_dict, self.state_dict)
         manager.register_commit_hook(self._decided)
@@ -294,15 +202,40 @@ class ElasticDataLoader:
             position = Position()  # any: its weight is 0
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
 
+    def units_added(self) -> bool:
+        """Whether gradients are those of this rank's units; called when something is reduced. False before the first.
+
+        Raises:
+            UnitsSkipped: they are those of some of them.
+        """
+        if self._step is None or not self._step.begun:
+            return False
+        self._check_units(self._step)
+        return True
+
     def verify(self) -> None:
         """Raises an error unless gradients are those of the batch; called before the vote, after a heal was loaded."""
+        if self._local_steps is not None:
+            return
+        self._check_units(self._step)
         if self._exact is not None:
             self._exact.verify(self._plan.num_units(self._position))
+
+    def _check_units(self, step: Optional[Step]) -> None:
+        try:
+            if step is None:
+                raise UnitsSkipped(f"the step has no units: {type(self).__name__} begins each step of its Manager")
+            step.check()
+        except UnitsSkipped as e:
+            self._skipped = e
+            raise
 
     def _decided(self, step: int, committed: bool, participants: int) -> None:
         if self._local_steps is not None:
             self._average_decided(self._local_steps, committed)
-        elif committed:
+            return
+        self._step = None
+        if committed:
             if self._exact is not None:
                 self._exact.commit()
             self._position = self._plan.advance(self._position)
@@ -317,8 +250,12 @@ class ElasticDataLoader:
 
         Raises:
             StopIteration: the job is at its end, in all groups; or this group is drained.
+            UnitsSkipped: the last step was lost, because the loop left units of it out.
             TimeoutError: the job is at its end, and other groups have not healed to it in time.
         """
+        skipped, self._skipped = self._skipped, None
+        if skipped is not None:
+            raise skipped
         if self._local_steps is not None:
             return self._next_inner(self._local_steps)
         manager = self._manager
@@ -340,10 +277,11 @@ class ElasticDataLoader:
             manager._pass_step()
         if self._exact is not None:
             self._exact.begin_step()
-        membership = _Membership(plan.participating_rank, plan.participants)
+        membership = Membership(plan.participating_rank, plan.participants)
         share = self.share(*membership)
         self._expect(membership, share)
-        return Step(self, share, membership)
+        self._step = Step(self, share, membership)
+        return self._step
 
     def _end(self) -> NoReturn:
         self._stop_reading()
@@ -379,8 +317,13 @@ class ElasticDataLoader:
         self._local_steps = local_steps
 
     def send_samples(self) -> int:
-        """An average begins; gives the samples of this rank that are in it."""
-        return self._account.send()
+        """A comparison of the groups begins; gives the samples of this rank that are in what they reduce."""
+        if self._local_steps is not None:
+            return self._account.send()
+        if self._step is None:
+            return 0
+        # What is reduced before the first unit comes before the gradients of all of them: units_added() sees to it.
+        return self._step.samples if self._step.begun else self._step.planned_samples
 
     def samples_averaged(self, counted: int) -> None:
         """So many samples are in the average, over all groups; it is not decided on."""
@@ -388,10 +331,12 @@ class ElasticDataLoader:
 
     def inner_step_ended(self) -> None:
         """The inner optimizer has stepped."""
-        if self._inner_step is not None:
-            self._account.trained(self._inner_step.samples, self._inner_step.expected)
+        step, self._step = self._step, None
+        if step is not None:
+            self._account.trained(step.samples, step.expected)
             self._position = self._plan.advance(self._position)
-            self._inner_step = None
+            with contextlib.suppress(UnitsSkipped):
+                self._check_units(step)
 
     def _average_decided(self, local_steps: LocalSteps, committed: bool) -> None:
         lost = self._account.lost
@@ -415,7 +360,7 @@ class ElasticDataLoader:
         if manager.draining() or self._position == self._plan.end:
             self._account.failed(kept=False)  # there will be no average with them
             self._end()
-        membership = _Membership(plan.replica_rank, plan.replica_world_size)
+        membership = Membership(plan.replica_rank, plan.replica_world_size)
         share = self.share(*membership)
         of_group = sum(
             self._plan.share(share.position, *membership, rank, self._data_world_size).samples
@@ -424,19 +369,19 @@ class ElasticDataLoader:
         # The mean over the samples of the group.
         self._scale = self._plan.batch_size(share.position) / max(1, of_group)
         self._expect(membership, share)
-        self._inner_step = share
-        return Step(self, share, membership)
+        self._step = Step(self, share, membership)
+        return self._step
 
     # Reading
 
-    def _expect(self, membership: _Membership, share: Share) -> None:
+    def _expect(self, membership: Membership, share: Share) -> None:
         """Units of this step and the next ones are read, unless those are what is being read."""
         if self._forecast != (membership, share.position):
             self._prefetcher.expect(self._foresee(membership, share))
         following = self._plan.advance(share.position)
         self._forecast = None if membership.rank is None else (membership, following)
 
-    def _foresee(self, membership: _Membership, share: Share) -> Iterator[Task]:
+    def _foresee(self, membership: Membership, share: Share) -> Iterator[Task]:
         """All units from this step on if nobody comes or goes; only those of the step if this group does not count."""
         while True:
             position = share.position
@@ -452,7 +397,8 @@ class ElasticDataLoader:
         self._reader = iter(self._dataloader)
         return self._reader
 
-    def _read(self, position: Position, unit: PlannedUnit) -> Unit:
+    def _read(self, step: Step, place: int) -> Unit:
+        position, unit = step.position, step._share.units[place]
         key = Key(position, unit.number)
         try:
             data = self._prefetcher.take(key)
@@ -464,7 +410,7 @@ class ElasticDataLoader:
             self._stop_reading()  # a worker may be lost
             raise failure from e
         seed = self._seed(key) if self._reproducible_rng else None
-        return Unit(data, unit, unit.weight * self._factor * self._scale, seed, self._exact)
+        return Unit(step, place, data, unit.weight * self._factor * self._scale, seed)
 
     def _seed(self, key: Key) -> int:
         text = f"torchft.data rng 1: {self._plan.seed}, {key.position.epoch}, {key.position.batch}, {key.unit}"

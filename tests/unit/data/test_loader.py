@@ -22,6 +22,7 @@ from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
+from torchft.data._step import UnitsSkipped
 from torchft.data.loader import Step
 from torchft.data.position import Plan, Position, PositionDiffers, Share, Stamp
 from torchft.data.workers import WorkerInit
@@ -83,7 +84,7 @@ class Alone(Manager):
         self.passed += 1
         self.up_to_date += 1
 
-    def _report_collective_error(self, e: Exception) -> None:
+    def _report_collective_error(self, e: Exception, of: object = None) -> None:
         self.errors.append(e)
 
     def decide(self, committed: bool) -> None:
@@ -340,6 +341,60 @@ def test_gradients_are_reduced_with_the_last_unit_only() -> None:
     assert wrapped.log == ["no_sync"] and sharded.log == [False, True]
 
 
+def refused(loader: ElasticDataLoader) -> str:
+    """What the loader says of the units that were left out, before a reduction, before the vote, and in the loop."""
+    told = []
+    for ask in (loader.units_added, loader.verify, lambda: next(loader)):
+        with pytest.raises(UnitsSkipped) as raised:
+            ask()
+        told.append(str(raised.value))
+    assert told[0] == told[1] == told[2]
+    return told[0]
+
+
+def test_units_that_were_left_out_are_named() -> None:
+    loader = make(shuffle=False, dataset=range(100), global_batch_size=30, micro_batch_size=6)
+    assert not loader.units_added(), "before the first unit something else may be reduced"
+    for unit in next(loader):
+        if unit.indices[0] in (0, 12):
+            with unit.accumulate():
+                pass
+    assert loader.send_samples() == 12
+    assert refused(loader).startswith(
+        "unit 1 of batch 0 of epoch 0 (samples 6, 7, 8, 9, …), and 2 more of this rank, did not go through accumulate()"
+    )
+
+
+def test_a_unit_counts_from_the_begin_of_its_passes_unless_they_fail() -> None:
+    """A wrapped model reduces in the backward pass of the last one."""
+    loader = make(shuffle=False)
+    first, last = next(loader)
+    assert loader.send_samples() == 4, "as planned"
+    with pytest.raises(ZeroDivisionError), first.accumulate():
+        raise ZeroDivisionError
+    assert not loader.units_added()
+    with first.accumulate():
+        pass
+    with last.accumulate():
+        assert loader.units_added() and loader.send_samples() == 4
+    with pytest.raises(ZeroDivisionError), last.accumulate():
+        raise ZeroDivisionError
+    assert refused(loader).startswith("unit 1 of batch 0 of epoch 0 (samples 2, 3) did not go through accumulate()")
+
+
+def test_a_step_of_the_manager_without_units_is_not_committed() -> None:
+    manager = Alone()
+    loader = make(manager=manager)
+    with pytest.raises(UnitsSkipped, match="the step has no units: ElasticDataLoader begins each step"):
+        loader.verify()
+    with pytest.raises(UnitsSkipped):
+        next(loader)
+    next(train(loader))
+    manager.decide(True)
+    with pytest.raises(UnitsSkipped, match="the step has no units"):  # and its position would advance
+        loader.verify()
+
+
 # Bad input
 
 
@@ -379,6 +434,8 @@ def test_bad_settings_are_named(dataset: Any, settings: dict[str, Any], error: t
 
 
 class Fake:
+    rank = 0
+
     def __init__(self, plan: Plan, position: Position) -> None:
         self.plan, self.position = plan, position
 
@@ -392,6 +449,12 @@ class Fake:
 
     def share(self, rank: Optional[int], participants: int) -> Share:
         return self.plan.share(self.position, rank, participants)
+
+    def units_added(self) -> bool:
+        return True
+
+    def send_samples(self) -> int:
+        return self.share(self.rank, 2).samples
 
     def verify(self) -> None:
         pass
@@ -418,6 +481,7 @@ class InQuorum:
 
 def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[Optional[BatchDiffers]]:
     """What two groups find; so many samples were not reduced."""
+    first.rank, second.rank = 0, 1
     checks, steps = [BatchCheck(first), BatchCheck(second)], [InQuorum(0), InQuorum(1)]
     assert all(check.is_due(step) for check, step in zip(checks, steps))  # type: ignore[arg-type]
     words = [check.words(step.plan, torch.device("cpu")) for check, step in zip(checks, steps)]

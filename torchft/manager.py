@@ -320,7 +320,8 @@ class Manager(Stateful, Stepping):
         """Begins a step: asks who takes part in it. Every rank of the group calls it, before the forward pass.
 
         With ``use_async_quorum`` it returns at once, and the first allreduce waits for the quorum; else it returns when
-        there is one and this group has healed.
+        there is one and this group has healed. With a :class:`torchft.data.ElasticDataLoader` it does nothing: the
+        loader begins each step.
 
         Args:
             allow_heal: whether to fetch a peer's state when this group is behind.
@@ -330,8 +331,8 @@ class Manager(Stateful, Stepping):
         Raises:
             RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
         """
-        if self._loader_began():
-            return
+        if self._data.adds_gradients:
+            return  # the loader ends between two steps, when it sees a drain, and its units belong to the step it began
         self._data.check_step()
         request = Request(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
         if self._replayer.is_ahead:
@@ -518,7 +519,7 @@ class Manager(Stateful, Stepping):
     def _begin_batch(self) -> Plan:
         """Begins a step, if it has not begun, and waits until it is known who takes part in it. A heal goes on."""
         if not self._loader_began():
-            self.start_quorum()
+            self._begin_round(Request(True, False, self._quorum_timeout))
         assert self._round is not None
         plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)
         if not plan.in_background:

@@ -7,9 +7,11 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import ReduceOp
 
 from tests.unit.manager.conftest import Fixture, quorum
+from torchft import Optimizer
 from torchft._manager.layout import announce, digest
 from torchft._manager.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader
@@ -49,8 +51,9 @@ def announce_the_same(manager: Manager, peers: Fixture) -> None:
 def test_an_average_is_the_sum_of_weighted_gradients(native: Fixture, with_loader: bool) -> None:
     manager = native.manager()
     if with_loader:
-        attach(manager, native)
-    manager.start_quorum()
+        next(attach(manager, native))
+    else:
+        manager.start_quorum()
     gradient = torch.full((2,), 6.0)
     manager.allreduce(gradient, reduce_op=ReduceOp.AVG).wait()
     assert gradient.tolist() == ([6.0, 6.0] if with_loader else [3.0, 3.0])
@@ -77,6 +80,52 @@ def test_a_step_is_begun_once(native: Fixture) -> None:
     next(loader)
     manager.start_quorum()  # as the optimizer's zero_grad does
     next(loader)
+    assert native.client._quorum.call_count == 1
+
+
+def alone(handles: list[str], **fields: Any) -> Any:
+    """A quorum without peers."""
+    one: dict[str, Any] = dict(replica_rank=0, replica_world_size=1, max_replica_rank=0, max_world_size=1)
+    return quorum(**one, replica_ids=["group_1:uuid"], reconfigure_handles=handles, **fields)
+
+
+def train(manager: Manager, step: Any, model: nn.Module) -> None:
+    for unit in step:
+        with unit.accumulate(model):
+            model(torch.ones(1)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        manager.allreduce(parameter.grad).wait()
+
+
+@pytest.mark.parametrize("zero_grad_last", [False, True])
+def test_a_drain_ends_the_loop_between_two_steps(native: Fixture, zero_grad_last: bool) -> None:
+    """Also if the loop clears gradients after the optimizer has stepped, which begins a step without a loader."""
+    manager, model = native.manager(), nn.Linear(1, 1)
+    loader = attach(manager)
+    assert manager._layout.lines is not None
+    handles = [announce("native", digest(manager._layout.lines))]
+    native.client._quorum.side_effect = [alone(handles), alone(handles, draining=True), alone(handles)]
+    optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in loader:
+        if not zero_grad_last:
+            optimizer.zero_grad()
+        train(manager, step, model)
+        optimizer.step()
+        if zero_grad_last:
+            optimizer.zero_grad()
+    assert native.votes() == [True, True]
+    assert manager.draining()
+
+
+def test_what_is_reduced_before_the_units_begins_no_other_step(native: Fixture) -> None:
+    """Such as a number of tokens. In another quorum the units would be those of other groups too, or of nobody."""
+    manager = native.manager()
+    loader = attach(manager, native)
+    step = next(loader)
+    manager.allreduce(torch.ones(1)).wait()
+    manager.start_quorum()  # as the optimizer's zero_grad does
+    assert len(list(step)) == 1
     assert native.client._quorum.call_count == 1
 
 

@@ -24,6 +24,10 @@ class UnitsSkipped(ValueError):
     """Units of a step are not in its gradients: the step is not committed, since their samples would be lost."""
 
 
+class StepEnded(RuntimeError):
+    """Units are used outside of their step: in another one, in another quorum, or in a second iteration."""
+
+
 class Membership(NamedTuple):
     """Among whom a batch is cut."""
 
@@ -69,8 +73,10 @@ class Unit:
                 after the last unit their gradients are those of the batch, and nothing else has to be reduced.
 
         Raises:
+            StepEnded: the step of this unit has ended.
             ValueError: with ``reproducible_reduction``: other models than before, or such that it cannot sum.
         """
+        self._step.check_runs()
         if self._seed is not None:
             torch.manual_seed(self._seed)
         self._step._added.add(self._place)  # before the passes: the last unit reduces in them
@@ -94,7 +100,7 @@ class Unit:
 
 
 class Step:
-    """What one rank computes in one step of the optimizer: iterate over its units.
+    """What one rank computes in one step of the optimizer: iterate over its units, once.
 
     With ``reproducible_reduction`` all of them may come again (``unit.repeated``), and their gradients are then new.
 
@@ -107,6 +113,8 @@ class Step:
         self._loader = loader
         self._share = share
         self._membership = membership
+        self._attempt = loader._manager._current  # the Manager's: its quorum cut the units
+        self._iterated = False
         self._added: set[int] = set()  # places of the units that went through accumulate, or are in it
         self.position = share.position
         self.participants = membership.participants
@@ -115,9 +123,25 @@ class Step:
         return len(self._share.units)
 
     def __iter__(self) -> Iterator[Unit]:
+        """Gives its units.
+
+        Raises:
+            StepEnded: it was iterated before, or has ended.
+            ReadFailed: one of them could not be read.
+        """
+        if self._iterated:
+            raise StepEnded(
+                f"{self._name} is iterated a second time: its units are read once; keep those that are needed again, "
+                "as in `units = list(step)`"
+            )
+        self._iterated = True
+        return self._units()
+
+    def _units(self) -> Iterator[Unit]:
         exact = self._loader._exact
         while True:
             for place in range(len(self)):
+                self.check_runs()
                 yield self._loader._read(self, place)
                 if exact is not None:
                     self._check_first(place + 1)
@@ -125,6 +149,21 @@ class Step:
                 return
             self._added.clear()
             self._loader._expect(self._membership, self._share)
+
+    @property
+    def _name(self) -> str:
+        return f"the step of batch {self.position.batch} of epoch {self.position.epoch}"
+
+    def check_runs(self) -> None:
+        """Raises StepEnded unless its units can still be reduced."""
+        loader = self._loader
+        other_quorum = loader._local_steps is None and loader._manager._current is not self._attempt
+        if other_quorum or loader._step is not self:
+            how = "been left for another quorum" if other_quorum else "ended"
+            raise StepEnded(
+                f"{self._name} has {how}: its units may be those of other groups now; compute them before "
+                "optimizer.step(), and before the loader gives another step"
+            )
 
     def _check_first(self, units: int) -> None:
         """Whether there is another pass is known when the last unit has been reduced: none may come later."""

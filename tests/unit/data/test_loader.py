@@ -22,7 +22,7 @@ from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
-from torchft.data._step import UnitsSkipped
+from torchft.data._step import StepEnded, UnitsSkipped
 from torchft.data.loader import Step
 from torchft.data.position import Plan, Position, PositionDiffers, Share, Stamp
 from torchft.data.workers import WorkerInit
@@ -53,6 +53,7 @@ class Alone(Manager):
         self.errors: list[Exception] = []
         self.hooks: list[Callable[[int, bool, int], None]] = []
         self.drained = False
+        self._current: Any = object()  # the step that runs
         self.up_to_date = 1
         self.groups = 1
         self.passed = 0
@@ -293,9 +294,8 @@ class Random(Raises):
 def test_reproducible_random_numbers_depend_on_the_unit_alone(num_workers: int) -> None:
     def numbers(**settings: Any) -> list[Any]:
         loader = make(Random(), reproducible_rng=True, epochs=2, **settings)
-        read = [unit for _, units in train(loader) for unit in units]
         drawn = []
-        for unit in read:
+        for unit in (unit for _, units in train(loader) for unit in units):
             with unit.accumulate():
                 drawn.append((unit.data, float(torch.rand(()))))
         return drawn
@@ -335,7 +335,7 @@ class Sharded(nn.Module):
 
 def test_gradients_are_reduced_with_the_last_unit_only() -> None:
     wrapped, sharded, plain = Wrapped(), Sharded(), nn.Linear(1, 1)
-    for unit in next(train(make()))[1]:
+    for unit in next(make()):
         with unit.accumulate(wrapped, sharded, plain):
             assert torch.is_grad_enabled() is unit.last
     assert wrapped.log == ["no_sync"] and sharded.log == [False, True]
@@ -393,6 +393,55 @@ def test_a_step_of_the_manager_without_units_is_not_committed() -> None:
     manager.decide(True)
     with pytest.raises(UnitsSkipped, match="the step has no units"):  # and its position would advance
         loader.verify()
+
+
+# The end of a step
+
+
+def uses_it_again(step: Step) -> None:
+    next(iter(step))
+
+
+def keeps_its_units(step: Step) -> None:
+    with kept[0].accumulate():
+        pass
+
+
+kept: list[Any] = []
+
+
+@pytest.mark.parametrize("use", [uses_it_again, keeps_its_units])
+@pytest.mark.parametrize("end", ["a decision", "the next step", "another quorum"])
+def test_units_of_a_step_that_has_ended_are_refused(use: Callable[[Step], None], end: str) -> None:
+    """They would be added to the gradients of another batch, or of other groups' parts of it."""
+    manager = Alone()
+    loader = make(manager=manager)
+    step, other = next(loader), None
+    kept[:] = list(step)
+    step._iterated = False
+    if end == "a decision":
+        manager.decide(False)
+    elif end == "the next step":
+        other = next(loader)
+    else:
+        manager._current = object()
+    ended = "been left for another quorum" if end == "another quorum" else "ended"
+    with pytest.raises(StepEnded, match=f"the step of batch 0 of epoch 0 has {ended}: its units may be those of other"):
+        use(step)
+    if other is not None:
+        assert len(list(other)) == 2
+
+
+def test_a_step_is_iterated_once() -> None:
+    """A second iteration would read on, where the next steps of this rank are."""
+    loader = make(shuffle=False)
+    step = next(loader)
+    units = list(step)
+    with pytest.raises(StepEnded, match=r"is iterated a second time: .* keep those that are needed again"):
+        iter(step)
+    assert [list(unit.indices) for unit in units] == [[0, 1], [2, 3]]
+    loader._manager.decide(True)  # type: ignore[attr-defined]
+    assert [list(unit.indices) for unit in next(loader)] == [[4, 5], [6, 7]]
 
 
 # Bad input

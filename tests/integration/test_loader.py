@@ -332,13 +332,23 @@ def refused(
         return results(ended), told
 
 
-def test_a_group_with_another_dataset_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("setting", "ours", "other"),
+    [
+        ("seed", 3, {"seed": 4}),
+        ("reduction_in_group", "mean", {"reduction_in_group": "sum"}),
+        ("reproducible_rng", False, {"reproducible_rng": True}),
+        ("data_world_size", 1, {"data_rank": 1, "data_world_size": 2}),
+    ],
+)
+def test_a_group_with_another_dataset_is_refused_by_name(setting: str, ours: object, other: dict[str, Any]) -> None:
     job = Training()
-    ended, told = refused(job, Training(loader={"seed": 4}))
+    ended, told = refused(job, Training(loader=other))
+    theirs = f"{setting}={other[setting]}"
     assert "this group trains on other data than group_0:" in told
-    assert "here ElasticDataLoader: seed=4; there ElasticDataLoader: seed=3" in told
+    assert f"here ElasticDataLoader: {theirs}; there ElasticDataLoader: {setting}={ours}" in told
     check(job, ended)
-    assert job.lost and all("seed=4" in why for why in job.lost)
+    assert job.lost and all(theirs in why for why in job.lost)
 
 
 def without_loader(rank: Rank) -> None:

@@ -46,6 +46,11 @@ class Loader(Protocol):
         """Its settings and position: after a heal was loaded, those of the job."""
         ...
 
+    @property
+    def settings(self) -> list[str]:
+        """What all groups must have alike, a line each, for :meth:`Manager.register_layout`."""
+        ...
+
     def share(self, rank: Optional[int], participants: int) -> Share:
         """What this rank computes at that position."""
         ...
@@ -154,7 +159,7 @@ class BatchCheck:
         if digests != [step.participants * word for word in self._digest()]:
             raise BatchDiffers(
                 f"the {step.participants} groups that take part do not train on the same batch: this one is at batch "
-                f"{here.batch} of epoch {here.epoch}, with {_settings(here)}",
+                f"{here.batch} of epoch {here.epoch}, with {', '.join(self._loader.settings)}",
                 gives_way=not step.healing and step.plan is not None and not step.plan.leads,
             )
         self._expect(samples, step.participants)
@@ -241,7 +246,7 @@ class Data:
             raise ValueError(f"what is averaged was registered before; with an {NAME} gradients are added")
         self._loader = loader
         self._choose_check()
-        self._layout.add(NAME, [*lines(loader.stamp), f"reproducible_reduction={self._reproducible}"])
+        self._layout.add(NAME, [*loader.settings, f"reproducible_reduction={self._reproducible}"])
 
     def attach_local_steps(self, local_steps: LocalSteps) -> None:
         """Groups train on their own between two steps of the Manager, which are averages."""
@@ -320,12 +325,3 @@ class Data:
         """Whether this group has to heal after a step with this error, because its data is at another position."""
         error = kept.original_exception if kept is not None else None
         return isinstance(error, BatchDiffers) and error.gives_way
-
-
-def lines(stamp: Stamp) -> list[str]:
-    """What all groups must have alike, for :meth:`Manager.register_layout`."""
-    return [f"{name}={value}" for name, value in stamp._asdict().items() if name not in ("epoch", "batch")]
-
-
-def _settings(stamp: Stamp) -> str:
-    return ", ".join(lines(stamp))

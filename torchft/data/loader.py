@@ -118,6 +118,7 @@ class ElasticDataLoader:
         self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
         self._factor = self._data_world_size if reduction_in_group == "mean" else 1
         self._scale = 1.0  # of LocalSGD and DiLoCo, whose groups do not add their gradients
+        self._reduction_in_group = reduction_in_group
         self._reproducible_rng = reproducible_rng
         self.share(None, 1)  # refuses a data rank that is out of range
         self._exact: Optional[ReproducibleSum] = None
@@ -153,6 +154,16 @@ class ElasticDataLoader:
     def stamp(self) -> Stamp:
         """What peers compare: settings and position."""
         return self._plan.stamp(self._position)
+
+    @property
+    def settings(self) -> list[str]:
+        """What all groups must have alike, a line each: with others their gradients are not parts of one mean."""
+        return [
+            *(f"{name}={value}" for name, value in self.stamp._asdict().items() if name not in ("epoch", "batch")),
+            f"data_world_size={self._data_world_size}",
+            f"reduction_in_group={self._reduction_in_group}",
+            f"reproducible_rng={self._reproducible_rng}",
+        ]
 
     @property
     def digest(self) -> str:

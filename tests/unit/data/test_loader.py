@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from torchft._manager import signals
-from torchft._manager.loader import BatchCheck, BatchDiffers, lines
+from torchft._manager.loader import BatchCheck, BatchDiffers
 from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
 from torchft.data import ElasticDataLoader
@@ -493,6 +493,10 @@ class Fake:
         return self.plan.stamp(self.position)
 
     @property
+    def settings(self) -> list[str]:
+        return []
+
+    @property
     def digest(self) -> str:
         return self.stamp.digest
 
@@ -585,12 +589,18 @@ def test_groups_that_differ_lose_the_step_and_the_first_one_is_right(other: Fake
 
 
 def test_what_is_announced_is_all_but_the_position() -> None:
-    assert lines(PLAN.stamp(Position(0, 1))) == lines(PLAN.stamp(Position()))
-    assert lines(PLAN.stamp(Position())) == [
+    loader = make()
+    announced = loader.settings
+    loader.load_state_dict({**loader.state_dict(), "batch": 1})
+    assert loader.settings == announced
+    assert announced == [
         "length=10",
         "global_batch_size=4",
         "micro_batch_size=2",
         "shuffle=True",
         "seed=0",
         "epochs=1",
+        "data_world_size=1",
+        "reduction_in_group=mean",
+        "reproducible_rng=False",
     ]

@@ -33,7 +33,7 @@ from torchft._manager.group import join_group
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
 from torchft._manager.layout import Layout
-from torchft._manager.loader import Data, Loader
+from torchft._manager.loader import Data, Loader, device_of
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.ranges import ranged
@@ -539,7 +539,34 @@ class Manager(Stateful, Stepping):
         self.wait_quorum()
         self._current.collectives.abort()  # a group that heals does not know yet that there is nothing to reduce
         self._commit_failures += 1  # so the next quorum connects anew
-        self._current.dropped()
+        if self._current.undecided:
+            self._current.dropped()
+
+    def _ends_together(self) -> bool:
+        """Whether all groups of this quorum, which are up to date, are at the end of the data as well. It is asked once
+        a quorum, as in a first step: a group that was restored there may be beside others that were not.
+        """
+        self.wait_quorum()
+        step = self._current
+        if not self._data.compares(step):
+            return True
+        try:
+            self._data.compare(step, device_of(self._pg), self._reduce)
+            self._end_collectives()
+            self._data.verify(step)
+        except Exception as e:
+            self._logger.exception(f"the training does not end: {e}")
+            self._errors.lose(e)
+        ends = self._server.vote(self._step, step.vote(1), self._timeout)
+        step.decided(ends)
+        if not ends:
+            self._give_way()
+        return ends
+
+    def _give_way(self) -> None:
+        """A group whose data is at another position than the first one's says that it is a step behind: it heals."""
+        if self._data.gives_way:
+            self._position = Position(self._step - 1, self._batches_committed, -1)
 
     # Errors, and failures of peers
 
@@ -601,8 +628,7 @@ class Manager(Stateful, Stepping):
         step, failures, why = self._step, self._commit_failures, ""
         if not committed:
             why = self._current.why_lost()
-            if self._data.gives_way(self._current.error):  # it says that it is a step behind, and heals
-                self._position = Position(self._step - 1, self._batches_committed, -1)
+            self._give_way()
             committed = self._replayer.replay(
                 self._current,
                 vote=lambda yes: self._server.vote(self._step, yes, timeout),

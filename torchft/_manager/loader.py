@@ -15,13 +15,14 @@ import torch
 from torch.distributed import ReduceOp
 
 if TYPE_CHECKING:
-    from torchft._manager.errors import ExceptionWithTraceback
+    from torch.distributed import ProcessGroup
+
     from torchft._manager.layout import Layout
     from torchft._manager.plan import Plan, Planner
     from torchft._manager.settings import Settings
     from torchft._manager.step import Step
     from torchft._manager.work import _ManagedWork
-    from torchft.data.position import Share, Stamp
+    from torchft.data.position import Stamp
 
 # First of the lines that groups with a loader announce; see layout.py.
 NAME = "ElasticDataLoader"
@@ -51,8 +52,8 @@ class Loader(Protocol):
         """What all groups must have alike, a line each, for :meth:`Manager.register_layout`."""
         ...
 
-    def share(self, rank: Optional[int], participants: int) -> Share:
-        """What this rank computes at that position."""
+    def expected(self, participants: int) -> int:
+        """Samples of this data rank at that position, over all groups; 0 at the end."""
         ...
 
     @property
@@ -90,13 +91,8 @@ class Loader(Protocol):
 class BatchDiffers(RuntimeError):
     """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed.
 
-    Attributes:
-        gives_way: whether it is this group that has to heal, because the first one that is up to date is right.
+    The first group that is up to date is right, and the others heal.
     """
-
-    def __init__(self, message: str, gives_way: bool = False) -> None:
-        super().__init__(message)
-        self.gives_way = gives_way
 
 
 class BatchCheck:
@@ -104,7 +100,12 @@ class BatchCheck:
 
     Args:
         loader: of this rank.
+
+    Attributes:
+        gives_way: whether this group has to heal after the last step, because it was at another position.
     """
+
+    gives_way = False
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -152,20 +153,22 @@ class BatchCheck:
 
     def _compare(self, step: Step) -> None:
         sums, work, self._sums, self._work = self._sums, self._work, None, None
-        if sums is None or work is None or step.error is not None or not work.wait():
+        self.gives_way = False
+        # Also after an error: a group that has nothing to reduce, as it is at the end of the data, ends what follows.
+        if sums is None or work is None or not work.wait() or (step.healing and step.error is not None):
             return
         samples, *digests = sums.tolist()
         here = self._loader.stamp
         if digests != [step.participants * word for word in self._digest()]:
+            self.gives_way = not step.healing and step.plan is not None and not step.plan.leads
             raise BatchDiffers(
                 f"the {step.participants} groups that take part do not train on the same batch: this one is at batch "
-                f"{here.batch} of epoch {here.epoch}, with {', '.join(self._loader.settings)}",
-                gives_way=not step.healing and step.plan is not None and not step.plan.leads,
+                f"{here.batch} of epoch {here.epoch}, with {', '.join(self._loader.settings)}"
             )
         self._expect(samples, step.participants)
 
     def _expect(self, samples: int, participants: int) -> None:
-        here, expected = self._loader.stamp, self._loader.share(None, participants).expected
+        here, expected = self._loader.stamp, self._loader.expected(participants)
         if samples != expected:
             raise BatchDiffers(
                 f"batch {here.batch} of epoch {here.epoch}: {samples} samples were reduced, {expected} belong to it"
@@ -305,6 +308,10 @@ class Data:
         if self._loader is not None:
             self._loader.inner_step_ended()
 
+    def compares(self, step: Step) -> bool:
+        """Whether the first reduction of this step is to be the comparison."""
+        return self._batches is not None and self._batches.is_due(step)
+
     def compare(self, step: Step, device: torch.device, reduce: Reduce) -> None:
         """Reduces what tells whether all train on the same batch, before the first tensor of a quorum."""
         batches = self._batches
@@ -321,7 +328,17 @@ class Data:
         if self._batches is not None:
             self._batches.verify(step)
 
-    def gives_way(self, kept: Optional[ExceptionWithTraceback]) -> bool:
-        """Whether this group has to heal after a step with this error, because its data is at another position."""
-        error = kept.original_exception if kept is not None else None
-        return isinstance(error, BatchDiffers) and error.gives_way
+    @property
+    def gives_way(self) -> bool:
+        """Whether this group has to heal after the last step, because its data was at another position."""
+        return self._batches is not None and self._batches.gives_way
+
+
+# Where backends that are not Gloo reduce.
+_DEVICES = {"nccl": "cuda", "xccl": "xpu"}
+
+
+def device_of(pg: ProcessGroup) -> torch.device:
+    """The device of a tensor that a process group can reduce."""
+    name = pg.name().lower()
+    return torch.device(next((device for backend, device in _DEVICES.items() if backend in name), "cpu"))

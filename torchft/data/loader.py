@@ -209,9 +209,17 @@ class ElasticDataLoader:
             participants: groups whose gradients count.
         """
         position = self._position
-        if rank is None and position == self._plan.end:
+        if rank is None and self._at_end:
             position = Position()  # any: its weight is 0
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
+
+    def expected(self, participants: int) -> int:
+        """Samples of this data rank in a step at its position, over all groups."""
+        return 0 if self._at_end else self.share(None, participants).expected
+
+    @property
+    def _at_end(self) -> bool:
+        return self._position == self._plan.end
 
     def units_added(self) -> bool:
         """Whether gradients are those of this rank's units; called when something is reduced. False before the first.
@@ -229,10 +237,12 @@ class ElasticDataLoader:
         if self._local_steps is not None:
             return
         self._check_units(self._step)
-        if self._exact is not None:
+        if self._exact is not None and not (self._step is None and self._at_end):
             self._exact.verify(self._plan.num_units(self._position))
 
     def _check_units(self, step: Optional[Step]) -> None:
+        if step is None and self._at_end:
+            return
         try:
             if step is None:
                 raise UnitsSkipped(f"the step has no units: {type(self).__name__} begins each step of its Manager")
@@ -275,15 +285,16 @@ class ElasticDataLoader:
         deadline = time.monotonic() + manager._quorum_timeout.total_seconds()
         while True:
             plan = manager._begin_batch()
-            if self._position != self._plan.end or (plan.heal and plan.in_background):
+            if not self._at_end or (plan.heal and plan.in_background):
                 break
             # All groups of a quorum know how many of them are up to date: they leave together.
-            if plan.num_up_to_date == plan.replica_world_size:
+            if plan.num_up_to_date == plan.replica_world_size and manager._ends_together():
                 self._end()
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"timed out after {manager._quorum_timeout.total_seconds():g} s: the job is at its end, and "
-                    f"{plan.replica_world_size - plan.num_up_to_date} groups have not healed to it"
+                    f"of {plan.replica_world_size} groups {plan.num_up_to_date} are up to date; the others have not "
+                    "healed to it"
                 )
             manager._pass_step()
         if self._exact is not None:

@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from tests.unit.manager.conftest import Fixture, quorum
 from torchft import Optimizer
 from torchft._manager.layout import announce, digest
+from torchft._manager.loader import device_of
 from torchft._manager.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader
 from torchft.manager import Manager
@@ -127,6 +128,18 @@ def test_what_is_reduced_before_the_units_begins_no_other_step(native: Fixture) 
     manager.start_quorum()  # as the optimizer's zero_grad does
     assert len(list(step)) == 1
     assert native.client._quorum.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("torchft-gloo", "cpu"), ("torchft-dummy", "cpu"), ("torchft-nccl", "cuda"), ("torchft-baby-xccl", "xpu")],
+)
+def test_positions_are_compared_where_the_process_group_reduces(backend: str, device: str) -> None:
+    class Named(ProcessGroupDummy):
+        def getBackendName(self) -> str:
+            return backend
+
+    assert device_of(Named(0, 1)) == torch.device(device)
 
 
 def test_the_first_unit_waits_for_the_quorum_and_no_heal(native: Fixture) -> None:

@@ -565,8 +565,9 @@ class Manager(Stateful, Stepping):
 
     def _give_way(self) -> None:
         """A group whose data is at another position than the first one's says that it is a step behind: it heals."""
-        if self._data.gives_way:
-            self._position = Position(self._step - 1, self._batches_committed, -1)
+        said = self._data.step_to_say(self._step)
+        if said != self._step:
+            self._position = Position(said, self._batches_committed, -1)
 
     # Errors, and failures of peers
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Optional, Protocol
 import torch
 from torch.distributed import ReduceOp
 
+from torchft.data.agreement import Verdict, entry, judge, step_to_say
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -52,8 +54,8 @@ class Loader(Protocol):
         """What all groups must have alike, a line each, for :meth:`Manager.register_layout`."""
         ...
 
-    def expected(self, participants: int) -> int:
-        """Samples of this data rank at that position, over all groups; 0 at the end."""
+    def check_samples(self, counted: int, participants: int) -> None:
+        """Raises an error unless a reduction of so many samples has those of this data rank, over all groups."""
         ...
 
     @property
@@ -102,10 +104,10 @@ class BatchCheck:
         loader: of this rank.
 
     Attributes:
-        gives_way: whether this group has to heal after the last step, because it was at another position.
+        verdict: on this group, in the last step that ended.
     """
 
-    gives_way = False
+    verdict = Verdict.ALIKE
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -130,7 +132,7 @@ class BatchCheck:
     def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
         """What this rank adds to the reduction; a group that does not take part adds zeros in its place."""
         self._checked = plan.quorum_id
-        return torch.tensor([self._loader.send_samples(), *self._digest()], dtype=torch.int64, device=device)
+        return torch.tensor(entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device)
 
     def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
         """The reduction runs; None: it could not be begun, and the step has failed."""
@@ -153,31 +155,25 @@ class BatchCheck:
 
     def _compare(self, step: Step) -> None:
         sums, work, self._sums, self._work = self._sums, self._work, None, None
-        self.gives_way = False
+        self.verdict = Verdict.ALIKE
         # Also after an error: a group that has nothing to reduce, as it is at the end of the data, ends what follows.
         if sums is None or work is None or not work.wait() or (step.healing and step.error is not None):
             return
-        samples, *digests = sums.tolist()
-        here = self._loader.stamp
-        if digests != [step.participants * word for word in self._digest()]:
-            self.gives_way = not step.healing and step.plan is not None and not step.plan.leads
+        counted = sums.tolist()
+        leads = step.plan is not None and step.plan.leads
+        self.verdict = judge(
+            counted, self._loader.digest, participants=step.participants, leads=leads, heals=step.healing
+        )
+        if self.verdict is not Verdict.ALIKE:
+            here = self._loader.stamp
             raise BatchDiffers(
                 f"the {step.participants} groups that take part do not train on the same batch: this one is at batch "
                 f"{here.batch} of epoch {here.epoch}, with {', '.join(self._loader.settings)}"
             )
-        self._expect(samples, step.participants)
+        self._expect(counted[0], step.participants)
 
     def _expect(self, samples: int, participants: int) -> None:
-        here, expected = self._loader.stamp, self._loader.expected(participants)
-        if samples != expected:
-            raise BatchDiffers(
-                f"batch {here.batch} of epoch {here.epoch}: {samples} samples were reduced, {expected} belong to it"
-            )
-
-    def _digest(self) -> tuple[int, int]:
-        """Two halves of 32 bits: their sums over any number of groups fit into 64."""
-        digest = self._loader.digest
-        return int(digest[:8], 16), int(digest[8:], 16)
+        self._loader.check_samples(samples, participants)
 
 
 class AverageCheck(BatchCheck):
@@ -328,10 +324,9 @@ class Data:
         if self._batches is not None:
             self._batches.verify(step)
 
-    @property
-    def gives_way(self) -> bool:
-        """Whether this group has to heal after the last step, because its data was at another position."""
-        return self._batches is not None and self._batches.gives_way
+    def step_to_say(self, step: int) -> int:
+        """The step that this group says in the next quorum, after it has lost this one."""
+        return step if self._batches is None else step_to_say(step, self._batches.verdict)
 
 
 # Where backends that are not Gloo reduce.

@@ -1,86 +1,73 @@
-"""Whether the groups of a quorum train on the same batch, and whether they have ended. Pure, and free of torch.
+"""Whether the groups of a quorum train on the same batch, which give way if not, and when they end. Pure; no torch.
 
-Groups tell each other their :class:`~torchft.data.position.Stamp` whenever the quorum has changed. All decide on the
-same stamps, and so come to the same.
+In the first reduction of a quorum each participant adds an :func:`entry`: its samples, and a digest of its settings and
+position. All get the same sum, and each judges alone. If all digests are alike, their sum is a multiple of each. If
+not, the first group that is up to date is right, and each other one says in the next quorum that it is a step behind,
+so that it heals. The manager (``torchft/_manager/loader.py``), the loader, and the random histories of the tests call
+these functions.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 
-from torchft.data.position import Position, Stamp
+
+class Turn(Enum):
+    """What a group does in a quorum."""
+
+    TRAINS = "reduces gradients, or zeros in their place"
+    ENDS = "is at the end like all others, as far as it knows: it compares, and leaves"
+    PASSES = "is at the end, and gives up the step, in which others heal"
 
 
 class Verdict(Enum):
-    """What a group does in a step.
+    """What a group finds in the sum of the entries."""
 
-    TRAINS: it is at the job's position.
-    HEALS: it takes over state, and the position with it; until then nothing of it may count.
-    REFUSED: its settings are not those of the job. No heal mends that: it has to go.
-    """
-
-    TRAINS = "trains"
-    HEALS = "heals"
-    REFUSED = "refused"
+    ALIKE = "all participants are where this group is"
+    DIFFERS = "the step is not committed"
+    GIVES_WAY = "the step is not committed, and this group heals"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A verdict on one group, and why: empty if it trains."""
-
-    verdict: Verdict
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What a quorum has found.
-
-    Attributes:
-        position: of the job. A group that heals is there after its heal.
-        ended: the job is at its end: all leave, those that heal after they have healed.
-        groups: a finding for each group.
-    """
-
-    position: Position
-    ended: bool
-    groups: dict[str, Finding]
-
-
-def compare(stamps: Mapping[str, Stamp], participants: Collection[str]) -> Agreement:
-    """Finds the job's position, and who is not there.
-
-    The job is where most participants are; of two equally many, where the first of them is, by name.
+def turn(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> Turn:
+    """What a group does in a quorum.
 
     Args:
-        stamps: of all groups of the quorum, by replica id.
-        participants: those of them that have the newest weights. The others heal, wherever they are.
-
-    Raises:
-        ValueError: there are no participants, or one of them has no stamp.
+        at_end: whether this group is at the end of the data, after a heal that precedes the step.
+        heals_in_background: whether it takes over another position within the step.
+        all_up_to_date: whether all groups of the quorum have its newest step, which all of them are told alike.
     """
-    unknown = sorted(set(participants) - set(stamps))
-    if unknown or not participants:
-        raise ValueError(f"participants is {sorted(participants)}: allowed are one or more of {sorted(stamps)}")
-    job = Counter(stamps[name] for name in sorted(participants)).most_common(1)[0][0]
-    groups = {name: _find(name, stamp, job, name in participants) for name, stamp in sorted(stamps.items())}
-    return Agreement(Position(job.epoch, job.batch), job.epoch >= job.epochs, groups)
+    if not at_end or heals_in_background:
+        return Turn.TRAINS
+    return Turn.ENDS if all_up_to_date else Turn.PASSES
 
 
-def _find(name: str, stamp: Stamp, job: Stamp, participant: bool) -> Finding:
-    if participant and stamp == job:
-        return Finding(Verdict.TRAINS)
-    differing = [
-        f"{field} is {ours}, the others have {others}"
-        for field, ours, others in zip(Stamp._fields, stamp.plan, job.plan)
-        if ours != others
-    ]
-    if differing:
-        return Finding(Verdict.REFUSED, f"group {name} does not belong to this job: {', '.join(differing)}")
-    return Finding(
-        Verdict.HEALS,
-        f"group {name} heals from batch {stamp.batch} of epoch {stamp.epoch} to batch {job.batch} of epoch {job.epoch}",
-    )
+def entry(samples: int, digest: str) -> tuple[int, int, int]:
+    """What a participant adds: samples, and two halves of 32 bits, whose sums over any number of groups fit into 64.
+
+    Args:
+        samples: of this rank that are in what is reduced.
+        digest: 64 bits in hex of what all groups must have alike.
+    """
+    return samples, int(digest[:8], 16), int(digest[8:], 16)
+
+
+def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, heals: bool) -> Verdict:
+    """What a group finds. Whether samples are missing is for :meth:`torchft.data.position.Share.check`.
+
+    Args:
+        sums: of the entries.
+        digest: of this group: after its heal, if it heals in this step.
+        participants: whose entries are in the sums.
+        leads: whether this group is the first one that is up to date.
+        heals: whether it takes over another state anyway.
+    """
+    _, *alike = entry(0, digest)
+    if list(sums[1:]) == [participants * half for half in alike]:
+        return Verdict.ALIKE
+    return Verdict.DIFFERS if leads or heals else Verdict.GIVES_WAY
+
+
+def step_to_say(step: int, verdict: Verdict) -> int:
+    """The step that a group says in the next quorum: one that gives way heals from those that are ahead of it."""
+    return step - 1 if verdict is Verdict.GIVES_WAY else step

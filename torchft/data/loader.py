@@ -24,6 +24,7 @@ from torchft._manager.signals import heeded
 from torchft.data._prefetch import Key, Prefetcher, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data._step import Membership, Step, Unit, UnitsSkipped
+from torchft.data.agreement import Turn, turn
 from torchft.data.local_steps import Account
 from torchft.data.position import Plan, Position, Share, Stamp
 from torchft.data.workers import WorkerInit
@@ -213,9 +214,10 @@ class ElasticDataLoader:
             position = Position()  # any: its weight is 0
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
 
-    def expected(self, participants: int) -> int:
-        """Samples of this data rank in a step at its position, over all groups."""
-        return 0 if self._at_end else self.share(None, participants).expected
+    def check_samples(self, counted: int, participants: int) -> None:
+        """Raises SamplesDiffer unless so many samples of this data rank are those of a step at its position."""
+        if not self._at_end:
+            self.share(None, participants).check(counted)
 
     @property
     def _at_end(self) -> bool:
@@ -285,10 +287,14 @@ class ElasticDataLoader:
         deadline = time.monotonic() + manager._quorum_timeout.total_seconds()
         while True:
             plan = manager._begin_batch()
-            if not self._at_end or (plan.heal and plan.in_background):
+            what = turn(
+                at_end=self._at_end,
+                heals_in_background=plan.heal and plan.in_background,
+                all_up_to_date=plan.num_up_to_date == plan.replica_world_size,
+            )
+            if what is Turn.TRAINS:
                 break
-            # All groups of a quorum know how many of them are up to date: they leave together.
-            if plan.num_up_to_date == plan.replica_world_size and manager._ends_together():
+            if what is Turn.ENDS and manager._ends_together():
                 self._end()
             if time.monotonic() > deadline:
                 raise TimeoutError(

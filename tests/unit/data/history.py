@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Optional
 
-from torchft.data.agreement import Agreement, Verdict, compare
+from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_say, turn
 from torchft.data.position import Plan, Position, SamplesDiffer, Share
 
 # What one step added up: the weight of each sample. Rounded, since it is a sum of quotients.
 Batch = tuple[tuple[int, float], ...]
 Weights = tuple[Batch, ...]
 
-FAULTS_END = 40  # after so many quorums nothing fails any more, and the job has to end
+MOST_WITH_FAULTS = 40  # after so many quorums, or fewer, nothing fails any more, and the job has to end
 MOST_QUORUMS = 200
 
 
@@ -57,19 +57,27 @@ class Group:
         self.step, self.weights = state.step, state.weights
         self.position = self.plan.load(state.data)
 
-    @classmethod
-    def agree(cls, quorum: Quorum) -> Agreement:
-        """What each group of a quorum finds."""
-        return compare({g.name: g.plan.stamp(g.position) for g in quorum.groups}, quorum.up_to_date)
+    def turn(self, heals_in_background: bool, all_up_to_date: bool) -> Turn:
+        return turn(
+            at_end=self.position == self.plan.end,
+            heals_in_background=heals_in_background,
+            all_up_to_date=all_up_to_date,
+        )
 
-    def ended(self, agreement: Agreement) -> bool:
-        return agreement.ended
+    @property
+    def digest(self) -> str:
+        return self.plan.stamp(self.position).digest
 
-    def shares(self, quorum: Quorum, agreement: Agreement) -> list[Share]:
-        """Of each data rank."""
+    def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
+        leads = self.name == quorum.up_to_date[0]
+        return judge(sums, self.digest, participants=len(quorum.participants), leads=leads, heals=heals)
+
+    def shares(self, quorum: Quorum) -> list[Share]:
+        """Of each data rank; without samples if this group is at the end, or no participant."""
         rank = quorum.participants.index(self.name) if self.name in quorum.participants else None
+        position = Position() if self.position == self.plan.end else self.position
         return [
-            self.plan.share(agreement.position, rank, len(quorum.participants), data_rank, quorum.data_world_size)
+            self.plan.share(position, rank, len(quorum.participants), data_rank, quorum.data_world_size)
             for data_rank in range(quorum.data_world_size)
         ]
 
@@ -125,19 +133,23 @@ class Job:
         self.use_async_quorum = self.random.random() < 0.5
         self.init_sync = self.random.random() < 0.5
         self.keeps_step = self.random.random() < 0.8  # a checkpoint holds the Manager's step, too
+        self.faults_end = self.random.randint(0, MOST_WITH_FAULTS)
         self.faulty = True
         self.named = 0
         self.groups: list[Group] = []
         self.checkpoints: list[State] = []
         self.finished: list[Group] = []
+        self.compared: list[str] = []  # groups of the last quorum, if all of its steps so far were committed
         self.seen: Counter[str] = Counter()  # what happened
 
     def run(self) -> list[Weights]:
         """The weights of all groups that reached the end: at least one did."""
         self._restore()
-        for turn in range(MOST_QUORUMS):
-            self.faulty = turn < FAULTS_END
+        for number in range(MOST_QUORUMS):
+            self.faulty = number < self.faults_end
             self._between_steps()
+            if not self.groups and self._happens(0.4, "started again after its end"):
+                self._restore()
             if not self.groups:
                 return [group.weights for group in self.finished]
             self._step([g for g in self.groups if not self._happens(0.1, "missed a quorum")] or self.groups)
@@ -186,23 +198,36 @@ class Job:
     # A step
 
     def _step(self, groups: list[Group]) -> None:
-        stranger = self._stranger() if self._happens(0.03, "a stranger asked") else None
+        if self._happens(0.03, "a stranger asked"):
+            # Settings are announced: it gets an error, and the others lose the step.
+            if self._stranger().plan.stamp(Position()).digest == self.plan.stamp(Position()).digest:
+                raise Broken("a stranger was not refused")
+            self.compared = []
+            return
         newest = max(group.step for group in groups)
-        up_to_date = [group.name for group in groups if group.step == newest]
-        if stranger is not None and newest == 0:
-            up_to_date.append(stranger.name)
-        quorum = Quorum([*groups, *([stranger] if stranger else [])], up_to_date, self.data_world_size)
-        agreement = self.group.agree(quorum)
-        refused = [g for g in quorum.groups if agreement.groups[g.name].verdict is Verdict.REFUSED]
-        if refused != [g for g in quorum.groups if g is stranger]:
-            raise Broken(f"refused: {[group.name for group in refused]}")
-        quorum.groups = groups  # the next quorum is without the stranger
-        trains = [g for g in groups if agreement.groups[g.name].verdict is Verdict.TRAINS]
-        if len(trains) < len(set(up_to_date) & {g.name for g in groups}):
-            self.seen["at the newest step, at another position"] += 1
-        if newest == 0 and self.init_sync:
-            trains = trains[:1]  # the others heal from the primary
-        self._end_or_train(quorum, trains, agreement)
+        quorum = Quorum(groups, [group.name for group in groups if group.step == newest], self.data_world_size)
+        from_first = newest == 0 and self.init_sync  # all others heal from it, before the step
+        trains = [group for group in groups if group.name in quorum.up_to_date[: 1 if from_first else None]]
+        behind = [group for group in groups if group not in trains]
+        states = {
+            group.name: self.random.choice(trains).save() for group in behind if not self._happens(0.2, "a heal failed")
+        }
+        self.seen["healed"] += len(states)
+        in_background = self.use_async_quorum and not from_first
+        if not in_background:
+            self._heal(quorum, states)
+        contributes = trains if in_background else groups
+        quorum.participants = [group.name for group in contributes][: self.most_participants]
+        self.seen["a spare"] += len(contributes) > len(quorum.participants)
+        up_to_date = len(quorum.up_to_date) == len(groups)
+        turns = {group.name: group.turn(in_background and group in behind, up_to_date) for group in groups}
+        healed = {group.name for group in trains} | (set() if in_background else set(states))
+        if Turn.PASSES in turns.values():  # it ends the collectives of those that heal
+            self._heal(quorum, states)
+            self.seen["healed at the end"] += len(states)
+            self.compared = []
+            return
+        self._reduce_and_decide(quorum, turns, healed, states if in_background else {})
 
     def _stranger(self) -> Group:
         """A group with settings of another job; its name is the last one."""
@@ -215,29 +240,6 @@ class Job:
         ]
         return self.group("stranger", self.random.choice(strangers))
 
-    def _end_or_train(self, quorum: Quorum, trains: list[Group], agreement: Agreement) -> None:
-        behind = [group for group in quorum.groups if group not in trains]
-        states = {
-            group.name: self.random.choice(trains).save() for group in behind if not self._happens(0.2, "a heal failed")
-        }
-        self.seen["healed"] += len(states)
-        ended = {group.ended(agreement) for group in quorum.groups}
-        if len(ended) == 2:
-            raise Broken("some groups left in a quorum in which others train on")
-        if ended == {True}:
-            self._heal(quorum, states)
-            self.seen["healed at the end"] += len(states)
-            self._finish([g for g in quorum.groups if g in trains or g.name in states])
-            return
-        if not self.use_async_quorum:
-            self._heal(quorum, states)
-        contributes = trains if self.use_async_quorum else quorum.groups
-        quorum.participants = [g.name for g in contributes][: self.most_participants]
-        self.seen["a spare"] += len(contributes) > len(quorum.participants)
-        shares = {g.name: g.shares(quorum, agreement) for g in quorum.groups}
-        healed = {g.name for g in trains} | (set() if self.use_async_quorum else set(states))
-        self._reduce_and_commit(quorum, shares, healed, states)
-
     def _heal(self, quorum: Quorum, states: dict[str, State]) -> None:
         for group in quorum.groups:
             if group.name in states:
@@ -247,34 +249,71 @@ class Job:
         self.finished += groups
         self.groups = [group for group in self.groups if group not in groups]
 
-    def _reduce_and_commit(
-        self, quorum: Quorum, shares: dict[str, list[Share]], healed: set[str], states: dict[str, State]
+    def _reduce_and_decide(
+        self, quorum: Quorum, turns: dict[str, Turn], healed: set[str], states: dict[str, State]
     ) -> None:
+        names = [group.name for group in quorum.groups]
+        compares, self.compared = names != self.compared, []
+        shares = {group.name: group.shares(quorum) for group in quorum.groups}
         for name, of_ranks in shares.items():
             if len({len(share.units) for share in of_ranks}) != 1:
                 raise Broken(f"the ranks of {name} have different numbers of units: their collectives would hang")
         # The Manager sends zeros for a group whose heal has not arrived.
         counts = [name for name in self.group.contributing(quorum) if name in healed]
         failed = [group for group in quorum.groups if self._happens(0.05, "failed in a step")]
-        if failed and self._happens(0.3, "a reduction lacks the groups that failed"):
+        if failed and compares and self._happens(0.3, "a reduction lacks the groups that failed"):
             counts = [name for name in counts if name not in {group.name for group in failed}]
-        batch = _sum([share for name in counts for share in shares[name]])
-        counted = [sum(shares[name][rank].samples for name in counts) for rank in range(self.data_world_size)]
+        lacking = ""  # the group that leaves a unit out; where nothing is compared it ends the collectives, and says so
+        if compares and counts and self._happens(0.05, "a unit was left out"):
+            lacking = self.random.choice(counts)
+            shares[lacking] = [_without_first(share) for share in shares[lacking]]
+        digests = {group.name: group.digest for group in quorum.groups}
+        entries = [
+            [entry(shares[name][rank].samples if turns[name] is Turn.TRAINS else 0, digests[name]) for name in counts]
+            for rank in range(self.data_world_size)
+        ]
+        sums = [[sum(column) for column in zip(*of_rank)] or [0, 0, 0] for of_rank in entries]
+        batch = _sum([share for name in counts if turns[name] is Turn.TRAINS for share in shares[name]])
         fails = bool(failed) or self._happens(0.1, "a collective failed")
+        mixed = len(set(turns.values())) > 1  # those at the end compare, and end the collectives of the others
         self.groups = [group for group in self.groups if group not in failed]
+        committed, left = [], []
         for group in quorum.groups:
-            if self.use_async_quorum and group.name in states:
-                group.load(states[group.name])
-            has_weights = group.name in healed or group.name in states
+            heals = group.name in states
+            if heals:
+                group.load(states[group.name])  # and with it the position by which it counts
+            has_weights = group.name in healed or heals
             sees_failure = fails and self.random.random() < 0.6
-            if has_weights and not sees_failure and group.check(shares[group.name], counted):
+            verdict = Verdict.ALIKE
+            if compares and not sees_failure and has_weights:
+                verdict = group.judge(sums[0], quorum, heals)
+                if verdict is not Verdict.ALIKE:
+                    self.seen["at the newest step, at another position"] += 1
+            fine = has_weights and not sees_failure and verdict is Verdict.ALIKE and group.name != lacking
+            if turns[group.name] is Turn.ENDS:
+                if fine:
+                    left.append(group)
+                    continue
+            elif fine and not mixed and (not compares or group.check(group.shares(quorum), [s[0] for s in sums])):
                 self.seen["committed and failed before any heal from it"] += group in failed
                 group.commit(batch)
+                committed.append(group)
                 if self.random.random() < 0.15:
                     self.checkpoints.append(group.checkpoint(batch))
-            else:
-                self.seen["a step was not committed"] += 1
-                group.abandon()
+                continue
+            self.seen["a step was not committed"] += 1
+            group.abandon()
+            group.step = step_to_say(group.step, verdict)
+        if left and any(turns[name] is Turn.TRAINS for name in counts):
+            raise Broken("some groups left in a quorum in which others train on")
+        self._finish(left)
+        if len(committed) == len(names):
+            self.compared = names
+
+
+def _without_first(share: Share) -> Share:
+    first, *others = share.units
+    return replace(share, units=tuple(others), samples=share.samples - (len(first.indices) if first.weight else 0))
 
 
 def _sum(shares: list[Share]) -> Batch:

@@ -1,93 +1,60 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from torchft.data.agreement import Agreement, Finding, Verdict, compare
-from torchft.data.position import Plan, Position, Stamp
+from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_say, turn
 
-PLAN = Plan(length=10, global_batch_size=4, micro_batch_size=2, epochs=2)
-TRAINS = Finding(Verdict.TRAINS)
+A, B = "ffffffff00000001", "00000001ffffffff"
 
 
-def at(*positions: tuple[int, int]) -> dict[str, Stamp]:
-    """Groups a, b, c, … at these positions."""
-    return {name: PLAN.stamp(Position(*position)) for name, position in zip("abcdefgh", positions)}
+def judged(*digests: str, own: str = A, leads: bool = False, heals: bool = False) -> Verdict:
+    """What a group finds where participants have these digests, and two samples each."""
+    sums = [sum(column) for column in zip(*(entry(2, digest) for digest in digests))]
+    return judge(sums, own, participants=len(digests), leads=leads, heals=heals)
 
 
-def heals(name: str, old: tuple[int, int], new: tuple[int, int]) -> Finding:
-    reason = f"group {name} heals from batch {old[1]} of epoch {old[0]} to batch {new[1]} of epoch {new[0]}"
-    return Finding(Verdict.HEALS, reason)
+def test_an_entry_fits_into_three_times_64_bits_for_any_number_of_groups() -> None:
+    assert entry(7, A) == (7, 2**32 - 1, 1)
+    assert max(2**31 * half for half in entry(0, A)) < 2**63
 
 
-def test_all_are_there() -> None:
-    expected = Agreement(Position(1, 2), ended=False, groups={"a": TRAINS, "b": TRAINS})
-    assert compare(at((1, 2), (1, 2)), ["a", "b"]) == expected
-
-
-def test_a_group_that_is_behind_heals() -> None:
-    found = compare(at((0, 1), (1, 2), (0, 0)), ["b"])
-    assert found.position == Position(1, 2)
-    assert found.groups == {"a": heals("a", (0, 1), (1, 2)), "b": TRAINS, "c": heals("c", (0, 0), (1, 2))}
-
-
-def test_a_group_without_the_newest_weights_heals_although_its_position_is_that_of_the_job() -> None:
-    found = compare(at((0, 1), (0, 1)), ["b"])
-    assert found.groups == {"a": heals("a", (0, 1), (0, 1)), "b": TRAINS}
+@pytest.mark.parametrize("digests", [(A,), (A, A), (A,) * 1000])
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("heals", [True, False])
+def test_participants_alike(digests: tuple[str, ...], leads: bool, heals: bool) -> None:
+    assert judged(*digests, leads=leads, heals=heals) is Verdict.ALIKE
 
 
 @pytest.mark.parametrize(
-    ("positions", "job", "trains"),
+    ("leads", "heals", "verdict"),
     [
-        ([(0, 1), (0, 2), (0, 2)], (0, 2), "bc"),
-        ([(0, 2), (0, 1), (0, 2)], (0, 2), "ac"),
-        ([(0, 1), (0, 2)], (0, 1), "a"),
-        ([(0, 2), (0, 1)], (0, 2), "a"),
-        ([(0, 0), (0, 1), (0, 2), (0, 1), (0, 0)], (0, 0), "ae"),
+        (True, False, Verdict.DIFFERS),  # the others heal from it
+        (False, False, Verdict.GIVES_WAY),
+        (False, True, Verdict.DIFFERS),  # it heals again anyway
     ],
 )
-def test_the_job_is_where_most_participants_are(
-    positions: list[tuple[int, int]], job: tuple[int, int], trains: str
+@pytest.mark.parametrize("digests", [(A, B), (B, A), (A, A, B), (B,), (B, B)])
+def test_of_participants_that_differ_the_first_one_is_right(
+    digests: tuple[str, ...], leads: bool, heals: bool, verdict: Verdict
 ) -> None:
-    stamps = at(*positions)
-    found = compare(stamps, set(stamps))
-    assert found.position == Position(*job)
-    assert "".join(name for name, finding in found.groups.items() if finding == TRAINS) == trains
-    backwards = {name: stamps[name] for name in reversed(stamps)}
-    assert compare(backwards, list(backwards)) == found  # whatever order a group knows the others in
+    """Also for a spare, which adds nothing."""
+    assert judged(*digests, leads=leads, heals=heals) is verdict
 
 
-def test_a_crowd_that_heals_decides_nothing() -> None:
-    assert compare(at((0, 0), (0, 0), (0, 2)), ["c"]).position == Position(0, 2)
+def test_a_group_that_gives_way_says_an_older_step() -> None:
+    assert [step_to_say(5, verdict) for verdict in Verdict] == [5, 5, 4]
 
 
-@pytest.mark.parametrize("setting", ["length", "global_batch_size", "micro_batch_size", "seed", "epochs"])
-@pytest.mark.parametrize("participants", [["a", "b"], ["a", "b", "c"]])
-def test_a_group_of_another_job_is_refused(setting: str, participants: list[str]) -> None:
-    stamps = at((0, 1), (0, 1), (0, 1))
-    ours = getattr(stamps["a"], setting)
-    stamps["c"] = stamps["c"]._replace(**{setting: ours + 1})
-    reason = f"group c does not belong to this job: {setting} is {ours + 1}, the others have {ours}"
-    found = compare(stamps, participants)
-    assert found.groups == {"a": TRAINS, "b": TRAINS, "c": Finding(Verdict.REFUSED, reason)}
-
-
-def test_all_that_differs_is_named() -> None:
-    stamps = at((0, 1), (0, 1))
-    stamps["b"] = replace(PLAN, length=9, shuffle=False).stamp(Position())
-    found = compare(stamps, ["a"]).groups["b"]
-    assert found.reason.endswith("length is 9, the others have 10, shuffle is False, the others have True")
-
-
-def test_the_end_is_the_same_for_all() -> None:
-    found = compare(at((2, 0), (1, 2), (2, 0)), ["a", "c"])
-    assert found.ended
-    assert found.groups["b"] == heals("b", (1, 2), (2, 0))  # it leaves with the weights of the end
-    assert not compare(at((1, 2), (1, 2)), ["a", "b"]).ended
-
-
-@pytest.mark.parametrize("participants", [[], ["a", "z"]])
-def test_participants_that_are_not_there(participants: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"participants is .*: allowed are one or more of \['a', 'b'\]"):
-        compare(at((0, 0), (0, 0)), participants)
+@pytest.mark.parametrize(
+    ("at_end", "heals_in_background", "all_up_to_date", "what"),
+    [
+        (False, False, True, Turn.TRAINS),
+        (False, False, False, Turn.TRAINS),
+        (False, True, False, Turn.TRAINS),
+        (True, True, False, Turn.TRAINS),  # with the others, and its position is no more that of the job
+        (True, False, False, Turn.PASSES),
+        (True, False, True, Turn.ENDS),
+    ],
+)
+def test_turns(at_end: bool, heals_in_background: bool, all_up_to_date: bool, what: Turn) -> None:
+    assert turn(at_end=at_end, heals_in_background=heals_in_background, all_up_to_date=all_up_to_date) is what

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.data.history import Batch, Broken, Group, Quorum, State, check, one_process, prove
 from torchft.data import position
-from torchft.data.agreement import Agreement, Finding, Verdict
+from torchft.data.agreement import Turn, Verdict
 from torchft.data.position import Plan, Position, Share
 
 EVENTS = {
@@ -19,6 +19,7 @@ EVENTS = {
     "a spare",
     "a step was not committed",
     "a stranger asked",
+    "a unit was left out",
     "all failed",
     "at the newest step, at another position",
     "committed and failed before any heal from it",
@@ -30,6 +31,7 @@ EVENTS = {
     "missed a quorum",
     "restored",
     "restored from different checkpoints",
+    "started again after its end",
     "a reduction lacks the groups that failed",
 }
 
@@ -101,9 +103,8 @@ class CutsOverTheQuorum(Group):
     The count refuses each such step. So nothing is trained wrong, but the job stands while somebody heals.
     """
 
-    def shares(self, quorum: Quorum, agreement: Agreement) -> list[Share]:
-        everybody = replace(quorum, participants=[group.name for group in quorum.groups])
-        return super().shares(everybody, agreement)
+    def shares(self, quorum: Quorum) -> list[Share]:
+        return super().shares(replace(quorum, participants=[group.name for group in quorum.groups]))
 
 
 class CutsOverTheQuorumUncounted(CutsOverTheQuorum, Uncounted):
@@ -113,10 +114,10 @@ class CutsOverTheQuorumUncounted(CutsOverTheQuorum, Uncounted):
 class IsInTheReductionTwice(Uncounted):
     """A group that heals computes what the first participant does, and its gradients count."""
 
-    def shares(self, quorum: Quorum, agreement: Agreement) -> list[Share]:
+    def shares(self, quorum: Quorum) -> list[Share]:
         if self.name in quorum.participants:
-            return super().shares(quorum, agreement)
-        return super().shares(replace(quorum, participants=[self.name, *quorum.participants[1:]]), agreement)
+            return super().shares(quorum)
+        return super().shares(replace(quorum, participants=[self.name, *quorum.participants[1:]]))
 
     @classmethod
     def contributing(cls, quorum: Quorum) -> list[str]:
@@ -126,21 +127,36 @@ class IsInTheReductionTwice(Uncounted):
 class ComparesNoPositions(Group):
     """Groups at the newest step train, wherever in the data they are."""
 
-    @classmethod
-    def agree(cls, quorum: Quorum) -> Agreement:
-        agreement = super().agree(quorum)
-        for name, finding in agreement.groups.items():
-            if name in quorum.up_to_date and finding.verdict is Verdict.HEALS:
-                agreement.groups[name] = Finding(Verdict.TRAINS)
-        return agreement
-
-    def shares(self, quorum: Quorum, agreement: Agreement) -> list[Share]:
-        return super().shares(quorum, replace(agreement, position=self.position))
+    def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
+        return Verdict.ALIKE
 
 
-class EndsByItself(Group):
-    def ended(self, agreement: Agreement) -> bool:
-        return self.position == self.plan.end
+class NeverGivesWay(Group):
+    """Groups at different positions lose all their steps."""
+
+    def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
+        verdict = super().judge(sums, quorum, heals)
+        return Verdict.DIFFERS if verdict is Verdict.GIVES_WAY else verdict
+
+
+class GivesWayAlsoIfItLeads(Group):
+    def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
+        verdict = super().judge(sums, quorum, heals)
+        return Verdict.GIVES_WAY if verdict is Verdict.DIFFERS else verdict
+
+
+class LeavesWithoutComparing(Group):
+    """What a group finds at the end does not matter to it."""
+
+    def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
+        return Verdict.ALIKE if self.position == self.plan.end else super().judge(sums, quorum, heals)
+
+
+class EndsByItself(LeavesWithoutComparing):
+    """Without a look at those that heal."""
+
+    def turn(self, heals_in_background: bool, all_up_to_date: bool) -> Turn:
+        return super().turn(False, True)
 
 
 LOADER_MISTAKES = [
@@ -154,6 +170,9 @@ LOADER_MISTAKES = [
     CutsOverTheQuorumUncounted,
     IsInTheReductionTwice,
     ComparesNoPositions,
+    NeverGivesWay,
+    GivesWayAlsoIfItLeads,
+    LeavesWithoutComparing,
     EndsByItself,
 ]
 
@@ -250,7 +269,7 @@ def test_a_mistake_of_the_plan_is_found(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def is_found(mistake: type[Group] = Group) -> bool:
-    for seed in range(200):
+    for seed in range(1000):
         try:
             prove(seed, mistake)
         except Broken:

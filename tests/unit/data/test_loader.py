@@ -23,8 +23,9 @@ from torchft._manager.settings import resolve
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data._step import StepEnded, UnitsSkipped
+from torchft.data.agreement import Verdict
 from torchft.data.loader import Step
-from torchft.data.position import Plan, Position, PositionDiffers, Share, Stamp
+from torchft.data.position import Plan, Position, PositionDiffers, SamplesDiffer, Share, Stamp
 from torchft.data.workers import WorkerInit
 from torchft.manager import Manager
 
@@ -509,8 +510,8 @@ class Fake:
     def units_added(self) -> bool:
         return True
 
-    def expected(self, participants: int) -> int:
-        return self.share(None, participants).expected
+    def check_samples(self, counted: int, participants: int) -> None:
+        self.share(None, participants).check(counted)
 
     def send_samples(self) -> int:
         return self.share(self.rank, 2).samples
@@ -552,9 +553,9 @@ def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]
         assert not check.is_due(step) and check.is_due(InQuorum(step.rank, quorum_id=6))  # type: ignore[arg-type]
         try:
             check.verify(step)  # type: ignore[arg-type]
-            found.append(("", check.gives_way))
-        except BatchDiffers as e:
-            found.append((str(e), check.gives_way))
+            found.append(("", check.verdict is Verdict.GIVES_WAY))
+        except (BatchDiffers, SamplesDiffer) as e:
+            found.append((str(e), check.verdict is Verdict.GIVES_WAY))
     return found
 
 
@@ -567,7 +568,8 @@ def test_groups_alike_pass() -> None:
 
 def test_samples_that_are_missing_cost_the_step() -> None:
     found = verdicts(Fake(PLAN, Position()), Fake(PLAN, Position()), lost=2)
-    assert found == [("batch 0 of epoch 0: 2 samples were reduced, 4 belong to it", False)] * 2
+    said = "batch 0 of epoch 0: 2 samples were reduced, 4 belong to it; the step must not be committed"
+    assert found == [(said, False)] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,310 @@
+"""FTLib with a consensus and a communication library that do as they are told, and with own ones in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Optional
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.ftlib.plugins import Room, RoomConsensus, StoreFramework, shared_store
+from torchft.ftlib import (
+    Consensus,
+    ConsensusStatus,
+    Framework,
+    FTAllReduceStatus,
+    FTLib,
+    Identity,
+    Member,
+    RebuildFailed,
+    View,
+)
+from torchft.ftlib.consensus import Listener
+from torchft.process_group import ProcessGroupGloo
+
+SUCCESS, FAIL, ABORT, NO_NEED = (FTAllReduceStatus[name] for name in ("SUCCESS", "FAIL", "ABORT", "NO_NEED"))
+
+
+class Told(Consensus):
+    """Answers what a test says, and counts the questions."""
+
+    def __init__(self, size: int = 2, active: bool = False) -> None:
+        self.identity = Identity("m0", 1)
+        self.active = active
+        self.size = size
+        self.lists = 0
+        self.confirms = 0
+        self.answer = ConsensusStatus.SUCCESS
+        self.error: Optional[Exception] = None
+
+    def attach(self, listener: Listener) -> None:
+        self.listener = listener
+
+    def get_member_list(self) -> View:
+        if self.error is not None:
+            raise self.error
+        self.lists += 1
+        return View(self.lists, tuple(Member(Identity(f"m{i}", 1), f"host{i}:1") for i in range(self.size)))
+
+    def confirm(self) -> ConsensusStatus:
+        assert self.active, "a passive consensus was asked"
+        self.confirms += 1
+        return self.answer
+
+    def close(self) -> None: ...
+
+
+class Moved(Framework):
+    """Doubles what it averages, and calls a function meanwhile."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.connects = True
+
+    def rebuild(self, rank: int, size: int, address: str) -> bool:
+        self.calls.append((rank, size, address.partition("/")[0]))
+        return self.connects
+
+    def allreduce_average(self, tensors: list[torch.Tensor]) -> None:
+        self.calls.append("average")
+        self.meanwhile()
+        for tensor in tensors:
+            tensor.mul_(2)
+
+    def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+def fail() -> None:
+    raise RuntimeError("connection closed")
+
+
+def made(consensus: Consensus) -> tuple[FTLib, Moved]:
+    framework = Moved()
+    return FTLib.init(consensus, framework), framework
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_a_first_average_rebuilds_and_asks_for_the_values_again(active: bool) -> None:
+    ftlib, framework = made(Told(active=active))
+    tensor = torch.ones(1)
+    assert not ftlib.initialized()
+    assert ftlib.allreduce_average([tensor]) is ABORT
+    assert framework.calls == ["abort", (0, 2, "host0:1")]
+    assert ftlib.initialized() and not ftlib.skip_allreduce() and tensor == 1
+    assert ftlib.allreduce_average([tensor]) is SUCCESS
+    assert tensor == 2
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_alone_there_is_nothing_to_average(active: bool) -> None:
+    consensus = Told(size=1, active=active)
+    consensus.answer = ConsensusStatus.SKIP_ALLREDUCE
+    ftlib, framework = made(consensus)
+    assert ftlib.allreduce_average([torch.ones(1)]) is ABORT
+    for _ in range(3):
+        assert ftlib.skip_allreduce()
+        assert ftlib.allreduce_average([torch.ones(1)]) is NO_NEED
+    assert "average" not in framework.calls
+
+
+def test_a_passive_consensus_is_never_asked() -> None:
+    consensus = Told()
+    ftlib, _ = made(consensus)
+    ftlib.allreduce_average([])
+    for _ in range(3):
+        assert ftlib.initialized() and not ftlib.skip_allreduce()
+        assert ftlib.confirm() is ConsensusStatus.SUCCESS
+        assert ftlib.allreduce_average([]) is SUCCESS
+    assert (consensus.lists, consensus.confirms) == (1, 0)
+
+
+def test_an_active_consensus_is_asked_once_between_two_collectives() -> None:
+    consensus = Told(active=True)
+    ftlib, _ = made(consensus)
+    ftlib.allreduce_average([])
+    assert ftlib.initialized() and consensus.confirms == 0  # the list itself has confirmed
+    for count in range(3):
+        assert ftlib.allreduce_average([]) is SUCCESS
+        for _ in range(3):
+            assert ftlib.initialized() and not ftlib.skip_allreduce()
+        assert consensus.confirms == count + 1
+
+
+def test_an_active_consensus_that_fails_means_another_list() -> None:
+    consensus = Told(active=True)
+    ftlib, _ = made(consensus)
+    ftlib.allreduce_average([])
+    ftlib.allreduce_average([])
+    consensus.answer = ConsensusStatus.FAIL
+    assert not ftlib.initialized()
+    assert ftlib.allreduce_average([]) is ABORT
+    assert consensus.lists == 2
+
+
+def test_a_join_between_collectives() -> None:
+    consensus = Told()
+    ftlib, _ = made(consensus)
+    ftlib.allreduce_average([])
+    consensus.listener.new_member_join()
+    assert not ftlib.initialized()
+    assert ftlib.allreduce_average([]) is ABORT
+    assert consensus.lists == 2
+
+
+def test_a_join_during_a_collective_takes_effect_after_it() -> None:
+    consensus = Told()
+    ftlib, framework = made(consensus)
+    ftlib.allreduce_average([])
+    seen = []
+
+    def join() -> None:
+        assert ftlib._collective.locked()
+        consensus.listener.new_member_join()
+        seen.append(ftlib.initialized())
+
+    framework.meanwhile = join
+    assert ftlib.allreduce_average([]) is SUCCESS
+    assert seen == [True] and not ftlib.initialized() and not ftlib._collective.locked()
+
+
+def test_a_lost_member_ends_the_collective() -> None:
+    consensus = Told()
+    ftlib, framework = made(consensus)
+    ftlib.allreduce_average([])
+    consensus.listener.member_lost(7, "of another view")
+    assert ftlib.initialized()
+    framework.calls.clear()
+    consensus.listener.member_lost(1, "m1 failed")
+    assert framework.calls == ["abort"] and not ftlib.initialized()
+
+
+def test_a_failed_collective_is_a_status() -> None:
+    ftlib, framework = made(Told())
+    ftlib.allreduce_average([])
+    framework.meanwhile = fail
+    assert ftlib.allreduce_average([]) is FAIL
+    assert not ftlib.initialized() and str(ftlib.error) == "connection closed"
+
+
+def test_a_rebuild_that_gives_false_or_raises_failed() -> None:
+    consensus = Told()
+    ftlib, framework = made(consensus)
+    framework.connects = False
+    assert ftlib.allreduce_average([]) is FAIL
+    assert "could not connect 2 members" in str(ftlib.error)
+    with pytest.raises(RebuildFailed, match="could not connect"):
+        ftlib.execute(pytest.fail, "the function was called")
+    consensus.error = TimeoutError("nobody")
+    assert ftlib.allreduce_average([]) is FAIL
+    assert ftlib.error is consensus.error and not ftlib.initialized()
+
+
+def test_execute_rebuilds_and_passes_on_what_the_function_gives_or_raises() -> None:
+    ftlib, framework = made(Told())
+    assert ftlib.execute(lambda a, b: a + b, 1, b=2) == 3
+    assert framework.calls == ["abort", (0, 2, "host0:1")]
+    with pytest.raises(RuntimeError, match="connection closed"):
+        ftlib.execute(fail)
+    assert not ftlib.initialized()
+    assert ftlib.execute(ftlib._collective.locked)  # after another rebuild
+    with pytest.raises(KeyboardInterrupt):
+        ftlib.execute(_interrupt)
+    assert not ftlib.initialized() and not ftlib._collective.locked()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_execute_alone_calls_the_function_without_a_collective() -> None:
+    ftlib, _ = made(Told(size=1))
+    assert not ftlib.execute(ftlib._collective.locked)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        ftlib.execute(fail)
+
+
+def test_steps_are_those_that_were_averaged() -> None:
+    ftlib, framework = made(Told())
+    model = nn.Linear(1, 1)
+    assert [ftlib.wait_gradients_ready(model), ftlib.step] == [ABORT, 0]
+    assert model.weight.grad is not None and model.weight.grad == 0
+    assert [ftlib.wait_gradients_ready(model), ftlib.step] == [SUCCESS, 1]
+    framework.meanwhile = fail
+    assert [ftlib.wait_gradients_ready(model), ftlib.step] == [FAIL, 1]
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="consensus='raft' is not allowed; allowed: .*'lighthouse', 'shared_storage'"):
+        FTLib.init("raft", Moved())
+    with pytest.raises(ValueError, match=r"framework=.* is not allowed; allowed: a Framework, a process group"):
+        FTLib.init(Told(), object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="state_dict and load_state_dict belong together"):
+        FTLib.init(Told(), Moved(), state_dict=dict)
+    with pytest.raises(TypeError, match="directory: a consensus of your own has its settings"):
+        FTLib.init(Told(), Moved(), directory="/")
+
+
+def test_own_consensus_and_own_communication() -> None:
+    """Two members train; a third one joins, takes over their weights, and leaves; then one leaves for good."""
+    room, store = Room(least=2), shared_store()
+    entered, left = threading.Event(), threading.Event()
+
+    def member(name: str, until: Callable[[FTLib], bool]) -> list[list[float]]:
+        torch.manual_seed(len(room.present))
+        model = nn.Linear(3, 1)
+        ftlib = FTLib.init(
+            RoomConsensus(room, name),
+            StoreFramework(store),
+            state_dict=model.state_dict,
+            load_state_dict=model.load_state_dict,
+        )
+        while not until(ftlib):
+            model.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            if ftlib.wait_gradients_ready(model) in (SUCCESS, NO_NEED):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+        ftlib.close()
+        return [p.flatten().tolist() for p in model.parameters()] + [[float(ftlib.step)]]
+
+    def stays(ftlib: FTLib) -> bool:
+        if ftlib.step == 3:
+            entered.set()
+        return left.is_set() and ftlib.step >= 12 and len(room.views[-1].members) == 1
+
+    def visits(ftlib: FTLib) -> bool:
+        if ftlib.step >= 8:
+            left.set()
+        return ftlib.step >= 8
+
+    def leaves(ftlib: FTLib) -> bool:
+        return left.is_set() and ftlib.step >= 10
+
+    with ThreadPoolExecutor(3) as threads:
+        first, second = threads.submit(member, "a", stays), threads.submit(member, "b", leaves)
+        assert entered.wait(60)
+        third = threads.submit(member, "c", visits)
+        assert third.result(60)[-1][0] >= 8
+        assert second.result(60)[-1][0] >= 10
+        assert first.result(60)[-1][0] >= 12
+    assert max(len(view.members) for view in room.views) == 3
+    assert len(room.views[-1].members) == 1
+
+
+def test_a_group_of_torchft_is_a_framework() -> None:
+    ftlib, _ = made(Told())
+    group = ProcessGroupGloo()
+    assert FTLib.init(Told(), group)._framework.device == torch.device("cpu")
+    assert ftlib is not None

@@ -1,0 +1,87 @@
+"""The initialized flag: a table, and random histories beside a rule that looks back over all events."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from torchft.ftlib.flag import Event, Flag
+
+REBUILDING, REBUILT, BEGUN, ENDED = Event.REBUILDING, Event.REBUILT, Event.BEGUN, Event.ENDED
+FAILED, JOINED, LOST = Event.FAILED, Event.JOINED, Event.LOST
+UP = (REBUILDING, REBUILT)
+
+
+@pytest.mark.parametrize(
+    ("events", "initialized"),
+    [
+        ((), False),
+        ((REBUILDING,), False),
+        (UP, True),
+        ((*UP, BEGUN), True),
+        ((*UP, BEGUN, ENDED), True),
+        ((*UP, BEGUN, FAILED), False),
+        ((*UP, JOINED), False),
+        ((*UP, LOST), False),
+        ((*UP, BEGUN, JOINED), True),  # takes effect after the collective
+        ((*UP, BEGUN, JOINED, ENDED), False),
+        ((*UP, BEGUN, LOST), False),  # takes effect at once
+        ((*UP, BEGUN, LOST, ENDED), False),
+        ((REBUILDING, JOINED, REBUILT), False),  # the list of members may be older than the join
+        ((REBUILDING, LOST, REBUILT), False),
+        ((REBUILDING, FAILED), False),
+        ((JOINED, *UP), True),
+        ((*UP, BEGUN, FAILED, *UP), True),
+    ],
+)
+def test_flag(events: tuple[Event, ...], initialized: bool) -> None:
+    assert after(events).initialized is initialized
+
+
+def after(events: tuple[Event, ...] | list[Event]) -> Flag:
+    flag = Flag()
+    for event in events:
+        flag = flag.after(event)
+    return flag
+
+
+def oracle(events: list[Event]) -> bool:
+    """Initialized: the last rebuild succeeded, and no reason to do another one has taken effect since it began."""
+    starts = [i for i, event in enumerate(events) if event is REBUILDING]
+    if not starts:
+        return False
+    since = events[starts[-1] + 1 :]
+    if REBUILT not in since or FAILED in since or LOST in since:
+        return False
+    in_collective = False
+    waits = False  # a join, for the end of the collective
+    for i, event in enumerate(since):
+        if event is BEGUN:
+            in_collective = True
+        elif event is ENDED:
+            in_collective = False
+            if waits:
+                return False
+        elif event is JOINED:
+            if not in_collective or REBUILT not in since[:i]:
+                return False
+            waits = True
+    return True
+
+
+def test_random_histories() -> None:
+    rng = random.Random(23)
+    for _ in range(100_000):
+        events: list[Event] = []
+        doing = None
+        for _ in range(rng.randrange(1, 14)):
+            allowed = [JOINED, LOST]
+            allowed += {None: [REBUILDING, BEGUN], REBUILDING: [REBUILT, FAILED], BEGUN: [ENDED, FAILED]}[doing] * 3
+            event = rng.choice(allowed)
+            if event in (REBUILDING, BEGUN):
+                doing = event
+            elif event not in (JOINED, LOST):
+                doing = None
+            events.append(event)
+        assert after(events).initialized is oracle(events), events

@@ -1,0 +1,65 @@
+"""FTLib's interface over torchft's parts: averages over members that come and go.
+
+``api``: :class:`FTLib`, what a training loop calls
+``consensus``: the abstract class of a consensus, its answers, and the statuses of a call
+``framework``: the abstract class of a communication library, and the one over torchft's process groups
+``lighthouse``: consensus by the lighthouse; active
+``shared_storage``: consensus by a directory that all members see; passive
+``flag``, ``views``, ``storage_rules``: what is decided; pure, and free of torch
+
+Names are resolved on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchft.ftlib.api import FTLib as FTLib
+    from torchft.ftlib.api import RebuildFailed as RebuildFailed
+    from torchft.ftlib.api import allreduce_hook as allreduce_hook
+    from torchft.ftlib.consensus import Consensus as Consensus
+    from torchft.ftlib.consensus import ConsensusStatus as ConsensusStatus
+    from torchft.ftlib.consensus import FTAllReduceStatus as FTAllReduceStatus
+    from torchft.ftlib.framework import Framework as Framework
+    from torchft.ftlib.views import Identity as Identity
+    from torchft.ftlib.views import Member as Member
+    from torchft.ftlib.views import RankAssignScheme as RankAssignScheme
+    from torchft.ftlib.views import View as View
+
+_MODULES = {
+    "Consensus": "consensus",
+    "ConsensusStatus": "consensus",
+    "FTAllReduceStatus": "consensus",
+    "FTLib": "api",
+    "Framework": "framework",
+    "Identity": "views",
+    "Member": "views",
+    "RankAssignScheme": "views",
+    "RebuildFailed": "api",
+    "View": "views",
+    "allreduce_hook": "api",
+}
+
+__all__ = [
+    "Consensus",
+    "ConsensusStatus",
+    "FTAllReduceStatus",
+    "FTLib",
+    "Framework",
+    "Identity",
+    "Member",
+    "RankAssignScheme",
+    "RebuildFailed",
+    "View",
+    "allreduce_hook",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'torchft.ftlib' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"torchft.ftlib.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,345 @@
+"""FTLib: averages over members that come and go, decided by a consensus, moved by a communication library."""
+
+# No postponed annotations here: PyTorch compares those of communication hooks with real types.
+
+import contextlib
+import io
+import logging
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Callable, Optional, TypeVar, Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchft.checkpointing._serialization import (
+    _streaming_load,
+    _streaming_save,
+    allow_checkpoint_types,
+    pickle_allowed,
+)
+from torchft.ftlib.consensus import Consensus, ConsensusStatus, FTAllReduceStatus
+from torchft.ftlib.flag import Event, Flag
+from torchft.ftlib.framework import Framework, ProcessGroupFramework
+from torchft.ftlib.views import Progress, RankAssignScheme, View, source
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+class RebuildFailed(RuntimeError):
+    """The communicator could not be rebuilt; the cause says why. Another call tries again."""
+
+
+class FTLib:
+    """What a training loop calls. Made by :meth:`init`; one thread uses it at a time.
+
+    With ``state_dict`` and ``load_state_dict`` each rebuild ends with equal states in all members, those of the member
+    that is furthest; :attr:`step` belongs to the state.
+
+    Attributes:
+        step: averages of gradients in the state, see :meth:`wait_gradients_ready`.
+        error: why the last call failed.
+    """
+
+    def __init__(
+        self,
+        consensus: Consensus,
+        framework: Framework,
+        state_dict: Optional[Callable[[], Any]] = None,
+        load_state_dict: Optional[Callable[[Any], None]] = None,
+    ) -> None:
+        if (state_dict is None) != (load_state_dict is None):
+            raise ValueError("state_dict and load_state_dict belong together: give both or none")
+        self.step = 0
+        self.error: Optional[BaseException] = None
+        self._consensus = consensus
+        self._framework = framework
+        self._state_dict = state_dict
+        self._load_state_dict = load_state_dict
+        self._made_in = -1  # view of the last step
+        self._view: Optional[View] = None
+        self._flag = Flag()
+        self._flag_lock = threading.Lock()
+        self._collective = threading.Lock()  # held during each one
+        self._answer: Optional[ConsensusStatus] = None  # of an active consensus, until the next collective
+        self._overlapped: Optional[_Overlapped] = None
+        consensus.attach(self)
+
+    @classmethod
+    def init(
+        cls,
+        consensus: Union[str, Consensus],
+        framework: Union[dist.ProcessGroup, Framework],
+        *,
+        state_dict: Optional[Callable[[], Any]] = None,
+        load_state_dict: Optional[Callable[[Any], None]] = None,
+        rebuild_timeout: timedelta = timedelta(seconds=60),
+        **settings: Any,
+    ) -> "FTLib":
+        """
+        Args:
+            consensus: "lighthouse", "shared_storage", or a :class:`~torchft.ftlib.Consensus` of your own.
+            framework: a process group of torchft without peers, or a :class:`~torchft.ftlib.Framework` of your own.
+            state_dict: gives what members must have alike: weights, the optimizer's state.
+            load_state_dict: takes it.
+            rebuild_timeout: of a process group that connects with its new peers.
+            settings: of the consensus: arguments of :class:`torchft.ftlib.lighthouse.Lighthouse` or
+                :class:`torchft.ftlib.shared_storage.SharedStorage`.
+
+        Raises:
+            ValueError: an unknown consensus, or a setting that is not allowed.
+            RuntimeError: what the consensus needs is not reached in time.
+        """
+        if not isinstance(framework, Framework):
+            framework = ProcessGroupFramework(framework, rebuild_timeout)
+        if not isinstance(consensus, Consensus):
+            consensus = _make_consensus(consensus, settings)
+        elif settings:
+            raise TypeError(f"{', '.join(settings)}: a consensus of your own has its settings already")
+        return cls(consensus, framework, state_dict, load_state_dict)
+
+    # Membership
+
+    def initialized(self) -> bool:
+        """Whether the communicator connects all members."""
+        if self._consensus.active and self._flag.initialized and self.confirm() is ConsensusStatus.FAIL:
+            self._advance(Event.JOINED)  # or a lost member: the consensus knows which
+        return self._flag.initialized
+
+    def skip_allreduce(self) -> bool:
+        """Whether this member is alone, so that there is nothing to average."""
+        if not self.initialized():
+            return False
+        if self._consensus.active:
+            return self.confirm() is ConsensusStatus.SKIP_ALLREDUCE
+        return self._view is not None and len(self._view.members) == 1
+
+    def confirm(self) -> ConsensusStatus:
+        """Whether the last list of members holds. An active consensus is asked once between two collectives."""
+        if not self._consensus.active:
+            if not self._flag.initialized or self._view is None:
+                return ConsensusStatus.FAIL
+            alone = len(self._view.members) == 1
+            return ConsensusStatus.SKIP_ALLREDUCE if alone else ConsensusStatus.SUCCESS
+        if self._answer is None:
+            try:
+                self._answer = self._consensus.confirm()
+            except Exception as e:
+                self.error = e
+                _logger.warning("the consensus could not be asked: %s", e)
+                self._answer = ConsensusStatus.FAIL
+        return self._answer
+
+    def get_member_list(self) -> View:
+        """Waits until the members agree on a view, and confirms it. ``execute`` and the averages call it."""
+        view = self._view = self._consensus.get_member_list()
+        alone = len(view.members) == 1
+        self._answer = ConsensusStatus.SKIP_ALLREDUCE if alone else ConsensusStatus.SUCCESS
+        return view
+
+    def new_member_join(self) -> None:
+        """A process wants to become a member. The communicator is rebuilt after the collective that runs, if any."""
+        self._advance(Event.JOINED)
+
+    def member_lost(self, view: int, reason: str) -> None:
+        """A member of this view is lost. The collective that waits for it ends with an error at once."""
+        if self._view is not None and self._view.number == view:
+            if self._flag.initialized:
+                _logger.warning("view %d: %s", view, reason)
+            self._advance(Event.LOST)
+            self._framework.abort()
+
+    # Collectives
+
+    def execute(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls a function that does collectives, with a communicator of all members; alone, if there is no other one.
+
+        Raises:
+            RebuildFailed: the function was not called.
+            Exception: what the function raised; the communicator is then rebuilt before the next call.
+        """
+        status = self._prepare()
+        if status is FTAllReduceStatus.FAIL:
+            raise RebuildFailed(f"no communicator: {self.error}") from self.error
+        if status is FTAllReduceStatus.NO_NEED or (status is FTAllReduceStatus.ABORT and self.skip_allreduce()):
+            return func(*args, **kwargs)
+        with self._in_collective():
+            return func(*args, **kwargs)
+
+    def allreduce_average(self, tensors: list[torch.Tensor]) -> FTAllReduceStatus:
+        """The mean of each tensor over all members, in place. It raises for mistakes of the caller only."""
+        status = self._prepare()
+        if status is not None:
+            return status
+        try:
+            with self._in_collective():
+                self._framework.allreduce_average(tensors)
+        except Exception as e:
+            return self._failed("average", e)
+        return FTAllReduceStatus.SUCCESS
+
+    def wait_gradients_ready(self, model: nn.Module) -> FTAllReduceStatus:
+        """The mean of every gradient over all members; where :func:`allreduce_hook` has begun, waits for its averages.
+        A gradient that this member does not have counts as zero.
+
+        After SUCCESS and NO_NEED this is a step of the state: step the optimizer before the next call.
+        """
+        overlapped, self._overlapped = self._overlapped, None
+        status = overlapped.wait() if overlapped else self.allreduce_average(_gradients(model))
+        if status in (FTAllReduceStatus.SUCCESS, FTAllReduceStatus.NO_NEED):
+            assert self._view is not None
+            self.step, self._made_in = self.step + 1, self._view.number
+        return status
+
+    def close(self) -> None:
+        """Leaves; the other members go on. The process group is the caller's."""
+        self._consensus.close()
+        self._framework.abort()
+
+    def _prepare(self) -> Optional[FTAllReduceStatus]:
+        """Before a collective; gives the status if there shall be none."""
+        if not self.initialized():
+            return FTAllReduceStatus.ABORT if self._rebuild() else FTAllReduceStatus.FAIL
+        if self.skip_allreduce():
+            self._answer = None
+            return FTAllReduceStatus.NO_NEED
+        return None
+
+    @contextlib.contextmanager
+    def _in_collective(self) -> Iterator[None]:
+        with self._collective:
+            self._advance(Event.BEGUN)
+            self._answer = None
+            try:
+                yield
+            except BaseException:
+                self._advance(Event.FAILED)
+                raise
+            self._advance(Event.ENDED)
+
+    def _rebuild(self) -> bool:
+        """Connects the members of a new view, and makes their states equal."""
+        self._advance(Event.REBUILDING)
+        try:
+            self._framework.abort()  # peers that wait for this member in a collective must come here too
+            view = self.get_member_list()
+            rank, size = RankAssignScheme.get_rank_rand_size(view.identities, self._consensus.identity)
+            if not self._framework.rebuild(rank, size, view.address):
+                raise RebuildFailed(f"view {view.number}: the framework could not connect {size} members")
+            self._make_equal(rank, size)
+        except BaseException as e:
+            self._advance(Event.FAILED)
+            if not isinstance(e, Exception):
+                raise
+            self._failed("rebuild", e)
+            return False
+        self._advance(Event.REBUILT)
+        return True
+
+    def _make_equal(self, rank: int, size: int) -> None:
+        if self._state_dict is None or self._load_state_dict is None or size == 1:
+            return
+        device = self._framework.device
+        said = self._framework.allgather(torch.tensor([self._made_in, self.step], dtype=torch.int64, device=device))
+        progress = [Progress(*each.tolist()) for each in said]
+        root, behind = source(progress)
+        if not behind:
+            return
+        written = io.BytesIO()
+        if rank == root:
+            _streaming_save(self._state_dict(), written)
+        length = torch.tensor([written.tell()], dtype=torch.int64, device=device)
+        self._framework.broadcast(length, root)
+        content = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+        if rank == root:
+            content.copy_(torch.frombuffer(written.getbuffer(), dtype=torch.uint8))
+        self._framework.broadcast(content, root)
+        if rank in behind:
+            allow_checkpoint_types()
+            received = io.BytesIO(content.cpu().numpy().tobytes())
+            self._load_state_dict(_streaming_load(received, weights_only=not pickle_allowed()))
+            self._made_in, self.step = progress[root]
+
+    def _failed(self, what: str, error: Exception) -> FTAllReduceStatus:
+        self.error = error
+        _logger.warning("%s: %s: %s", what, type(error).__name__, error)
+        return FTAllReduceStatus.FAIL
+
+    def _advance(self, event: Event) -> None:
+        with self._flag_lock:
+            self._flag = self._flag.after(event)
+
+
+def allreduce_hook(ftlib: FTLib, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of PyTorch's DistributedDataParallel: averages overlap with the backward pass.
+
+    ``ddp = DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)``, then
+    ``ddp.register_comm_hook(ftlib, allreduce_hook)``: buckets are then equal in all members. Each backward pass is
+    followed by ``wait_gradients_ready``, which has the status; the hook never raises.
+    """
+    if ftlib._overlapped is None:
+        ftlib._overlapped = _Overlapped(ftlib)
+    return ftlib._overlapped.add(bucket.buffer())
+
+
+class _Overlapped:
+    """The averages of one backward pass."""
+
+    def __init__(self, ftlib: FTLib) -> None:
+        self._ftlib = ftlib
+        self._open = contextlib.ExitStack()
+        self._status = ftlib._prepare()
+        self._error: Optional[Exception] = None
+        self._works: list[Optional[dist.Work]] = []
+        if self._status is None:
+            self._open.enter_context(ftlib._in_collective())
+
+    def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        if self._status is None and self._error is None:
+            try:
+                work = self._ftlib._framework.start_average(buffer)
+                self._works.append(work)
+                if work is not None:
+                    return work.get_future().then(lambda _: buffer)  # of a failed one too: the status says it
+            except Exception as e:
+                self._error = e
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    def wait(self) -> FTAllReduceStatus:
+        if self._status is not None:
+            return self._status
+        try:
+            with self._open:
+                if self._error is not None:
+                    raise self._error
+                for work in self._works:
+                    self._ftlib._framework.finish_average(work)
+        except Exception as e:
+            return self._ftlib._failed("average", e)
+        return FTAllReduceStatus.SUCCESS
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _make_consensus(name: str, settings: dict[str, Any]) -> Consensus:
+    if name == "lighthouse":
+        from torchft.ftlib.lighthouse import Lighthouse
+
+        return Lighthouse(**settings)
+    if name == "shared_storage":
+        from torchft.ftlib.shared_storage import SharedStorage
+
+        return SharedStorage(**settings)
+    raise ValueError(f"consensus={name!r} is not allowed; allowed: 'lighthouse', 'shared_storage', or a Consensus")

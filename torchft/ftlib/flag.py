@@ -1,0 +1,53 @@
+"""Whether the communicator may be used: FTLib's ``initialized`` flag, as a pure machine.
+
+Three things reset it: a member joins, a collective fails (a timeout is such a failure), a member is lost. A join during
+a collective takes effect after it, and one during a rebuild after that: its list of members may be older than the join.
+A lost member takes effect at once, because the collective cannot succeed any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Event(Enum):
+    """What may happen to the flag."""
+
+    REBUILDING = "rebuilding"  # before the list of members is asked for
+    REBUILT = "rebuilt"
+    BEGUN = "begun"  # a collective
+    ENDED = "ended"
+    FAILED = "failed"  # a collective, or a rebuild
+    JOINED = "joined"
+    LOST = "lost"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """
+    Attributes:
+        initialized: the communicator connects all members of the last list.
+        busy: a collective or a rebuild runs.
+        pending: a member joined meanwhile, or was lost during a rebuild.
+    """
+
+    initialized: bool = False
+    busy: bool = False
+    pending: bool = False
+
+    def after(self, event: Event) -> Flag:
+        """The flag after an event."""
+        if event is Event.REBUILDING:
+            return Flag(busy=True)
+        if event is Event.BEGUN:
+            return replace(self, busy=True)
+        if event is Event.FAILED:
+            return Flag()
+        if event is Event.ENDED:
+            return Flag(self.initialized and not self.pending)
+        if event is Event.REBUILT:
+            return Flag(not self.pending)
+        if self.busy:
+            return replace(self, initialized=self.initialized and event is Event.JOINED, pending=True)
+        return Flag()

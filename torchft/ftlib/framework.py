@@ -1,0 +1,137 @@
+"""What a communication library has to do for FTLib, and torchft's process groups as one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp, Work
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
+
+from torchft.process_group import ProcessGroup, ProcessGroupWrapper, reconfigure_with_store, supports_reconfigure
+
+
+class Framework(ABC):
+    """A communicator that can be built anew. Collectives change tensors in place, block, and raise if they fail.
+
+    Attributes:
+        device: of tensors that FTLib makes for it.
+    """
+
+    device: torch.device = torch.device("cpu")
+
+    @abstractmethod
+    def rebuild(self, rank: int, size: int, address: str) -> bool:
+        """Connects with the peers; each of them calls this.
+
+        Args:
+            rank: of this member.
+            size: number of members.
+            address: "host:port/prefix" of a TCPStore that is known to all, with a prefix for each rebuild.
+
+        Returns:
+            Whether it succeeded; an exception is a failure too.
+        """
+
+    @abstractmethod
+    def allreduce_average(self, tensors: list[torch.Tensor]) -> None:
+        """The mean over all members."""
+
+    @abstractmethod
+    def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all members, in the order of the ranks."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """All members get the tensor of rank ``root``."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends collectives in flight and disconnects, so that peers fail too. May be called from any thread."""
+
+    def start_average(self, tensor: torch.Tensor) -> Optional[Work]:
+        """Begins what ``allreduce_average`` does; None: it is done. For gradients that overlap with a backward pass."""
+        self.allreduce_average([tensor])
+        return None
+
+    def finish_average(self, work: Optional[Work]) -> None:
+        """Waits for what ``start_average`` began."""
+        if work is not None:
+            work.wait()
+
+
+class ProcessGroupFramework(Framework):
+    """A process group of torchft, or a native one that can be reconfigured.
+
+    Args:
+        pg: the group; it has no peers yet, and belongs to the caller.
+        timeout: for connecting with new peers.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, timeout: timedelta = timedelta(seconds=60)) -> None:
+        if not supports_reconfigure(pg):
+            raise ValueError(
+                f"framework={pg!r} is not allowed; allowed: a Framework, a process group of torchft, or a native one "
+                "of PyTorch >= 2.14 made with init_process_group(..., enable_reconfigure=True)"
+            )
+        self._pg: Any = pg
+        self._timeout = timeout
+        self._size = 1
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and any(name in pg.getBackendName().lower() for name in ("nccl", "xccl")):
+            self.device = accelerator
+
+    def rebuild(self, rank: int, size: int, address: str) -> bool:
+        if not isinstance(self._pg, ProcessGroup) or _reconfigures_itself(self._pg):
+            reconfigure_with_store(self._pg, address, rank, size, self._timeout)
+        else:  # which an abort ends at once, when a member is lost meanwhile
+            self._pg.configure(address, f"ftlib_{rank}", rank, size)
+        self._size = size
+        return True
+
+    def allreduce_average(self, tensors: list[torch.Tensor]) -> None:
+        works = [self.start_average(tensor) for tensor in tensors]
+        for work in works:
+            self.finish_average(work)
+
+    def start_average(self, tensor: torch.Tensor) -> Work:
+        # Before the sum, as PyTorch's own hook does: not every backend has an average.
+        tensor.div_(self._size)
+        opts = AllreduceOptions()
+        opts.reduceOp = ReduceOp.SUM
+        return self._pg.allreduce([tensor], opts)
+
+    def finish_average(self, work: Optional[Work]) -> None:
+        if work is not None:
+            self._wait(work)
+
+    def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        results = [torch.empty_like(tensor) for _ in range(self._size)]
+        self._wait(self._pg.allgather([results], [tensor], AllgatherOptions()))
+        return results
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        opts = BroadcastOptions()
+        opts.rootRank = root
+        self._wait(self._pg.broadcast([tensor], opts))
+
+    def abort(self) -> None:
+        self._pg.abort()
+
+    def _wait(self, work: Work) -> None:
+        work.wait()
+        # Groups of devices, and those that swallow errors, tell later.
+        if torch.accelerator.is_available():
+            torch.accelerator.current_stream().synchronize()
+        errored = getattr(self._pg, "errored", None)
+        error = errored() if errored is not None else None
+        if error is not None:
+            raise error
+
+
+def _reconfigures_itself(pg: ProcessGroup) -> bool:
+    """Whether it is a wrapper of a group that has no ``configure``."""
+    return isinstance(pg, ProcessGroupWrapper) and pg._reconfigures_itself()

@@ -1,0 +1,260 @@
+"""Consensus by a directory that all members see: a record for each member, and numbered views.
+
+It is passive: a thread renews the own record, looks at the others', and tells FTLib what it sees. A record expires when
+its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member that cannot renew
+its own record counts itself as lost after half of that, so that it has left before the others go on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional
+
+from torchft._security import DEFAULT_JOB, JOB_ENV
+from torchft.ftlib.consensus import Consensus, Listener
+from torchft.ftlib.storage_rules import Confirm, Create, News, Record, Take, Wait, Want, decide, living, news
+from torchft.ftlib.views import Identity, Member, View
+from torchft.process_group.reconfigure import host_store
+
+_logger = logging.getLogger(__name__)
+
+_POLL_SEC = 0.02  # while a view is waited for
+_KEPT_VIEWS = 8
+
+
+class SharedStorage(Consensus):
+    """
+    Args:
+        directory: that all members see; each job (TORCHFT_JOB_ID) has a directory of its own in it. Its file system has
+            hard links, and renames atomically.
+        name: of this member, unique in the job; default: a random one. A process that is started again under the name
+            of a failed one takes its place without waiting for ``expiry``.
+        min_members: the smallest list of members.
+        expiry: without a change of its record a member is lost. It is renewed ten times in this time.
+        timeout: for a list of members.
+
+    Raises:
+        ValueError: the directory cannot be written, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        name: Optional[str] = None,
+        min_members: int = 1,
+        expiry: timedelta = timedelta(seconds=5),
+        timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        if min_members < 1:
+            raise ValueError(f"min_members={min_members} is not allowed; allowed: 1 and more")
+        if expiry <= timedelta(0):
+            raise ValueError(f"expiry={expiry!r} is not allowed; allowed: a timedelta above zero")
+        self.identity = Identity(name or uuid.uuid4().hex, time.time_ns())
+        if not self.identity.name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"name={name!r} is not allowed; allowed: letters, digits, '-' and '_'")
+        self._files = Files(Path(directory) / (os.environ.get(JOB_ENV) or DEFAULT_JOB))
+        self._files.check()
+        self._min_members = min_members
+        self._expiry = expiry.total_seconds()
+        self._timeout = timeout
+        self._lock = threading.Lock()  # of what follows
+        self._store, address = host_store(timeout)
+        self._record = Record(address)
+        self._beat = 0
+        self._seen: dict[Identity, tuple[bytes, float]] = {}
+        self._view: Optional[View] = None
+        self._renewed = time.monotonic()
+        self._listener: Optional[Listener] = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="torchft_ftlib_storage", daemon=True)
+
+    def attach(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def get_member_list(self) -> View:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        self._view = None
+        latest = self._files.latest()
+        self._write(wants=(latest.number if latest else 0) + 1)
+        if not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
+        while True:
+            latest, alive = self._look()
+            if self.identity not in alive:
+                raise RuntimeError(f"{self.identity} is no member any more: a later life of it has taken its place")
+            action = decide(self.identity, alive, latest, self._min_members)
+            if isinstance(action, Take):
+                self._view = action.view
+                return action.view
+            if isinstance(action, Want):
+                self._write(wants=action.number)
+            elif isinstance(action, Confirm):
+                self._write(confirmed=action.view.digest)
+            elif isinstance(action, Create):
+                self._files.create(action.view)
+            elif self._closed.wait(_POLL_SEC):
+                raise RuntimeError("the consensus is closed")
+            if time.monotonic() > deadline:
+                names = [i.name for i in action.members] if isinstance(action, Wait) else []
+                why = f"waits for {', '.join(names)}" if names else f"{len(alive)} of {self._min_members} members"
+                after = f"timed out after {self._timeout.total_seconds():g} s"
+                raise TimeoutError(f"list of members in {self._files.directory}: {after}: {why}")
+
+    def clean_ip(self) -> None:
+        """Removes the own record, so that the others need not wait until it expires."""
+        self._files.remove(self.identity)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.clean_ip()
+
+    def _write(self, **changed: Any) -> None:
+        """Writes the own record, with a number that changes each time."""
+        with self._lock:
+            if self._closed.is_set():
+                raise RuntimeError("the consensus is closed")
+            began, self._beat = time.monotonic(), self._beat + 1
+            self._record = self._record._replace(**changed)
+            self._files.write(self.identity, {**self._record._asdict(), "beat": self._beat})
+            self._renewed = began
+
+    def _look(self) -> tuple[Optional[View], dict[Identity, Record]]:
+        """The latest view, and the records of live members."""
+        # Views first: a record that is read afterwards is at least as new.
+        latest = self._files.latest()
+        found = self._files.records()
+        now = time.monotonic()
+        with self._lock:
+            for identity, content in found.items():
+                if self._seen.get(identity, (b"", 0.0))[0] != content:
+                    self._seen[identity] = content, now
+            for identity in self._seen.keys() - found.keys():
+                del self._seen[identity]
+            fresh = [i for i, (_, since) in self._seen.items() if now - since < self._expiry]
+            alive = {i: _record(json.loads(found[i])) for i in fresh}
+            return latest, living({**alive, self.identity: self._record})
+
+    def _watch(self) -> None:
+        every = self._expiry / 10
+        while not self._closed.wait(every):
+            view = self._view
+            try:
+                self._write()
+                told = self._news(view)
+            except Exception as e:
+                late = time.monotonic() - self._renewed
+                _logger.warning("%s: could not renew the record or read the others': %s", self.identity.name, e)
+                told = News(
+                    (), f"its own record could not be renewed for {late:.1f} s: {e}" if late > every * 5 else ""
+                )
+            if view is not None and self._listener is not None and view is self._view:
+                if told.lost:
+                    self._listener.member_lost(view.number, told.lost)
+                elif told.joining:
+                    self._listener.new_member_join()
+
+    def _news(self, view: Optional[View]) -> News:
+        if view is None:
+            return News(())
+        latest, alive = self._look()
+        return news(self.identity, alive, view, latest.number if latest else 0)
+
+
+class Files:
+    """The files of a job: ``member.NAME.INCARNATION``, written by rename, and ``view.NUMBER``, each created once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def check(self) -> None:
+        """Raises ValueError unless files can be made here."""
+        probe = self.directory / f"probe.{uuid.uuid4().hex}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"x" * 4096)
+            os.link(probe, f"{probe}.link")
+        except OSError as e:
+            raise ValueError(
+                f"directory={str(self.directory)!r} is not allowed: {e.strerror or e}; allowed: a directory with free "
+                "space, in which this process may make files and hard links"
+            ) from e
+        finally:
+            for path in (probe, Path(f"{probe}.link")):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def write(self, identity: Identity, record: Mapping[str, Any]) -> None:
+        self._put(self._path(identity), record)
+
+    def remove(self, identity: Identity) -> None:
+        with contextlib.suppress(OSError):
+            self._path(identity).unlink()
+
+    def records(self) -> dict[Identity, bytes]:
+        found = {}
+        for path in self.directory.glob("member.*.*"):
+            _, name, incarnation = path.name.split(".", 2)
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                found[Identity(name, int(incarnation))] = path.read_bytes()
+        return found
+
+    def latest(self) -> Optional[View]:
+        """The view with the largest number.
+
+        Raises:
+            ValueError: its file is none of ours.
+        """
+        paths = sorted(self.directory.glob("view.*"))
+        if not paths:
+            return None
+        try:
+            said = json.loads(paths[-1].read_bytes())
+            members = tuple(Member(Identity(str(n), int(i)), str(address)) for (n, i), address in said["members"])
+            return View(int(said["number"]), members)
+        except (KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{paths[-1]} is no view of FTLib: {e}; remove it, or use another directory") from e
+
+    def create(self, view: View) -> bool:
+        """Creates the view; False if its number exists."""
+        path = self.directory / f"view.{view.number:016d}"
+        draft = self.directory / f"draft.{uuid.uuid4().hex}"
+        try:
+            draft.write_text(json.dumps({"number": view.number, "members": view.members}))
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+        for old in sorted(self.directory.glob("view.*"))[:-_KEPT_VIEWS]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+        return True
+
+    def _path(self, identity: Identity) -> Path:
+        return self.directory / f"member.{identity.name}.{identity.incarnation}"
+
+    def _put(self, path: Path, content: Mapping[str, Any]) -> None:
+        draft = self.directory / f"draft.{uuid.uuid4().hex}"
+        try:
+            draft.write_text(json.dumps(content))
+            os.replace(draft, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+
+
+def _record(said: Mapping[str, Any]) -> Record:
+    return Record(str(said["address"]), int(said["wants"]), str(said["confirmed"]))

@@ -1,0 +1,120 @@
+"""Who the members are, which rank each has, and whose state the others take over. Pure, and free of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Identity(NamedTuple):
+    """One life of a member.
+
+    Attributes:
+        name: unique in the job at a time.
+        incarnation: grows with each life of this name.
+    """
+
+    name: str
+    incarnation: int
+
+
+class Member(NamedTuple):
+    """
+    Attributes:
+        identity: of the member.
+        address: "host:port" of the store that it hosts.
+    """
+
+    identity: Identity
+    address: str
+
+
+@dataclass(frozen=True)
+class View:
+    """A list of members that all of them have agreed on.
+
+    Attributes:
+        number: names the agreement; no other view of the job has it, and later ones have larger numbers.
+        members: in any order.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+
+    @property
+    def identities(self) -> list[Identity]:
+        return [member.identity for member in self.members]
+
+    @property
+    def digest(self) -> str:
+        """64 bits in hex of number and members."""
+        text = json.dumps([self.number, sorted(self.members)])
+        return hashlib.sha256(f"torchft.ftlib view 1: {text}".encode()).hexdigest()[:16]
+
+    @property
+    def address(self) -> str:
+        """Where the members meet: "host:port/prefix" in the store of rank 0. No two views have the same."""
+        first = min(newest(self.identities))
+        host = next(member.address for member in self.members if member.identity == first)
+        return f"{host}/ftlib/{self.number}-{self.digest}"
+
+
+def newest(identities: Iterable[Identity]) -> list[Identity]:
+    """The latest life of each name, in the order of the names."""
+    latest: dict[str, Identity] = {}
+    for identity in identities:
+        latest[identity.name] = max(identity, latest.get(identity.name, identity))
+    return sorted(latest.values())
+
+
+class RankAssignScheme:
+    """Ranks from a list of members: each comes to the same answer without asking the others."""
+
+    @staticmethod
+    def get_rank_rand_size(member_list: Iterable[Identity], identity: Identity) -> tuple[int, int]:
+        """Rank and size.
+
+        Ranks follow the order of the names; of several lives of one name the latest one counts.
+
+        Args:
+            member_list: in any order.
+            identity: whose rank is asked for.
+
+        Raises:
+            ValueError: it is not in the list, or is not the latest life of its name.
+        """
+        members = newest(member_list)
+        if identity not in members:
+            later = next((other for other in members if other.name == identity.name), None)
+            why = f"a later life of it, {later.incarnation}, has taken its place" if later else f"allowed: {members}"
+            raise ValueError(f"{identity} is no member: {why}")
+        return members.index(identity), len(members)
+
+    get_rank_and_size = get_rank_rand_size
+
+
+class Progress(NamedTuple):
+    """How far a member's state is.
+
+    Attributes:
+        view: in which its last step was made; -1: it has made none.
+        step: steps in the state.
+    """
+
+    view: int = -1
+    step: int = 0
+
+
+def source(progress: Sequence[Progress]) -> tuple[int, list[int]]:
+    """The rank whose state counts, and the ranks that take it over.
+
+    Members that made their last step in one view have equal states at equal steps. Those of a later view count, since
+    its members left the others behind. States without a step are initial weights, which may differ.
+    """
+    best = max(progress)
+    root = progress.index(best)
+    behind = [rank for rank, each in enumerate(progress) if rank != root and (each != best or best.view < 0)]
+    return root, behind

@@ -1,0 +1,108 @@
+"""A dataset whose next sample is decided by who takes part: indices are those of ElasticDataLoader's position."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Optional
+
+from torch.utils.data import Dataset, get_worker_info
+
+from torchft.data.loader import ElasticDataLoader, Unit
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+
+class DataShardService:
+    """Gives this rank the indices of its samples, one after the other, in the process of the Manager.
+
+    Args:
+        manager: of this rank.
+        num_samples: in the dataset.
+        settings: of :class:`torchft.data.ElasticDataLoader`: ``global_batch_size``, ``micro_batch_size``, ``epochs``, …
+
+    Attributes:
+        loader: whose position counts; it heals, and is saved by its ``state_dict``.
+        unit: the micro-batch of the last index: its loss is multiplied by ``unit.weight``.
+    """
+
+    def __init__(self, manager: Manager, num_samples: int, **settings: Any) -> None:
+        self.loader = ElasticDataLoader(manager, range(num_samples), **settings)
+        self.unit: Optional[Unit] = None
+        self._units = self._all_units()
+        self._left: Iterator[int] = iter(())
+
+    def fetch_record_index(self) -> int:
+        """The next index. The first one of a step begins the step: the optimizer has stepped before.
+
+        Raises:
+            StopIteration: the job is at its end, in all groups at once.
+            RuntimeError: in a worker process of a DataLoader.
+        """
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "fetch_record_index was called in a worker process of a DataLoader, which has no Manager: use "
+                "ElasticDataLoader(manager, dataset, num_workers=...), which sends its workers the indices"
+            )
+        while True:
+            for index in self._left:
+                return index
+            self._begin_unit()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """A list for each micro-batch, as long as that is: the ``batch_sampler`` of a DataLoader without workers.
+
+        Its content does not matter, since the dataset fetches its indices.
+        """
+        while True:
+            try:
+                yield list(range(self._begin_unit()))
+            except StopIteration:
+                return
+
+    def _begin_unit(self) -> int:
+        """Gives the number of its samples."""
+        self.unit = next(self._units)
+        self._left = iter(self.unit.indices)
+        return len(self.unit.indices)
+
+    def _all_units(self) -> Iterator[Unit]:
+        for step in self.loader:
+            yield from step
+
+
+class ElasticDataset(Dataset, ABC):
+    """A map-style dataset for jobs whose groups come and go. Subclasses read samples.
+
+    With worker processes, give it to :class:`torchft.data.ElasticDataLoader`, without a service: the loader sends its
+    workers the indices. With a service it is for a DataLoader without workers, ``batch_sampler=service``.
+
+    ``shuffle=True`` of a DataLoader over it is wrong with a service: the order is that of the service, which shuffles
+    already, and PyTorch would draw a permutation of ``len(dataset)`` numbers first, which no memory holds.
+
+    Args:
+        data_shard_service: decides on the samples; None: whoever asks for an index does.
+    """
+
+    def __init__(self, data_shard_service: Optional[DataShardService] = None) -> None:
+        self.data_shard_service = data_shard_service
+
+    @abstractmethod
+    def read_sample(self, index: int) -> Any:
+        """The sample of this index. It may run in a worker process, and calls nothing of torchft."""
+
+    @abstractmethod
+    def num_samples(self) -> int:
+        """The real length."""
+
+    def __len__(self) -> int:
+        """The real length; with a service, which ends by itself, ``sys.maxsize``."""
+        return self.num_samples() if self.data_shard_service is None else sys.maxsize
+
+    def __getitem__(self, index: int) -> Any:
+        """The sample of an index; with a service, of its next index, whatever was asked for."""
+        if self.data_shard_service is not None:
+            index = self.data_shard_service.fetch_record_index()
+        return self.read_sample(index)

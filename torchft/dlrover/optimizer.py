@@ -1,0 +1,157 @@
+"""An optimizer whose steps are means over a batch of the same size, with any number of workers."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+WORKER_NUM_ENV = "WORKER_NUM"
+MAX_WORKER_NUM_ENV = "MAX_WORKER_NUM"
+
+
+def backward_passes(max_workers: int, workers: int) -> int:
+    """Backward passes of each worker in a step: all workers together do as many as ``max_workers`` with one pass each.
+
+    Raises:
+        ValueError: the workers cannot share the passes equally.
+    """
+    if workers < 1 or max_workers % workers:
+        allowed = [n for n in range(1, max_workers + 1) if max_workers % n == 0]
+        raise ValueError(
+            f"{MAX_WORKER_NUM_ENV} / {WORKER_NUM_ENV} = {max_workers} / {workers} is no integer, so the batch of a "
+            f"step would have another size; allowed numbers of workers: {', '.join(map(str, allowed))}"
+        )
+    return max_workers // workers
+
+
+class DistributedOptimizer(Optimizer):
+    """Steps once in ``backward_passes_per_step`` calls of ``step``, with the mean gradient over all passes and workers.
+
+    Gradients add up meanwhile, and are reduced in the last pass only. Each pass calls ``zero_grad`` and ``step``.
+
+    Args:
+        optimizer: whose parameters are reduced.
+        fixed_global_batch_size: whether a step has MAX_WORKER_NUM passes over all workers; else each worker does one.
+        manager: decides who takes part: workers are its participants, and ``step`` steps if the step is committed.
+            Without one, WORKER_NUM says how many there are, and gradients are reduced in ``process_group``.
+        process_group: of all workers; default: PyTorch's default one.
+
+    Attributes:
+        backward_passes_per_step: of the present step.
+
+    Raises:
+        ValueError: a variable is missing or no positive whole number, or their ratio is no integer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        fixed_global_batch_size: bool = False,
+        manager: Optional[Manager] = None,
+        process_group: Optional[dist.ProcessGroup] = None,
+    ) -> None:
+        # Optimizer.__init__ is left out: the wrapped one owns the parameters and runs the hooks.
+        self.optimizer = optimizer
+        self._fixed = fixed_global_batch_size
+        self._manager = manager
+        self._group: Any = process_group
+        self._workers = 1
+        self._passes = 0  # of this step, which are done
+        self.backward_passes_per_step = 1
+        if manager is None:
+            self._count_workers()
+        elif fixed_global_batch_size:
+            _from_env(MAX_WORKER_NUM_ENV)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Before the first pass of a step: begins the step, and clears the gradients. Nothing before the others."""
+        if self._passes:
+            return
+        if self._manager is not None:
+            self._manager.start_quorum()
+        self._count_workers()
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Optional[object] = None) -> None:  # type: ignore[override]
+        """After a backward pass. With the last one of a step, the gradients are reduced and the optimizer steps."""
+        if closure is not None:
+            raise ValueError("closure: step() takes none, since it would compute a part of the batch again")
+        self._passes += 1
+        if self._passes < self.backward_passes_per_step:
+            return
+        self._passes = 0
+        self._reduce()
+        if self._manager is None or self._manager.should_commit():
+            self.optimizer.step()
+
+    def _count_workers(self) -> None:
+        if self._manager is not None:
+            self._workers = self._manager.num_participants()
+        else:
+            self._workers = _from_env(WORKER_NUM_ENV)
+            if self._group is None and dist.is_initialized():
+                self._group = dist.group.WORLD
+            size = self._group.size() if self._group is not None else 1
+            if size != self._workers:
+                raise ValueError(f"{WORKER_NUM_ENV}={self._workers}: the process group has {size} ranks")
+        most = _from_env(MAX_WORKER_NUM_ENV) if self._fixed else self._workers
+        self.backward_passes_per_step = backward_passes(most, self._workers)
+
+    def _reduce(self) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self._manager is not None:
+            for work in [self._manager.allreduce(gradient) for gradient in gradients]:  # means over the participants
+                work.wait()
+            passes = self.backward_passes_per_step
+        else:
+            if self._workers > 1:
+                for work in [self._group.allreduce([gradient], _sum()) for gradient in gradients]:
+                    work.wait()
+            passes = self.backward_passes_per_step * self._workers
+        for gradient in gradients:
+            gradient.div_(passes)
+
+    # Everything else is the wrapped optimizer's.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+
+def _sum() -> dist.AllreduceOptions:
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = dist.ReduceOp.SUM
+    return opts
+
+
+def _from_env(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isascii() or not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: a whole number, at least 1")
+    return int(value)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from torchft import _stand_in
+
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
@@ -74,6 +76,11 @@ class DistributedOptimizer(Optimizer):
         if self._passes:
             return
         if self._manager is not None:
+            if _stand_in.adds_gradients(self._manager):
+                raise ValueError(
+                    "DistributedOptimizer and ElasticDataLoader both make the batch of a step independent of the number "
+                    "of workers: with the loader, use torchft.Optimizer and multiply each loss by unit.weight"
+                )
             self._manager.start_quorum()
         self._count_workers()
         self.optimizer.zero_grad(set_to_none)

@@ -41,6 +41,8 @@ class FTLib:
     that is furthest; :attr:`step` belongs to the state.
 
     Attributes:
+        rank: of this member in the last communicator.
+        size: its number of members.
         step: averages of gradients in the state, see :meth:`wait_gradients_ready`.
         error: why the last call failed.
     """
@@ -54,7 +56,7 @@ class FTLib:
     ) -> None:
         if (state_dict is None) != (load_state_dict is None):
             raise ValueError("state_dict and load_state_dict belong together: give both or none")
-        self.step = 0
+        self.rank, self.size, self.step = 0, 1, 0
         self.error: Optional[BaseException] = None
         self._consensus = consensus
         self._framework = framework
@@ -230,7 +232,8 @@ class FTLib:
             rank, size = RankAssignScheme.get_rank_rand_size(view.identities, self._consensus.identity)
             if not self._framework.rebuild(rank, size, view.address):
                 raise RebuildFailed(f"view {view.number}: the framework could not connect {size} members")
-            self._make_equal(rank, size)
+            self.rank, self.size = rank, size
+            self._make_equal()
         except BaseException as e:
             self._advance(Event.FAILED)
             if not isinstance(e, Exception):
@@ -240,8 +243,8 @@ class FTLib:
         self._advance(Event.REBUILT)
         return True
 
-    def _make_equal(self, rank: int, size: int) -> None:
-        if self._state_dict is None or self._load_state_dict is None or size == 1:
+    def _make_equal(self) -> None:
+        if self._state_dict is None or self._load_state_dict is None or self.size == 1:
             return
         device = self._framework.device
         said = self._framework.allgather(torch.tensor([self._made_in, self.step], dtype=torch.int64, device=device))
@@ -250,15 +253,15 @@ class FTLib:
         if not behind:
             return
         written = io.BytesIO()
-        if rank == root:
+        if self.rank == root:
             _streaming_save(self._state_dict(), written)
         length = torch.tensor([written.tell()], dtype=torch.int64, device=device)
         self._framework.broadcast(length, root)
         content = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-        if rank == root:
+        if self.rank == root:
             content.copy_(torch.frombuffer(written.getbuffer(), dtype=torch.uint8))
         self._framework.broadcast(content, root)
-        if rank in behind:
+        if self.rank in behind:
             allow_checkpoint_types()
             received = io.BytesIO(content.cpu().numpy().tobytes())
             self._load_state_dict(_streaming_load(received, weights_only=not pickle_allowed()))

@@ -169,3 +169,10 @@ def test_a_step_that_is_not_committed_changes_nothing() -> None:
     assert torch.equal(model.state_dict()["weight"], before)
     with pytest.raises(ValueError, match="closure: step"):
         optimizer.step(closure=lambda: None)
+
+
+def test_a_job_whose_loader_weights_its_losses_is_refused() -> None:
+    manager = mock.MagicMock()
+    manager._adds_gradients.return_value = True
+    with pytest.raises(ValueError, match=r"ElasticDataLoader.*use torchft\.Optimizer"):
+        DistributedOptimizer(sgd(make_model()), manager=manager).zero_grad()

@@ -1,0 +1,42 @@
+"""A training loop with FTLib: docs/ftlib.md.
+
+    python python/examples/ftlib_loop.py /tmp/shared
+
+Start it as often as you like, kill any of them, and start it again: all that run train together.
+"""
+
+import sys
+
+import torch
+
+from torchft.ftlib import FTAllReduceStatus, FTLib
+from torchft.process_group import ProcessGroupGloo
+
+net = torch.nn.Linear(2, 1)
+adam = torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def load_state_dict(state):
+    net.load_state_dict(state["net"])
+    adam.load_state_dict(state["adam"])
+
+
+ftlib = FTLib.init(
+    consensus="shared_storage",
+    framework=ProcessGroupGloo(),
+    directory=sys.argv[1],
+    state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
+    load_state_dict=load_state_dict,
+)
+
+while ftlib.step < 1000:
+    adam.zero_grad()
+    inputs = torch.rand(8, 2)
+    loss = (net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    status = ftlib.wait_gradients_ready(net)  # averages over all members; first connects them, if somebody came or went
+    if status in (FTAllReduceStatus.SUCCESS, FTAllReduceStatus.NO_NEED):
+        adam.step()  # else the gradients are of no use: compute them again
+
+ftlib.close()
+print(f"loss {loss.item():.4f}, weights {net.weight.tolist()}")

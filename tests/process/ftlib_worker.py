@@ -1,0 +1,119 @@
+"""One member of a job of FTLib that trains on digits in float64, and may be killed at a line of a rebuild.
+
+A step trains on 32 samples that its number decides on, of which each member takes its part. It is told to the parent
+after the optimizer has stepped, with the view that it was made in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from events import emit, keep_stdout_for_events
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from torchft.ftlib import FTAllReduceStatus, FTLib, allreduce_hook
+from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
+
+BATCH, LR = 32, 0.05
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    data: Any = load_digits()
+    return torch.from_numpy(data.data / 16.0), torch.from_numpy(data.target)
+
+
+def make_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+
+
+def part(step: int, rank: int, size: int, samples: int) -> torch.Tensor:
+    """Indices of one member's part of the batch after ``step`` steps."""
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(step))
+    return order[:BATCH][rank::size]
+
+
+def die_at(line: int) -> None:
+    """SIGKILL before the line of this number that is run in ``FTLib._rebuild``."""
+    count = 0
+
+    def of_rebuild(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if event == "line":
+            count += 1
+            if count == line:
+                emit("dies", line=line)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return of_rebuild
+
+    def tracer(frame: FrameType, event: str, _: object) -> Any:
+        return of_rebuild if frame.f_code is FTLib._rebuild.__code__ else None
+
+    sys.settrace(tracer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("consensus")
+    parser.add_argument("settings", type=json.loads)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--stop", type=Path, required=True)  # a file with the number of the last step
+    parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--overlap", action="store_true")
+    args = parser.parse_args()
+    keep_stdout_for_events()
+    seconds = {k: timedelta(seconds=v) for k, v in args.settings.items() if k in ("timeout", "expiry")}
+
+    inputs, labels = digits()
+    model = make_model(args.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    ftlib = FTLib.init(
+        args.consensus,
+        ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        state_dict=model.state_dict,
+        load_state_dict=model.load_state_dict,
+        rebuild_timeout=timedelta(seconds=20),
+        name=args.name,
+        **{**args.settings, **seconds},
+    )
+    trained = model
+    if args.overlap:
+        trained = nn.parallel.DistributedDataParallel(
+            model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True
+        )
+        trained.register_comm_hook(ftlib, allreduce_hook)
+    if args.die_at:
+        die_at(args.die_at)
+    while not args.stop.exists() or ftlib.step < int(args.stop.read_text()):
+        rank, size = ftlib.rank, ftlib.size
+        mine = part(ftlib.step, rank, size, len(inputs))
+        optimizer.zero_grad(set_to_none=False)
+        cross_entropy(trained(inputs[mine]), labels[mine]).backward()
+        status = ftlib.wait_gradients_ready(model)
+        if status in (FTAllReduceStatus.SUCCESS, FTAllReduceStatus.NO_NEED):
+            optimizer.step()
+            emit("step", step=ftlib.step, view=ftlib._made_in, size=size)
+        else:
+            emit("again", status=status.value, error=str(ftlib.error))
+        time.sleep(0.005)  # a step has some length
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    emit("done", weights=weights, view=ftlib._made_in, step=ftlib.step)
+    ftlib.close()
+
+
+if __name__ == "__main__":
+    main()

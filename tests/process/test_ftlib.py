@@ -1,0 +1,149 @@
+"""FTLib in four processes that train on digits, under each consensus: killed in turn, and at each line of a rebuild.
+
+The weights are those of one process that does the steps that the members recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ftlib_worker import LR, digits, make_model, part
+from processes import START_TIMEOUT_S, Child, Job, ours_path
+from torch.nn.functional import cross_entropy
+
+from torchft.ftlib import FTLib
+
+HERE = Path(__file__).resolve().parent
+AHEAD = 60  # steps
+SOON_S = 120
+
+
+class Members:
+    """Four members of a job, by name."""
+
+    def __init__(self, job: Job, consensus: str, settings: dict[str, Any], folder: Path, *more: str) -> None:
+        self.job = job
+        self.stop = folder / "stop"
+        self._args = [consensus, json.dumps(settings), "--stop", str(self.stop), *more]
+        self.now: dict[str, Child] = {}
+        self.lives: list[Child] = []
+
+    def start(self, name: str, *more: object) -> Child:
+        args = [*self._args, "--name", name, "--seed", len(self.lives), *more]
+        child = self.job.python(
+            name, HERE / "ftlib_worker.py", *args, path=ours_path(), env={"TORCHFT_HOST": "localhost"}
+        )
+        self.now[name] = child
+        self.lives.append(child)
+        return child
+
+    def train_together(self, size: int) -> None:
+        """Waits until all members have done another step in one view of this size."""
+        before = {name: len(child.of("step")) for name, child in self.now.items()}
+
+        def together() -> bool:
+            last = []
+            for name, child in self.now.items():
+                steps = child.of("step")[before[name] :]
+                last.append((steps[-1]["view"], steps[-1]["size"]) if steps else None)
+            return None not in last and len(set(last)) == 1 and last[0][1] == size  # type: ignore[index]
+
+        self.job.wait(together, START_TIMEOUT_S, f"{size} members train together")
+
+    def end(self) -> None:
+        last = max(child.of("step")[-1]["step"] for child in self.now.values())
+        self.stop.with_suffix(".draft").write_text(str(last + AHEAD))
+        self.stop.with_suffix(".draft").rename(self.stop)
+        self.job.wait_exit(list(self.now.values()), SOON_S)
+
+    def check_weights(self) -> None:
+        """Beside one process: of a step that was made in several views the last one counts."""
+        made: dict[int, tuple[int, int]] = {}
+        for child in self.lives:
+            for event in child.of("step"):
+                made[event["step"]] = max(made.get(event["step"], (0, 0)), (event["view"], event["size"]))
+        done = [child.of("done")[0] for child in self.now.values()]
+        last = max((event["view"], event["step"]) for event in done)
+        expected = one_process([made[step + 1][1] for step in range(last[1])])
+        for event in done:
+            if (event["view"], event["step"]) == last:
+                torch.testing.assert_close(torch.tensor(event["weights"], dtype=torch.float64), expected, rtol=1e-9, atol=1e-9)
+        assert {size for _, size in made.values()} >= {3, 4}
+
+
+def one_process(sizes: list[int]) -> torch.Tensor:
+    """Plain SGD: the gradient of step n is the mean over the parts of ``sizes[n]`` members. The first member's seed."""
+    inputs, labels = digits()
+    model = make_model(0)
+    for step, size in enumerate(sizes):
+        model.zero_grad()
+        for rank in range(size):
+            mine = part(step, rank, size, len(inputs))
+            (cross_entropy(model(inputs[mine]), labels[mine]) / size).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad  # type: ignore[operator]
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def lines_of_rebuild() -> int:
+    """Lines that are run in a rebuild without an error."""
+    source = inspect.getsource(FTLib._rebuild)
+    return source[: source.index("except")].count("\n") - 2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("consensus", ["lighthouse", "shared_storage"])
+def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> None:
+    sys.stdout.flush()
+    with Job() as job:
+        settings: dict[str, Any] = {"timeout": 60}
+        if consensus == "lighthouse":
+            _, settings["lighthouse_addr"] = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000)
+        else:
+            settings.update(directory=str(tmp_path / "shared"), expiry=3)
+        members = Members(job, consensus, settings, tmp_path)
+        for name in ("m0", "m1", "m2", "m3"):
+            members.start(name)
+            if name == "m0":
+                members.train_together(1)  # so that all weights are those of its seed
+        members.train_together(4)
+        for name in ("m0", "m1", "m2", "m3"):  # each in turn
+            members.now.pop(name).kill()
+            members.train_together(3)
+            members.start(name)
+            members.train_together(4)
+        members.now.pop("m3").kill()
+        for line in range(1, lines_of_rebuild() + 1):
+            child = members.start("m3", "--die-at", line)
+            child.expected_to_live = False
+            job.wait(lambda: child.returncode is not None, START_TIMEOUT_S, "it is killed")  # noqa: B023
+            assert [event["line"] for event in child.of("dies")] == [line]
+        del members.now["m3"]
+        members.train_together(3)
+        members.start("m3")
+        members.train_together(4)
+        members.end()
+        members.check_weights()
+
+
+@pytest.mark.timeout(300)
+def test_averages_that_overlap_with_the_backward_pass(tmp_path: Path) -> None:
+    with Job() as job:
+        settings = {"timeout": 60, "directory": str(tmp_path / "shared"), "expiry": 3}
+        members = Members(job, "shared_storage", settings, tmp_path, "--overlap")
+        members.start("m0")
+        members.train_together(1)
+        for name in ("m1", "m2", "m3"):
+            members.start(name)
+        members.train_together(4)
+        members.now.pop("m1").kill()
+        members.train_together(3)
+        members.end()
+        members.check_weights()

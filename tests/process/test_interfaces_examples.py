@@ -1,0 +1,49 @@
+"""The examples of docs/ftlib.md and docs/dlrover.md run as they stand there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import ROOT, blocks
+from processes import child_environment, ours_path
+
+
+@pytest.mark.parametrize("name", ["ftlib", "dlrover"])
+def test_the_page_shows_the_example(name: str) -> None:
+    (block,) = (b.text for b in blocks(name, (ROOT / f"docs/{name}.md").read_text()) if b.language == "python")
+    assert block == (ROOT / f"python/examples/{name}_loop.py").read_text()
+
+
+def weights(*said: str) -> set[str]:
+    return {found for text in said for found in re.findall(r"weights (\[\[.*?\]\])", text)}
+
+
+@pytest.mark.timeout(240)
+def test_two_members_of_ftlib_end_with_equal_weights(tmp_path: Path) -> None:
+    script = ROOT / "python/examples/ftlib_loop.py"
+    env = child_environment(ours_path(), {"TORCHFT_HOST": "localhost"})
+    members = [
+        subprocess.Popen([sys.executable, script, tmp_path], env=env, text=True, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    try:
+        said = [member.communicate(timeout=200)[0] for member in members]
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    assert [member.returncode for member in members] == [0, 0]
+    assert 1 <= len(weights(*said)) <= 2  # two, if one had ended before the other one began
+
+
+@pytest.mark.timeout(240)
+def test_two_groups_with_distributed_optimizer_end_with_equal_weights(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchft.cli", "run", "--replicas", "2", "--min-replicas", "2"]
+    script = ROOT / "python/examples/dlrover_loop.py"
+    env = child_environment(ours_path(), {"TORCHFT_HOST": "localhost", "MAX_WORKER_NUM": "2"})
+    done = subprocess.run([*command, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert len(weights(done.stdout + done.stderr)) == 1

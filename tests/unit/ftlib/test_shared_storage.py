@@ -1,0 +1,154 @@
+"""A shared directory as consensus: files, errors of a directory that is of no use, and members in threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from torchft.ftlib import FTLib
+from torchft.ftlib.shared_storage import Files, SharedStorage
+from torchft.ftlib.views import Identity, Member, View
+from torchft.process_group import ProcessGroupGloo
+
+SOON = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "localhost")
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.lost: list[tuple[int, str]] = []
+        self.joins = 0
+
+    def new_member_join(self) -> None:
+        self.joins += 1
+
+    def member_lost(self, view: int, reason: str) -> None:
+        self.lost.append((view, reason))
+
+
+def wait_for(condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + SOON.total_seconds()
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_members_agree_join_and_leave(tmp_path: Path) -> None:
+    heard = {name: Heard() for name in "ab"}
+    members = {name: SharedStorage(tmp_path, name=name, timeout=SOON, expiry=timedelta(seconds=2)) for name in "ab"}
+    for name, member in members.items():
+        member.attach(heard[name])
+    first = members["a"].get_member_list()
+    assert [identity.name for identity in first.identities] == ["a"]
+    with ThreadPoolExecutor(2) as threads:
+        joined = threads.submit(members["b"].get_member_list)
+        wait_for(lambda: heard["a"].joins)
+        both = members["a"].get_member_list()
+        assert both == joined.result(30) and len(both.members) == 2 and both.number > first.number
+    members["b"].close()
+    wait_for(lambda: heard["a"].lost)
+    assert heard["a"].lost[0] == (both.number, "b has not renewed its record")
+    assert [identity.name for identity in members["a"].get_member_list().identities] == ["a"]
+    members["a"].close()
+    members["a"].close()
+    assert not list(tmp_path.glob("*/member.*"))
+    with pytest.raises(RuntimeError, match="closed"):
+        members["a"].get_member_list()
+
+
+def test_a_later_life_takes_the_place_of_a_failed_one_at_once(tmp_path: Path) -> None:
+    killed = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
+    killed.get_member_list()  # and no word after it
+    again = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
+    assert again.get_member_list().identities == [again.identity]
+    with pytest.raises(RuntimeError, match="a later life of it has taken its place"):
+        killed.get_member_list()
+    again.close()
+    killed.close()
+
+
+def test_a_member_that_cannot_renew_its_record_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=0.5))
+    member.attach(heard)
+    view = member.get_member_list()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Files, "write", full)
+    wait_for(lambda: heard.lost)
+    assert heard.lost[0][0] == view.number and "No space left on device" in heard.lost[0][1]
+    member.close()
+
+
+def test_a_list_that_does_not_come(tmp_path: Path) -> None:
+    alone = SharedStorage(tmp_path, name="a", min_members=2, timeout=timedelta(seconds=0.2))
+    with pytest.raises(TimeoutError, match=r"timed out after 0.2 s: 1 of 2 members"):
+        alone.get_member_list()
+    alone.close()
+    trains = SharedStorage(tmp_path, name="b", timeout=SOON)
+    trains.get_member_list()
+    waits = SharedStorage(tmp_path, name="c", timeout=timedelta(seconds=0.2))
+    with pytest.raises(TimeoutError, match=r"timed out after 0.2 s: waits for b"):
+        waits.get_member_list()
+    waits.close()
+    trains.close()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "write_bytes", fails)
+    with pytest.raises(
+        ValueError, match=f"directory='{tmp_path}/default' is not allowed: {os.strerror(code)}; allowed"
+    ):
+        FTLib.init("shared_storage", ProcessGroupGloo(), directory=tmp_path)
+
+
+def test_bad_settings(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"directory=.*is not allowed: Not a directory"):
+        SharedStorage(tmp_path / "file")
+    with pytest.raises(ValueError, match="min_members=0 is not allowed"):
+        SharedStorage(tmp_path, min_members=0)
+    with pytest.raises(ValueError, match=r"expiry=.* is not allowed"):
+        SharedStorage(tmp_path, expiry=timedelta(0))
+    with pytest.raises(ValueError, match=r"name='a\.b' is not allowed"):
+        SharedStorage(tmp_path, name="a.b")
+
+
+def test_each_number_is_created_once(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    view = View(3, (Member(Identity("a", 1), "host:1"),))
+    assert files.create(view) and not files.create(View(3, (Member(Identity("b", 1), "host:2"),)))
+    assert files.latest() == view
+    for number in range(4, 20):
+        assert files.create(View(number, view.members))
+    assert len(list(tmp_path.iterdir())) == 8
+    (tmp_path / "view.0000000000000099").write_text("{}")
+    with pytest.raises(ValueError, match=r"view\.0000000000000099 is no view of FTLib"):
+        files.latest()
+
+
+def test_jobs_have_directories_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SharedStorage(tmp_path, name="a", timeout=SOON)
+    first.get_member_list()
+    monkeypatch.setenv("TORCHFT_JOB_ID", "other")
+    other = SharedStorage(tmp_path, name="b", timeout=SOON)
+    assert other.get_member_list().identities == [other.identity]
+    first.close()
+    other.close()

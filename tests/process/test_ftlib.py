@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torchft.ftlib import FTLib
 
 HERE = Path(__file__).resolve().parent
+CONSENSUS = ["lighthouse", "shared_storage"]
 AHEAD = 60  # steps
 SOON_S = 120
 
@@ -73,7 +73,9 @@ class Members:
         expected = one_process([made[step + 1][1] for step in range(last[1])])
         for event in done:
             if (event["view"], event["step"]) == last:
-                torch.testing.assert_close(torch.tensor(event["weights"], dtype=torch.float64), expected, rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(
+                    torch.tensor(event["weights"], dtype=torch.float64), expected, rtol=1e-9, atol=1e-9
+                )
         assert {size for _, size in made.values()} >= {3, 4}
 
 
@@ -98,16 +100,19 @@ def lines_of_rebuild() -> int:
     return source[: source.index("except")].count("\n") - 2
 
 
+def settings_of(consensus: str, job: Job, folder: Path) -> dict[str, Any]:
+    if consensus == "lighthouse":
+        _, address = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000)
+        return {"timeout": 60, "lighthouse_addr": address}
+    return {"timeout": 60, "directory": str(folder / "shared"), "expiry": 3}
+
+
+@pytest.mark.slow  # test_a_member_is_killed kills one
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("consensus", ["lighthouse", "shared_storage"])
+@pytest.mark.parametrize("consensus", CONSENSUS)
 def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> None:
-    sys.stdout.flush()
     with Job() as job:
-        settings: dict[str, Any] = {"timeout": 60}
-        if consensus == "lighthouse":
-            _, settings["lighthouse_addr"] = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000)
-        else:
-            settings.update(directory=str(tmp_path / "shared"), expiry=3)
+        settings = settings_of(consensus, job, tmp_path)
         members = Members(job, consensus, settings, tmp_path)
         for name in ("m0", "m1", "m2", "m3"):
             members.start(name)
@@ -134,10 +139,12 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(300)
-def test_averages_that_overlap_with_the_backward_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("consensus", CONSENSUS)
+def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
+    """Averages overlap with the backward pass."""
     with Job() as job:
-        settings = {"timeout": 60, "directory": str(tmp_path / "shared"), "expiry": 3}
-        members = Members(job, "shared_storage", settings, tmp_path, "--overlap")
+        settings = settings_of(consensus, job, tmp_path)
+        members = Members(job, consensus, settings, tmp_path, "--overlap")
         members.start("m0")
         members.train_together(1)
         for name in ("m1", "m2", "m3"):

@@ -27,7 +27,8 @@ def test_two_members_of_ftlib_end_with_equal_weights(tmp_path: Path) -> None:
     script = ROOT / "python/examples/ftlib_loop.py"
     env = child_environment(ours_path(), {"TORCHFT_HOST": "localhost"})
     members = [
-        subprocess.Popen([sys.executable, script, tmp_path], env=env, text=True, stdout=subprocess.PIPE) for _ in range(2)
+        subprocess.Popen([sys.executable, script, tmp_path], env=env, text=True, stdout=subprocess.PIPE)
+        for _ in range(2)
     ]
     try:
         said = [member.communicate(timeout=200)[0] for member in members]

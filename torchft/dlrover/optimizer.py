@@ -78,8 +78,8 @@ class DistributedOptimizer(Optimizer):
         if self._manager is not None:
             if _stand_in.adds_gradients(self._manager):
                 raise ValueError(
-                    "DistributedOptimizer and ElasticDataLoader both make the batch of a step independent of the number "
-                    "of workers: with the loader, use torchft.Optimizer and multiply each loss by unit.weight"
+                    "DistributedOptimizer and ElasticDataLoader both keep the batch of a step with any number of "
+                    "workers: with the loader, use torchft.Optimizer and multiply each loss by unit.weight"
                 )
             self._manager.start_quorum()
         self._count_workers()

@@ -1,6 +1,8 @@
 """A batch of the same size with any number of groups: docs/dlrover.md.
 
-MAX_WORKER_NUM=2 torchft run --replicas 2 python/examples/dlrover_loop.py
+    MAX_WORKER_NUM=2 torchft run --replicas 2 python/examples/dlrover_loop.py
+
+starts a lighthouse and two groups of it on this machine.
 """
 
 import torch

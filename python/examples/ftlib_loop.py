@@ -39,4 +39,4 @@ while ftlib.step < 1000:
         adam.step()  # else the gradients are of no use: compute them again
 
 ftlib.close()
-print(f"loss {loss.item():.4f}, weights {net.weight.tolist()}")
+print(f"step {ftlib.step}, weights {net.weight.tolist()}")

@@ -15,13 +15,12 @@ from torchft.process_group import ProcessGroup, ProcessGroupWrapper, reconfigure
 
 
 class Framework(ABC):
-    """A communicator that can be built anew. Collectives change tensors in place, block, and raise if they fail.
+    """A communicator that can be built anew. Collectives change tensors in place, block, and raise if they fail."""
 
-    Attributes:
-        device: of tensors that FTLib makes for it.
-    """
-
-    device: torch.device = torch.device("cpu")
+    @property
+    def device(self) -> torch.device:
+        """Of tensors that FTLib makes for it."""
+        return torch.device("cpu")
 
     @abstractmethod
     def rebuild(self, rank: int, size: int, address: str) -> bool:
@@ -80,9 +79,12 @@ class ProcessGroupFramework(Framework):
         self._pg: Any = pg
         self._timeout = timeout
         self._size = 1
+
+    @property
+    def device(self) -> torch.device:
         accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and any(name in pg.getBackendName().lower() for name in ("nccl", "xccl")):
-            self.device = accelerator
+        needed = any(name in self._pg.getBackendName().lower() for name in ("nccl", "xccl"))
+        return accelerator if needed and accelerator is not None else torch.device("cpu")
 
     def rebuild(self, rank: int, size: int, address: str) -> bool:
         if not isinstance(self._pg, ProcessGroup) or _reconfigures_itself(self._pg):

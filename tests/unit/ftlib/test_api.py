@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import Optional
 
 import pytest
@@ -308,3 +311,58 @@ def test_a_group_of_torchft_is_a_framework() -> None:
     group = ProcessGroupGloo()
     assert FTLib.init(Told(), group)._framework.device == torch.device("cpu")
     assert ftlib is not None
+
+
+def test_a_member_joins_at_each_line_of_a_rebuild() -> None:
+    """Each time all three end with equal weights: a rebuild that came too early for the join is followed by another."""
+    source = inspect.getsource(FTLib._rebuild)
+    for line in range(1, source[: source.index("except")].count("\n") - 1):
+        assert len(set(_weights_of_three(line))) == 1, f"line {line}"
+
+
+def _weights_of_three(line: int) -> list[float]:
+    room, store = Room(least=2), shared_store()
+    ended = threading.Barrier(3)
+
+    def member(name: str, at_line: Callable[[], None]) -> float:
+        weight = torch.tensor([float(len(name) + ord(name))])
+        ftlib = FTLib.init(
+            RoomConsensus(room, name),
+            StoreFramework(store),
+            state_dict=lambda: {"weight": weight},
+            load_state_dict=lambda state: weight.copy_(state["weight"]),
+        )
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> object:
+            nonlocal lines
+            if frame.f_code is FTLib._rebuild.__code__ and event == "line":
+                lines += 1
+                if lines == line:
+                    at_line()
+            return trace if frame.f_code is FTLib._rebuild.__code__ else None
+
+        sys.settrace(trace)
+        model = nn.Linear(1, 1, bias=False)
+        try:
+            while not (ftlib.step >= 5 and ftlib.size == 3):
+                model.weight.grad = torch.full((1, 1), float(ftlib.rank))
+                if ftlib.wait_gradients_ready(model) is SUCCESS:
+                    weight -= model.weight.grad[0]
+        finally:
+            sys.settrace(None)
+            ended.wait(60)
+            ftlib.close()
+        return weight.item()
+
+    with ThreadPoolExecutor(3) as threads:
+        third: list[Future[float]] = []
+
+        def join() -> None:
+            third.append(threads.submit(member, "c", lambda: None))
+            with room.changed:  # until it has asked
+                room.changed.wait_for(lambda: any(one.name == "c" for one in room.present), 0.2)
+
+        first = threads.submit(member, "a", join)
+        second = threads.submit(member, "b", lambda: None)
+        return [first.result(60), second.result(60), third[0].result(60)]

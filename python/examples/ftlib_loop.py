@@ -1,8 +1,6 @@
-"""A training loop with FTLib: docs/ftlib.md.
+"""A training loop with FTLib: docs/ftlib.md. Its argument is a directory that all members see.
 
-    python python/examples/ftlib_loop.py /tmp/shared
-
-Start it as often as you like, kill any of them, and start it again: all that run train together.
+Start it as often as you like, kill any of the processes, and start it again: all that run train together.
 """
 
 import sys

@@ -102,7 +102,11 @@ class FTLib:
             consensus = _make_consensus(consensus, settings)
         elif settings:
             raise TypeError(f"{', '.join(settings)}: a consensus of your own has its settings already")
-        return cls(consensus, framework, state_dict, load_state_dict)
+        try:
+            return cls(consensus, framework, state_dict, load_state_dict)
+        except BaseException:
+            consensus.close()
+            raise
 
     # Membership
 

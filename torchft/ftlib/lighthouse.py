@@ -143,7 +143,7 @@ def _view(result: QuorumResult) -> View:
         name, _, incarnation = replica_id.rpartition(":")
         if not incarnation.isdecimal() or address.startswith("{"):
             raise RuntimeError(
-                f"quorum {result.quorum_id}: {replica_id} does not use FTLib; give FTLib a TORCHFT_JOB_ID"
+                f"quorum {result.quorum_id}: {replica_id} does not use FTLib: give it a TORCHFT_JOB_ID"
             )
         members.append(Member(Identity(name, int(incarnation)), address))
     return View(result.quorum_id, tuple(members))

@@ -1,0 +1,104 @@
+"""Consensus by the lighthouse: views of real quorums, and errors of an address or a job that is of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from torchft._torchft import QuorumResult
+from torchft.coordination import LighthouseServer
+from torchft.ftlib import ConsensusStatus, FTLib, Identity
+from torchft.ftlib.lighthouse import Lighthouse, _view
+from torchft.process_group import ProcessGroupGloo
+
+SOON = timedelta(seconds=30)
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("TORCHFT_HOST", "localhost")
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    yield server.address()
+    server.shutdown()
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.lost: list[int] = []
+
+    def new_member_join(self) -> None:
+        raise AssertionError("an active consensus is asked")
+
+    def member_lost(self, view: int, reason: str) -> None:
+        self.lost.append(view)
+
+
+def test_views_follow_joins_failures_and_failed_collectives(address: str) -> None:
+    a = Lighthouse("a", address, timeout=SOON)
+    a.attach(Heard())
+    alone = a.get_member_list()
+    assert alone.identities == [a.identity]
+    assert a.confirm() is ConsensusStatus.SKIP_ALLREDUCE
+    b = Lighthouse("b", address, timeout=SOON)
+    b.attach(Heard())
+    with ThreadPoolExecutor(1) as threads:
+        joined = threads.submit(b.get_member_list)
+        while a.confirm() is not ConsensusStatus.FAIL:
+            pass  # until b's request is there; each answer comes from the lighthouse
+        both = a.get_member_list()
+        assert both == joined.result(30) and both.number > alone.number
+        assert sorted(both.identities) == [a.identity, b.identity]
+
+        holds = threads.submit(b.confirm)
+        assert a.confirm() is holds.result(30) is ConsensusStatus.SUCCESS
+
+        failed = threads.submit(b.get_member_list)  # its collective failed: the same members in a new view
+        assert a.confirm() is ConsensusStatus.FAIL
+        again = a.get_member_list()
+        assert again == failed.result(30)
+        assert again.members == both.members and again.number > both.number
+    b.close()
+    assert a.get_member_list().identities == [a.identity]
+    a.close()
+
+
+def test_no_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ValueError, match="lighthouse_addr is None and TORCHFT_LIGHTHOUSE is not set"):
+        FTLib.init("lighthouse", ProcessGroupGloo())
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:1"):
+        FTLib.init(
+            "lighthouse",
+            ProcessGroupGloo(),
+            lighthouse_addr="http://127.0.0.1:1",
+            connect_timeout=timedelta(seconds=0.3),
+        )
+
+
+def test_a_setting_that_is_refused_leaves_nothing_behind(address: str) -> None:
+    with pytest.raises(ValueError, match="state_dict and load_state_dict belong together"):
+        FTLib.init("lighthouse", ProcessGroupGloo(), state_dict=dict, lighthouse_addr=address)
+
+
+@pytest.mark.parametrize(
+    ("replica_ids", "handles", "without"),
+    [
+        (["a:1", "b:uuid"], ["h:1", "h:2"], []),
+        (["a:1", "b:2"], ["h:1", '{"id": "x", "store": "h:2"}'], []),
+        (["a:1", "b:2"], [], ["b:2"]),
+    ],
+)
+def test_groups_that_do_not_use_ftlib_are_named(replica_ids: list[str], handles: list[str], without: list[str]) -> None:
+    result = QuorumResult(
+        quorum_id=7, replica_ids=replica_ids, reconfigure_handles=handles, replicas_without_handles=without
+    )
+    with pytest.raises(RuntimeError, match=r"quorum 7: .*b:.* use FTLib: give it a TORCHFT_JOB_ID"):
+        _view(result)
+
+
+def test_a_name_may_have_colons() -> None:
+    result = QuorumResult(quorum_id=7, replica_ids=["rack:1:23"], reconfigure_handles=["h:1"])
+    assert _view(result).identities == [Identity("rack:1", 23)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchft import _stand_in
+from torchft._extras import extras_of
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -62,6 +62,7 @@ class DistributedOptimizer(Optimizer):
         self.optimizer = optimizer
         self._fixed = fixed_global_batch_size
         self._manager = manager
+        self._extras = extras_of(manager)
         self._group: Any = process_group
         self._workers = 1
         self._passes = 0  # of this step, which are done
@@ -76,7 +77,7 @@ class DistributedOptimizer(Optimizer):
         if self._passes:
             return
         if self._manager is not None:
-            if _stand_in.adds_gradients(self._manager):
+            if self._extras.adds_gradients:
                 raise ValueError(
                     "DistributedOptimizer and ElasticDataLoader both keep the batch of a step with any number of "
                     "workers: with the loader, use torchft.Optimizer and multiply each loss by unit.weight"
@@ -112,17 +113,19 @@ class DistributedOptimizer(Optimizer):
 
     def _reduce(self) -> None:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if self._manager is not None:
-            for work in [self._manager.allreduce(gradient) for gradient in gradients]:  # means over the participants
-                work.wait()
-            passes = self.backward_passes_per_step
-        else:
-            if self._workers > 1:
-                for work in [self._group.allreduce([gradient], _sum()) for gradient in gradients]:
-                    work.wait()
-            passes = self.backward_passes_per_step * self._workers
+        passes = self.backward_passes_per_step * (self._workers if self._manager is None else 1)
         for gradient in gradients:
             gradient.div_(passes)
+        if self._manager is not None:  # which gives means over the participants
+            if self._fixed:
+                self._extras.refuse_replay("with fewer workers, DistributedOptimizer needs more backward passes")
+            works = [self._manager.allreduce(gradient) for gradient in gradients]
+        elif self._workers > 1:
+            works = [self._group.allreduce([gradient], _sum()) for gradient in gradients]
+        else:
+            works = []
+        for work in works:
+            work.wait()
 
     # Everything else is the wrapped optimizer's.
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from torchft._extras import Extras
 from torchft.dlrover import DistributedOptimizer
 from torchft.dlrover.optimizer import backward_passes
 
@@ -173,6 +174,6 @@ def test_a_step_that_is_not_committed_changes_nothing() -> None:
 
 def test_a_job_whose_loader_weights_its_losses_is_refused() -> None:
     manager = mock.MagicMock()
-    manager._adds_gradients.return_value = True
+    manager._extras = mock.Mock(spec=Extras, adds_gradients=True)
     with pytest.raises(ValueError, match=r"ElasticDataLoader.*use torchft\.Optimizer"):
         DistributedOptimizer(sgd(make_model()), manager=manager).zero_grad()

@@ -81,8 +81,7 @@ var mistakes = []struct {
 	},
 	{
 		"a session's answer to a vote is always yes", "manager/session_server.go",
-		"		resp.Response = &torchftpb.RankResponse_ShouldCommit{ShouldCommit: commit}",
-		"		commit.ShouldCommit = true\n		resp.Response = &torchftpb.RankResponse_ShouldCommit{ShouldCommit: commit}",
+		"ShouldCommitResponse{ShouldCommit: a.commit}", "ShouldCommitResponse{ShouldCommit: true}",
 		[]string{"a group commits only what all its ranks voted for"},
 	},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Callable, Generator, Iterator, Optional
 
 import pytest
@@ -446,6 +448,66 @@ def test_a_step_is_iterated_once() -> None:
     assert [list(unit.indices) for unit in units] == [[0, 1], [2, 3]]
     loader._manager.decide(True)  # type: ignore[attr-defined]
     assert [list(unit.indices) for unit in next(loader)] == [[4, 5], [6, 7]]
+
+
+# The log
+
+
+class Steps:
+    """LocalSGD or DiLoCo, as a loader sees it."""
+
+    entered = True
+
+    def __init__(self, keeps_own_weights: bool) -> None:
+        self.keeps_own_weights = keeps_own_weights
+
+    def synchronise(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("committed", "keeps_own_weights", "counted", "level", "says"),
+    [
+        (True, True, 8, "INFO", "8 samples committed, 0 lost"),
+        (True, True, 6, "WARNING", "6 samples committed, 2 lost"),
+        (False, True, 0, "INFO", "0 samples committed, 0 lost"),  # they are in the next average
+        (False, False, 0, "WARNING", "0 samples committed, 8 lost"),
+    ],
+)
+def test_the_log_says_at_each_average_which_samples_count(
+    committed: bool, keeps_own_weights: bool, counted: int, level: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "torchft.data.loader")
+    manager = Alone()
+    manager._current = SimpleNamespace(plan=SimpleNamespace(replica_rank=0, replica_world_size=1))
+    loader = make(manager=manager)
+    loader.steps_by_itself(Steps(keeps_own_weights))
+    for _ in range(2):
+        for unit in next(loader):
+            with unit.accumulate():
+                pass
+        loader.inner_step_ended()
+    assert loader.send_samples() == 8
+    loader.samples_averaged(counted)
+    manager.decide(committed)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (level, f"epoch 0, batch 2: inner steps so far: {says}")
+
+
+def test_with_local_steps_a_unit_that_was_left_out_counts_as_lost() -> None:
+    manager = Alone()
+    manager._current = SimpleNamespace(plan=SimpleNamespace(replica_rank=0, replica_world_size=1))
+    loader = make(manager=manager)
+    loader.steps_by_itself(Steps(True))
+    first, _ = next(loader)
+    with first.accumulate():
+        pass
+    loader.inner_step_ended()
+    loader.samples_averaged(loader.send_samples())
+    manager.decide(True)
+    assert (loader.committed, loader.lost) == (2, 2)
+    with pytest.raises(UnitsSkipped, match="unit 1 of batch 0 of epoch 0"):
+        next(loader)
 
 
 # Bad input

@@ -119,6 +119,33 @@ def test_a_drain_ends_the_loop_between_two_steps(native: Fixture, zero_grad_last
     assert manager.draining()
 
 
+def test_24_bytes_are_reduced_more_in_the_first_step_of_a_quorum_only(native: Fixture) -> None:
+    reduced: list[int] = []
+
+    class Counts(Native):
+        def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+            reduced.extend(tensor.nbytes for tensor in tensors)
+            return super().allreduce(tensors, opts)
+
+    native.pg = Counts(0, 1)
+    manager, model = native.manager(), nn.Linear(1, 1)
+    loader = attach(manager)
+    assert manager._layout.lines is not None
+    handles = [announce("native", digest(manager._layout.lines))]
+    first, second = alone(handles), alone(handles, quorum_id=2)
+    native.client._quorum.side_effect = [first, first, second, second]
+    optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = []
+    for step in loader:
+        optimizer.zero_grad()
+        train(manager, step, model)
+        optimizer.step()
+        steps.append(reduced.copy())
+        reduced.clear()
+    assert steps == [[24, 4, 4], [4, 4], [24, 4, 4]]
+    assert reduced == [], "the end is in the quorum of the last step"
+
+
 def test_what_is_reduced_before_the_units_begins_no_other_step(native: Fixture) -> None:
     """Such as a number of tokens. In another quorum the units would be those of other groups too, or of nobody."""
     manager = native.manager()

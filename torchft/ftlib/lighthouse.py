@@ -142,8 +142,6 @@ def _view(result: QuorumResult) -> View:
     for replica_id, address in zip(result.replica_ids, result.reconfigure_handles):
         name, _, incarnation = replica_id.rpartition(":")
         if not incarnation.isdecimal() or address.startswith("{"):
-            raise RuntimeError(
-                f"quorum {result.quorum_id}: {replica_id} does not use FTLib: give it a TORCHFT_JOB_ID"
-            )
+            raise RuntimeError(f"quorum {result.quorum_id}: {replica_id} does not use FTLib: give it a TORCHFT_JOB_ID")
         members.append(Member(Identity(name, int(incarnation)), address))
     return View(result.quorum_id, tuple(members))

@@ -1,0 +1,127 @@
+"""The digest of a tensor sees each flipped bit, wherever the tensor lies and however it is laid out."""
+
+from __future__ import annotations
+
+import random
+from typing import Callable
+
+import pytest
+import torch
+
+from torchft._manager.digest import _AT_ONCE, _CHUNK, _on_device, _sum, _words, digest, digest_all, memory_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool]
+
+
+def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 2, shape).to(dtype) if dtype is torch.bool else (torch.randn(shape) * 9).to(dtype)
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    """Flips a bit of a tensor's memory, counted from its beginning."""
+    memory_of(tensor)[bit // 8] ^= 1 << bit % 8
+
+
+def on_device(tensor: torch.Tensor) -> int:
+    """The digest as a device makes it, computed on the CPU."""
+    words = _words(memory_of(tensor))
+    chunks = [sums for part in words.split(_AT_ONCE * _CHUNK) for sums in _on_device(part)]
+    return _sum(chunks, words.device).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
+    tensor = filled(dtype, 7, 3)
+    before = digest(tensor).item()
+    for bit in range(8 * tensor.numel() * tensor.element_size()):
+        flip(tensor, bit)
+        assert digest(tensor).item() != before, f"bit {bit}"
+        flip(tensor, bit)
+    assert digest(tensor).item() == before
+
+
+def test_each_bit_of_the_last_and_the_first_word_of_each_chunk_counts() -> None:
+    tensor = torch.randn(2 * _CHUNK + 5)
+    before = digest(tensor).item()
+    for word in (0, _CHUNK - 1, _CHUNK, 2 * _CHUNK - 1, 2 * _CHUNK, 2 * _CHUNK + 4):
+        for bit in range(32):
+            flip(tensor, 32 * word + bit)
+            assert digest(tensor).item() != before
+            flip(tensor, 32 * word + bit)
+
+
+def test_pairs_of_flipped_bits_change_the_digest() -> None:
+    """Sign bits above all: with words of 64 bits any two of them would cancel each other."""
+    tensor = torch.randn(1000)
+    before = digest(tensor).item()
+    choose = random.Random(0)
+    for _ in range(2000):
+        one, other = choose.sample(range(1000), 2)
+        bit = choose.choice((31, 31, choose.randrange(32)))
+        flip(tensor, 32 * one + bit)
+        flip(tensor, 32 * other + bit)
+        assert digest(tensor).item() != before
+        flip(tensor, 32 * one + bit)
+        flip(tensor, 32 * other + bit)
+
+
+def test_swapped_words_and_swapped_chunks_change_the_digest() -> None:
+    tensor = torch.randn(2 * _CHUNK)
+    swapped = tensor.clone()
+    swapped[[3, 4]] = tensor[[4, 3]]
+    assert digest(swapped).item() != digest(tensor).item()
+    assert digest(torch.cat([tensor[_CHUNK:], tensor[:_CHUNK]])).item() != digest(tensor).item()
+
+
+@pytest.mark.parametrize("words", [0, 1, 5, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 7])
+def test_devices_come_to_the_same_number(words: int) -> None:
+    tensor = torch.randn(words)
+    assert on_device(tensor) == digest(tensor).item()
+
+
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        lambda: torch.randn(6, 5).t(),
+        lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(6, 10)[:, ::2],
+        lambda: torch.randn(9).to(torch.bfloat16)[1:],  # not aligned to words
+        lambda: torch.tensor(3.0),
+        lambda: torch.empty(0, 4),
+        lambda: torch.nn.Parameter(torch.randn(3)),
+        lambda: torch.randn(4, dtype=torch.complex64),
+    ],
+)
+def test_any_layout_is_digested_and_the_tensor_stays_as_it_is(laid_out: Callable[[], torch.Tensor]) -> None:
+    tensor = laid_out()
+    before = tensor.detach().clone()
+    first = digest(tensor)
+    assert first.shape == () and first.dtype is torch.int64
+    assert digest(tensor).item() == first.item()
+    assert torch.equal(tensor, before)
+
+
+def test_memory_is_not_copied_where_elements_lie_side_by_side() -> None:
+    for tensor in (torch.randn(6, 5), torch.randn(6, 5).t(), torch.randn(2, 3, 4, 5).permute(0, 2, 3, 1)):
+        assert memory_of(tensor).untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_a_part_is_that_of_its_bytes() -> None:
+    tensor = torch.randn(1000)
+    assert digest(tensor, 400, 804).item() == digest(tensor[100:201]).item()
+    assert digest(tensor, 3996).item() == digest(tensor[999:]).item()
+
+
+def test_the_order_of_several_tensors_counts() -> None:
+    one, other = torch.randn(3), torch.randn(3)
+    assert digest_all([one, other]) != digest_all([other, one])
+    assert digest_all([one, other]) == digest_all([one.clone(), other.clone()])
+    assert digest_all([]) == 0
+
+
+def test_the_numbers_are_those_of_every_process_and_version() -> None:
+    """Groups on other hosts, of another Python or PyTorch, must come to them too."""
+    assert digest(torch.arange(1000, dtype=torch.int32)).item() == KNOWN
+
+
+KNOWN = -6954103259493136418

@@ -30,6 +30,12 @@ class Extras:
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         """What an optimizer will read: a replay must reach all of it."""
 
+    def compare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """The parameters and the state of an optimizer, which all groups have alike."""
+
+    def compare_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        """The parameters of a model, which all groups have alike."""
+
     @property
     def adds_gradients(self) -> bool:
         """Whether gradients are added up over the groups, and not averaged: a data loader has weighted the losses."""

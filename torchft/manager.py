@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, TypeVar, Union
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from torchft._manager.plan import Plan, Planner, WorldSizeMode
 from torchft._manager.ranges import ranged
 from torchft._manager.recovery import Recovery
 from torchft._manager.replayer import Replayer
+from torchft._manager.replicas import Replicas
 from torchft._manager.reports import Reports
 from torchft._manager.rounds import Rounds
 from torchft._manager.settings import (
@@ -133,6 +134,11 @@ class Manager(Stateful, Stepping):
             it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
         reproducible_reduction: with a :class:`torchft.data.ElasticDataLoader`, add gradients as integers: weights have
             the same bits however many groups there are, and whatever fails: docs/data.md. All groups must have it.
+        compare_commits: in so many commits all weights and optimizer state are compared once among the groups, whose
+            bits must be equal: docs/divergence.md. "auto": chosen by the size, so that a step pays little; 0: never;
+            None: as TORCHFT_COMPARE_COMMITS says (0). The same in all groups.
+        on_divergence: what a group does whose bits differ from those of most: "report", "heal" (from another group) or
+            "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -169,6 +175,8 @@ class Manager(Stateful, Stepping):
         enable_error_bus: Optional[bool] = None,
         replay_failed_step: Optional[bool] = None,
         reproducible_reduction: bool = False,
+        compare_commits: Union[int, str, None] = None,
+        on_divergence: Optional[str] = None,
     ) -> None:
         self._peers = as_peers(pg)  # refused before the environment is looked at
         settings = resolve(
@@ -186,6 +194,8 @@ class Manager(Stateful, Stepping):
             enable_error_bus=enable_error_bus,
             replay_failed_step=replay_failed_step,
             reproducible_reduction=reproducible_reduction,
+            compare_commits=compare_commits,
+            on_divergence=on_divergence,
         )
         check_limits(min_replica_size, max_retries)
         self._settings = settings
@@ -234,6 +244,13 @@ class Manager(Stateful, Stepping):
         self._errors = Errors(self._replica_id, self._incidents, self._server, self._logger)
         self._backlog = Backlog(self._peers.at_once, self._logger)
         self._replayer = Replayer(settings.replay_failed_step, self._errors, self._logger)
+        self._replicas = Replicas(
+            settings.compare_commits,
+            settings.on_divergence,
+            partial(self._server.say, "_say_counted"),
+            errors=self._errors,
+            logger=self._logger,
+        )
         self._layout = Layout(self._peers.announce_layout)
         self._data = Data(self._layout, planner, settings, self._init_sync)
         first = self._make_step(Request(True, False, self._quorum_timeout), state=State.UNASKED)
@@ -277,7 +294,9 @@ class Manager(Stateful, Stepping):
             logger=self._logger,
         )
         self._failures.subscribe(self._recovery.peer_died)
-        self._extras = OwnExtras(self._place, self._peers, self._server, self._errors, self._data, self._replayer)
+        self._extras = OwnExtras(
+            self._place, self._peers, self._server, self._errors, self._data, self._replayer, self._replicas.state
+        )
         self._trace = step_trace(self._replica_id, self._group_rank)
         self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
 
@@ -368,7 +387,9 @@ class Manager(Stateful, Stepping):
             shrink_only=request.shrink_only,
             commit_failures=self._commit_failures,
             init_sync=self._init_sync,
-            reconfigure_handle=self._peers.handle(),
+            reconfigure_handle=self._peers.handle(
+                self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients)
+            ),
             group_world_size=self._settings.group_world_size,  # refused if rank 0 has another one
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
@@ -387,6 +408,7 @@ class Manager(Stateful, Stepping):
         """Does what a quorum asks for, on some thread. Every wait in it has a deadline: whoever waits for it ends."""
         plan = self._planner.plan(result, step.request.allow_heal)
         step.follow(plan)
+        self._replicas.follow(plan)
         self._recovery.check(plan)
         self._background.enter_thread()
         if plan.heal:
@@ -498,6 +520,7 @@ class Manager(Stateful, Stepping):
         if not self.is_participating():
             tensor.zero_()
         self._data.compare(step, tensor.device, self._reduce)
+        self._replicas.send(step, self._step, tensor.device, self._reduce)
         reduction = self._peers.allreduce(
             tensor, ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op, should_quantize
         )
@@ -621,7 +644,7 @@ class Manager(Stateful, Stepping):
 
         Raises:
             RuntimeError: more than ``max_retries`` steps failed in a row, there is no quorum, or a rank of the group is
-                gone.
+                gone; or the weights of this group are not those of most, and ``on_divergence="evict"``.
             TimeoutError: not all ranks of the group voted in time.
         """
         timeout = given("timeout", timeout, self._timeout)
@@ -630,6 +653,7 @@ class Manager(Stateful, Stepping):
         if not committed:
             why = self._current.why_lost()
             self._give_way()
+            heals = self._replicas.gives_way(self._current)
             committed = self._replayer.replay(
                 self._current,
                 vote=lambda yes: self._server.vote(self._step, yes, timeout),
@@ -639,6 +663,8 @@ class Manager(Stateful, Stepping):
                 finish=partial(self._try_step, timeout),
                 load=self._load_between_steps,
             )
+            if heals:  # after the votes on a replay it says that it is a step behind
+                self._position = Position(step - 1, self._batches_committed, -1)
         self._logger.commit_event(committed)
         participants = self._current.participants
         if committed:
@@ -656,6 +682,7 @@ class Manager(Stateful, Stepping):
         self._current.inputs.forget()
         self._discard_unloaded_heal()
         self._run_commit_hooks(step, committed, participants)
+        self._replicas.check_evicted(self._current)
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise RuntimeError(
                 f"{self._commit_failures} steps in a row were not committed, exceeding "
@@ -679,6 +706,7 @@ class Manager(Stateful, Stepping):
         except Exception as e:
             self._logger.exception(f"the step is not committed: {e}")
             self._errors.lose(e)
+        self._replicas.check(step, self._step)
         if step.participants < self._min_replica_size:
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
@@ -708,6 +736,19 @@ class Manager(Stateful, Stepping):
         with a peer, as it is without ``replay_failed_step``. An error of the hook costs the step.
         """
         self._replayer.register_hook(hook)
+
+    def register_replicated(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        """Says which tensors have the same bits in all groups, to be compared among them (``compare_commits``).
+
+        Parameters and optimizer state of an :class:`~torchft.optim.OptimizerWrapper`, and the parameters of a model in
+        torchft's DistributedDataParallel, are registered by these. A loop without them registers its own, in all groups
+        and before the first step.
+
+        Args:
+            named: gives names and tensors, in the same order in all groups. It is called when a sweep begins; its
+                tensors are read before each vote until it is called again.
+        """
+        self._replicas.state.add_parameters(named)
 
     def _ask_again(self) -> Step:
         """Begins another attempt at this step, and waits for its quorum: with a new id, and new connections."""

@@ -33,7 +33,9 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ is left out: the wrapped one owns the parameters and runs the hooks
         self.optim = optim
         self.manager = manager
-        extras_of(manager).register_gradients(self._gradients)
+        extras = extras_of(manager)
+        extras.register_gradients(self._gradients)
+        extras.compare_optimizer(optim)
 
     def _gradients(self) -> List[torch.Tensor]:
         return [p.grad for group in self.optim.param_groups for p in group["params"] if p.grad is not None]

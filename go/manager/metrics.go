@@ -30,6 +30,10 @@ const (
 
 // rankCounters are what ranks count, by the names that they say: Manager._counted in torchft/manager.py.
 var rankCounters = map[string]struct{ metric, help string }{
+	"divergences": {
+		"torchft_manager_divergences_total",
+		"Comparisons in which the weights or the optimizer state of its ranks differed from those of most groups, or nobody knows whose are right.",
+	},
 	"nonfinite_syncs": {
 		"torchft_manager_nonfinite_syncs_total",
 		"Synchronisations of its ranks (LocalSGD, DiLoCo) whose average held NaN or Inf, and was used.",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import commands
+import divergence
 import heal
 import heal_sources
 import heal_stall
@@ -57,6 +58,7 @@ PARTS = {
     "restart": restart,
     "local_sgd": local_sgd,
     "replay": replay,
+    "divergence": divergence,
 }
 ROUNDS = {
     "startup": 10,
@@ -75,6 +77,7 @@ ROUNDS = {
     "local_sgd": 5,
     "quantized": 8,
     "replay": 10,
+    "divergence": 10,
 }
 OURS = "ours"
 

@@ -142,6 +142,17 @@ class Worker:
         for name, in_range in self.ranged.items():
             setattr(Manager, name, in_range if kept else in_range.__wrapped__)
 
+    def do_compared(self) -> None:
+        """Compare the model of Adam with that of the other group, unless the environment says no."""
+        from torchft import Optimizer
+
+        Optimizer(self.manager, self.optimizer)
+        self.manager.register_replicated(self.model.named_parameters)
+
+    def do_sweep(self) -> dict[str, Any]:
+        """Tell in how many commits all of it is compared."""
+        return {"commits": self.manager._replicas.commits}
+
     def do_steps(self, count: int, profiled: bool = False) -> dict[str, Any]:
         """Run `count` steps of a torchft job that computes nothing."""
         with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext():

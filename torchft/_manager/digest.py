@@ -1,8 +1,8 @@
 """Digests of tensors: 64 bits, made where a tensor lies, without a copy of the whole and without a wait of the host.
 
-The bytes of a tensor are words of 32 bits, in the order in which they lie in memory. A chunk of 2**17 words has the sum
-of ``word[i] * weight[i]`` modulo 2**64, and a tensor the sum of ``chunk[c] * weight[c]``. Weights are odd numbers of 64
-bits, pseudo-random and the same in every process.
+The bytes of a tensor are words of 32 bits, in the order in which they lie in memory. A chunk of 2**15 words has the sum
+of ``word[i] * weight[i]`` modulo 2**64, and a tensor of several the sum of ``chunk[c] * weight[c]``. Weights are odd
+numbers of 64 bits, pseudo-random and the same in every process.
 
 What it finds:
 
@@ -19,17 +19,23 @@ Length, dtype, shape and strides are not in it: compare what is laid out alike.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Optional
 
 import torch
 
 _WORD = 4  # bytes
-# Words. Their products take 8 bytes each, 1 MiB: in a cache of a processor.
-_CHUNK = 1 << 17
+# Words: as many elements as PyTorch computes on the thread that calls. Its other threads may be busy with the model, or
+# their processors with another process: to wait for them took 20 ms on a machine with twice as many processes as cores.
+_CHUNK = 1 << 15
 # Chunks that a device takes at once: 32 MiB, whose products take 64 MiB for a moment.
-_AT_ONCE = 64
+_AT_ONCE = 256
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +43,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Of a DTensor those of this rank's shard. A tensor whose elements do not lie side by side is copied.
     """
-    tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    tensor = local_part(tensor).detach()
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
     elif torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -56,17 +62,37 @@ def digest(tensor: torch.Tensor, begin: int = 0, end: Optional[int] = None) -> t
         tensor: of any dtype and shape; of a DTensor this rank's shard.
         begin, end: in the bytes of :func:`memory_of`; default: all of them.
     """
-    words = _words(memory_of(tensor)[begin:end])
+    return digest_bytes(memory_of(tensor)[begin:end])
+
+
+def digest_bytes(memory: torch.Tensor) -> torch.Tensor:
+    """The digest of bytes of :func:`memory_of`."""
+    words = _words(memory)
     if words.is_cpu:
-        chunks = [_on_cpu(chunk) for chunk in words.split(_CHUNK)]
+        wide = torch.empty(min(_CHUNK, words.numel()), dtype=torch.int64)
+        if words.numel() <= _CHUNK:
+            return _on_cpu(words, wide)
+        chunks = [_on_cpu(chunk, wide) for chunk in words.split(_CHUNK)]
     else:
         chunks = [sums for part in words.split(_AT_ONCE * _CHUNK) for sums in _on_device(part)]
     return _sum(chunks, words.device)
 
 
+def combine(digests: Sequence[torch.Tensor], device: Optional[torch.device] = None) -> torch.Tensor:
+    """One digest of several and their order; of one, itself. The change of one always changes it.
+
+    Args:
+        digests: of :func:`digest`.
+        device: where it is to lie, the CPU by default: the host waits for devices then.
+    """
+    device = device or torch.device("cpu")
+    moved = [word.to(device, non_blocking=device.type != "cpu") for word in digests]
+    return moved[0] if len(moved) == 1 else _sum(moved, device)
+
+
 def digest_all(tensors: Iterable[torch.Tensor]) -> int:
     """One number for several tensors and their order. It waits for their devices."""
-    return _sum([digest(tensor).cpu() for tensor in tensors], torch.device("cpu")).item()
+    return int(combine([digest(tensor) for tensor in tensors]).item())
 
 
 def _words(memory: torch.Tensor) -> torch.Tensor:
@@ -78,8 +104,10 @@ def _words(memory: torch.Tensor) -> torch.Tensor:
     return memory.view(torch.int32)
 
 
-def _on_cpu(chunk: torch.Tensor) -> torch.Tensor:
-    return torch.dot(chunk.to(torch.int64), _weights(chunk.device)[: chunk.numel()])
+def _on_cpu(chunk: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """The sum of a chunk; ``wide`` has room for it."""
+    size = chunk.numel()
+    return torch.dot(wide[:size].copy_(chunk), _weights(chunk.device)[:size])
 
 
 def _on_device(words: torch.Tensor) -> list[torch.Tensor]:
@@ -100,14 +128,16 @@ def _sum(chunks: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not chunks:
         return torch.zeros((), dtype=torch.int64, device=device)
     sums = torch.cat([chunk.view(-1) for chunk in chunks])
+    if sums.numel() == 1:
+        return sums[0]
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for number, part in enumerate(sums.split(_CHUNK)):  # of more than 64 GiB there are several
+    for number, part in enumerate(sums.split(_CHUNK)):  # of more than 4 GiB there are several
         total += (part * _weights(device)[: part.numel()]).sum() * (2 * number + 1)
     return total
 
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
-    """Of the words of a chunk, and of chunks: 1 MiB a device."""
+    """Of the words of a chunk, and of chunks."""
     odd = bytearray(random.Random(20).randbytes(8 * _CHUNK))
     return (torch.frombuffer(odd, dtype=torch.int64) | 1).to(device)

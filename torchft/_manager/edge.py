@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 
 from torchft import _torchft
 from torchft._manager.failures import FailureListener
-from torchft._manager.layout import announce, bare
+from torchft._manager.layout import announce, announce_comparison, announce_native_comparison, bare
 from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
@@ -277,9 +277,14 @@ class Peers:
         if self._shares_buffers:
             self.pg.share_buffer(buffer)
 
-    def handle(self) -> str:
-        """By which peers find this rank."""
-        return self.pg.get_reconfigure_handle()
+    def handle(self, compares: str = "") -> str:
+        """By which peers find this rank.
+
+        Args:
+            compares: how weights are compared, for it to tell; empty: they are not.
+        """
+        handle = self.pg.get_reconfigure_handle()
+        return announce_comparison(handle, compares) if compares else handle
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         """Connects with the peers whose handles these are."""
@@ -338,8 +343,11 @@ class _NativePeers(Peers):
         """A native group's handle carries the digest of a loader only."""
         self._layout = digest
 
-    def handle(self) -> str:
-        return announce(super().handle(), self._layout)
+    def handle(self, compares: str = "") -> str:
+        handle = super().handle()
+        if compares:
+            handle = announce_native_comparison(handle, compares)
+        return announce(handle, self._layout)
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         opts.handles = [bare(handle) for handle in opts.handles]

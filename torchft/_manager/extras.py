@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchft._manager.errors import Errors
     from torchft._manager.loader import Data, LocalSteps
     from torchft._manager.replayer import Replayer
+    from torchft._manager.replicas import State
     from torchft._manager.state import Place
 
 
@@ -21,7 +22,14 @@ class OwnExtras(Extras):
     """The extras of a Manager, by its parts."""
 
     def __init__(
-        self, place: Place, peers: Peers, server: Server, errors: Errors, data: Data, replayer: Replayer
+        self,
+        place: Place,
+        peers: Peers,
+        server: Server,
+        errors: Errors,
+        data: Data,
+        replayer: Replayer,
+        replicated: State,
     ) -> None:
         self._place = place
         self._peers = peers
@@ -29,12 +37,19 @@ class OwnExtras(Extras):
         self._errors = errors
         self._data = data
         self._replayer = replayer
+        self._replicated = replicated
 
     def refuse_replay(self, reason: str) -> None:
         self._errors.refuse_replay(reason)
 
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._replayer.register_gradients(gradients)
+
+    def compare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._replicated.add_optimizer(optimizer)
+
+    def compare_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        self._replicated.add_parameters(named)
 
     @property
     def adds_gradients(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from datetime import timedelta
 from typing import Callable, Optional, Sequence
 
@@ -27,6 +28,7 @@ _SHOWN = 6  # lines of each side in an error
 
 _WITH_LOADER = "loader-"
 _AFTER_NATIVE = " torchft_layout="
+_COMPARES = "torchft_compares"
 
 
 class LayoutDiffers(ValueError):
@@ -53,7 +55,34 @@ def announce(handle: str, layout: str) -> str:
 
 def bare(handle: str) -> str:
     """A native handle as PyTorch made it."""
-    return handle.partition(_AFTER_NATIVE)[0]
+    return handle.partition(_AFTER_NATIVE)[0].partition(f" {_COMPARES}=")[0]
+
+
+def announce_comparison(handle: str, compares: str) -> str:
+    """A handle that tells how this group's weights are compared with those of others (replicas.py).
+
+    Args:
+        handle: torchft's own, or a native one; any other kind stays as it is.
+        compares: letters of a URL.
+    """
+    if handle.startswith("{") and handle.endswith("}"):
+        return f'{handle[:-1]}, "{_COMPARES}": "{compares}"}}'
+    return handle
+
+
+def announce_native_comparison(handle: str, compares: str) -> str:
+    """The same for a native handle, as PyTorch made it."""
+    return f"{handle} {_COMPARES}={compares}"
+
+
+def comparison_of(handle: str) -> str:
+    """What a handle tells of it, empty if nothing."""
+    if not handle.startswith("{"):
+        return handle.partition(f" {_COMPARES}=")[2].partition(" ")[0]
+    with contextlib.suppress(ValueError):
+        compares = json.loads(handle).get(_COMPARES)
+        return compares if isinstance(compares, str) else ""
+    return ""
 
 
 class Layout:

@@ -1,5 +1,5 @@
-"""What the Manager says: lines for people, and one record for each quorum, commit, error, failure and heal for
-machines."""
+"""What the Manager says: lines for people, and one record for each quorum, commit, error, failure, heal and
+divergence for machines."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _commits = logging.getLogger("torchft_commits")
 _errors = logging.getLogger("torchft_errors")
 _failures = logging.getLogger("torchft_failures")
 _recoveries = logging.getLogger("torchft_recoveries")
+_divergences = logging.getLogger("torchft_divergences")
 
 
 def export_events() -> None:
@@ -32,7 +33,7 @@ def export_events() -> None:
         message = "OpenTelemetry's variables ask for an export of events, which needs pip install 'torchft[otel]': %s"
         logging.getLogger("torchft.manager").warning(message, e)
         return
-    for logger in (_quorums, _commits, _errors, _failures, _recoveries):
+    for logger in (_quorums, _commits, _errors, _failures, _recoveries, _divergences):
         otel.setup_logger(logger.name)
 
 
@@ -107,6 +108,14 @@ class _ManagerLogger:
             **{f"{phase.replace(' ', '_')}_seconds": s for phase, s in incident.seconds().items()},
         )
         self._reports.recovered(self._place.current_step(), incident)
+
+    def divergence_event(
+        self, text: str, digested_step: int, groups: list[str], tensors: list[str], certain: bool
+    ) -> None:
+        """Groups have other weights, or another optimizer state, than most; not certain: it is not known which."""
+        self.warn(text)
+        fields = {"groups": ", ".join(groups), "tensors": "; ".join(tensors), "certain": certain}
+        self._event(_divergences, logging.ERROR, text, digested_step=digested_step, **fields)
 
     def _event(self, logger: logging.Logger, level: int, msg: str, **fields: Any) -> None:
         # These records are for exporters: without a handler of their own they would reach Python's handler of last

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Optional
+from typing import Optional, Union
+
+from torchft._manager.divergence import OnDivergence
 
 MANAGER_ADDR_KEY: str = "manager_addr"
 REPLICA_ID_KEY: str = "replica_id"
@@ -18,6 +20,8 @@ QUORUM_RETRIES_ENV: str = "TORCHFT_QUORUM_RETRIES"
 FAILURE_BUS_ENV: str = "TORCHFT_FAILURE_BUS"
 HEAL_SOURCES_ENV: str = "TORCHFT_HEAL_SOURCES"
 REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
+COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
+ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 
 # The assigned one, and as many more as a quorum names to each group that heals (go/recovery).
@@ -47,6 +51,9 @@ class Settings:
     replay_failed_step: bool
     reproducible_reduction: bool
     heal_sources: int  # groups that are asked for one state
+    # In which all weights and optimizer state are compared with those of other groups; 0: never; None: as the size says
+    compare_commits: Optional[int] = 0
+    on_divergence: OnDivergence = OnDivergence.REPORT
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -74,6 +81,8 @@ def resolve(
     enable_error_bus: Optional[bool] = None,
     replay_failed_step: Optional[bool] = None,
     reproducible_reduction: bool = False,
+    compare_commits: Union[int, str, None] = None,
+    on_divergence: Optional[str] = None,
 ) -> Settings:
     """Fills in what the caller left out from the environment, and checks all of it.
 
@@ -97,6 +106,8 @@ def resolve(
         replay_failed_step=switch(replay_failed_step, REPLAY_FAILED_STEP_ENV, default=False),
         reproducible_reduction=reproducible_reduction,
         heal_sources=heal_sources_from_env(),
+        compare_commits=_compare_commits(compare_commits),
+        on_divergence=_on_divergence(on_divergence),
     )
     _check(settings)
     return settings
@@ -138,6 +149,28 @@ def switch(given: Optional[bool], name: str, default: bool) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{name}={value!r}: allowed are 0 (off) and 1 (on)")
     return value == "1"
+
+
+def _compare_commits(given: Union[int, str, None]) -> Optional[int]:
+    """Commits, 0 for never, None for as many as the size says."""
+    name = COMPARE_COMMITS_ENV if given is None else "compare_commits"
+    value = commits = os.environ.get(COMPARE_COMMITS_ENV, "0") if given is None else given
+    if value == "auto":
+        return None
+    if given is None and isinstance(value, str) and value.isdecimal():
+        commits = int(value)
+    if not isinstance(commits, int) or isinstance(commits, bool) or commits < 0:
+        raise ValueError(f'{name}={value!r}: allowed are 0 (never), a number of commits, or "auto": chosen by the size')
+    return commits
+
+
+def _on_divergence(given: Optional[str]) -> OnDivergence:
+    name = ON_DIVERGENCE_ENV if given is None else "on_divergence"
+    value = os.environ.get(ON_DIVERGENCE_ENV, "report") if given is None else given
+    try:
+        return OnDivergence(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(each.value for each in OnDivergence)}") from None
 
 
 def heal_sources_from_env() -> int:

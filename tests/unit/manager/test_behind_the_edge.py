@@ -25,6 +25,7 @@ FOREIGN = {"ProcessGroup", "Work", "_Work", "Future", "Manager", "ManagerClient"
 # The questions that are of another kind: file, code, why.
 ALLOWED = {
     ("_manager/background.py", "getattr(leaf, '_local_tensor', leaf)"): "a leaf of a state: a DTensor has a local one",
+    ("_manager/digest.py", "getattr(tensor, '_local_tensor', tensor)"): "the same",
     ("_manager/settings.py", "getattr(settings, name)"): "a field of a record of ours, by its name",
     ("_quantization/exchange.py", "getattr(pg, '_peers_now', lambda: pg)"): "the edge of public functions: Ranks",
     ("_quantization/exchange.py", "hasattr(pg, 'getBackendName')"): "the same",

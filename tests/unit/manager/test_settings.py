@@ -147,3 +147,37 @@ def test_extract_trailing_digits(text: str, digits: int) -> None:
 def test_global_rank_reads_the_name_not_the_uuid() -> None:
     assert global_rank("train_3:9f1c7", group_rank=1, group_world_size=4) == 13
     assert global_rank("9f1c7", group_rank=1, group_world_size=4) == 29
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "commits"),
+    [(None, None, 0), (0, None, 0), (7, "9", 7), ("auto", None, None), (None, "auto", None), (None, "250", 250)],
+)
+def test_in_how_many_commits_weights_are_compared(
+    given: Any, variable: str | None, commits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("TORCHFT_COMPARE_COMMITS", variable)
+    assert make(compare_commits=given).compare_commits == commits
+
+
+@pytest.mark.parametrize("bad", [-1, True, 1.5, "often", "7"])
+def test_a_bad_number_of_commits_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"compare_commits={bad!r}: allowed are 0 (never), a number")):
+        make(compare_commits=bad)
+
+
+@pytest.mark.parametrize("bad", ["-1", "often", ""])
+def test_a_bad_number_of_commits_in_the_environment_is_refused(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_COMPARE_COMMITS", bad)
+    with pytest.raises(ValueError, match=re.escape(f"TORCHFT_COMPARE_COMMITS={bad!r}: allowed are 0 (never)")):
+        make()
+
+
+def test_what_a_group_does_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make().on_divergence.value == "report"
+    assert make(on_divergence="evict").on_divergence.value == "evict"
+    monkeypatch.setenv("TORCHFT_ON_DIVERGENCE", "heal")
+    assert make().on_divergence.value == "heal"
+    with pytest.raises(ValueError, match=re.escape("on_divergence='cry': allowed are report, heal, evict")):
+        make(on_divergence="cry")

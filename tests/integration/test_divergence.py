@@ -1,0 +1,176 @@
+"""A flipped bit in the weights or the optimizer state of a group is found by the others, and by setting mended."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.cluster import DEADLINE, Cluster, Rank, results
+from torchft._manager.digest import digest_all, memory_of
+from torchft._manager.divergence import EXCHANGE
+from torchft._manager.replicas import Diverged
+from torchft.ddp import DistributedDataParallel
+from torchft.optim import OptimizerWrapper
+from torchft.process_group import ProcessGroup, ProcessGroupGloo
+
+GROUPS = 3
+SWEEP = 5  # commits
+FLIPS = 12
+WITHIN = SWEEP + min(EXCHANGE, SWEEP)  # steps in which a difference is found
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Between two steps."""
+
+    step: int
+    group: int
+    tensor: int  # of those that `Training.tensors` gives, modulo their number
+    bit: int  # modulo its bits
+
+
+@dataclass
+class Training:
+    """Groups that train alike, and flips in some of them."""
+
+    flips: list[Flip]
+    steps: int
+    settings: dict[str, Any]
+    device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
+    make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
+    flipped: dict[int, str] = field(default_factory=dict)  # by step: the name of the tensor
+    ended: dict[int, int] = field(default_factory=dict)  # by group: the digest of all at the end
+
+    def loop(self, rank: Rank) -> Optional[Exception]:
+        torch.manual_seed(0)
+        device = self.device_of(rank)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+        inner = torch.optim.Adam(model.parameters(), lr=0.01)
+        manager = rank.start_manager(
+            load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
+            state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+            **{"compare_commits": SWEEP, **self.settings},
+        )
+        ddp = DistributedDataParallel(manager, model)
+        optimizer = OptimizerWrapper(manager, inner)
+        left = [flip for flip in self.flips if flip.group == rank.group]
+        while (step := manager.current_step()) < self.steps:
+            while left and left[0].step <= step:
+                self.flip(left.pop(0), model, inner, step)
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(100 * step + rank.group)
+            ddp(torch.randn(4, 8, generator=generator).to(device)).square().mean().backward()
+            try:
+                optimizer.step()
+            except Diverged as e:
+                rank.crash()
+                return e
+        self.ended[rank.group] = digest_all([tensor for _, tensor in self.tensors(model, inner)])
+        return None
+
+    def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+        parts = [*model.named_parameters()]
+        state = [(f"{name}: {key}", optimizer.state[p][key]) for name, p in parts for key in ("exp_avg", "exp_avg_sq")]
+        return [*parts, *state]
+
+    def flip(self, flip: Flip, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        tensors = self.tensors(model, optimizer)
+        name, tensor = tensors[flip.tensor % len(tensors)]
+        memory = memory_of(tensor)
+        bit = flip.bit % (8 * len(memory))
+        memory[bit // 8] ^= 1 << bit % 8
+        self.flipped[step] = name
+
+
+class Records(logging.Handler):
+    """What the groups told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def told() -> Iterator[list[Any]]:
+    handler, logger = Records(), logging.getLogger("torchft_divergences")
+    logger.addHandler(handler)
+    yield handler.records
+    logger.removeHandler(handler)
+
+
+def run(training: Training, groups: int = GROUPS) -> list[Any]:
+    least = groups if training.settings.get("on_divergence") != "evict" else 1
+    with Cluster(min_replicas=least, make_pg=training.make_pg) as cluster:
+        loops = [cluster.start(training.loop, group) for group in range(groups)]
+        return results(*loops)
+
+
+def names(record: Any) -> list[str]:
+    return [group.split(":")[0] for group in record.groups.split(", ")]
+
+
+def test_equal_groups_are_told_equal(told: list[Any]) -> None:
+    training = Training([], steps=4 * SWEEP, settings={})
+    run(training)
+    assert told == []
+    assert len(set(training.ended.values())) == 1
+
+
+@pytest.mark.parametrize("tensor", [0, 3, 4, 11])  # weight, bias, and two of the optimizer's state
+def test_a_flipped_bit_is_named_by_all_groups(tensor: int, told: list[Any]) -> None:
+    training = Training([Flip(7, 1, tensor, 23)], steps=7 + WITHIN + 1, settings={})
+    run(training)
+    (name,) = training.flipped.values()
+    first = {record.replica_id: record for record in reversed(told)}
+    assert len(first) == GROUPS
+    for record in first.values():
+        assert names(record) == ["group_1"]
+        assert record.certain and name.split(":")[0] in record.tensors
+        assert 7 <= record.digested_step < 7 + SWEEP and record.step <= 7 + WITHIN
+
+
+def test_flipped_bits_are_healed(told: list[Any]) -> None:
+    """Bits of mantissas: a NaN would be in the next average, and so in all groups."""
+    choose, every = random.Random(1), WITHIN + 3
+    bits = [32 * choose.randrange(1000) + choose.randrange(16, 23) for _ in range(FLIPS)]
+    flips = [Flip(5 + every * i, choose.randrange(GROUPS), choose.randrange(12), bit) for i, bit in enumerate(bits)]
+    training = Training(flips, steps=5 + every * FLIPS + 1, settings={"on_divergence": "heal"})
+    run(training)
+    assert len(set(training.ended.values())) == 1
+    for flip in flips:
+        found = {(*names(r), r.certain) for r in told if flip.step <= r.digested_step < flip.step + SWEEP}
+        assert found == {(f"group_{flip.group}", True)}, flip
+
+
+def test_of_two_groups_the_second_heals(told: list[Any]) -> None:
+    training = Training([Flip(7, 0, 0, 23)], steps=7 + WITHIN + 2, settings={"on_divergence": "heal"})
+    run(training, groups=2)
+    assert len(set(training.ended.values())) == 1
+    assert {(*names(record), record.certain) for record in told} == {("group_0", "group_1", False)}
+
+
+def test_an_evicted_group_ends(told: list[Any]) -> None:
+    training = Training([Flip(7, 2, 0, 23)], steps=7 + WITHIN + 5, settings={"on_divergence": "evict"})
+    errors = run(training)
+    assert [type(error) for error in errors] == [type(None), type(None), Diverged]
+    assert "group_2" in str(errors[2]) and "0.weight" in str(errors[2])
+    assert training.ended.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("others", [{"compare_commits": 0}, {"compare_commits": 20}])
+def test_groups_with_other_settings_train_together(others: dict[str, Any], told: list[Any]) -> None:
+    training = Training([Flip(7, 1, 0, 23)], steps=7 + WITHIN + 5, settings={})
+    other = Training([], steps=training.steps, settings=others)
+    with Cluster(min_replicas=2) as cluster:
+        results(cluster.start(other.loop, 0), cluster.start(training.loop, 1))
+    assert told == []

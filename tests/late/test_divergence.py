@@ -1,0 +1,31 @@
+"""Weights on a device are compared as those on the CPU are; the host reads what is found a step later."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from tests.integration.cluster import DEADLINE
+from tests.integration.test_divergence import GROUPS, WITHIN, Flip, Training, names, run
+from tests.integration.test_divergence import told as told
+from tests.late import load
+from tests.late.test_jobs import on_device
+
+load()
+from tests.late.group import ProcessGroupLate  # noqa: E402
+
+
+def test_a_flipped_bit_on_a_device_is_found_and_healed(late: ModuleType, told: list[Any]) -> None:
+    late.delays(7, 0, 500)
+    training = Training(
+        [Flip(7, 1, 0, 22)],
+        steps=7 + WITHIN + 8,
+        settings={"on_divergence": "heal"},
+        device_of=on_device,
+        make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE),
+    )
+    run(training)
+    assert len(set(training.ended.values())) == 1
+    assert len({record.replica_id for record in told}) == GROUPS
+    assert {(*names(record), record.certain) for record in told} == {("group_1", True)}
+    assert all(record.step <= 7 + WITHIN + 1 for record in told)

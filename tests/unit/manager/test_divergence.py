@@ -1,0 +1,232 @@
+"""What is digested in which step, and what the digests of several groups say."""
+
+from __future__ import annotations
+
+import random
+from typing import Optional
+
+import pytest
+
+from torchft._manager.divergence import (
+    BUCKETS,
+    CPU_PIECE,
+    DEVICE_PIECE,
+    NOTHING,
+    WORD,
+    OnDivergence,
+    Sweep,
+    acts,
+    bucket_of,
+    comparable,
+    compare,
+    exchange_steps,
+    header,
+    sweep_commits,
+    unlike,
+)
+
+
+def entry(*digests: int, head: int = 1) -> tuple[int, ...]:
+    return (head, *digests, *[0] * (BUCKETS - len(digests)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "total", "on_device", "commits"),
+    [
+        (None, 0, False, 100),
+        (None, 12 << 20, False, 100),
+        (None, 1 << 30, False, 8192),
+        (None, (1 << 30) + 1, False, 8193),
+        (None, 1 << 30, True, 100),
+        (None, 100 << 30, True, 3200),
+        (7, 100 << 30, True, 7),
+    ],
+)
+def test_the_length_of_a_sweep(setting: Optional[int], total: int, on_device: bool, commits: int) -> None:
+    assert sweep_commits(setting, total, on_device) == commits
+    if setting is None:
+        assert total / commits <= (DEVICE_PIECE if on_device else CPU_PIECE)
+
+
+@pytest.mark.parametrize(("setting", "steps"), [(None, 10), (1000, 10), (10, 10), (3, 3), (1, 1)])
+def test_how_often_digests_travel(setting: Optional[int], steps: int) -> None:
+    assert exchange_steps(setting) == steps
+
+
+@pytest.mark.parametrize(
+    ("sizes", "commits", "spans"),
+    [
+        ([8], 1, [[(0, 0, 8)]]),
+        ([8], 2, [[(0, 0, 4)], [(0, 4, 8)]]),
+        ([8, 8], 2, [[(0, 0, 8)], [(1, 0, 8)]]),
+        ([4, 12], 2, [[(0, 0, 4), (1, 0, 4)], [(1, 4, 12)]]),
+        ([5], 2, [[(0, 0, 4)], [(0, 4, 5)]]),  # the last word is not full
+        ([0, 4, 0], 1, [[(1, 0, 4)]]),
+        ([4], 3, [[], [], [(0, 0, 4)]]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_what_a_step_digests(sizes: list[int], commits: int, spans: list[list[tuple[int, int, int]]]) -> None:
+    sweep = Sweep(sizes, commits)
+    assert [[tuple(span) for span in sweep.spans(step)] for step in range(commits)] == spans
+    assert sweep.spans(commits) == sweep.spans(0)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_sweep_covers_each_byte_once_in_equal_parts(seed: int) -> None:
+    choose = random.Random(seed)
+    sizes = [choose.choice((0, 1, 2, 3, 4, choose.randrange(5000))) for _ in range(choose.randrange(1, 40))]
+    commits = choose.randrange(1, 60)
+    first = choose.randrange(1000) * commits
+    sweep = Sweep(sizes, commits)
+    parts = [sweep.spans(first + i) for i in range(commits)]
+    covered = [(span.tensor, byte) for spans in parts for span in spans for byte in range(span.begin, span.end)]
+    assert covered == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
+    assert all(span.begin % WORD == 0 for spans in parts for span in spans)
+    words = [sum(-(-(span.end - span.begin) // WORD) for span in spans) for spans in parts]
+    assert max(words) - min(words) <= 1
+
+
+def test_a_span_has_a_bucket_of_its_own_where_there_are_enough() -> None:
+    assert [bucket_of(i, BUCKETS) for i in range(BUCKETS)] == list(range(BUCKETS))
+    shared = [bucket_of(i, 1000) for i in range(1000)]
+    assert shared == sorted(shared) and set(shared) == set(range(BUCKETS))
+
+
+def test_a_header_is_that_of_its_lines_and_never_0() -> None:
+    lines = ["weight torch.float32 (3,) (1,)"]
+    assert header(lines, 5) == header(lines, 5) != header(lines, 6)
+    assert header(lines, 5) != header([*lines, "bias torch.float32 (3,) (1,)"], 5)
+    assert all(0 < header([str(i)], 1) < 2**63 for i in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("entries", "diverged", "buckets", "certain"),
+    [
+        # three groups and more: the minority
+        ([entry(5, 6), entry(5, 7), entry(5, 6)], (1,), (1,), True),
+        ([entry(4, 7), entry(5, 6), entry(5, 6)], (0,), (0, 1), True),
+        ([entry(1), entry(2), entry(1), entry(3), entry(1)], (1, 3), (0,), True),
+        # no group is more than half
+        ([entry(1), entry(2)], (1,), (0,), False),
+        ([entry(2), entry(1), entry(1), entry(2)], (1, 2), (0,), False),
+        ([entry(3), entry(2), entry(1)], (1, 2), (0,), False),
+        ([entry(3), entry(1), entry(2), entry(1)], (0, 2), (0,), False),
+        # groups that have nothing, or other tensors, do not count
+        ([NOTHING, entry(1), entry(1), entry(2)], (3,), (0,), True),
+        ([entry(9, head=2), entry(1), entry(2), entry(1)], (2,), (0,), True),
+        ([NOTHING, NOTHING, entry(1), entry(2)], (3,), (0,), False),
+    ],
+)
+def test_who_differs(
+    entries: list[tuple[int, ...]], diverged: tuple[int, ...], buckets: tuple[int, ...], certain: bool
+) -> None:
+    found = compare(3, dict(enumerate(entries)))
+    assert found is not None
+    assert (found.step, found.diverged, found.buckets, found.certain) == (3, diverged, buckets, certain)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        [entry(1)],
+        [entry(1), entry(1), entry(1)],
+        [NOTHING, NOTHING],
+        [NOTHING, entry(1)],
+        [entry(1), entry(2, head=2)],
+    ],
+)
+def test_nobody_differs(entries: list[tuple[int, ...]]) -> None:
+    assert compare(3, dict(enumerate(entries))) is None
+
+
+def test_groups_with_other_tensors_are_named() -> None:
+    entries = {0: entry(1, head=5), 1: entry(1, head=4), 2: NOTHING, 3: entry(2, head=4)}
+    assert comparable(entries) == [1, 3]
+    assert unlike(entries) == [0]
+
+
+@pytest.mark.parametrize(
+    ("action", "entries", "acting"),
+    [
+        (OnDivergence.REPORT, [entry(1), entry(2), entry(1)], []),
+        (OnDivergence.HEAL, [entry(1), entry(2), entry(1)], [1]),
+        (OnDivergence.EVICT, [entry(1), entry(2), entry(1)], [1]),
+        # nobody knows which is right: equal bits matter more, but no group goes for it
+        (OnDivergence.HEAL, [entry(1), entry(2)], [1]),
+        (OnDivergence.EVICT, [entry(1), entry(2)], []),
+        # a third group, which has just healed, will tell in the next sweep
+        (OnDivergence.HEAL, [entry(2), entry(1), NOTHING], []),
+        (OnDivergence.HEAL, [entry(1), entry(2), entry(1), NOTHING], [1]),
+    ],
+)
+def test_who_acts(action: OnDivergence, entries: list[tuple[int, ...]], acting: list[int]) -> None:
+    found = compare(3, dict(enumerate(entries)))
+    assert found is not None
+    assert [rank for rank in range(len(entries)) if acts(action, found, rank, len(entries))] == acting
+
+
+class Job:
+    """Groups with bits, by a plain model: which bytes of which group are other ones, and since which step."""
+
+    def __init__(self, choose: random.Random) -> None:
+        self.groups = choose.randrange(3, 7)
+        self.commits = choose.randrange(1, 25)
+        self.every = exchange_steps(self.commits)
+        sizes = [choose.randrange(1, 60) for _ in range(choose.randrange(1, 8))]
+        self.sweep = Sweep(sizes, self.commits)
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.total = sum(sizes)
+        self.wrong: list[dict[int, int]] = [{} for _ in range(self.groups)]
+        self.entries: list[dict[int, tuple[int, ...]]] = [{} for _ in range(self.groups)]
+        self.healing: set[int] = set()  # in this step
+        self.found = 0
+
+    def heal(self, group: int, source: int) -> None:
+        self.wrong[group] = dict(self.wrong[source])
+        self.entries[group] = {}
+        self.healing.add(group)
+
+    def exchange(self, step: int) -> None:
+        """The groups that are told have other bits, and heal."""
+        for digested in range(step - self.every, step):
+            told = compare(digested, {rank: each.get(digested, NOTHING) for rank, each in enumerate(self.entries)})
+            if told is None:
+                continue
+            assert all(self.wrong[group] for group in told.diverged)
+            for group in told.diverged:
+                if acts(OnDivergence.HEAL, told, group, self.groups):
+                    self.found += 1
+                    self.heal(group, next(rank for rank in told.compared if rank not in told.diverged))
+
+    def digest(self, step: int) -> None:
+        for group in range(self.groups):
+            spans = [] if group in self.healing else self.sweep.spans(step)
+            if group not in self.healing:
+                read = [self.starts[span.tensor] + i for span in spans for i in range(span.begin, span.end)]
+                self.entries[group][step] = entry(sum(1 + byte for byte in read if byte in self.wrong[group]))
+        self.healing.clear()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_histories(seed: int) -> None:
+    """Bits flip, groups heal for other reasons and steps are lost: whoever differs is told of it in time, and no other
+    group is."""
+    choose = random.Random(seed)
+    job, flips, step = Job(choose), 0, 0
+    while step < 150:
+        if not any(job.wrong) and choose.random() < 0.3:
+            flips += 1
+            job.wrong[choose.randrange(job.groups)] = {choose.randrange(job.total): step}
+        if step % job.every == 0 and step:
+            job.exchange(step)
+        for group in range(job.groups):
+            latest = step - job.commits - job.every
+            overdue = {byte: since for byte, since in job.wrong[group].items() if since <= latest}
+            assert not overdue, f"step {step}: bytes {overdue} of group {group} are other ones, and nobody was told"
+        if not any(job.wrong) and choose.random() < 0.1:
+            job.heal(*choose.sample(range(job.groups), 2))
+        job.digest(step)
+        step += choose.random() > 0.1  # else it is lost, and done again
+    assert job.found >= flips - 1 > 0

@@ -1,0 +1,343 @@
+"""Groups in one thread, with real optimizers, digests and messages; only the sum of the messages is made by the test.
+
+1,000 bits flip in weights and optimizer states: each is found in time, the group and the tensor are the right ones, and
+the group heals.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+from typing import Any, Optional, cast
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+
+from torchft._manager.digest import digest_all, memory_of
+from torchft._manager.divergence import OnDivergence
+from torchft._manager.layout import announce, announce_comparison, announce_native_comparison, bare, comparison_of
+from torchft._manager.replicas import Digester, Replicas, State
+
+GROUPS = 3
+
+
+class Group:
+    """A rank of a group: parameters, an optimizer, and what compares them."""
+
+    def __init__(self, rank: int, setting: Optional[int], action: OnDivergence = OnDivergence.HEAL) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        self.model.get_buffer("1.running_mean").fill_(rank)  # of the group's own data
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.rank = rank
+        self.logger, self.counted = MagicMock(), MagicMock()
+        errors = SimpleNamespace(lose=self.lose)
+        self.replicas = Replicas(setting, action, self.counted, errors=cast(Any, errors), logger=self.logger)
+        self.replicas.state.add_parameters(self.model.named_parameters)
+        self.replicas.state.add_optimizer(self.optimizer)
+        self.handle = announce_comparison('{"id": "a handle"}', self.replicas.announces(averages=False))
+        self.healing = False
+        self.step: Any = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What may flip: in the order in which it is digested."""
+        named = {}
+        for name, parameter in self.model.named_parameters():
+            named[name] = parameter.data
+            for key in sorted(self.optimizer.state[parameter]):
+                named[f"{name}: {key}"] = self.optimizer.state[parameter][key]
+        return named
+
+    def lose(self, error: Exception) -> None:
+        self.step.error = SimpleNamespace(original_exception=error)
+
+    def heal(self, source: Group) -> None:
+        self.model.load_state_dict(source.model.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
+        self.healing = True  # in the next step
+
+    def told(self) -> list[tuple[int, list[str], list[str], bool]]:
+        """Steps, groups and tensors of the differences that it has told, and forgets."""
+        calls = [call.args[1:] for call in self.logger.divergence_event.call_args_list]
+        self.logger.divergence_event.reset_mock()
+        return calls
+
+
+class Job:
+    """Takes the groups through steps whose gradients are random, and the same in all groups."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+        self.number = 0
+        self.plan = SimpleNamespace(
+            quorum_id=1,
+            replica_world_size=len(groups),
+            replica_ids=[f"group_{group.rank}" for group in groups],
+            handles=[group.handle for group in groups],
+        )
+
+    def step(self) -> None:
+        """All groups that are not told to heal commit it."""
+        tables = [table for group in self.groups for table in self.begin(group)]
+        if tables:
+            total = torch.stack(tables).sum(0)
+            for table in tables:
+                table.copy_(total)
+        committing = [group for group in self.groups if self.votes(group)]
+        for group in self.groups:
+            group.healing = group.replicas.gives_way(group.step)
+            if group not in committing:
+                group.heal(committing[0])  # its weights are those of the same step
+        generator = torch.Generator().manual_seed(self.number)
+        gradients = [torch.randn(p.shape, generator=generator) for p in self.groups[0].model.parameters()]
+        for group in self.groups:
+            for parameter, gradient in zip(group.model.parameters(), gradients):
+                parameter.grad = gradient.clone()
+            group.optimizer.step()
+        self.number += 1
+
+    def begin(self, group: Group) -> list[torch.Tensor]:
+        """The first reduction of a step; gives the message that is sent with it."""
+        plan = SimpleNamespace(**vars(self.plan), replica_rank=self.groups.index(group), heal=group.healing)
+        group.step = cast(Any, SimpleNamespace(plan=plan, error=None, healing=group.healing, inputs=MagicMock()))
+        group.replicas.follow(cast(Any, plan))
+        sent: list[torch.Tensor] = []
+
+        def reduce(table: torch.Tensor, op: ReduceOp, quantized: bool) -> Any:
+            sent.append(table)
+            return SimpleNamespace(wait=lambda: True)
+
+        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)
+        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)  # once a step
+        assert len(sent) <= 1
+        return sent
+
+    def votes(self, group: Group) -> bool:
+        group.replicas.check(group.step, self.number)
+        return group.step.error is None
+
+    def equal(self) -> bool:
+        return len({digest_all(group.tensors().values()) for group in self.groups}) == 1
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    memory = memory_of(tensor)
+    memory[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize("flips", [50, pytest.param(1000, marks=pytest.mark.slow)])  # the same, and more of it
+def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
+    choose, sweep = random.Random(20), 3
+    job = Job([Group(rank, sweep) for rank in range(GROUPS)])
+    within = sweep + sweep  # a sweep, and until the next message
+    gone = 0
+    for _ in range(4):
+        job.step()
+    for number in range(flips):
+        for _ in range(choose.randrange(sweep)):
+            job.step()
+        group = choose.choice(job.groups)
+        name, tensor = choose.choice(sorted(group.tensors().items(), key=lambda item: item[0]))
+        flipped_at = job.number
+        # A number of steps that is negative, or none, stops the optimizer itself
+        flip(tensor, choose.randrange(23 if name.endswith(": step") else 32 * tensor.numel()))
+        assert not job.equal()
+        told: list[Any] = []
+        for _ in range(within):
+            job.step()
+            told = [told for each in job.groups for told in each.told()]
+            if told:
+                break
+        if not told:  # the optimizer has rounded it off before its turn came
+            assert job.equal(), f"flip {number} of {name}"
+            gone += 1
+            continue
+        assert len(told) == GROUPS  # by all groups
+        for step, groups, tensors, certain in told:
+            assert groups == [f"group_{group.rank}"] and certain
+            assert flipped_at <= step < flipped_at + sweep
+            assert name.split(":")[0] in [each.split(":")[0] for names in tensors for each in names.split(", ")]
+        assert [each.counted.call_count for each in job.groups] == [each is group for each in job.groups]
+        group.counted.reset_mock()
+        assert job.equal()  # healed
+        job.step()
+        assert not any(each.told() for each in job.groups)
+    assert gone < flips / 10
+
+
+def test_bits_of_two_groups_of_five() -> None:
+    job = Job([Group(rank, 6) for rank in range(5)])
+    for _ in range(8):
+        job.step()
+    for rank, name in ((1, "0.weight"), (3, "2.bias")):
+        flip(job.groups[rank].tensors()[name], 22)
+    for _ in range(12):
+        job.step()
+    assert job.equal()
+    named = {group for _, groups, _, certain in job.groups[0].told() for group in groups if certain}
+    assert named == {"group_1", "group_3"}
+
+
+def test_what_is_of_a_group_alone_is_not_compared() -> None:
+    """The statistics of a BatchNorm, for example: they are state of the model, and no parameter."""
+    job = Job([Group(rank, 3) for rank in range(GROUPS)])
+    for _ in range(12):
+        job.step()
+    assert not any(group.told() for group in job.groups)
+
+
+@pytest.mark.parametrize("setting", [None, 1, 250])
+def test_the_length_of_a_sweep_is_kept(setting: Optional[int]) -> None:
+    sweep = setting or 100
+    job = Job([Group(rank, setting) for rank in range(GROUPS)])
+    for _ in range(sweep + 3):
+        job.step()
+    flip(job.groups[2].tensors()["2.weight"], 32 * 20 + 31)
+    steps = 0
+    while not job.groups[0].told():
+        job.step()
+        steps += 1
+        assert steps <= sweep + 11
+    assert job.groups[0].replicas.commits == sweep
+
+
+def test_a_checkpoint_is_loaded_in_all_groups() -> None:
+    """Digests of the weights before it are not sent."""
+    job = Job([Group(rank, 4) for rank in range(GROUPS)])
+    for _ in range(10):
+        job.step()
+    flip(job.groups[1].tensors()["0.bias"], 3)
+    job.step()
+    for group in job.groups:
+        group.model.load_state_dict(job.groups[0].model.state_dict())
+        group.optimizer.load_state_dict(copy.deepcopy(job.groups[0].optimizer.state_dict()))
+    job.number = 7
+    for _ in range(10):
+        job.step()
+    assert not any(group.told() for group in job.groups)
+
+
+def test_weights_that_a_heal_replaced_are_not_compared() -> None:
+    job = Job([Group(rank, 8) for rank in range(GROUPS)])
+    for _ in range(17):
+        job.step()
+    flip(job.groups[1].tensors()["0.weight"], 3)
+    for _ in range(3):
+        job.step()
+    job.groups[1].heal(job.groups[0])  # for another reason
+    for _ in range(20):
+        job.step()
+    assert job.equal()
+    assert not any(group.told() for group in job.groups)
+
+
+def test_an_error_costs_the_comparison_and_nothing_else() -> None:
+    job = Job([Group(rank, 2) for rank in range(GROUPS)])
+
+    def broken() -> Any:
+        raise OSError("no tensors today")
+
+    job.groups[1].replicas.state.add_parameters(broken)
+    for _ in range(6):
+        job.step()
+    job.groups[1].logger.exception.assert_called_once()
+    flip(job.groups[2].tensors()["0.weight"], 3)
+    for _ in range(6):
+        job.step()
+    (told, *_) = job.groups[0].told()
+    assert told[1] == ["group_0", "group_2"] and not told[3]  # of two, nobody knows which
+
+
+def test_groups_with_other_tensors_are_told_of_once() -> None:
+    job = Job([Group(rank, 2) for rank in range(GROUPS)])
+    job.groups[1].replicas.state.add_parameters(lambda: [("more", torch.zeros(3))])
+    for _ in range(8):
+        job.step()
+    warned = [call.args[0] for call in job.groups[0].logger.warn.call_args_list]
+    assert len(warned) == 1 and "group_1" in warned[0]
+    assert not any(group.told() for group in job.groups)
+
+
+def test_a_step_that_is_lost_again_and_again_is_not_lost_for_ever() -> None:
+    """If no group commits, a group that differs has nobody to heal from: after three attempts it trains on."""
+    job = Job([Group(rank, 1) for rank in range(GROUPS)])
+    for _ in range(3):
+        job.step()
+    group = job.groups[1]
+    flip(group.tensors()["0.bias"], 3)
+    job.step()
+    votes = []
+    for _ in range(5):
+        tables = [table for each in job.groups for table in job.begin(each)]
+        total = torch.stack(tables).sum(0)
+        for table in tables:
+            table.copy_(total)
+        votes.append([job.votes(each) for each in job.groups])
+    assert votes == [[True, False, True]] * 3 + [[True, True, True]] * 2
+
+
+def test_no_comparison_without_something_to_compare() -> None:
+    replicas = Replicas(None, OnDivergence.REPORT, MagicMock(), errors=MagicMock(), logger=MagicMock())
+    assert replicas.announces(averages=False) == ""
+
+
+@pytest.mark.parametrize(("setting", "averages"), [(0, False), (None, True)])
+def test_groups_that_compare_nothing_announce_nothing(setting: Optional[int], averages: bool) -> None:
+    replicas = Replicas(setting, OnDivergence.REPORT, MagicMock(), errors=MagicMock(), logger=MagicMock())
+    replicas.state.add_parameters(list)
+    assert replicas.announces(averages) == ""
+
+
+def test_the_names_of_parameters() -> None:
+    """Those of the model, else of the optimizer, else their place in it."""
+    model = nn.Linear(2, 2)
+    plain, named = State(), State()
+    plain.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    named.add_parameters(lambda: [*model.named_parameters(), ("again", model.weight)])
+    named.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert [part.name for part in plain.parts()] == [
+        "optimizer 0, param_groups[0]['params'][0]",
+        "optimizer 0, param_groups[0]['params'][1]",
+    ]
+    assert [part.name for part in named.parts()] == ["weight", "bias"]
+
+
+def test_numbers_and_tensors_of_any_kind_are_digested() -> None:
+    """Optimizers keep numbers, None, scalars and sparse tensors in their state."""
+    parameter = nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = {
+        "steps": 3,
+        "average": torch.tensor(1.0),
+        "none": None,
+        "sparse": torch.eye(2).to_sparse(),
+        "half": torch.randn(5).to(torch.bfloat16),
+        "text": "x",
+    }
+    state = State()
+    state.add_optimizer(optimizer)
+    digester = Digester(state, 1)
+    before = digester.digest(0)
+    assert digester.digest(1).words == before.words
+    optimizer.state[parameter]["steps"] = 4
+    assert digester.digest(2).words != before.words
+    del optimizer.state[parameter]["steps"]  # the list is made again in the next sweep
+    assert digester.digest(2).words != before.words
+
+
+def test_handles_tell_how_weights_are_compared() -> None:
+    assert comparison_of('{"id": "a"}') == comparison_of("native") == comparison_of("{no json") == ""
+    assert comparison_of('{"torchft_compares": 3}') == ""
+    told = announce_comparison('{"id": "a"}', "1/10")
+    assert comparison_of(told) == "1/10"
+    assert announce_comparison("another project's", "1/10") == "another project's"
+    native = announce("a:native:handle with spaces", "loader-1234")
+    assert comparison_of(native) == ""
+    for handle in (announce_native_comparison("a:native:handle", "1/10"), announce("a:native:handle", "loader-1234")):
+        assert bare(handle) == "a:native:handle"
+    both = announce(announce_native_comparison("a:native:handle", "1/10"), "loader-1234")
+    assert comparison_of(both) == "1/10" and bare(both) == "a:native:handle"

@@ -1,0 +1,474 @@
+"""Compares weights and optimizer state among the groups, while they train: docs/divergence.md.
+
+What is digested when, and what digests mean, is in divergence.py; this makes them, and sends them with a small
+reduction in the first step of every ten. Digests are made before the vote, when all that was reduced has ended and the
+optimizer has not stepped. A device makes them in the order of its stream, and the host reads them a step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+
+import torch
+from torch.distributed import ReduceOp
+
+from torchft._manager.digest import combine, digest_bytes, local_part, memory_of
+from torchft._manager.divergence import (
+    BUCKETS,
+    NOTHING,
+    Difference,
+    OnDivergence,
+    Sweep,
+    acts,
+    bucket_of,
+    compare,
+    exchange_steps,
+    header,
+    sweep_commits,
+    unlike,
+)
+from torchft._manager.layout import comparison_of
+from torchft.utils import Mark, devices_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from torchft._manager.errors import Errors
+    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.plan import Plan
+    from torchft._manager.step import Step
+    from torchft._manager.work import _ManagedWork
+
+Named = Iterable[tuple[str, torch.Tensor]]
+Reduce = Callable[[torch.Tensor, ReduceOp, bool], Optional["_ManagedWork"]]
+
+# Groups compare with those that announce the same number, and the same setting.
+_VERSION = 1
+# How often a group loses one step for the same difference: if no group commits it, a heal mends nothing.
+_ATTEMPTS = 3
+_SHOWN = 3  # tensors in a message
+
+
+class Diverged(RuntimeError):
+    """The weights or the optimizer state of this group are not those of the others.
+
+    Attributes:
+        gives_way: whether this group heals.
+    """
+
+    def __init__(self, message: str, gives_way: bool) -> None:
+        super().__init__(message)
+        self.gives_way = gives_way
+
+
+class Part(NamedTuple):
+    """A tensor, or a number, of the weights or of the optimizer state."""
+
+    name: str
+    read: Callable[[], Any]  # what is there now
+
+
+class State:
+    """All that must be alike in all groups, in the same order in each."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[Optimizer] = []
+        self._parameters: list[Callable[[], Named]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._optimizers or self._parameters)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """The parameters that it steps, and its state of each."""
+        self._optimizers.append(optimizer)
+
+    def add_parameters(self, named: Callable[[], Named]) -> None:
+        """Parameters by name: also those that no optimizer steps."""
+        self._parameters.append(named)
+
+    def counts(self) -> list[int]:
+        """Changes when there is more of it, or less: an optimizer makes its state in its first step."""
+        return [
+            count
+            for optimizer in self._optimizers
+            for count in (len(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups))
+        ]
+
+    def parts(self) -> list[Part]:
+        """All of it."""
+        names: dict[int, str] = {}
+        parts: list[Part] = []
+        for named in self._parameters:
+            for name, parameter in named():
+                _add(parameter, name, names, parts)
+        for number, optimizer in enumerate(self._optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                given = group.get("param_names")
+                for i, parameter in enumerate(group["params"]):
+                    place = given[i] if given else f"optimizer {number}, param_groups[{index}]['params'][{i}]"
+                    name = _add(parameter, place, names, parts)
+                    state = optimizer.state.get(parameter, {})
+                    parts += [
+                        Part(f"{name}: {key}", partial(_read, optimizer, parameter, key))
+                        for key in sorted(state, key=str)
+                        if isinstance(state[key], (torch.Tensor, int, float))
+                    ]
+        return parts
+
+
+def _add(parameter: torch.Tensor, name: str, names: dict[int, str], parts: list[Part]) -> str:
+    """Adds a parameter, unless it is there; gives the name that it has."""
+    if id(parameter) not in names:
+        names[id(parameter)] = name
+        parts.append(Part(name, lambda: parameter))
+    return names[id(parameter)]
+
+
+def _read(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Any:
+    return optimizer.state.get(parameter, {}).get(key)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """What is digested: a tensor of this rank; a number as one; of what has gone, nothing."""
+    if isinstance(value, torch.Tensor):
+        return memory_of(value) if value.layout == torch.strided else memory_of(torch.empty(0))
+    return memory_of(torch.tensor(float(value), dtype=torch.float64) if value is not None else torch.empty(0))
+
+
+def _size(value: Any) -> int:
+    """Bytes of what :func:`_tensor` gives."""
+    if not isinstance(value, torch.Tensor):
+        return 8
+    local = local_part(value)
+    return local.numel() * local.element_size() if local.layout == torch.strided else 0
+
+
+def _line(name: str, value: Any) -> str:
+    """Name, dtype, shape and strides."""
+    if not isinstance(value, torch.Tensor):
+        return f"{name} {type(value).__name__}"
+    strides = tuple(value.stride()) if value.layout == torch.strided else value.layout
+    return f"{name} {value.dtype} {tuple(value.shape)} {strides}"
+
+
+class Digests(NamedTuple):
+    """Of one step."""
+
+    header: int
+    words: Union[list[int], torch.Tensor]  # up to BUCKETS; on a device there
+    names: list[list[str]]  # of the tensors of each bucket
+
+
+class Digester:
+    """Digests a part of the state in each step.
+
+    Args:
+        state: of this rank.
+        setting: commits of a sweep; None: chosen by the size.
+    """
+
+    def __init__(self, state: State, setting: Optional[int]) -> None:
+        self._state = state
+        self._setting = setting
+        self._listed: Optional[tuple[int, list[int]]] = None  # in which sweep, of what
+
+    def digest(self, step: int) -> Digests:
+        """Digests what is the part of this step."""
+        self._list(step)
+        spans = self._sweep.spans(step)
+        buckets: list[list[torch.Tensor]] = [[] for _ in range(min(BUCKETS, len(spans)))]
+        names: list[list[str]] = [[] for _ in buckets]
+        for i, span in enumerate(spans):
+            part, bucket = self._parts[span.tensor], bucket_of(i, len(spans))
+            buckets[bucket].append(digest_bytes(_tensor(part.read())[span.begin : span.end]))
+            names[bucket].append(part.name)
+        device = next((word.device for words in buckets for word in words if not word.is_cpu), None)
+        words = [combine(words, device) for words in buckets]
+        if device is None:
+            return Digests(self._header, [int(word.item()) for word in words], names)
+        return Digests(self._header, torch.stack(words), names)
+
+    def _list(self, step: int) -> None:
+        """Lists the state anew when a sweep begins, or there is more of it."""
+        counts = self._state.counts()
+        if self._listed is not None and self._listed == (step // self._sweep.commits, counts):
+            return
+        self._parts = self._state.parts()
+        values = [part.read() for part in self._parts]
+        sizes = [_size(value) for value in values]
+        on_device = any(isinstance(value, torch.Tensor) and not value.is_cpu for value in values)
+        commits = sweep_commits(self._setting, sum(sizes), on_device)
+        self._sweep = Sweep(sizes, commits)
+        self._header = header([_line(part.name, value) for part, value in zip(self._parts, values)], commits)
+        self._listed = step // commits, counts
+
+    @property
+    def commits(self) -> Optional[int]:
+        """Of a sweep; None before the first digest."""
+        return self._sweep.commits if self._listed is not None else None
+
+
+class _Sent(NamedTuple):
+    """A message on its way."""
+
+    number: int  # of the step that it was sent in
+    plan: Plan
+    table: torch.Tensor  # on the host, once it has arrived
+    work: Optional[_ManagedWork] = None
+    mark: Optional[Mark] = None  # of the copy to the host
+
+
+class Replicas:
+    """Compares the state of this rank with that of its counterparts in the other groups.
+
+    Args:
+        setting: commits of a sweep; 0: off; None: chosen by the size.
+        action: of a group that differs.
+        counted: counts what the manager server has a counter for.
+        errors: takes what costs this group a step.
+        logger: of the Manager.
+
+    Attributes:
+        state: what is compared.
+    """
+
+    def __init__(
+        self,
+        setting: Optional[int],
+        action: OnDivergence,
+        counted: Callable[[str, int], None],
+        *,
+        errors: Errors,
+        logger: _ManagerLogger,
+    ) -> None:
+        self.state = State()
+        self._setting = setting
+        self._off = setting == 0
+        self._action = action
+        self._counted = counted
+        self._errors = errors
+        self._logger = logger
+        self._every = exchange_steps(setting or None)
+        self._digester = Digester(self.state, setting)
+        self._announced: Optional[str] = None
+        self._active: tuple[int, bool] = (-1, False)  # in which quorum, and whether
+        self._entries: dict[int, Digests] = {}
+        self._stale = False  # the entries are of weights that a heal replaces
+        self._mark: Optional[Mark] = None  # of the last digest on a device
+        self._last: Optional[int] = None  # step that was digested last
+        self._asked: Optional[Step] = None  # which has its message
+        self._running: Optional[_Sent] = None
+        self._copied: Optional[_Sent] = None
+        self._acted = (-1, 0)  # for which message, how often
+        self._told: set[str] = set()  # who holds other tensors
+
+    def announces(self, averages: bool) -> str:
+        """What is announced to other groups, the same from the first quorum on; empty: this group compares nothing.
+
+        Args:
+            averages: whether groups train by themselves between two steps, so that their weights differ.
+        """
+        if self._announced is None:
+            compares = self.state and not self._off and not averages
+            self._announced = f"{_VERSION}/{self._setting or 'auto'}" if compares else ""
+        return self._announced
+
+    def follow(self, plan: Plan) -> None:
+        """A quorum: all its groups compare, or none. On any thread."""
+        if plan.heal:
+            self._stale = True
+        if plan.quorum_id == self._active[0]:
+            return
+        peers = [comparison_of(handle) for handle in plan.handles] if self._announced else []
+        active = len(peers) > 1 and all(peer == self._announced for peer in peers)
+        if len(peers) > 1 and not active:
+            others = [name for name, peer in zip(plan.replica_ids, peers) if peer != self._announced]
+            self._logger.info(f"weights are not compared in quorum {plan.quorum_id}: not by {', '.join(others)}")
+        self._active = plan.quorum_id, active
+
+    @property
+    def commits(self) -> Optional[int]:
+        """Of a sweep; None before the first digest."""
+        return self._digester.commits
+
+    # In a step
+
+    def send(self, step: Step, number: int, device: torch.device, reduce: Reduce) -> None:
+        """Sends the digests of the steps before, with the first reduction of a step.
+
+        Args:
+            step: its quorum is known.
+            number: of it.
+            device: of what is reduced.
+            reduce: begins a reduction; None after an error.
+        """
+        plan = step.plan
+        if plan is None or self._asked is step or number == 0 or number % self._every or not self._is_active(plan):
+            return
+        self._asked = step
+        table = self._table(plan, number, device)
+        work = reduce(table, ReduceOp.SUM, False)
+        self._running = _Sent(number, plan, table, work) if work is not None else None
+
+    def _is_active(self, plan: Plan) -> bool:
+        return self._active == (plan.quorum_id, True)
+
+    def _table(self, plan: Plan, number: int, device: torch.device) -> torch.Tensor:
+        """A row for each group, zeros but for this one's."""
+        steps = range(number - self._every, number)
+        entries = {} if self._stale else {i: self._entries[s] for i, s in enumerate(steps) if s in self._entries}
+        rows = [[*NOTHING] for _ in steps]
+        for i, entry in entries.items():
+            rows[i][0] = entry.header
+            if isinstance(entry.words, list):
+                rows[i][1 : 1 + len(entry.words)] = entry.words
+        table = torch.zeros(plan.replica_world_size, len(steps), len(NOTHING), dtype=torch.int64, device=device)
+        table[plan.replica_rank] = torch.tensor(rows, dtype=torch.int64)
+        if self._mark is not None:
+            self._mark.follow()  # a reduction may be queued on another stream than the digests
+        for i, entry in entries.items():
+            if isinstance(entry.words, torch.Tensor):
+                table[plan.replica_rank, i, 1 : 1 + len(entry.words)] = entry.words.to(device)
+        return table
+
+    def check(self, step: Step, number: int) -> None:
+        """Looks at the digests that have arrived, and makes those of this step: when its collectives have ended, before
+        the vote. A group that has to heal, or to go, loses the step.
+        """
+        try:
+            self._verify(step)
+        except Diverged as e:
+            step.inputs.refuse(str(e))
+            self._errors.lose(e)
+        except Exception as e:
+            self._logger.exception(f"the weights were not compared: {e}")
+        self._digest(step, number)
+
+    def gives_way(self, step: Step) -> bool:
+        """Whether this group has to heal after a step."""
+        error = _diverged(step)
+        return error is not None and error.gives_way
+
+    def check_evicted(self, step: Step) -> None:
+        """Raises Diverged if this group has to go after a step."""
+        error = _diverged(step)
+        if error is not None and not error.gives_way:
+            raise error
+
+    def _verify(self, step: Step) -> None:
+        running, self._running = self._running, None
+        if step.error is not None:
+            return
+        arrived, self._copied = self._copied, None
+        if arrived is not None and (arrived.mark is None or arrived.mark.wait()):
+            self._judge(arrived)
+        if running is None or running.work is None or not running.work.wait():
+            return
+        if running.table.is_cpu:
+            self._judge(running)
+        else:
+            table = _on_host(running.table)
+            self._copied = running._replace(table=table, work=None, mark=Mark(devices_of(running.table)))
+
+    def _digest(self, step: Step, number: int) -> None:
+        """Digests the part of a step. An error costs the comparison, and nothing else."""
+        if self._stale or (self._last is not None and number not in (self._last, self._last + 1)):
+            self._forget()  # a peer's state was loaded, or a checkpoint
+        if self._off or step.error is not None or step.healing or step.plan is None or not self._is_active(step.plan):
+            return
+        self._last = number
+        try:
+            entry = self._digester.digest(number)
+            words = entry.words
+            self._mark = Mark(devices_of(words)) if isinstance(words, torch.Tensor) else None
+        except Exception as e:
+            self._logger.exception(f"the weights cannot be compared with those of other groups: {e}")
+            self._off = True  # it sends zeros from now on: the others count on its part in their reductions
+            self._forget()
+            return
+        self._entries[number] = entry
+        for old in [old for old in self._entries if old < number - self._every]:
+            del self._entries[old]
+
+    def _forget(self) -> None:
+        """What was digested is of other weights."""
+        self._entries.clear()
+        self._copied = self._last = None
+        self._stale = False
+
+    # What came of it
+
+    def _judge(self, sent: _Sent) -> None:
+        table, plan = sent.table.tolist(), sent.plan
+        differences = []
+        for i, step in enumerate(range(sent.number - self._every, sent.number)):
+            entries = {rank: row[i] for rank, row in enumerate(table)}
+            self._tell_unlike(plan, unlike(entries))
+            difference = compare(step, entries)
+            if difference is not None:
+                differences.append(difference)
+        if differences:
+            self._found(sent, differences)
+
+    def _tell_unlike(self, plan: Plan, ranks: list[int]) -> None:
+        new = {plan.replica_ids[rank] for rank in ranks} - self._told
+        if new:
+            self._told |= new
+            self._logger.warn(
+                f"weights of {', '.join(sorted(new))} are not compared: other tensors than in most groups"
+            )
+
+    def _found(self, sent: _Sent, differences: list[Difference]) -> None:
+        plan, here = sent.plan, sent.plan.replica_rank
+        told: dict[tuple[object, ...], str] = {}  # a group that differs in one part mostly does in others
+        for found in differences:
+            key = found.diverged, found.compared if not found.certain else ()
+            if key in told:
+                continue
+            groups = [plan.replica_ids[rank] for rank in (found.diverged if found.certain else found.compared)]
+            tensors = self._names(found)
+            told[key] = _say(found, groups, tensors)
+            self._logger.divergence_event(told[key], found.step, groups, tensors, found.certain)
+            if here in (found.diverged if found.certain else found.compared):
+                self._counted("divergences", 1)
+        acting = [d for d in differences if acts(self._action, d, here, plan.replica_world_size)]
+        if acting and self._may_act(sent.number):
+            heals = self._action is OnDivergence.HEAL
+            text = f"{'; '.join(told.values())}: this group {'heals' if heals else 'ends'} (on_divergence)"
+            raise Diverged(text, gives_way=heals)
+
+    def _names(self, difference: Difference) -> list[str]:
+        entry = self._entries.get(difference.step)
+        if entry is None:
+            return []
+        names = [names for i, names in enumerate(entry.names) if i in difference.buckets]
+        return [", ".join(bucket[:_SHOWN]) + (" …" if len(bucket) > _SHOWN else "") for bucket in names]
+
+    def _may_act(self, number: int) -> bool:
+        """Not for ever: a step that no group commits is tried again."""
+        times = self._acted[1] + 1 if self._acted[0] == number else 1
+        self._acted = number, times
+        return times <= _ATTEMPTS
+
+
+def _diverged(step: Step) -> Optional[Diverged]:
+    error = step.error.original_exception if step.error is not None else None
+    return error if isinstance(error, Diverged) else None
+
+
+def _on_host(table: torch.Tensor) -> torch.Tensor:
+    """Where a device copies a table to, in the order of its stream."""
+    try:
+        copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+    except RuntimeError:  # this kind of device has no such memory: its copies wait
+        copy = torch.empty(table.shape, dtype=table.dtype)
+    return copy.copy_(table, non_blocking=True)
+
+
+def _say(found: Difference, groups: list[str], tensors: list[str]) -> str:
+    where = f"in {'; '.join(tensors)}, " if tensors else ""
+    if found.certain:
+        return f"step {found.step}: {where}{', '.join(groups)} has other bits than most of {len(found.compared)} groups"
+    return f"step {found.step}: {where}the bits of {', '.join(groups)} differ, and most of them are not alike"

@@ -40,7 +40,7 @@ func TestEveryEventIsFed(t *testing.T) {
 		case quorum.ShuttingDown:
 			fed["finished"] += toInt(e.Finished)
 		case round.QuorumAsked:
-			fed["drain"] += toInt(e.Request.Drain)
+			fed["drain"] += toInt(e.Drain)
 		}
 	}
 	watched := mistake{

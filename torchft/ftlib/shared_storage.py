@@ -106,8 +106,8 @@ class SharedStorage(Consensus):
             if time.monotonic() > deadline:
                 names = [i.name for i in action.members] if isinstance(action, Wait) else []
                 why = f"waits for {', '.join(names)}" if names else f"{len(alive)} of {self._min_members} members"
-                after = f"timed out after {self._timeout.total_seconds():g} s"
-                raise TimeoutError(f"list of members in {self._files.directory}: {after}: {why}")
+                seconds = f"{self._timeout.total_seconds():g} s"
+                raise TimeoutError(f"list of members in {self._files.directory}: timed out after {seconds}: {why}")
 
     def clean_ip(self) -> None:
         """Removes the own record, so that the others need not wait until it expires."""

@@ -48,7 +48,8 @@ def test_a_service_gives_each_rank_its_next_index() -> None:
         for x, y, indices in DataLoader(Samples(service), batch_sampler=service):
             unit = service.unit
             assert unit is not None and indices.tolist() == list(unit.indices)
-            (nn.functional.mse_loss(model(x), y) * unit.weight).backward()
+            with unit.accumulate(model):
+                (nn.functional.mse_loss(model(x), y) * unit.weight).backward()
             seen.update(unit.indices if unit.weight else ())
             if unit.last:
                 for parameter in model.parameters():

@@ -69,7 +69,8 @@ def test_groups_leave_together(
     step: int, up_to_date: int, ends: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = object.__new__(train_diloco.Job)
-    job._steps, job._overtime, job._groups, job._step = 100, 10, 2, step
+    job._steps, job._overtime, job._groups = 100, 10, 2
+    monkeypatch.setattr(Manager, "current_step", lambda self: step)
     monkeypatch.setattr(Manager, "start_quorum", lambda self: None)
     monkeypatch.setattr(Manager, "num_up_to_date", lambda self: up_to_date)
     left = False

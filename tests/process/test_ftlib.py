@@ -138,8 +138,9 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
         members.check_weights()
 
 
+# In the directory it takes longer; its rules are in tests/unit/ftlib, and the example trains with it in two processes.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("consensus", CONSENSUS)
+@pytest.mark.parametrize("consensus", ["lighthouse", pytest.param("shared_storage", marks=pytest.mark.slow)])
 def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
     """Averages overlap with the backward pass."""
     with Job() as job:

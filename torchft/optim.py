@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional
+from typing import TYPE_CHECKING, List, Optional
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from torchft._extras import extras_of
+from torchft._wrapped_optimizer import WrappedOptimizer
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(WrappedOptimizer):
     """Makes a step of a training loop a step of the Manager.
 
     ``zero_grad`` starts the quorum, ``step`` asks whether all finished and steps only then. Everything else is the
@@ -30,8 +30,7 @@ class OptimizerWrapper(Optimizer):
     """
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
-        # Optimizer.__init__ is left out: the wrapped one owns the parameters and runs the hooks
-        self.optim = optim
+        super().__init__(optim)
         self.manager = manager
         extras = extras_of(manager)
         extras.register_gradients(self._gradients)
@@ -39,15 +38,6 @@ class OptimizerWrapper(Optimizer):
 
     def _gradients(self) -> List[torch.Tensor]:
         return [p.grad for group in self.optim.param_groups for p in group["params"] if p.grad is not None]
-
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
-
-    def state_dict(self) -> Dict[str, Any]:
-        return self.optim.state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: starts the quorum, then clears the gradients."""
@@ -68,41 +58,6 @@ class OptimizerWrapper(Optimizer):
             )
         if _makes_state() or self.manager.should_commit():
             self.optim.step()
-
-    @property
-    def param_groups(self) -> List[Dict[str, Any]]:  # type: ignore[override]
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, object]:  # type: ignore[override]
-        return self.optim.state
-
-    @property
-    def defaults(self) -> Dict[str, Any]:  # type: ignore[override]
-        return self.optim.defaults
-
-    def __repr__(self) -> str:
-        return f"OptimizerWrapper({self.optim!r})"
-
-
-def _delegate(name: str) -> Callable[..., RemovableHandle]:
-    def register(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> RemovableHandle:
-        return getattr(self.optim, name)(*args, **kwargs)
-
-    register.__name__ = name
-    register.__doc__ = f"PyTorch's `Optimizer.{name}`, of the wrapped optimizer."
-    return register
-
-
-for _name in (
-    "register_step_pre_hook",
-    "register_step_post_hook",
-    "register_state_dict_pre_hook",
-    "register_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_load_state_dict_post_hook",
-):
-    setattr(OptimizerWrapper, _name, _delegate(_name))
 
 
 def _makes_state() -> bool:

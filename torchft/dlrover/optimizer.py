@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchft._extras import extras_of
+from torchft._wrapped_optimizer import WrappedOptimizer
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -32,7 +33,7 @@ def backward_passes(max_workers: int, workers: int) -> int:
     return max_workers // workers
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """Steps once in ``backward_passes_per_step`` calls of ``step``, with the mean gradient over all passes and workers.
 
     Gradients add up meanwhile, and are reduced in the last pass only. Each pass calls ``zero_grad`` and ``step``.
@@ -58,8 +59,7 @@ class DistributedOptimizer(Optimizer):
         manager: Optional[Manager] = None,
         process_group: Optional[dist.ProcessGroup] = None,
     ) -> None:
-        # Optimizer.__init__ is left out: the wrapped one owns the parameters and runs the hooks.
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._fixed = fixed_global_batch_size
         self._manager = manager
         self._extras = extras_of(manager)
@@ -84,7 +84,7 @@ class DistributedOptimizer(Optimizer):
                 )
             self._manager.start_quorum()
         self._count_workers()
-        self.optimizer.zero_grad(set_to_none)
+        self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Optional[object] = None) -> None:  # type: ignore[override]
         """After a backward pass. With the last one of a step, the gradients are reduced and the optimizer steps."""
@@ -96,7 +96,7 @@ class DistributedOptimizer(Optimizer):
         self._passes = 0
         self._reduce()
         if self._manager is None or self._manager.should_commit():
-            self.optimizer.step()
+            self.optim.step()
 
     def _count_workers(self) -> None:
         if self._manager is not None:
@@ -121,43 +121,11 @@ class DistributedOptimizer(Optimizer):
                 self._extras.refuse_replay("with fewer workers, DistributedOptimizer needs more backward passes")
             works = [self._manager.allreduce(gradient) for gradient in gradients]
         elif self._workers > 1:
-            works = [self._group.allreduce([gradient], _sum()) for gradient in gradients]
+            works = [self._group.allreduce([gradient], dist.AllreduceOptions()) for gradient in gradients]
         else:
             works = []
         for work in works:
             work.wait()
-
-    # Everything else is the wrapped optimizer's.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.optimizer!r})"
-
-
-def _sum() -> dist.AllreduceOptions:
-    opts = dist.AllreduceOptions()
-    opts.reduceOp = dist.ReduceOp.SUM
-    return opts
 
 
 def _from_env(name: str) -> int:

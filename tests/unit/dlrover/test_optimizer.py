@@ -177,3 +177,14 @@ def test_a_job_whose_loader_weights_its_losses_is_refused() -> None:
     manager._extras = mock.Mock(spec=Extras, adds_gradients=True)
     with pytest.raises(ValueError, match=r"ElasticDataLoader.*use torchft\.Optimizer"):
         DistributedOptimizer(sgd(make_model()), manager=manager).zero_grad()
+
+
+def test_hooks_are_those_of_the_wrapped_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKER_NUM", "1")
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer = DistributedOptimizer(sgd)
+    stepped: list[object] = []
+    optimizer.register_step_post_hook(lambda of, *_: stepped.append(of))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert stepped == [sgd]

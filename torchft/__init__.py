@@ -7,8 +7,9 @@ library: `torchft_lighthouse` starts at once, and isolated worker processes stay
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchft._lazy import resolver
 
 __version__ = "0.3.0"
 
@@ -25,29 +26,22 @@ if TYPE_CHECKING:
 
     Optimizer = OptimizerWrapper
 
-# exported name: (module, name there)
+# exported name: where it is
 _EXPORTS = {
-    "DistributedDataParallel": ("torchft.ddp", "DistributedDataParallel"),
-    "DistributedSampler": ("torchft.data", "DistributedSampler"),
-    "Manager": ("torchft.manager", "Manager"),
-    "Optimizer": ("torchft.optim", "OptimizerWrapper"),
-    "ProcessGroupBabyNCCL": ("torchft.process_group", "ProcessGroupBabyNCCL"),
-    "ProcessGroupBabyXCCL": ("torchft.process_group", "ProcessGroupBabyXCCL"),
-    "ProcessGroupGloo": ("torchft.process_group", "ProcessGroupGloo"),
-    "ProcessGroupNCCL": ("torchft.process_group", "ProcessGroupNCCL"),
-    "ProcessGroupXCCL": ("torchft.process_group", "ProcessGroupXCCL"),
+    "DistributedDataParallel": "ddp.DistributedDataParallel",
+    "DistributedSampler": "data.DistributedSampler",
+    "Manager": "manager.Manager",
+    "Optimizer": "optim.OptimizerWrapper",
+    "ProcessGroupBabyNCCL": "process_group.ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL": "process_group.ProcessGroupBabyXCCL",
+    "ProcessGroupGloo": "process_group.ProcessGroupGloo",
+    "ProcessGroupNCCL": "process_group.ProcessGroupNCCL",
+    "ProcessGroupXCCL": "process_group.ProcessGroupXCCL",
 }
 
 __all__ = sorted(_EXPORTS)
 
-
-def __getattr__(name: str) -> object:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'torchft' has no attribute {name!r}")
-    module, attribute = _EXPORTS[name]
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value
-    return value
+__getattr__ = resolver(__name__, _EXPORTS)
 
 
 def __dir__() -> list[str]:

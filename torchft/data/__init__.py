@@ -13,8 +13,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchft._lazy import resolver
 
 if TYPE_CHECKING:
     from torchft.data.loader import ElasticDataLoader as ElasticDataLoader
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedSampler", "ElasticDataLoader"]
 
-_MODULES = {"DistributedSampler": "torchft.data.sampler", "ElasticDataLoader": "torchft.data.loader"}
+_EXPORTS = {"DistributedSampler": "sampler.DistributedSampler", "ElasticDataLoader": "loader.ElasticDataLoader"}
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'torchft.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = resolver(__name__, _EXPORTS)

@@ -12,8 +12,9 @@ Names are resolved on first use.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchft._lazy import resolver
 
 if TYPE_CHECKING:
     from torchft.ftlib.api import FTLib as FTLib
@@ -28,18 +29,18 @@ if TYPE_CHECKING:
     from torchft.ftlib.views import RankAssignScheme as RankAssignScheme
     from torchft.ftlib.views import View as View
 
-_MODULES = {
-    "Consensus": "consensus",
-    "ConsensusStatus": "consensus",
-    "FTAllReduceStatus": "consensus",
-    "FTLib": "api",
-    "Framework": "framework",
-    "Identity": "views",
-    "Member": "views",
-    "RankAssignScheme": "views",
-    "RebuildFailed": "api",
-    "View": "views",
-    "allreduce_hook": "api",
+_EXPORTS = {
+    "Consensus": "consensus.Consensus",
+    "ConsensusStatus": "consensus.ConsensusStatus",
+    "FTAllReduceStatus": "consensus.FTAllReduceStatus",
+    "FTLib": "api.FTLib",
+    "Framework": "framework.Framework",
+    "Identity": "views.Identity",
+    "Member": "views.Member",
+    "RankAssignScheme": "views.RankAssignScheme",
+    "RebuildFailed": "api.RebuildFailed",
+    "View": "views.View",
+    "allreduce_hook": "api.allreduce_hook",
 }
 
 __all__ = [
@@ -56,10 +57,4 @@ __all__ = [
     "allreduce_hook",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'torchft.ftlib' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"torchft.ftlib.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = resolver(__name__, _EXPORTS)

@@ -1,0 +1,26 @@
+"""Names of a package that are imported on first use, so that the package itself costs nothing: PEP 562."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+
+
+def resolver(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """Makes the ``__getattr__`` of a package.
+
+    Args:
+        package: its ``__name__``.
+        names: where each exported name is: "module.name", below the package.
+    """
+
+    def resolve(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, _, attribute = names[name].rpartition(".")
+        value = getattr(importlib.import_module(f"{package}.{module}"), attribute)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return resolve

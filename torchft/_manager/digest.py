@@ -25,6 +25,8 @@ from typing import Optional
 
 import torch
 
+from torchft.checkpointing._places import local_part
+
 _WORD = 4  # bytes
 # Words: as many elements as PyTorch computes on the thread that calls. Its other threads may be busy with the model, or
 # their processors with another process: to wait for them took 20 ms on a machine with twice as many processes as cores.
@@ -33,17 +35,12 @@ _CHUNK = 1 << 15
 _AT_ONCE = 256
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in the order in which they lie in memory, without a copy.
 
     Of a DTensor those of this rank's shard. A tensor whose elements do not lie side by side is copied.
     """
-    tensor = local_part(tensor).detach()
+    tensor = local_part(tensor)
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
     elif torch.ops.aten.is_non_overlapping_and_dense(tensor):

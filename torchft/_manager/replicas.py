@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 import torch
 from torch.distributed import ReduceOp
 
-from torchft._manager.digest import combine, digest_bytes, local_part, memory_of
+from torchft._manager.digest import combine, digest_bytes, memory_of
 from torchft._manager.divergence import (
     BUCKETS,
     NOTHING,
@@ -30,6 +30,7 @@ from torchft._manager.divergence import (
     unlike,
 )
 from torchft._manager.layout import comparison_of
+from torchft.checkpointing._places import local_part
 from torchft.utils import Mark, devices_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp, Work
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from torchft.process_group import ProcessGroup, ProcessGroupWrapper, reconfigure_with_store, supports_reconfigure
@@ -102,9 +102,7 @@ class ProcessGroupFramework(Framework):
     def start_average(self, tensor: torch.Tensor) -> Work:
         # Before the sum, as PyTorch's own hook does: not every backend has an average.
         tensor.div_(self._size)
-        opts = AllreduceOptions()
-        opts.reduceOp = ReduceOp.SUM
-        return self._pg.allreduce([tensor], opts)
+        return self._pg.allreduce([tensor], AllreduceOptions())
 
     def finish_average(self, work: Optional[Work]) -> None:
         if work is not None:

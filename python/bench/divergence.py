@@ -1,4 +1,4 @@
-"""What it costs a step without faults that weights and optimizer state are compared among the groups.
+"""The cost of comparing weights and optimizer state among the groups, in a step without faults.
 
 Two replica groups as processes, Gloo, one rank each, no compute; a job with it and a job without take turns. Their
 means are compared: each tenth step sends digests, and the first of a sweep lists the tensors. Processor time is that of

@@ -90,7 +90,7 @@ class Training:
 
 
 class Records(logging.Handler):
-    """What the groups told."""
+    """Keeps the log records of the groups."""
 
     def __init__(self) -> None:
         super().__init__()

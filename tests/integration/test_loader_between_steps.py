@@ -102,7 +102,7 @@ def test_a_checkpoint_between_two_steps_is_of_one_step() -> None:
     assert {step for step, _, _ in job.checkpoints} == set(range(1, STEPS + 1))
 
 
-# What else a job with a loader has
+# Other parts of a job with a loader
 
 
 @pytest.mark.parametrize("reproducible", [False, True])

@@ -90,12 +90,12 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
 
 
 def readme_table() -> str:
-    """What the README shows of `make train`, below the names of the groups."""
+    """The table of `make train` in the README, below the names of the groups."""
     return (ROOT / "README.md").read_text().partition("group 0     group 1\n")[2].partition("```")[0]
 
 
 def rows_of(table: str) -> list[str]:
-    """What each line of a table is about."""
+    """The label of each line of a table."""
     return [line[: 14 if line.startswith("group") else 34].strip() for line in table.splitlines()]
 
 

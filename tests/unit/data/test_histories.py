@@ -146,7 +146,7 @@ class GivesWayAlsoIfItLeads(Group):
 
 
 class LeavesWithoutComparing(Group):
-    """What a group finds at the end does not matter to it."""
+    """A mistake: a group at the end of the data ignores a comparison that fails."""
 
     def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
         return Verdict.ALIKE if self.position == self.plan.end else super().judge(sums, quorum, heals)

@@ -278,7 +278,7 @@ class QuorumResult:
 
 @dataclass(frozen=True)
 class MemberFailure:
-    """A member of a quorum is dead, as the lighthouse knows it.
+    """A member of a quorum has failed, as the lighthouse knows it.
 
     Args:
         quorum_id: of the quorum that it was in.
@@ -378,7 +378,7 @@ class ManagerClient(_Native):
 
     __slots__ = ("_round", "_votes")
 
-    # Both are needed. The defaults are for unittest.mock: a stand-in of the published class is made without arguments.
+    # Both are needed. The defaults are for unittest.mock: a stand-in of the upstream class is made without arguments.
     def __init__(self, addr: str | None = None, connect_timeout: timedelta | None = None) -> None:
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
@@ -405,7 +405,7 @@ class ManagerClient(_Native):
 
         Args:
             timeout: of the whole wait.
-            further: what the published package does not have. All others, too, are as in :class:`QuorumRequest`.
+            further: what upstream does not have. All others, too, are as in :class:`QuorumRequest`.
         """
         request = QuorumRequest(
             _integer("group_rank", group_rank, 0),
@@ -466,7 +466,7 @@ class ManagerClient(_Native):
         """Waits for the lighthouse's next word.
 
         Returns:
-            What it is about, ``died``, ``stalled`` or ``progress`` (the lighthouse asks what this rank does), and the
+            What it is about, ``failed``, ``stalled`` or ``progress`` (the lighthouse asks what this rank does), and the
             member of any quorum that the first two are about. None if there was none in time.
 
         Raises:
@@ -578,7 +578,7 @@ class LighthouseServer(_Server):
         join_timeout_ms (int): how long a quorum waits for groups that are alive and have not asked yet;
             default 100.
         quorum_tick_ms (int): how often the quorum is decided anew without a request; default 100.
-        heartbeat_timeout_ms (int): age of a heartbeat from which a group counts as dead; default 5000.
+        heartbeat_timeout_ms (int): age of a heartbeat from which a group counts as failed; default 5000.
         state_dir (str): where to keep the last quorum of each job on disk, for a lighthouse that is started there
             again; default: nowhere.
 

@@ -127,7 +127,7 @@ class Manager(Stateful, Stepping):
         init_sync: at step 0, take the primary's weights in all groups.
         max_retries: steps in a row that may fail before ``should_commit`` raises; None: any number.
         quorum_retries: how often an error of the lighthouse is tried again.
-        enable_error_bus: end collectives as soon as the lighthouse tells that a peer of them died, without waiting for
+        enable_error_bus: end collectives as soon as the lighthouse tells that a peer of them failed, without waiting for
             their timeout; None: as TORCHFT_FAILURE_BUS says (on).
         replay_failed_step: when a peer dies in mid-step, reduce this group's own gradients again with those that are
             left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All groups must have
@@ -298,7 +298,7 @@ class Manager(Stateful, Stepping):
             self._place, self._peers, self._server, self._errors, self._data, self._replayer, self._replicas.state
         )
         self._trace = step_trace(self._replica_id, self._group_rank)
-        self._server.listen(self._failures.died, self._failures.stalled, self._failures.progress)
+        self._server.listen(self._failures.member_failed, self._failures.stalled, self._failures.progress)
 
     def _make_step(
         self,
@@ -454,7 +454,7 @@ class Manager(Stateful, Stepping):
 
         They are compared in each new quorum. A group that does not fit into a running job gets a ValueError from
         ``start_quorum`` (or what waits for the quorum); the others lose that step. Only torchft's process groups carry
-        it, and the published package announces nothing.
+        it, and upstream announces nothing.
 
         Args:
             what: whose tensors they are.
@@ -595,7 +595,7 @@ class Manager(Stateful, Stepping):
     # Errors, and failures of peers
 
     def subscribe_failures(self, callback: FailureCallback) -> None:
-        """Calls ``callback(failure)`` for each member of a quorum that the lighthouse tells is dead, on a thread of its
+        """Calls ``callback(failure)`` for each member of a quorum that the lighthouse tells has failed, on a thread of its
         own. With ``enable_error_bus`` off it tells of none.
         """
         self._failures.subscribe(callback)

@@ -2,7 +2,7 @@
 
 Off unless OpenTelemetry's own variables ask for it: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_LOGS_ENDPOINT, or
 OTEL_LOGS_EXPORTER with ``otlp``, ``console`` or both. OTEL_SDK_DISABLED=true and OTEL_LOGS_EXPORTER=none switch it
-off. TORCHFT_USE_OTEL, the published package's switch, means both exporters for logs where these variables name none;
+off. TORCHFT_USE_OTEL, upstream's switch, means both exporters for logs where these variables name none;
 ``false`` means none. All others (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, …) mean what
 they always do. Traces go by OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the same way.
 Needs ``pip install 'torchft[otel]'``. `python -m torchft.otel` sends one record and says where.

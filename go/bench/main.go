@@ -1,11 +1,11 @@
 // Command bench puts load on a lighthouse: replica groups, each with a connection of its own, that ask for one quorum
 // after the other as fast as they come. It prints a line of JSON for each number of groups.
 //
-//	go run ./bench -lighthouse http://localhost:29510 -kind stock -groups 1000 -pid PID
+//	go run ./bench -lighthouse http://localhost:29510 -kind upstream -groups 1000 -pid PID
 //	go run ./bench -comeback ./torchft_lighthouse -groups 10000
 //
 // The second kills a lighthouse under its groups, starts it again, and measures how they come back.
-// Groups of kind stock speak as the published manager does, those of kind ours as the one of this repository. The
+// Groups of kind upstream speak as the upstream manager does, those of kind ours as the one of this repository. The
 // lighthouse must wait for all groups: its min_replicas is their number.
 package main
 

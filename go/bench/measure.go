@@ -32,8 +32,8 @@ type group interface {
 
 // kinds make a group of some name, connected.
 var kinds = map[string]func(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group, error){
-	"stock": newStock,
-	"ours":  newOurs,
+	"upstream": newUpstream,
+	"ours":     newOurs,
 }
 
 func kindNames() []string { return slices.Sorted(maps.Keys(kinds)) }

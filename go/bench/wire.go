@@ -68,5 +68,5 @@ func dial(ctx context.Context, lighthouse string, more ...grpc.DialOption) (*grp
 	return conn, nil
 }
 
-// heartbeatInterval is that of published managers.
+// heartbeatInterval is that of upstream managers.
 const heartbeatInterval = 100 * time.Millisecond

@@ -75,7 +75,7 @@ func (f *Feed) Record(e Event) {
 	}
 }
 
-// Failed counts a member that was found dead. That it is told of everybody is one Event, of several of them.
+// Failed counts a member that was found failed. That it is told of everybody is one Event, of several of them.
 func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures[cause].Inc() }
 
 // Heard counts a sign of life.

@@ -15,7 +15,7 @@ type Kind string
 const (
 	// QuorumChanged : other members than in the quorum before.
 	QuorumChanged Kind = "quorum"
-	// MemberFailed : one or several members are dead.
+	// MemberFailed : one or several members have failed.
 	MemberFailed Kind = "failed"
 	// MemberEnded : one or several members have shut down.
 	MemberEnded Kind = "ended"

@@ -92,7 +92,7 @@ func newMeters(job string) *meters {
 	}
 	for _, cause := range quorum.Causes {
 		m.failures[cause] = prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "torchft_member_failures_total", Help: "Members that were found dead, by cause.",
+			Name: "torchft_member_failures_total", Help: "Members that were found failed, by cause.",
 			ConstLabels: prometheus.Labels{"training_job": job, "cause": string(cause)},
 		})
 	}
@@ -156,7 +156,7 @@ var (
 // collect tells what is known of the job when somebody looks.
 func (f *Feed) collect(out chan<- prometheus.Metric) {
 	status := f.status()
-	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0, Draining: 0, Dead: 0}
+	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0, Draining: 0, Failed: 0}
 	oldest := int64(0)
 	for _, m := range status.Members {
 		states[stateOf(m)]++

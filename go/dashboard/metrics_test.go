@@ -16,9 +16,9 @@ import (
 
 func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	j := &job{}
-	dead := member("c", 3)
-	dead.Healthy = false
-	j.set(member("a", 7), member("b", 7), dead)
+	failed := member("c", 3)
+	failed.Healthy = false
+	j.set(member("a", 7), member("b", 7), failed)
 	f := NewFeed("default", j.say)
 	for i := range 5 {
 		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
@@ -56,7 +56,7 @@ torchft_lost_steps_total{training_job="default"} 2
 # HELP torchft_kills_total Members that were ended on request.
 # TYPE torchft_kills_total counter
 torchft_kills_total{training_job="default"} 1
-# HELP torchft_member_failures_total Members that were found dead, by cause.
+# HELP torchft_member_failures_total Members that were found failed, by cause.
 # TYPE torchft_member_failures_total counter
 torchft_member_failures_total{cause="connection",training_job="default"} 2
 torchft_member_failures_total{cause="doubtful",training_job="default"} 0
@@ -68,7 +68,7 @@ torchft_member_failures_total{cause="stalled",training_job="default"} 0
 torchft_member_failures_total{cause="unreachable",training_job="default"} 0
 # HELP torchft_members Members by state.
 # TYPE torchft_members gauge
-torchft_members{state="dead",training_job="default"} 1
+torchft_members{state="failed",training_job="default"} 1
 torchft_members{state="draining",training_job="default"} 0
 torchft_members{state="healing",training_job="default"} 0
 torchft_members{state="joining",training_job="default"} 0

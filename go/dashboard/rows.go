@@ -19,7 +19,7 @@ const (
 	Suspect  State = "suspect"  // its connection broke a moment ago
 	Stalled  State = "stalled"  // it makes no progress while the others wait for it
 	Draining State = "draining" // asked to leave
-	Dead     State = "dead"
+	Failed   State = "failed"
 )
 
 // Row is one member, as the page shows it.
@@ -125,7 +125,7 @@ func follow(old tracked, known bool, m quorum.MemberStatus, now time.Time) track
 		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
 		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),
 	}, stepSince: old.stepSince}
-	if t.State != Dead {
+	if t.State != Failed {
 		t.HeardOf = 0 // it is alive: when exactly it was heard of is no news
 	}
 	if !known || old.State != t.State {
@@ -151,7 +151,7 @@ func stateOf(m quorum.MemberStatus) State {
 	case m.Draining != "" && (m.Healthy || m.Out != ""):
 		return Draining
 	case !m.Healthy:
-		return Dead
+		return Failed
 	case m.Suspect:
 		return Suspect
 	case m.Stalled != "":

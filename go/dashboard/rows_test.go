@@ -28,11 +28,11 @@ func TestALookSaysWhatChanged(t *testing.T) {
 	assert.Len(t, change.Rows, 1)
 	assert.Equal(t, 500.0, change.Rows[0].StepMS, "four steps in two seconds")
 
-	dead := member("b", 1)
-	dead.Healthy, dead.HeartbeatAgeMS = false, 1500
-	change = look(3*time.Second, member("a", 5), dead)
+	failed := member("b", 1)
+	failed.Healthy, failed.HeartbeatAgeMS = false, 1500
+	change = look(3*time.Second, member("a", 5), failed)
 	assert.Len(t, change.Rows, 1)
-	assert.Equal(t, Dead, change.Rows[0].State)
+	assert.Equal(t, Failed, change.Rows[0].State)
 	assert.Equal(t, start.Add(3*time.Second).UnixMilli(), change.Rows[0].Since)
 	assert.Equal(t, start.Add(time.Second).UnixMilli(), change.Rows[0].HeardOf)
 
@@ -43,7 +43,7 @@ func TestALookSaysWhatChanged(t *testing.T) {
 
 func TestTheStateOfAMember(t *testing.T) {
 	for want, m := range map[State]quorum.MemberStatus{
-		Dead:     {InQuorum: true},
+		Failed:   {InQuorum: true},
 		Training: {Healthy: true, InQuorum: true, Waiting: true},
 		Waiting:  {Healthy: true, Waiting: true},
 		Joining:  {Healthy: true},

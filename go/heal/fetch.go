@@ -310,9 +310,9 @@ type source struct {
 	secret   []byte
 	assigned bool
 
-	mu    sync.Mutex
-	gone  error // it said that it has the state no longer
-	wrong int   // blocks that it gave, and that are not the assigned source's
+	mu        sync.Mutex
+	withdrawn error // it said that it has the state no longer
+	wrong     int   // blocks that it gave, and that are not the assigned source's
 }
 
 func (s *source) run() {
@@ -362,8 +362,8 @@ func (s *source) reason(errs []error) error {
 	if s.fetch.queue.complete() {
 		return nil // others brought what this one did not
 	}
-	if gone := s.isGone(); gone != nil {
-		return gone
+	if withdrawn := s.isWithdrawn(); withdrawn != nil {
+		return withdrawn
 	}
 	for _, err := range errs {
 		if err != nil {
@@ -373,17 +373,17 @@ func (s *source) reason(errs []error) error {
 	return errIncomplete
 }
 
-func (s *source) isGone() error {
+func (s *source) isWithdrawn() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.gone
+	return s.withdrawn
 }
 
-func (s *source) setGone(err error) {
+func (s *source) setWithdrawn(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.gone == nil {
-		s.gone = err
+	if s.withdrawn == nil {
+		s.withdrawn = err
 	}
 }
 
@@ -395,8 +395,8 @@ func (s *source) gaveWrong(block int) error {
 		return nil
 	}
 	err := fmt.Errorf("it gave %d blocks, the last of them %d, that are not those of the assigned source", s.wrong, block)
-	if s.gone == nil {
-		s.gone = err
+	if s.withdrawn == nil {
+		s.withdrawn = err
 	}
 	return err
 }
@@ -418,7 +418,7 @@ func (s *source) again(work func() (progress bool, err error)) error {
 		if progress {
 			pause, failures = s.fetch.pause, 0
 		}
-		if failures++; failures >= s.fetch.attempts || s.isGone() != nil || s.fetch.ctx.Err() != nil {
+		if failures++; failures >= s.fetch.attempts || s.isWithdrawn() != nil || s.fetch.ctx.Err() != nil {
 			return err
 		}
 		select {

@@ -81,8 +81,8 @@ func FuzzRequests(f *testing.F) {
 func FuzzAnswers(f *testing.F) {
 	header := func(r response, body ...byte) []byte { return append(r.append(nil), body...) }
 	f.Add([]byte{})
-	f.Add(header(response{statusGone, 0, 4}, []byte("over")...))
-	f.Add(header(response{statusGone, 0, 1<<32 - 1}))
+	f.Add(header(response{statusWithdrawn, 0, 4}, []byte("over")...))
+	f.Add(header(response{statusWithdrawn, 0, 1<<32 - 1}))
 	f.Add(header(response{statusOK, 0, 1000}, make([]byte, 1004)...))
 	f.Add(header(response{statusOK, 7, 1 << 31}))
 	f.Add(header(response{statusDiffer, 0, 0}))

@@ -29,9 +29,9 @@ const flagChecksum uint32 = 1
 
 // How a source answers. What follows the header is `length` bytes, and the CRC32C of those where there is a checksum.
 const (
-	statusOK     uint32 = 0x4b4f4b4f
-	statusDiffer uint32 = 0x46464944
-	statusGone   uint32 = 0x454e4f47 // the bytes are the reason, in words: what was offered is not any more
+	statusOK        uint32 = 0x4b4f4b4f
+	statusDiffer    uint32 = 0x46464944
+	statusWithdrawn uint32 = 0x454e4f47 // the bytes are the reason, in words: what was offered is not any more
 )
 
 type request struct{ op, block, expected, flags uint32 }

@@ -234,7 +234,7 @@ func (c *connection) serve() (err error) {
 	}
 	if grant == nil {
 		c.out = make([]byte, 0, 2*responseSize)
-		return c.gone(request{}, errEnded)
+		return c.withdrawn(request{}, errEnded)
 	}
 	c.out = make([]byte, 0, pieceSize+2*responseSize)
 	prepare(c.Conn) // not before: a stranger gets no thread
@@ -275,7 +275,7 @@ func (c *connection) answer(g *Grant, r request) error {
 			}
 			crc, err := c.check(o, int(r.block))
 			if err != nil {
-				return c.gone(r, err)
+				return c.withdrawn(r, err)
 			}
 			if crc != r.expected {
 				return c.reply(r, statusDiffer, nil)
@@ -294,7 +294,7 @@ func (c *connection) answer(g *Grant, r request) error {
 		for block := first; block < end; block++ {
 			crc, err := c.check(o, block)
 			if err != nil {
-				return c.gone(r, err)
+				return c.withdrawn(r, err)
 			}
 			crcs = append(crcs, crc)
 		}
@@ -342,7 +342,7 @@ func (c *connection) send(g *Grant, r request) error {
 		c.server.limit.wait(n)
 		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
 			if len(c.out) == responseSize { // nothing was sent yet
-				return c.gone(r, err)
+				return c.withdrawn(r, err)
 			}
 			return err
 		}
@@ -414,8 +414,8 @@ func (c *connection) reply(r request, status uint32, body []byte) error {
 }
 
 // gone tells the target that this offer is over, and why.
-func (c *connection) gone(r request, reason error) error {
-	_ = c.reply(r, statusGone, []byte(reason.Error()))
+func (c *connection) withdrawn(r request, reason error) error {
+	_ = c.reply(r, statusWithdrawn, []byte(reason.Error()))
 	if tcp, ok := c.Conn.(*net.TCPConn); ok {
 		// Not cut: a reset would take the reason away from the target. It closes, or the deadline comes.
 		_ = tcp.CloseWrite()

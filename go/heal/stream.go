@@ -202,13 +202,13 @@ func (st *stream) header(block int) (response, error) {
 		return r, err
 	}
 	switch {
-	case r.status == statusGone:
+	case r.status == statusWithdrawn:
 		reason, err := st.text(r.length, 1000)
 		if err != nil {
 			return r, err
 		}
-		st.source.setGone(errors.New(string(reason)))
-		return r, st.source.isGone()
+		st.source.setWithdrawn(errors.New(string(reason)))
+		return r, st.source.isWithdrawn()
 	case r.block != uint32(block), r.status != statusOK && r.status != statusDiffer:
 		return r, fmt.Errorf("answer %#x for block %d instead of %d: %w", r.status, r.block, block, errGarbled)
 	}
@@ -258,7 +258,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 func (st *stream) tooSlow() error {
 	err := fmt.Errorf("slow: one block took more than %v while other streams had nothing to do", slowAfter)
 	if !st.source.assigned {
-		st.source.setGone(err)
+		st.source.setWithdrawn(err)
 	}
 	return err
 }

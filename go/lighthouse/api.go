@@ -101,7 +101,7 @@ func (s *Server) GiveUp(job, replicaID, by string) error {
 }
 
 // errNoStream is of a member that cannot be told anything.
-var errNoStream = errors.New("it has no stream to this lighthouse, as groups of the published package have none")
+var errNoStream = errors.New("it has no stream to this lighthouse, as groups of upstream have none")
 
 // has reports whether a member is there and alive.
 func (j *job) has(replicaID string) bool {

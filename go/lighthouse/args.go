@@ -29,10 +29,10 @@ func ParseArgs(args []string) (Config, error) {
 	minReplicas := flags.Int("min_replicas", 0, "least number of replica groups in a quorum (required)")
 	join := flags.Int64("join_timeout_ms", def.JoinTimeout.Milliseconds(), "how long to wait for replica groups that are alive and have not asked yet")
 	tick := flags.Int64("quorum_tick_ms", def.QuorumTick.Milliseconds(), "how often to decide again without a request")
-	heartbeat := flags.Int64("heartbeat_timeout_ms", def.HeartbeatTimeout.Milliseconds(), "age of a heartbeat from which a replica group counts as dead")
-	grace := flags.Int64("suspect_grace_ms", def.SuspectGrace.Milliseconds(), "how long a replica group whose connection broke may take to come back before it counts as dead")
+	heartbeat := flags.Int64("heartbeat_timeout_ms", def.HeartbeatTimeout.Milliseconds(), "age of a heartbeat from which a replica group counts as failed")
+	grace := flags.Int64("suspect_grace_ms", def.SuspectGrace.Milliseconds(), "how long a replica group whose connection broke may take to come back before it counts as failed")
 	stalled := flags.Int64("stalled_after_ms", def.StalledAfter.Milliseconds(), "how long a replica group may make no progress while others wait for it, before it is named (0: ten median steps, at least 5 s, and 1 ms a group)")
-	eject := flags.Int64("eject_stalled_after_ms", def.EjectStalledAfter.Milliseconds(), "how long, before it is put out of the quorum (0: never)")
+	eject := flags.Int64("eject_stalled_after_ms", def.EjectStalledAfter.Milliseconds(), "how long, before it is evicted from the quorum (0: never)")
 	security := rpc.SecurityFromEnv()
 	for _, file := range []struct {
 		to               *string

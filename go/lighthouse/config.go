@@ -25,14 +25,14 @@ type Config struct {
 	JoinTimeout time.Duration
 	// QuorumTick is how often it is decided anew without a request.
 	QuorumTick time.Duration
-	// HeartbeatTimeout is the age of a heartbeat from which a replica counts as dead.
+	// HeartbeatTimeout is the age of a heartbeat from which a replica counts as failed.
 	HeartbeatTimeout time.Duration
-	// SuspectGrace is how long a replica whose connection broke may take to come back before it counts as dead.
+	// SuspectGrace is how long a replica whose connection broke may take to come back before it counts as failed.
 	SuspectGrace time.Duration
 	// StalledAfter is how long a replica may make no progress while others wait for it, before it is named. 0: ten median
 	// steps, at least 5 s, and 1 ms a replica.
 	StalledAfter time.Duration
-	// EjectStalledAfter is how long, before it is put out of the quorum; 0: never.
+	// EjectStalledAfter is how long, before it is evicted from the quorum; 0: never.
 	EjectStalledAfter time.Duration
 	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Else it is logged.
 	ForbidRegression bool

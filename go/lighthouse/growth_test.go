@@ -56,7 +56,7 @@ var bursts = []struct {
 		for _, one := range all {
 			j.mu.Lock()
 			if j.streams.remove(one) {
-				_ = j.step(quorum.Lost{ReplicaID: one.replicaID})
+				_ = j.step(quorum.Disconnected{ReplicaID: one.replicaID})
 			}
 			j.mu.Unlock()
 		}

@@ -148,7 +148,7 @@ func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job
 	}
 	switch n := len(names); n {
 	case 0:
-		return nil, http.StatusNotFound, fmt.Errorf("replica %q is not known to this lighthouse, is dead, or did not say where its manager is", id)
+		return nil, http.StatusNotFound, fmt.Errorf("replica %q is not known to this lighthouse, has failed, or did not say where its manager is", id)
 	case 1:
 		return j, 0, nil
 	default:

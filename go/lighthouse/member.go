@@ -206,7 +206,7 @@ func (s *stream) end() {
 	}
 	if job.streams.remove(s) && !job.closed {
 		delete(job.heals, s.replicaID)
-		_ = job.step(quorum.Lost{ReplicaID: s.replicaID}) // an error is of the machine, and logged
+		_ = job.step(quorum.Disconnected{ReplicaID: s.replicaID}) // an error is of the machine, and logged
 	}
 }
 

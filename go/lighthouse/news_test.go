@@ -16,12 +16,12 @@ import (
 // Each of thousands telling each of thousands would stop the lighthouse for minutes.
 func TestAStormOfFailuresIsToldInFew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		const dead = 100
-		c := fttest.NewCluster(t, dead+1)
+		const ended = 100
+		c := fttest.NewCluster(t, ended+1)
 		survivor := attend(t, c, "survivor", 0)
 		all := []*wire{survivor}
-		for i := range dead {
-			all = append(all, attend(t, c, fmt.Sprintf("dead-%03d", i), 0))
+		for i := range ended {
+			all = append(all, attend(t, c, fmt.Sprintf("ended-%03d", i), 0))
 		}
 		for _, w := range all {
 			w.ask(1, time.Minute)

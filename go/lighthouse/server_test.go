@@ -103,7 +103,7 @@ func TestARequestThatWasHeldUpIsRefused(t *testing.T) {
 		assert.Equal(t, codes.Aborted, status.Code(err))
 		assert.ErrorContains(t, err, "a newer request of a came before this one")
 		require.NoError(t, ask(3))
-		require.NoError(t, ask(0), "a published member does not number its requests")
+		require.NoError(t, ask(0), "an upstream member does not number its requests")
 	})
 }
 

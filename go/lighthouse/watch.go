@@ -103,7 +103,7 @@ func (j *job) askProgress(ids []string, now time.Time) {
 			one.post(outgoing{news: word})
 		}
 		if len(j.streams.of[id]) == 0 {
-			// A peer of the published package cannot say what it does: it gets the benefit of the doubt.
+			// A peer of upstream cannot say what it does: it gets the benefit of the doubt.
 			j.machine.Step(quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}, now) // of the same time: there is nothing else to do about it
 		}
 	}

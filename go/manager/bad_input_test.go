@@ -27,7 +27,7 @@ func dialLighthouse(t *testing.T, c *fttest.Cluster, host string) *manager.Light
 	return client
 }
 
-// call asks as a published manager does, without a stream.
+// call asks as an upstream manager does, without a stream.
 func call(client *manager.LighthouseClient, m quorum.Member) <-chan fttest.Answer[*quorum.Quorum] {
 	return fttest.Start(func() (*quorum.Quorum, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -67,7 +67,7 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersGoOn(t *testing.T) {
 	})
 }
 
-// A published lighthouse lets every size in, and so does ours with published groups. Whoever has a peer meets it.
+// An upstream lighthouse lets every size in, and so does ours with upstream groups. Whoever has a peer meets it.
 func TestAPublishedGroupOfAnotherSizeIsLetIn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)

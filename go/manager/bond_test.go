@@ -134,10 +134,10 @@ func TestAMemberThatGotItsQuorumByACallGreetsWithItsTerm(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		second := c.LighthouseOn("second", 1)
 		t.Cleanup(second.Shutdown)
-		stock := &stockLighthouse{}
+		upstream := &upstreamLighthouse{}
 		const term = 5
-		stock.quorums.Store(term<<42 + 1000)
-		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, stock) })
+		upstream.quorums.Store(term<<42 + 1000)
+		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, upstream) })
 		a := c.StartGroup("a", 1, listed)
 		id := round(t, 1, a)[0].QuorumID
 		require.EqualValues(t, term, quorum.TermOf(id))

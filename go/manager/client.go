@@ -149,12 +149,12 @@ func (r *remote) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return resp.GetShouldCommit(), err
 }
 
-// Leave does nothing: a published server hears of it when the connection ends.
+// Leave does nothing: an upstream server hears of it when the connection ends.
 func (r *remote) Leave(context.Context) error { return nil }
 
 func (r *remote) Notices() <-chan Notice { return nil }
 
-// A published server has no use for these.
+// An upstream server has no use for these.
 func (r *remote) Suspect(int64, string)           {}
 func (r *remote) SayProgress(int64, bool, string) {}
 func (r *remote) SayHealing(HealProgress)         {}

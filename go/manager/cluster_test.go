@@ -145,7 +145,7 @@ func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 		assert.Equal(t, []int64{0}, got[1].RecoverDstReplicaRank)
 
 		for _, r := range (answers{ask(a, 1000), ask(b, 0)}).results(t) {
-			assert.False(t, r.Heal, "a published group does not say: steps decide")
+			assert.False(t, r.Heal, "an upstream group does not say: steps decide")
 			assert.Zero(t, r.CommittedQuorumID)
 		}
 	})

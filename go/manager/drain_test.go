@@ -55,13 +55,13 @@ func leave(g *fttest.Group, rank int, timeout time.Duration) <-chan fttest.Answe
 	})
 }
 
-// noDeath fails if a rank was told of a death.
-func noDeath(t *testing.T, g *fttest.Group, rank int) {
+// noFailure fails if a rank was told of a failure.
+func noFailure(t *testing.T, g *fttest.Group, rank int) {
 	t.Helper()
 	for {
 		select {
 		case notice := <-g.Ranks[rank].Notices():
-			require.NotEqual(t, manager.Died, notice.Kind, "%+v", notice)
+			require.NotEqual(t, manager.MemberFailed, notice.Kind, "%+v", notice)
 		default:
 			return
 		}
@@ -105,8 +105,8 @@ func TestADrainedGroupLeavesAndNobodyLosesAStep(t *testing.T) {
 
 		a.Server.Shutdown()
 		time.Sleep(10 * time.Second)
-		noDeath(t, b, 0)
-		noDeath(t, d, 0)
+		noFailure(t, b, 0)
+		noFailure(t, d, 0)
 		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
 		assert.Positive(t, c.Log.Count("a left as asked (drain)"), c.Log.String())
 		assert.Equal(t, after[0].QuorumID, round(t, 3, b, d)[0].QuorumID)
@@ -135,7 +135,7 @@ func TestARankLetsItsGroupLeaveAndNobodyLosesAStep(t *testing.T) {
 		}
 		a.Server.Shutdown()
 		time.Sleep(10 * time.Second)
-		noDeath(t, b, 0)
+		noFailure(t, b, 0)
 		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
 	})
 }
@@ -151,7 +151,7 @@ func TestTheEndOfARunIsNoFailure(t *testing.T) {
 		assert.Less(t, time.Since(began), 10*time.Millisecond)
 		// It may have gone too early: b would wait for it in vain.
 		notice := heard(t, b, 0)
-		assert.Equal(t, manager.Notice{Kind: manager.Died, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
+		assert.Equal(t, manager.Notice{Kind: manager.MemberFailed, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
 		assert.InDelta(t, grace, time.Since(began), float64(10*time.Millisecond))
 
 		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
@@ -199,7 +199,7 @@ func TestLeavingEndsAtItsDeadlineWhenAPeerStaysInTheStep(t *testing.T) {
 		got := <-leave(a, 0, 3*time.Second)
 		require.ErrorContains(t, got.Err, "leave")
 		assert.InDelta(t, 3*time.Second, got.Took, float64(100*time.Millisecond))
-		noDeath(t, b, 0)
+		noFailure(t, b, 0)
 	})
 }
 
@@ -234,7 +234,7 @@ func TestWhoCannotBeDrained(t *testing.T) {
 		client, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host("old")))
 		require.NoError(t, err)
 		defer func() { _ = client.Close() }()
-		require.NoError(t, client.Heartbeat(t.Context(), "old")) // as a published one, which has no stream
+		require.NoError(t, client.Heartbeat(t.Context(), "old")) // as an upstream one, which has no stream
 		assert.Equal(t, http.StatusConflict, drain(t, c, "old"))
 	})
 }

@@ -54,7 +54,7 @@ func (m *member) Leave(ctx context.Context) error {
 func (m *member) leaveOnce(ctx context.Context) error {
 	stream, client, _, err := m.connect(ctx)
 	if status.Code(err) == codes.Unimplemented {
-		return nil // a published lighthouse hears of it when the heartbeats end
+		return nil // an upstream lighthouse hears of it when the heartbeats end
 	}
 	if err != nil {
 		return err

@@ -29,7 +29,7 @@ type Membership interface {
 	Close() error
 }
 
-// LighthouseClient makes calls to a lighthouse, ours or a published one. Its connection comes back by itself when it broke.
+// LighthouseClient makes calls to a lighthouse, ours or an upstream one. Its connection comes back by itself when it broke.
 type LighthouseClient struct {
 	addr string
 	peer string

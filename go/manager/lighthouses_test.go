@@ -224,29 +224,29 @@ func TestAllGoBackTogether(t *testing.T) {
 	})
 }
 
-// A published lighthouse sends nobody back: each member goes by itself, and its heartbeats with it.
+// An upstream lighthouse sends nobody back: each member goes by itself, and its heartbeats with it.
 func TestFromALighthouseThatKnowsNoStreamsAMemberGoesBackAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		stock := &stockLighthouse{}
-		t.Cleanup(serveOn(t, c, "second", func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, stock) }))
+		upstream := &upstreamLighthouse{}
+		t.Cleanup(serveOn(t, c, "second", func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, upstream) }))
 		c.Net.Host("lighthouse").Kill()
 		c.Lighthouse.Shutdown()
 		a := c.StartGroup("a", 1, listed)
 		round(t, 1, a)
-		require.Positive(t, stock.quorums.Load())
+		require.Positive(t, upstream.quorums.Load())
 		c.StartLighthouse(1)
 		time.Sleep(5 * time.Second)
 		round(t, 2, a)
 		time.Sleep(time.Second)
-		beats := stock.beats.Load()
+		beats := upstream.beats.Load()
 		time.Sleep(30 * time.Second)
 		assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
-		assert.Equal(t, beats, stock.beats.Load())
+		assert.Equal(t, beats, upstream.beats.Load())
 	})
 }
 
-// Also who waits at the second lighthouse, and who trains: a death in the step in which they went is told.
+// Also who waits at the second lighthouse, and who trains: a failure in the step in which they went is told.
 func TestInTheMiddleOfAStepTheyGoBackToo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")

@@ -101,7 +101,7 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		m.mayBeAnother(at, err)
 		if q != nil {
 			m.last.Store(q)
-			m.lapsed.Store(false)
+			m.fenced.Store(false)
 		}
 		return q, err
 	case codes.OutOfRange:
@@ -109,7 +109,7 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		err = status.Error(codes.Unavailable, rpc.Message(err))
 		m.avoid(at)
 	case codes.OK:
-		m.lapsed.Store(false)
+		m.fenced.Store(false)
 		m.servedWell(at)
 	default:
 	}
@@ -221,11 +221,11 @@ func (m *member) say(message *torchftpb.MemberMessage) {
 	}
 }
 
-// Lapsed reports whether nothing was said for so long that the lighthouse may take this group for dead: its process was
+// Fenced reports whether nothing was said for so long that the lighthouse may take this group for failed: its process was
 // stopped, or its host slept. It holds until the next quorum.
-func (m *member) Lapsed() bool {
+func (m *member) Fenced() bool {
 	m.noteSilence()
-	return m.lapsed.Load()
+	return m.fenced.Load()
 }
 
 func (m *member) Close() error {

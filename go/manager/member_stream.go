@@ -217,7 +217,7 @@ func (s *memberStream) takeNext() (err error) {
 		s.answer(message.GetNumber(), asked{err: status.Error(code, m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
-		s.member.heard.tell(Notice{Kind: Died, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		s.member.heard.tell(Notice{Kind: MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled
 		s.member.heard.tell(Notice{Kind: Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})

@@ -18,19 +18,19 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// stockLighthouse serves what a published one does, a call for each quorum and heartbeat, to groups of one.
-type stockLighthouse struct {
+// upstreamLighthouse serves what an upstream one does, a call for each quorum and heartbeat, to groups of one.
+type upstreamLighthouse struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 	quorums, beats atomic.Int64
 }
 
-func (s *stockLighthouse) Quorum(_ context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+func (s *upstreamLighthouse) Quorum(_ context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
 	return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{
 		QuorumId: s.quorums.Add(1), Participants: []*torchftpb.QuorumMember{req.GetRequester()},
 	}}, nil
 }
 
-func (s *stockLighthouse) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+func (s *upstreamLighthouse) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
 	s.beats.Add(1)
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil
 }
@@ -56,14 +56,14 @@ func serveOn(t *testing.T, c *fttest.Cluster, host string, register func(*grpc.S
 func TestALighthouseThatKnowsNoStreams(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		stock := &stockLighthouse{}
-		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, stock) })
+		upstream := &upstreamLighthouse{}
+		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, upstream) })
 		g := c.StartGroup("a", 2)
 		for step := range int64(3) {
 			assert.Equal(t, step+1, round(t, step, g)[0].QuorumID)
 		}
 		time.Sleep(10 * time.Second)
-		assert.InDelta(t, 100, stock.beats.Load(), 3, "one each heartbeat_interval")
+		assert.InDelta(t, 100, upstream.beats.Load(), 3, "one each heartbeat_interval")
 
 		// The lighthouse is replaced by one of ours, under the running job.
 		stop()
@@ -72,7 +72,7 @@ func TestALighthouseThatKnowsNoStreams(t *testing.T) {
 			round(t, step, g)
 			time.Sleep(2 * time.Second)
 		}
-		assert.EqualValues(t, 3, stock.quorums.Load())
+		assert.EqualValues(t, 3, upstream.quorums.Load())
 		assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
 	})
 }
@@ -83,7 +83,7 @@ func TestAGroupThatMakesCallsAfterAStreamCommits(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)
 		round(t, 0, g)
-		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, &stockLighthouse{}) })
+		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, &upstreamLighthouse{}) })
 		defer stop()
 		for step := range int64(3) {
 			round(t, 1+step, g)

@@ -20,7 +20,7 @@ type Notice struct {
 type NoticeKind int
 
 const (
-	Died          NoticeKind = iota // a member of the quorum is dead
+	MemberFailed  NoticeKind = iota // a member of the quorum has failed
 	Stalled                         // a member of the quorum makes no progress while the others wait for it
 	ProgressAsked                   // whoever hears it says what it does
 	Drained                         // somebody wants this group to leave; ranks are told in their next quorum, and not by this
@@ -40,8 +40,8 @@ type Witness interface {
 	Incomplete(reason string)
 	// SayProgress answers ProgressAsked.
 	SayProgress(p round.Progress)
-	// Lapsed reports whether the group was silent for so long that it may count as dead.
-	Lapsed() bool
+	// Fenced reports whether the group was silent for so long that it may count as failed.
+	Fenced() bool
 }
 
 // notices hands each notice to all who listen.
@@ -100,10 +100,10 @@ func (s *Server) hearNotices(source NoticeSource) {
 
 func (s *Server) hear(notice Notice) {
 	switch notice.Kind {
-	case Died:
+	case MemberFailed:
 		s.log.Info("torchft: a peer is gone", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
 		if notice.ReplicaID == s.cfg.ReplicaID {
-			s.feed(round.PutOut{QuorumID: notice.QuorumID, Reason: notice.Reason})
+			s.feed(round.Evicted{QuorumID: notice.QuorumID, Reason: notice.Reason})
 		}
 	case Stalled:
 		s.log.Info("torchft: a member makes no progress", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)

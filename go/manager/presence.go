@@ -16,7 +16,7 @@ type connection struct {
 }
 
 // presence counts the open connections of each rank. When a rank's last one breaks the rank is gone: that is
-// how its siblings learn of a death at once, without a timeout.
+// how its siblings learn of a failure at once, without a timeout.
 type presence struct{ open map[int64]int }
 
 func (p *presence) seen(c *connection, groupRank int64) {
@@ -69,9 +69,9 @@ func (s *Server) connectionEnded(c *connection) {
 		if !s.closed {
 			s.log.Info("torchft: a rank's connection ended", "group_rank", groupRank)
 		}
-		s.step(round.RankGone{GroupRank: groupRank})
+		s.step(round.RankDisconnected{GroupRank: groupRank})
 		if !s.closed {
-			time.AfterFunc(rankGrace, func() { s.feed(round.StillGone{GroupRank: groupRank}) })
+			time.AfterFunc(rankGrace, func() { s.feed(round.StillDisconnected{GroupRank: groupRank}) })
 		}
 	}
 }

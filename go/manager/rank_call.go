@@ -135,7 +135,7 @@ func (s *Server) eventOf(c *rankCall) round.Event {
 	case voteCall:
 		witness, ok := s.membership.(Witness)
 		return round.Voted{
-			Waiter: c.id, GroupRank: c.GroupRank, Step: c.Step, ShouldCommit: c.vote, Lapsed: ok && witness.Lapsed(),
+			Waiter: c.id, GroupRank: c.GroupRank, Step: c.Step, ShouldCommit: c.vote, Fenced: ok && witness.Fenced(),
 		}
 	default:
 		return round.MetadataAsked{Waiter: c.id, GroupRank: c.GroupRank}

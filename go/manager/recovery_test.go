@@ -96,8 +96,8 @@ func TestAGroupThatDiesWhileItHealsIsNotShownAsHealing(t *testing.T) {
 		synctest.Wait()
 		b.Server.Shutdown()
 		time.Sleep(time.Second)
-		dead := c.Lighthouse.Status().Members[1]
-		assert.False(t, dead.Healthy || dead.Healing)
-		assert.Zero(t, dead.HealTotal)
+		failed := c.Lighthouse.Status().Members[1]
+		assert.False(t, failed.Healthy || failed.Healing)
+		assert.Zero(t, failed.HealTotal)
 	})
 }

@@ -62,7 +62,7 @@ func TestALighthouseErrorReachesEveryRankAtOnce(t *testing.T) {
 	})
 }
 
-func TestAStockLighthouseCancelsAnExpiredCall(t *testing.T) {
+func TestAnUpstreamLighthouseCancelsAnExpiredCall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1, func(cfg *manager.ServerConfig) {

@@ -259,7 +259,7 @@ func rankNotice(resp *torchftpb.RankResponse) (Notice, bool) {
 	switch r := resp.GetResponse().(type) {
 	case *torchftpb.RankResponse_MemberFailed:
 		f := r.MemberFailed
-		return Notice{Kind: Died, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
+		return Notice{Kind: MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
 	case *torchftpb.RankResponse_MemberStalled:
 		f := r.MemberStalled
 		return Notice{Kind: Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true

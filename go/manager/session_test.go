@@ -20,17 +20,17 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// stockManager serves what a published manager server does: quorums and votes, a call for each.
-type stockManager struct {
+// upstreamManager serves what an upstream manager server does: quorums and votes, a call for each.
+type upstreamManager struct {
 	torchftpb.UnimplementedManagerServiceServer
 	quorums, votes atomic.Int64
 }
 
-func (s *stockManager) Quorum(context.Context, *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
+func (s *upstreamManager) Quorum(context.Context, *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
 	return &torchftpb.ManagerQuorumResponse{QuorumId: s.quorums.Add(1)}, nil
 }
 
-func (s *stockManager) ShouldCommit(_ context.Context, req *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error) {
+func (s *upstreamManager) ShouldCommit(_ context.Context, req *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error) {
 	s.votes.Add(1)
 	return &torchftpb.ShouldCommitResponse{ShouldCommit: req.GetShouldCommit()}, nil
 }
@@ -40,14 +40,14 @@ func TestAServerThatKnowsNoSessions(t *testing.T) {
 		t.Run(first, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				net := fttest.NewNetwork()
-				lis, err := net.Host("stock").Listen(":1")
+				lis, err := net.Host("upstream").Listen(":1")
 				require.NoError(t, err)
-				stock := &stockManager{}
+				upstream := &upstreamManager{}
 				g := grpc.NewServer()
-				torchftpb.RegisterManagerServiceServer(g, stock)
+				torchftpb.RegisterManagerServiceServer(g, upstream)
 				go func() { _ = g.Serve(lis) }()
 				defer g.Stop()
-				client, err := manager.Dial(t.Context(), "http://stock:1", time.Second, manager.WithNetwork(net.Host("rank")))
+				client, err := manager.Dial(t.Context(), "http://upstream:1", time.Second, manager.WithNetwork(net.Host("rank")))
 				require.NoError(t, err)
 				defer func() { require.NoError(t, client.Close()) }()
 
@@ -57,13 +57,13 @@ func TestAServerThatKnowsNoSessions(t *testing.T) {
 					if first == "quorum" || round > 0 {
 						r, err := client.Quorum(ctx, manager.Request{})
 						require.NoError(t, err)
-						assert.Equal(t, stock.quorums.Load(), r.QuorumID)
+						assert.Equal(t, upstream.quorums.Load(), r.QuorumID)
 					}
 					commit, err := client.ShouldCommit(ctx, 0, round, round == 0)
 					require.NoError(t, err)
 					assert.Equal(t, round == 0, commit)
 				}
-				assert.EqualValues(t, 2, stock.votes.Load())
+				assert.EqualValues(t, 2, upstream.votes.Load())
 			})
 		})
 	}

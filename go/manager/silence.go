@@ -6,12 +6,12 @@ import (
 )
 
 // silence is how long a member has said nothing, on whatever stream. A stream that is made anew does not end it before something
-// is said there: the lighthouse may have taken the member for dead meanwhile, and the others may have gone on.
+// is said there: the lighthouse may have taken the member for failed meanwhile, and the others may have gone on.
 type silence struct {
 	since  time.Time
 	spoke  atomic.Int64 // when something was said last, in nanoseconds after since
 	most   atomic.Int64 // for how long a lighthouse bears with it; 0: it is not known, or calls are made in place of a stream
-	lapsed atomic.Bool  // it was longer, and the member has been in no quorum since
+	fenced atomic.Bool  // it was longer, and the member has been in no quorum since
 }
 
 // alivesInTimeout is how many of the intervals that a lighthouse asks for make up its heartbeat timeout.
@@ -28,7 +28,7 @@ func (s *silence) silent() time.Duration { return time.Since(s.since) - time.Dur
 // noteSilence notes if that is too long.
 func (s *silence) noteSilence() {
 	if most := s.most.Load(); most > 0 && s.silent() > time.Duration(most) {
-		s.lapsed.Store(true)
+		s.fenced.Store(true)
 	}
 }
 

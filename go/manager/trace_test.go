@@ -119,7 +119,7 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 		conn, err := (rpc.Security{}).Dial(t.Context(), c.Net.Host("a/2"), "manager", a.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
-		// A rank in the server's process, one over its session, and one by calls, as clients of the published package.
+		// A rank in the server's process, one over its session, and one by calls, as clients of upstream.
 		votes := []func(ctx context.Context) (bool, error){
 			func(ctx context.Context) (bool, error) { return a.Dial("a").ShouldCommit(ctx, 0, 7, true) },
 			func(ctx context.Context) (bool, error) { return a.Ranks[1].ShouldCommit(ctx, 1, 7, true) },

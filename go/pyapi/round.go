@@ -96,7 +96,7 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
 		select {
 		case f := <-client.Notices():
-			return toJSON(notice{[...]string{"died", "stalled", "progress"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason})
+			return toJSON(notice{[...]string{"failed", "stalled", "progress"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason})
 		case <-client.Closed:
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():

@@ -61,7 +61,7 @@ func (m *Machine) welcome(r *replica) Welcome {
 	return w
 }
 
-// begin sees to it that all members are told of a new term: also those that count as dead, since they may speak again on the
+// begin sees to it that all members are told of a new term: also those that count as failed, since they may speak again on the
 // streams that they have.
 func (m *Machine) begin(id string, told int64) []Action {
 	if !m.list.begin(told, m.highest, m.now) {

@@ -53,7 +53,7 @@ type MemberStatus struct {
 	CommitFailures int64  `json:"commit_failures"`
 	ShrinkOnly     bool   `json:"shrink_only"`
 	Stalled        string `json:"stalled,omitempty"` // what it does while the others wait for it
-	Out            string `json:"out,omitempty"`     // why it counts as dead until it asks again
+	Out            string `json:"out,omitempty"`     // why it counts as failed until it asks again
 	Suspect        bool   `json:"suspect,omitempty"` // its connection broke a moment ago
 	Healing        bool   `json:"healing,omitempty"` // it is behind the others of its quorum, and takes over their state
 	// How many bytes of that state have come, of how many; the shell knows, and only where the group says it.

@@ -81,7 +81,7 @@ func (m *Machine) leaves(id string) (actions []Action) {
 	}
 	m.over(id, m.list.promised(id, m.latestID())) // it asks nobody any more
 	if r.alive() {
-		m.roster.putOut(r, "", "it left, as it was asked to", m.now)
+		m.roster.markFailed(r, "", "it left, as it was asked to", m.now)
 	}
 	if !r.previous {
 		return append(actions, Release{id})

@@ -115,7 +115,7 @@ func each() (all []burst) {
 		"Ended":        func(c *crowd, i int) Event { return Ended{ReplicaID: c.ids[i]} },
 		"GaveUp":       func(_ *crowd, i int) Event { return GaveUp{Waiter: WaiterID(i)} },
 		"Beat":         func(c *crowd, i int) Event { return Beat{ReplicaID: c.ids[i]} },
-		"Lost":         func(c *crowd, i int) Event { return Lost{ReplicaID: c.ids[i]} },
+		"Disconnected": func(c *crowd, i int) Event { return Disconnected{ReplicaID: c.ids[i]} },
 		"Incomplete":   func(c *crowd, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank is gone"} },
 		"Suspected":    func(c *crowd, i int) Event { return Suspected{c.ids[i], c.ids[0], c.machine.latestID()} },
 		"Checked":      func(c *crowd, i int) Event { return Checked{ReplicaID: c.ids[i], QuorumID: c.machine.latestID()} },

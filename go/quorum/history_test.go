@@ -68,7 +68,7 @@ func (h *history) event(replicas int) Event {
 	case p < 125:
 		return Beat{ReplicaID: id}
 	case p < 135:
-		return Lost{ReplicaID: id}
+		return Disconnected{ReplicaID: id}
 	case p < 137:
 		return Woken{}
 	case p < 140:

@@ -42,7 +42,7 @@ type ledger struct {
 
 type listMember struct {
 	id       string
-	dead     bool
+	failed   bool
 	at       int // -1: it has no stream
 	served   int // that it asks, unless it may leave; -1: none yet
 	term     int64
@@ -150,7 +150,7 @@ func (h *listHistory) breaks(m *listMember) {
 	if at := m.at; at >= 0 {
 		h.unasks(m)
 		m.at = -1
-		h.step(at, Lost{m.id})
+		h.step(at, Disconnected{m.id})
 	}
 }
 
@@ -165,12 +165,12 @@ func (h *listHistory) unasks(m *listMember) {
 // ends: the process of a member does. Probes may find that out, and another group begins in its place.
 func (h *listHistory) ends(m *listMember) {
 	at, bound := m.at, h.now.Before(m.promised)
-	m.dead = true
+	m.failed = true
 	h.members = slices.DeleteFunc(h.members, func(o *listMember) bool { return o == m })
 	h.join()
 	if at >= 0 {
 		h.unasks(m)
-		h.step(at, Lost{m.id})
+		h.step(at, Disconnected{m.id})
 	}
 	for i := range h.houses {
 		if l := &h.houses[i]; h.rng.IntN(4) > 0 {
@@ -211,7 +211,7 @@ func (h *listHistory) letGo(m *listMember) {
 	if w != 0 {
 		h.step(at, GaveUp{w})
 	}
-	h.step(at, Lost{m.id})
+	h.step(at, Disconnected{m.id})
 }
 
 func (h *listHistory) member(id string) *listMember {

@@ -62,9 +62,9 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		// How long it was is not certain. A bond that has run out is no proof that its member asked nobody else.
 		m.list.releaseAll(now)
 	}
-	dead := m.roster.expire(now)
+	failed := m.roster.expire(now)
 	var refused []Action
-	decide := len(dead) > 0 // A failure may complete the quorum: the remaining healthy members may all have asked.
+	decide := len(failed) > 0 // A failure may complete the quorum: the remaining healthy members may all have asked.
 	lastTick, tick := m.lastTick, false
 
 	switch e := event.(type) {
@@ -76,8 +76,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 			if why == Unshown { // it may show it now: then it counts
 				refused = append(refused, Recall{e.Member.ReplicaID, e.KnownQuorumID})
 			}
-			dead = append(dead, m.turnDown(e.Member.ReplicaID, why, reason)...)
-			decide = len(dead) > 0
+			failed = append(failed, m.turnDown(e.Member.ReplicaID, why, reason)...)
+			decide = len(failed) > 0
 			break
 		}
 		refused, decide = m.asked(e, decide)
@@ -91,7 +91,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		before := m.latest
 		refused = m.recalled(e)
 		if m.latest != before {
-			dead = nil // They are of the quorum before. The members of this one have heartbeat_timeout_ms to come.
+			failed = nil // They are of the quorum before. The members of this one have heartbeat_timeout_ms to come.
 		}
 		decide = true
 	case Bound: // It decides nothing: a bond is a vote only once its member has ended.
@@ -101,7 +101,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		decide = decide || len(refused) > 0
 	case Ended:
 		// It decides although nobody may have failed by it: the end of a bound member is a vote, which may have been missing.
-		dead = append(dead, m.processGone(e.ReplicaID)...)
+		failed = append(failed, m.processEnded(e.ReplicaID)...)
 		decide = true
 	case GaveUp: // It does not decide: with one candidate less no quorum becomes possible.
 		m.roster.giveUp(e.Waiter, now)
@@ -122,31 +122,31 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		}
 		m.over(e.ReplicaID, m.list.promised(e.ReplicaID, m.latestID()))
 		refused = append(append(refused, Release{e.ReplicaID}), m.finish()...)
-	case Lost:
+	case Disconnected:
 		// It is a suspect, and counts as alive until its grace is over: a short cut of the network must not cost a step. Its host
 		// is asked at once all the same: its end is a vote only while its bond holds, for 4.5 s.
 		m.lostLeaver(e.ReplicaID)
-		m.roster.lost(e.ReplicaID, now)
-		dead = append(dead, m.roster.expire(now)...) // the grace may be 0
+		m.roster.disconnected(e.ReplicaID, now)
+		failed = append(failed, m.roster.expire(now)...) // the grace may be 0
 		refused = m.broke(e.ReplicaID)
-		decide = len(dead) > 0
+		decide = len(failed) > 0
 	case Incomplete: // A group asks only when all of its ranks have: one that waits has got them back, and this is older news.
 		if r := m.roster.replicas[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
-			dead = append(dead, m.roster.putOut(r, RankGone, e.Reason, now))
+			failed = append(failed, m.roster.markFailed(r, RankFailed, e.Reason, now))
 		}
-		decide = len(dead) > 0
+		decide = len(failed) > 0
 	case Suspected: // It puts nobody out: a check has to fail first. Else one liar could evict a peer.
 		refused = m.suspect(e)
 	case Checked:
-		dead = append(dead, m.checkedOn(e)...)
-		decide = len(dead) > 0
+		failed = append(failed, m.checkedOn(e)...)
+		decide = len(failed) > 0
 	case Progressed:
 		m.watch.progressed(e, now)
 	case Slept, Woken: // expire has done what there is to do: Woken comes when the grace of a suspect is over.
 	case Tick: // All that becomes true by time alone: it is noticed one tick late at most.
 		stalled, out := m.overdue()
 		again, unshown := m.lookAgain()
-		refused, dead = slices.Concat(again, m.probeEnds(), stalled), slices.Concat(dead, out, unshown)
+		refused, failed = slices.Concat(again, m.probeEnds(), stalled), slices.Concat(failed, out, unshown)
 		m.list.sweep(now, func(id string) bool { return m.roster.replicas[id] != nil })
 		decide, tick = true, true
 		m.lastTick = now
@@ -155,7 +155,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		}
 	}
 
-	actions := slices.Concat(refused, m.failures(dead))
+	actions := slices.Concat(refused, m.failures(failed))
 	if decide {
 		actions = append(actions, m.act(tick, lastTick)...)
 	}
@@ -317,9 +317,9 @@ func (m *Machine) forbid(d decision, in []*replica) (actions []Action) {
 	return actions
 }
 
-// failures tells of those who died and are in the latest quorum.
-func (m *Machine) failures(dead []death) (actions []Action) {
-	for _, d := range dead {
+// failures tells of those that failed and are in the latest quorum.
+func (m *Machine) failures(failed []failure) (actions []Action) {
+	for _, d := range failed {
 		if d.replica.previous {
 			m.anew.gone(d.replica.id)
 			if d.replica.ending {

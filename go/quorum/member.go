@@ -17,7 +17,7 @@ type Member struct {
 	Data           string // the user's JSON, handed on as it is
 	CommitFailures int64
 	// CommittedQuorumID is the quorum in which the weights of Step were made; -1 if that was in none since the
-	// group began, 0 if it does not say, as peers of published versions.
+	// group began, 0 if it does not say, as peers of upstream versions.
 	CommittedQuorumID int64
 	// ReplaysFailedSteps: its ranks keep what they reduce, and reduce it again with who is left when a peer dies.
 	ReplaysFailedSteps bool

@@ -255,8 +255,8 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 	return actions
 }
 
-// processGone notes that a member's host says so, unless the member itself said something since.
-func (m *Machine) processGone(id string) (dead []death) {
+// processEnded notes that a member's host says so, unless the member itself said something since.
+func (m *Machine) processEnded(id string) (failed []failure) {
 	r := m.roster.replicas[id]
 	if r != nil && r.here() {
 		return nil
@@ -264,9 +264,9 @@ func (m *Machine) processGone(id string) (dead []death) {
 	m.over(id, m.list.holds(id, m.latestID(), m.now))
 	if r != nil && r.alive() {
 		m.roster.die(r, m.now)
-		dead = []death{{r, Gone, "its process is gone"}}
+		failed = []failure{{r, ProcessEnded, "its process is gone"}}
 	}
-	return dead
+	return failed
 }
 
 // voter is a member of the latest quorum, or of its base.

@@ -92,7 +92,7 @@ func (m *model) nameStalled(now time.Time, age, patience time.Duration) {
 			m.does("stalled", id)
 		}
 		if limit := m.policy.EjectStalledAfter; limit > 0 && still >= limit {
-			m.putOut(id, NoProgress)
+			m.markFailed(id, NoProgress)
 		}
 	}
 }

@@ -9,22 +9,22 @@ import (
 // model is the machine written down as slowly and obviously as possible: it keeps what it was told, and
 // looks at all of it after every event. It knows one lighthouse, alone.
 type model struct {
-	policy   Policy
-	beats    map[string]time.Time // of those whose signs of life are not too old
-	facts    map[string]*facts    // of those in beats, those that wait, and those of the latest quorum
-	died     bool                 // somebody, in the step
-	dead     map[string]Cause     // in the step, of the latest quorum
-	failed   map[string]Cause     // the same, as it is told
-	broken   bool                 // a member of the latest quorum died since
-	told     bool                 // and before the step
-	rejoined bool                 // one that left asks again
-	waiting  []Asked              // in the order of asking
-	joined   map[string]time.Time // since when a candidate is one
-	latest   *Quorum
-	highest  int64
-	shrunk   bool      // the latest quorum left candidates out
-	behind   time.Time // since when a quorum waits that would go on below the latest one's step
-	leavers  []string  // of the latest quorum
+	policy    Policy
+	beats     map[string]time.Time // of those whose signs of life are not too old
+	facts     map[string]*facts    // of those in beats, those that wait, and those of the latest quorum
+	anyFailed bool                 // somebody, in the step
+	fresh     map[string]Cause     // in the step, of the latest quorum
+	failed    map[string]Cause     // the same, as it is told
+	broken    bool                 // a member of the latest quorum failed since
+	told      bool                 // and before the step
+	rejoined  bool                 // one that left asks again
+	waiting   []Asked              // in the order of asking
+	joined    map[string]time.Time // since when a candidate is one
+	latest    *Quorum
+	highest   int64
+	shrunk    bool      // the latest quorum left candidates out
+	behind    time.Time // since when a quorum waits that would go on below the latest one's step
+	leavers   []string  // of the latest quorum
 
 	reports map[string]string // of the latest quorum: whom a member suspects
 	checked map[string]bool
@@ -42,7 +42,7 @@ type model struct {
 // facts are what a lighthouse knows of a member besides its signs of life and its requests.
 type facts struct {
 	lost     time.Time // when the stream of a suspect broke
-	out      bool      // it counts as dead until it asks
+	out      bool      // it counts as failed until it asks
 	presumed bool      // nothing was heard of it yet
 	returned bool      // it began a stream since its last answer
 	draining bool
@@ -60,7 +60,7 @@ func (m *model) does(what string, about ...any) { m.did = append(m.did, what+" "
 // step returns the quorum that the event leads to, if any, and who is answered.
 func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
 	m.told = m.broken
-	m.died, m.dead, m.did = false, map[string]Cause{}, nil
+	m.anyFailed, m.fresh, m.did = false, map[string]Cause{}, nil
 	if slept, ok := e.(Slept); ok {
 		m.slept(slept.For)
 	}
@@ -68,13 +68,13 @@ func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
 	decide := m.take(e, now)
 	m.look(now)
 	m.fail()
-	if decide || m.died {
+	if decide || m.anyFailed {
 		return m.evaluate(now)
 	}
 	return nil, nil
 }
 
-// take notes an event, and reports whether it may lead to a quorum, whoever died.
+// take notes an event, and reports whether it may lead to a quorum, whoever failed.
 func (m *model) take(e Event, now time.Time) bool {
 	switch e := e.(type) {
 	case Asked:
@@ -87,7 +87,7 @@ func (m *model) take(e Event, now time.Time) bool {
 		m.beat(e.ReplicaID, now)
 		m.facts[e.ReplicaID].returned, m.facts[e.ReplicaID].ending = true, false
 		return true
-	case Lost:
+	case Disconnected:
 		f := m.facts[e.ReplicaID]
 		if f != nil && f.draining && f.out && m.beating(e.ReplicaID, now) {
 			delete(m.beats, e.ReplicaID) // it left: nothing more is expected of it
@@ -96,13 +96,13 @@ func (m *model) take(e Event, now time.Time) bool {
 		}
 	case Incomplete:
 		if m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) {
-			m.putOut(e.ReplicaID, RankGone)
+			m.markFailed(e.ReplicaID, RankFailed)
 		}
 	case Suspected:
 		m.suspected(e, now)
 	case Checked:
 		if m.latest != nil && e.QuorumID == m.latest.ID && !e.Reached && m.member(e.ReplicaID) && m.silent(e.ReplicaID, now) {
-			m.putOut(e.ReplicaID, Unreachable)
+			m.markFailed(e.ReplicaID, Unreachable)
 		}
 	case Progressed:
 		if m.said != nil {
@@ -128,7 +128,7 @@ func (m *model) take(e Event, now time.Time) bool {
 		if f := m.facts[e.ReplicaID]; f != nil && m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) && (f.presumed || !f.lost.IsZero()) {
 			delete(m.beats, e.ReplicaID)
 			f.lost, f.presumed = time.Time{}, false
-			m.die(e.ReplicaID, Gone)
+			m.die(e.ReplicaID, ProcessEnded)
 		}
 		return true
 	case GivenUp:
@@ -201,24 +201,24 @@ func (m *model) beat(id string, now time.Time) {
 	m.facts[id].lost, m.facts[id].presumed = time.Time{}, false
 }
 
-func (m *model) putOut(id string, cause Cause) {
+func (m *model) markFailed(id string, cause Cause) {
 	m.facts[id].out, m.facts[id].lost = true, time.Time{}
 	m.die(id, cause)
 }
 
 // die notes the end of one that was alive. Whoever is not in the latest quorum ends without a word.
 func (m *model) die(id string, cause Cause) {
-	m.died = true
+	m.anyFailed = true
 	if m.member(id) || m.waits(id) {
-		m.dead[id] = cause
+		m.fresh[id] = cause
 	}
 	m.broken = m.broken || m.member(id)
 }
 
-// fail tells of those who died and are in the latest quorum. Who said before that it ends did.
+// fail tells of those that failed and are in the latest quorum. Who said before that it ends did.
 func (m *model) fail() {
 	m.failed = map[string]Cause{}
-	for id, cause := range m.dead {
+	for id, cause := range m.fresh {
 		switch {
 		case !m.member(id):
 		case m.facts[id].ending:
@@ -279,8 +279,8 @@ func (m *model) recalled(e Recalled, now time.Time) {
 			m.facts[v.ReplicaID].presumed = true
 		}
 	}
-	m.died, m.broken = m.died || len(m.dead) > 0, false
-	clear(m.dead) // of the quorum before: the members of this one have the time to come
+	m.anyFailed, m.broken = m.anyFailed || len(m.fresh) > 0, false
+	clear(m.fresh) // of the quorum before: the members of this one have the time to come
 	m.next(now, false)
 }
 

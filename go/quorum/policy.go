@@ -13,12 +13,12 @@ import (
 type Policy struct {
 	MinReplicas      int           // groups a quorum needs at least
 	JoinTimeout      time.Duration // how long a possible quorum waits for healthy groups that have not asked
-	HeartbeatTimeout time.Duration // a group whose last heartbeat is as old as this counts as dead
+	HeartbeatTimeout time.Duration // a group whose last heartbeat is as old as this counts as failed
 	SuspectGrace     time.Duration // how long a group whose connection broke may take to come back
 	// StalledAfter is how long a group may make no progress while others wait for it, before it is named; 0: ten median
 	// steps, at least 5 s.
 	StalledAfter time.Duration
-	// EjectStalledAfter is how long, before it is put out of the quorum; 0: never.
+	// EjectStalledAfter is how long, before it is evicted from the quorum; 0: never.
 	EjectStalledAfter time.Duration
 	ForbidRegression  bool // refuse a quorum below the step that the job had reached, in place of a warning
 }

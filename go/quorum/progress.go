@@ -48,8 +48,8 @@ type watch struct {
 
 // verdict is what a watch found about a member: the others need not wait for it.
 type verdict struct {
-	death
-	evict bool // it counts as dead until it asks again
+	failure
+	evict bool // it counts as failed until it asks again
 }
 
 // evicted are those of whom some verdicts say so.
@@ -153,7 +153,7 @@ func (w *watch) parted(members []*replica, found []verdict) []verdict {
 	for _, r := range members {
 		if r.waiting() && r.member().Step <= reached {
 			reason := fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it", r.member().Step)
-			return []verdict{{death: death{r, Parted, reason}}}
+			return []verdict{{failure: failure{r, Parted, reason}}}
 		}
 	}
 	return nil
@@ -202,20 +202,20 @@ func (w *watch) name(p Policy, quorumID int64, members []*replica, age, patience
 		}
 		w.stalled[r.id] = reason
 		if limit := p.EjectStalledAfter; limit > 0 && still >= limit {
-			found = append(found, verdict{death{r, NoProgress, reason + " (eject_stalled_after_ms)"}, true})
+			found = append(found, verdict{failure{r, NoProgress, reason + " (eject_stalled_after_ms)"}, true})
 		}
 	}
 	return actions, found
 }
 
 // overdue does what the watch found.
-func (m *Machine) overdue() (actions []Action, dead []death) {
+func (m *Machine) overdue() (actions []Action, failed []failure) {
 	actions, found := m.watch.overdue(m.policy, m.latest, m.members, m.anew.failed != "", m.now)
 	for _, v := range found {
 		if v.evict {
-			m.roster.putOut(v.replica, v.cause, v.reason, m.now)
+			m.roster.markFailed(v.replica, v.cause, v.reason, m.now)
 		}
-		dead = append(dead, v.death)
+		failed = append(failed, v.failure)
 	}
-	return actions, dead
+	return actions, failed
 }

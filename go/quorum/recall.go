@@ -87,7 +87,7 @@ func (m *Machine) recallOf(r *replica, known int64) []Action {
 
 // lookAgain asks another member if the one before did not answer, and those that do not answer at all no more. Nobody may be left
 // who knows that quorum.
-func (m *Machine) lookAgain() (actions []Action, dead []death) {
+func (m *Machine) lookAgain() (actions []Action, failed []failure) {
 	if m.recall.id == 0 {
 		return nil, nil
 	}
@@ -101,7 +101,7 @@ func (m *Machine) lookAgain() (actions []Action, dead []death) {
 		case !q.tells || q.known <= m.latestID() || r.unshown:
 		case r.overdue(r.lastBeat, m.now, pause):
 			doubted, out := m.disbelieve(r, q.known)
-			actions, dead = append(actions, doubted...), append(dead, out...)
+			actions, failed = append(actions, doubted...), append(failed, out...)
 		case q.known > newest || q.known == newest && r.recalls < whom.recalls:
 			newest, whom = q.known, r
 		}
@@ -109,20 +109,20 @@ func (m *Machine) lookAgain() (actions []Action, dead []death) {
 	since := m.now.Sub(m.recall.asked)
 	switch r := m.roster.replicas[m.recall.whom]; {
 	case newest == 0 && m.list.listed() && r != nil && r.alive() && !r.unshown && since < m.policy.HeartbeatTimeout:
-		return actions, dead // it greeted, and is in the middle of a step
+		return actions, failed // it greeted, and is in the middle of a step
 	case newest == 0:
 		m.recall = recall{}
-		return actions, dead
+		return actions, failed
 	case newest == m.recall.id && since < pause:
-		return actions, dead
+		return actions, failed
 	}
-	return append(actions, m.recallOf(whom, newest)...), dead
+	return append(actions, m.recallOf(whom, newest)...), failed
 }
 
 // disbelieve leaves aside what a member says it knows, and does not show although it speaks. In a list it must not give a vote
 // without it (succession.go, invariant 3): it is refused by name, and sent on, since another lighthouse may know that quorum. So one
 // member with a wrong number keeps nobody from going on. Alone, a lighthouse lets it in.
-func (m *Machine) disbelieve(r *replica, known int64) (actions []Action, dead []death) {
+func (m *Machine) disbelieve(r *replica, known int64) (actions []Action, failed []failure) {
 	r.unshown = true
 	actions = []Action{Doubted{r.id, notShown(known)}}
 	if !m.list.listed() {

@@ -39,7 +39,7 @@ type replica struct {
 	ending   bool   // it said that its manager server ends
 	finished bool   // and that its training has, on purpose
 
-	out string // why it counts as dead until it asks again, whatever signs of life there are; empty if it does not
+	out string // why it counts as failed until it asks again, whatever signs of life there are; empty if it does not
 
 	looks int // how often it was looked at: a test checks how that grows with the members
 }
@@ -137,8 +137,8 @@ func (s *roster) tally(now time.Time) tally {
 	return t
 }
 
-// death is the end of a replica.
-type death struct {
+// failure is the end of a replica.
+type failure struct {
 	replica *replica
 	cause   Cause
 	reason  string
@@ -146,7 +146,7 @@ type death struct {
 
 // expire takes out those whose heartbeat is too old, and the suspects whose grace is over. Each is looked at once, not
 // once an event.
-func (s *roster) expire(now time.Time) (dead []death) {
+func (s *roster) expire(now time.Time) (failed []failure) {
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
 		r := e.Value.(*replica)
 		if now.Sub(r.lastBeat) < s.timeout {
@@ -157,7 +157,7 @@ func (s *roster) expire(now time.Time) (dead []death) {
 		if told {
 			continue
 		}
-		dead = append(dead, death{r, Silent, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
+		failed = append(failed, failure{r, Silent, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
 	}
 	for e := s.suspects.Front(); e != nil; e = s.suspects.Front() {
 		r := e.Value.(*replica)
@@ -165,9 +165,9 @@ func (s *roster) expire(now time.Time) (dead []death) {
 			break
 		}
 		s.die(r, now)
-		dead = append(dead, death{r, Connection, fmt.Sprintf("its connection broke, and it did not come back within %s ms", milliseconds(s.grace))})
+		failed = append(failed, failure{r, Connection, fmt.Sprintf("its connection broke, and it did not come back within %s ms", milliseconds(s.grace))})
 	}
-	return dead
+	return failed
 }
 
 func (s *roster) die(r *replica, now time.Time) {
@@ -178,11 +178,11 @@ func (s *roster) die(r *replica, now time.Time) {
 	})
 }
 
-// putOut lets a replica count as dead until it asks again.
-func (s *roster) putOut(r *replica, cause Cause, reason string, now time.Time) death {
+// markFailed lets a replica count as failed until it asks again.
+func (s *roster) markFailed(r *replica, cause Cause, reason string, now time.Time) failure {
 	s.trust(r)
 	s.update(r, now, func() { r.out = reason })
-	return death{r, cause, reason}
+	return failure{r, cause, reason}
 }
 
 // forgive takes a time off the age of all signs of life.
@@ -197,8 +197,8 @@ func (s *roster) forgive(span time.Duration) {
 	}
 }
 
-// lost makes a replica a suspect.
-func (s *roster) lost(id string, now time.Time) {
+// disconnected makes a replica a suspect.
+func (s *roster) disconnected(id string, now time.Time) {
 	s.reach(id, 0)
 	if r := s.replicas[id]; r != nil && r.alive() && r.suspect == nil {
 		r.lostAt = now

@@ -5,7 +5,7 @@ import "fmt"
 // Rank i of a group reduces with rank i of the others. Beside groups of another size some ranks would wait for peers that
 // there are not, in every step. So a newcomer that does not fit is refused, and the others never meet it.
 //
-// A member that makes calls in place of a stream is let in, as by a published lighthouse: its world_size may mean nothing.
+// A member that makes calls in place of a stream is let in, as by an upstream lighthouse: its world_size may mean nothing.
 
 // misfit says why a newcomer fits none of those that are here; empty if it does, or if nobody can tell.
 func (m *Machine) misfit(e Asked) string {
@@ -55,11 +55,11 @@ func (m *Machine) unlike(id string, size uint64) (other *Member) {
 	return other
 }
 
-// turnDown lets a group whose request is refused count as dead until it asks again: nobody waits for it. A member of the latest
-// quorum is put out only for what it does not show: the others are told then.
-func (m *Machine) turnDown(id string, why Refusal, reason string) (dead []death) {
+// turnDown lets a group whose request is refused count as failed until it asks again: nobody waits for it. A member of the latest
+// quorum is evicted only for what it does not show: the others are told then.
+func (m *Machine) turnDown(id string, why Refusal, reason string) (failed []failure) {
 	if r := m.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
-		dead = append(dead, m.roster.putOut(r, Doubtful, reason, m.now))
+		failed = append(failed, m.roster.markFailed(r, Doubtful, reason, m.now))
 	}
-	return dead
+	return failed
 }

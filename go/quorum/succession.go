@@ -86,7 +86,7 @@ func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 }
 
 // remember takes the seat that a disk has, until a member says another one. A lighthouse that starts anew would else be the only
-// one for a published group, which says nothing of a list: it could go on with that group while the others are elsewhere.
+// one for an upstream group, which says nothing of a list: it could go on with that group while the others are elsewhere.
 func (s *succession) remember(seat Seat) {
 	if s.seat.Of == 0 && seat.Of != 0 {
 		s.seat, s.disk = seat, true

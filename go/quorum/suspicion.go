@@ -61,7 +61,7 @@ func (s *suspicion) due(r *replica, others int) bool {
 	return !s.spoke(r) && !s.checked[r.id] && 2*(s.unnamed+s.named[r.id]) > others
 }
 
-// spoke reports whether nobody needs to look whether a member is alive: it asked or reported itself, or is known dead.
+// spoke reports whether nobody needs to look whether a member is alive: it asked or reported itself, or is known to have failed.
 func (s *suspicion) spoke(r *replica) bool {
 	_, reported := s.accused[r.id]
 	return reported || r.waiting() || !r.alive()
@@ -84,10 +84,10 @@ func (m *Machine) suspect(e Suspected) []Action {
 }
 
 // checkedOn ends a member that its peers suspect and that gave no sign of life.
-func (m *Machine) checkedOn(e Checked) []death {
+func (m *Machine) checkedOn(e Checked) []failure {
 	r := m.roster.replicas[e.ReplicaID]
 	if e.Reached || m.latest == nil || e.QuorumID != m.latest.ID || r == nil || !r.previous || m.suspicion.spoke(r) {
 		return nil
 	}
-	return []death{m.roster.putOut(r, Unreachable, "its peers lost it, and it gives no sign of life: "+e.Reason, m.now)}
+	return []failure{m.roster.markFailed(r, Unreachable, "its peers lost it, and it gives no sign of life: "+e.Reason, m.now)}
 }

@@ -26,7 +26,7 @@ import (
 //	ended a          its process is gone
 //	gave-up 1        the waiter is gone
 //	beat a b         heartbeats
-//	lost a           its last stream broke
+//	disconnected a           its last stream broke
 //	incomplete a     a rank of it is gone
 //	suspects a [b]   a collective of the latest quorum failed in a; it names b, or nobody
 //	reached a        a check found it
@@ -160,8 +160,8 @@ func (r *scribe) run(words []string) []string {
 			answers = append(answers, r.step(Beat{ReplicaID: id})...)
 		}
 		return answers
-	case "lost":
-		return r.step(Lost{ReplicaID: args[0]})
+	case "disconnected":
+		return r.step(Disconnected{ReplicaID: args[0]})
 	case "incomplete":
 		return r.step(Incomplete{ReplicaID: args[0], Reason: "rank 1 is gone"})
 	case "suspects":
@@ -296,7 +296,7 @@ func describe(s Status) []string {
 	for _, m := range s.Members {
 		line := fmt.Sprintf("%s: heartbeat %d ms ago", m.ReplicaID, m.HeartbeatAgeMS)
 		if !m.Healthy {
-			line += ", dead"
+			line += ", failed"
 		}
 		if m.InQuorum {
 			line += ", in the quorum"

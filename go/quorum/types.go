@@ -46,7 +46,7 @@ type (
 		KnownQuorumID int64
 	}
 	// Reaches: a member says which of the lighthouses it reaches that come before this one. It holds until it says
-	// something else, its last stream breaks, or it counts as dead.
+	// something else, its last stream breaks, or it counts as failed.
 	Reaches struct {
 		ReplicaID string
 		Places    Places
@@ -75,9 +75,9 @@ type (
 	GaveUp struct{ Waiter WaiterID }
 	// Beat: a heartbeat.
 	Beat struct{ ReplicaID string }
-	// Lost: the last stream of a member broke: its process ended, or the network was cut. Those of its requests that
-	// waited gave up before. It is a suspect from then on, and dead unless there is a sign of life within the grace.
-	Lost struct{ ReplicaID string }
+	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Those of its requests that
+	// waited gave up before. It is a suspect from then on, and has failed unless there is a sign of life within the grace.
+	Disconnected struct{ ReplicaID string }
 	// Incomplete: a rank of the group is gone. It takes part in nothing until it asks again.
 	Incomplete struct{ ReplicaID, Reason string }
 	// Suspected: a collective of a quorum failed in the reporter's group. It names the peer that it suspects, or nobody if
@@ -124,7 +124,7 @@ func (GivenUp) isEvent()      {}
 func (Ended) isEvent()        {}
 func (GaveUp) isEvent()       {}
 func (Beat) isEvent()         {}
-func (Lost) isEvent()         {}
+func (Disconnected) isEvent() {}
 func (Incomplete) isEvent()   {}
 func (Suspected) isEvent()    {}
 func (Checked) isEvent()      {}
@@ -211,7 +211,7 @@ type (
 		Left   []string
 		Reason string
 	}
-	// Failed reports that a member of the latest quorum is dead. Nobody needs to wait for it any more.
+	// Failed reports that a member of the latest quorum has failed. Nobody needs to wait for it any more.
 	Failed struct {
 		QuorumID  int64
 		ReplicaID string
@@ -271,25 +271,25 @@ func (Wake) isAction()        {}
 func (InUse) isAction()       {}
 func (Waiting) isAction()     {}
 
-// Cause is what made a member count as dead, in one word, for counting.
+// Cause is what made a member count as failed, in one word, for counting.
 type Cause string
 
 const (
-	Silent      Cause = "silent"      // no sign of life for too long
-	Connection  Cause = "connection"  // its connection broke, and it did not come back
-	RankGone    Cause = "rank"        // one of its ranks is gone
-	Unreachable Cause = "unreachable" // its peers lost it, and it gives no sign of life
-	NoProgress  Cause = "stalled"     // it made no progress, and was put out
-	Gone        Cause = "process"     // its host says that its process is gone
-	Parted      Cause = "parted"      // its peers wait for it in a step whose quorum it did not get
-	Doubtful    Cause = "doubtful"    // it knows of a later quorum, as it says, and does not show it
+	Silent       Cause = "silent"      // no sign of life for too long
+	Connection   Cause = "connection"  // its connection broke, and it did not come back
+	RankFailed   Cause = "rank"        // one of its ranks is gone
+	Unreachable  Cause = "unreachable" // its peers lost it, and it gives no sign of life
+	NoProgress   Cause = "stalled"     // it made no progress, and was evicted
+	ProcessEnded Cause = "process"     // its host says that its process is gone
+	Parted       Cause = "parted"      // its peers wait for it in a step whose quorum it did not get
+	Doubtful     Cause = "doubtful"    // it knows of a later quorum, as it says, and does not show it
 
 	// ShutDown is no failure: the member ended itself.
 	ShutDown Cause = "shutdown"
 )
 
 // Causes are all that are failures.
-var Causes = []Cause{Silent, Connection, RankGone, Unreachable, NoProgress, Gone, Parted, Doubtful}
+var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, ProcessEnded, Parted, Doubtful}
 
 // Refusal is why a waiter gets no quorum.
 type Refusal int

@@ -265,7 +265,7 @@ func TestWhoHelps(t *testing.T) {
 		{"two that heal begin at different ones", []int64{5, 5, 5, 0, 0}, []int64{9, 9, 9, -1, -1},
 			map[string][]string{"d": {"b", "c"}, "e": {"c", "a"}}},
 		{"no more than three", []int64{0, 5, 5, 5, 5, 5}, []int64{-1, 9, 9, 9, 9, 9}, map[string][]string{"a": {"c", "d", "e"}}},
-		{"a published group does not", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9}, map[string][]string{"b": {"d"}}},
+		{"an upstream group does not", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9}, map[string][]string{"b": {"d"}}},
 		{"weights of an older quorum do not", []int64{5, 0, 5}, []int64{9, -1, 8}, map[string][]string{"b": nil, "c": nil}},
 		{"at the first step all differ", []int64{0, 0, 0}, []int64{-1, -1, -1}, map[string][]string{"b": nil, "c": nil}},
 	} {

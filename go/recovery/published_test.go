@@ -39,7 +39,7 @@ type recordedQuorum struct {
 	} `json:"results"`
 }
 
-// Groups that run the published package must find the same ranks, store and sources in a quorum as ours do,
+// Groups that run upstream must find the same ranks, store and sources in a quorum as ours do,
 // or the job would hang.
 func TestAsPublished(t *testing.T) {
 	files, err := filepath.Glob("testdata/published_*.jsonl")
@@ -91,7 +91,7 @@ func requireAsRecorded(t *testing.T, recorded recordedQuorum) {
 		} else {
 			require.Empty(t, got.Sources)
 		}
-		// The published package puts "" for a group that sent no handle; ours leaves the list empty
+		// Upstream puts "" for a group that sent no handle; ours leaves the list empty
 		// then, which tells everybody to meet at the store.
 		if slices.Contains(want.Handles, "") || len(want.Handles) == 0 {
 			require.Empty(t, got.Handles)

@@ -16,12 +16,12 @@ type Result struct {
 	QuorumID         int64 `json:"quorum_id"`
 	ReplicaRank      int64 `json:"replica_rank"` // of this group among the quorum's members
 	ReplicaWorldSize int64 `json:"replica_world_size"`
-	// Sources is empty unless this group heals. The first one is assigned to it, in the published package too. Neither the
+	// Sources is empty unless this group heals. The first one is assigned to it, in upstream too. Neither the
 	// wire nor Python has room for another one.
 	Sources               []Source `json:"-"`
 	RecoverDstReplicaRank []int64  `json:"recover_dst_replica_ranks,omitempty"` // the groups that heal from this one
 	// Helpers are the manager servers of further sources, who offer the same step to this group if it heals. What they
-	// have byte for byte as the assigned one spares that one. Groups of the published package do not help.
+	// have byte for byte as the assigned one spares that one. Groups of upstream do not help.
 	Helpers            []string `json:"helper_manager_addresses,omitempty"`
 	HelpDstReplicaRank []int64  `json:"help_dst_replica_ranks,omitempty"` // the groups that this one helps
 	StoreAddress       string   `json:"store_address"`                    // rendezvous store of this rank

@@ -38,8 +38,8 @@ type Machine struct {
 
 	ballot ballot
 
-	answered int64   // quorum_id of the last quorum that the ranks were given
-	putOut   *PutOut // the last quorum in which the group counts as dead
+	answered int64    // quorum_id of the last quorum that the ranks were given
+	evicted  *Evicted // the last quorum in which the group counts as failed
 
 	draining bool // the ranks are told to leave
 
@@ -75,8 +75,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.quorumKnown(e)
 	case Voted:
 		return m.voted(e)
-	case PutOut:
-		m.putOut = &e
+	case Evicted:
+		m.evicted = &e
 	case Drained:
 		m.draining = true
 	case ProgressAsked:
@@ -87,10 +87,10 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.metadataAsked(e)
 	case GaveUp:
 		return append(m.quorumGaveUp(e), m.voteGaveUp(e)...)
-	case RankGone:
-		return m.rankGone(e)
-	case StillGone:
-		return m.stillGone(e)
+	case RankDisconnected:
+		return m.rankDisconnected(e)
+	case StillDisconnected:
+		return m.stillDisconnected(e)
 	case RankBack:
 		if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
 			m.expect(e.GroupRank)
@@ -125,8 +125,8 @@ func (m *Machine) metadataAsked(e MetadataAsked) []Action {
 		"rank %d of replica group %s has announced no checkpoint; known: %s", e.GroupRank, m.group.ReplicaID, known)}}}
 }
 
-// rankGone ends whatever waits for the rank, and lets nothing wait for it until it asks again.
-func (m *Machine) rankGone(e RankGone) []Action {
+// rankDisconnected ends whatever waits for the rank, and lets nothing wait for it until it asks again.
+func (m *Machine) rankDisconnected(e RankDisconnected) []Action {
 	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
 		return nil
 	}
@@ -136,8 +136,8 @@ func (m *Machine) rankGone(e RankGone) []Action {
 	return append(m.endGathering(gone), m.endBallot(gone)...)
 }
 
-// stillGone tells the other groups not to wait for this one.
-func (m *Machine) stillGone(e StillGone) []Action {
+// stillDisconnected tells the other groups not to wait for this one.
+func (m *Machine) stillDisconnected(e StillDisconnected) []Action {
 	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
 		return nil
 	}

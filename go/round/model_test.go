@@ -18,20 +18,20 @@ import (
 
 // model is the machine written down as slowly and obviously as possible: two lists of those who wait.
 type model struct {
-	size     int64
-	asks     []QuorumAsked
-	votes    []modelVote
-	metadata map[int64]string
-	absent   map[int64]Kind
-	answered map[int64]uint64
-	rounds   uint64
-	inFlight uint64
-	known    int64
-	closed   bool
-	putOutOf int64 // quorum_id
-	latest   int64 // quorum_id that the ranks were given last, or were to be given
-	draining bool
-	does     map[int64]*modelRank
+	size      int64
+	asks      []QuorumAsked
+	votes     []modelVote
+	metadata  map[int64]string
+	absent    map[int64]Kind
+	answered  map[int64]uint64
+	rounds    uint64
+	inFlight  uint64
+	known     int64
+	closed    bool
+	evictedOf int64 // quorum_id
+	latest    int64 // quorum_id that the ranks were given last, or were to be given
+	draining  bool
+	does      map[int64]*modelRank
 
 	out outcome // of the event at hand
 }
@@ -92,8 +92,8 @@ func (m *model) step(e Event) outcome {
 		default:
 			m.fail(e.Waiter, KindInvalid)
 		}
-	case PutOut:
-		m.putOutOf = e.QuorumID
+	case Evicted:
+		m.evictedOf = e.QuorumID
 	case Drained:
 		m.draining = true
 	case ProgressAsked:
@@ -105,7 +105,7 @@ func (m *model) step(e Event) outcome {
 			r := m.rank(e.GroupRank)
 			r.said, r.waits = true, e.Waits
 		}
-	case StillGone:
+	case StillDisconnected:
 		if _, gone := m.absent[e.GroupRank]; gone && !m.closed {
 			m.out["incomplete"] = "told"
 		}
@@ -113,7 +113,7 @@ func (m *model) step(e Event) outcome {
 		delete(m.absent, e.GroupRank)
 	case GaveUp:
 		m.gaveUp(e)
-	case RankGone:
+	case RankDisconnected:
 		if !m.closed && e.GroupRank >= 0 && e.GroupRank < m.size {
 			m.absent[e.GroupRank] = KindAborted
 			m.failAsks(KindAborted)
@@ -286,8 +286,8 @@ func (m *model) voted(e Voted) {
 	}
 	if int64(len(m.votes)) == m.size {
 		commit := !slices.ContainsFunc(m.votes, func(o modelVote) bool { return !o.ShouldCommit })
-		lapsed := slices.ContainsFunc(m.votes, func(o modelVote) bool { return o.Lapsed })
-		if commit && (lapsed || m.putOutOf != 0 && m.putOutOf == m.latest) {
+		fenced := slices.ContainsFunc(m.votes, func(o modelVote) bool { return o.Fenced })
+		if commit && (fenced || m.evictedOf != 0 && m.evictedOf == m.latest) {
 			commit = false
 			m.out["discarded"] = fmt.Sprint("step ", e.Step)
 		}
@@ -359,13 +359,13 @@ func (h *history) event() Event {
 	case p >= 109 && h.rng.IntN(20) == 0:
 		return Drained{}
 	case p >= 108:
-		return PutOut{QuorumID: max(1, h.quorumID-h.rng.Int64N(2)), Reason: "it is silent"}
+		return Evicted{QuorumID: max(1, h.quorumID-h.rng.Int64N(2)), Reason: "it is silent"}
 	case p >= 107:
 		return ProgressAsked{}
 	case p >= 104:
 		return RankProgressed{GroupRank: rank, Waits: h.rng.IntN(2) == 0, What: "something"}
 	case p >= 102:
-		return StillGone{GroupRank: rank}
+		return StillDisconnected{GroupRank: rank}
 	case p >= 100:
 		return RankBack{GroupRank: rank}
 	case p < 35:
@@ -385,7 +385,7 @@ func (h *history) event() Event {
 		e.Drain = h.rng.IntN(400) == 0
 		return e
 	case p < 65:
-		e := Voted{Waiter: h.next(), GroupRank: rank, Step: 3, ShouldCommit: h.rng.IntN(10) > 0, Lapsed: h.rng.IntN(40) == 0}
+		e := Voted{Waiter: h.next(), GroupRank: rank, Step: 3, ShouldCommit: h.rng.IntN(10) > 0, Fenced: h.rng.IntN(40) == 0}
 		if h.rng.IntN(12) == 0 {
 			e.Step = h.rng.Int64N(5)
 		}
@@ -407,7 +407,7 @@ func (h *history) event() Event {
 	case p < 96:
 		return GaveUp{Waiter: h.waiter - WaiterID(h.rng.IntN(6)), Timeout: h.rng.IntN(2) == 0}
 	default:
-		return RankGone{GroupRank: rank}
+		return RankDisconnected{GroupRank: rank}
 	}
 }
 

@@ -23,10 +23,10 @@ import (
 //	vote 0 yes [waiter=1] [step=3]
 //	metadata 0               someone asks where rank 0 serves its checkpoint
 //	timeout 1, cancel 1      waiter 1 gave up
-//	gone 1                   the last connection of rank 1 broke
-//	still-gone 1, back 1
+//	disconnected 1           the last connection of rank 1 broke
+//	still-disconnected 1, back 1
 //	drained          the lighthouse wants the group to leave
-//	put-out 7                the group counts as dead in quorum 7
+//	evicted 7                the group counts as failed in quorum 7
 //	asked                    the lighthouse wants to know what the group does
 //	says 0 computes|waits    what a rank does
 //	progress                 what the group would say
@@ -87,20 +87,20 @@ func (r *scribe) run(words []string) []string {
 	case "vote":
 		return r.step(Voted{
 			Waiter: r.waiter(args), GroupRank: r.number(args[0]), Step: r.number(transcript.Option(args, "step")), ShouldCommit: args[1] == "yes",
-			Lapsed: slices.Contains(args, "lapsed"),
+			Fenced: slices.Contains(args, "fenced"),
 		})
 	case "metadata":
 		return r.step(MetadataAsked{Waiter: r.waiter(args), GroupRank: r.number(args[0])})
 	case "timeout", "cancel":
 		return r.step(GaveUp{Waiter: WaiterID(r.number(args[0])), Timeout: words[0] == "timeout"})
-	case "gone":
-		return r.step(RankGone{GroupRank: r.number(args[0])})
-	case "still-gone":
-		return r.step(StillGone{GroupRank: r.number(args[0])})
+	case "disconnected":
+		return r.step(RankDisconnected{GroupRank: r.number(args[0])})
+	case "still-disconnected":
+		return r.step(StillDisconnected{GroupRank: r.number(args[0])})
 	case "back":
 		return r.step(RankBack{GroupRank: r.number(args[0])})
-	case "put-out":
-		return r.step(PutOut{QuorumID: r.number(args[0]), Reason: "no progress"})
+	case "evicted":
+		return r.step(Evicted{QuorumID: r.number(args[0]), Reason: "no progress"})
 	case "drained":
 		return r.step(Drained{})
 	case "asked":

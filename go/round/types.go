@@ -44,11 +44,11 @@ type (
 		GroupRank    int64
 		Step         int64
 		ShouldCommit bool
-		// Lapsed: the group was silent for so long that the others may have gone on without it.
-		Lapsed bool
+		// Fenced: the group was silent for so long that the others may have gone on without it.
+		Fenced bool
 	}
-	// PutOut: the group counts as dead in a quorum. The others go on without it, so that it commits nothing more of it.
-	PutOut struct {
+	// Evicted: the group counts as failed in a quorum. The others go on without it, so that it commits nothing more of it.
+	Evicted struct {
 		QuorumID int64
 		Reason   string
 	}
@@ -75,29 +75,29 @@ type (
 		Waiter  WaiterID
 		Timeout bool
 	}
-	// RankGone: the last connection of a rank broke.
-	RankGone struct{ GroupRank int64 }
-	// StillGone: a while has passed since. A connection that merely broke is back by now.
-	StillGone struct{ GroupRank int64 }
+	// RankDisconnected: the last connection of a rank broke.
+	RankDisconnected struct{ GroupRank int64 }
+	// StillDisconnected: a while has passed since. A connection that merely broke is back by now.
+	StillDisconnected struct{ GroupRank int64 }
 	// RankBack: a rank that was gone has a connection again.
 	RankBack struct{ GroupRank int64 }
 	// Closed: the server shuts down; every waiter is answered with this reason.
 	Closed struct{ Reason string }
 )
 
-func (QuorumAsked) isEvent()    {}
-func (QuorumKnown) isEvent()    {}
-func (Voted) isEvent()          {}
-func (PutOut) isEvent()         {}
-func (Drained) isEvent()        {}
-func (ProgressAsked) isEvent()  {}
-func (RankProgressed) isEvent() {}
-func (MetadataAsked) isEvent()  {}
-func (GaveUp) isEvent()         {}
-func (RankGone) isEvent()       {}
-func (StillGone) isEvent()      {}
-func (RankBack) isEvent()       {}
-func (Closed) isEvent()         {}
+func (QuorumAsked) isEvent()       {}
+func (QuorumKnown) isEvent()       {}
+func (Voted) isEvent()             {}
+func (Evicted) isEvent()           {}
+func (Drained) isEvent()           {}
+func (ProgressAsked) isEvent()     {}
+func (RankProgressed) isEvent()    {}
+func (MetadataAsked) isEvent()     {}
+func (GaveUp) isEvent()            {}
+func (RankDisconnected) isEvent()  {}
+func (StillDisconnected) isEvent() {}
+func (RankBack) isEvent()          {}
+func (Closed) isEvent()            {}
 
 // Action is something the shell must do.
 type Action interface{ isAction() }

@@ -59,12 +59,12 @@ func (m *Machine) voted(e Voted) []Action {
 		return actions
 	}
 
-	commit, lapsed := true, false
+	commit, fenced := true, false
 	for _, v := range b.votes {
 		commit = commit && v.ShouldCommit
-		lapsed = lapsed || v.Lapsed
+		fenced = fenced || v.Fenced
 	}
-	if why := m.lost(lapsed); commit && why != "" {
+	if why := m.mayNotCommit(fenced); commit && why != "" {
 		commit = false
 		actions = append(actions, Discarded{b.step, why})
 	}
@@ -80,12 +80,12 @@ func (m *Machine) voted(e Voted) []Action {
 
 // lost is why a step does not count though all ranks of the group did their part: the others may have done the same step
 // without this group, which then has to heal. It is empty if it counts.
-func (m *Machine) lost(lapsed bool) string {
+func (m *Machine) mayNotCommit(fenced bool) string {
 	switch {
-	case m.putOut != nil && m.putOut.QuorumID == m.answered:
-		return fmt.Sprintf("this group counts as dead in quorum %d: %s", m.answered, m.putOut.Reason)
-	case lapsed:
-		return "this group was silent for so long that it may count as dead"
+	case m.evicted != nil && m.evicted.QuorumID == m.answered:
+		return fmt.Sprintf("this group counts as failed in quorum %d: %s", m.answered, m.evicted.Reason)
+	case fenced:
+		return "this group was silent for so long that it may count as failed"
 	}
 	return ""
 }

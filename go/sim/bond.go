@@ -76,7 +76,7 @@ func (l *lighthouse) operator() {
 	var ended []string
 	for _, id := range l.describe().MissingVotes {
 		g := w.byID[id]
-		if g == nil || !g.dead { // it lives, and may go on elsewhere with the votes of others
+		if g == nil || !g.killed { // it lives, and may go on elsewhere with the votes of others
 			return
 		}
 		if at := g.givenUpAt; !at.open() || at.of == l {

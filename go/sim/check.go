@@ -18,13 +18,13 @@ const (
 	ruleHeal      = "a group that is behind heals to max_step, from a member of its quorum that is there"
 	ruleEqual     = "groups that commit a step in one quorum hold equal states"
 	ruleOwn       = "who contributes to an average gives its own gradients, of the weights it has"
-	ruleKept      = "a death costs no step that a live group has computed"
+	ruleKept      = "a failure costs no step that a live group has computed"
 	ruleOnce      = "no step is committed again by a replay"
 	ruleDivisor   = "all who contribute to an average divide by the same number"
 	ruleVote      = "a group commits only what all its ranks voted for in the same attempt"
 	ruleForms     = "enough connected members form a quorum within a bounded time"
 	ruleEvicted   = "a group that was evicted commits nothing of that quorum"
-	ruleCause     = "a group counts as dead for a cause that is so, never by the word of one"
+	ruleCause     = "a group counts as failed for a cause that is so, never by the word of one"
 	ruleRelease   = "a group that left is kept until nobody is in its last step"
 	ruleLoses     = "a fault costs at most the documented number of steps"
 	ruleProgress  = "a connected group commits within a bounded time"
@@ -46,7 +46,7 @@ type seen struct {
 	maxStep  int64         // of the latest of those
 	behind   bool          // whether it has to heal in it
 	commitID int64         // quorum in which it committed last, 0 if in none
-	evicted  int64         // latest quorum of which it was told that it counts as dead in it
+	evicted  int64         // latest quorum of which it was told that it counts as failed in it
 	quiet    time.Duration // longest that it said nothing since its last quorum
 	wanted   bool          // somebody wants it to leave, and it has heard of it
 }
@@ -305,7 +305,7 @@ func (c *checker) decided(r *rank, commit bool) {
 	}
 	switch g, w := r.g, c.w; {
 	case g.evicted == r.plan.QuorumID:
-		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as dead in it", g.id, r.step, r.plan.QuorumID)
+		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as failed in it", g.id, r.step, r.plan.QuorumID)
 	case g.quiet > w.Policy.HeartbeatTimeout && !w.calls(g.slot):
 		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and said nothing for %s", g.id, r.step, r.plan.QuorumID, g.quiet)
 	}
@@ -348,7 +348,7 @@ func (c *checker) gaveUpStep(r *rank) {
 		return
 	}
 	c.w.result.GaveUp++
-	if c.w.OnlyDeaths && r.replays < mostReplays {
+	if c.w.OnlyFailures && r.replays < mostReplays {
 		c.w.broken(ruleKept, "%s rank %d computes step %d anew, and had its gradients", r.g.id, r.index, r.step)
 	}
 }
@@ -370,7 +370,7 @@ func (c *checker) once(r *rank) {
 
 // committed compares the states after a step, and knows the last few steps of each quorum.
 func (c *checker) committed(r *rank) {
-	if c.w.OnlyDeaths && r.again {
+	if c.w.OnlyFailures && r.again {
 		c.once(r)
 	}
 	m := r.comm

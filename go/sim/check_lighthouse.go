@@ -27,7 +27,7 @@ type view struct {
 	tells    bool          // it can be asked for that
 	expected bool
 
-	out      bool             // it counts as dead until it asks again
+	out      bool             // it counts as failed until it asks again
 	ended    bool             // its host said that its process is gone
 	ending   bool             // it said that its manager server ends
 	finished bool             // and that its training has, on purpose

@@ -7,7 +7,7 @@ import (
 )
 
 // expire forgets a group whose signs of life are too old, and of one that is in the latest quorum only that it counted as
-// dead until it asks.
+// failed until it asks.
 func (c *watch) expire(g *group) {
 	switch v := c.of(g); {
 	case c.beating(g):
@@ -123,7 +123,7 @@ func (c *watch) looks(a *quorum.Check) {
 	}
 }
 
-// failed: a group counts as dead for a reason that is so.
+// failed: a group counts as failed for a reason that is so.
 func (c *watch) failed(a *quorum.Failed) {
 	c.move()
 	w, g := c.l.w, c.l.w.byID[a.ReplicaID]
@@ -136,14 +136,14 @@ func (c *watch) failed(a *quorum.Failed) {
 		so = v.tooOld == c.clock || v.beaten && c.clock-v.lastBeat >= p.HeartbeatTimeout
 	case quorum.Connection:
 		so = v.tooOld == c.clock || v.suspect && c.clock-v.lostAt >= p.SuspectGrace
-	case quorum.RankGone:
+	case quorum.RankFailed:
 		so = v.out && v.missing
 	case quorum.Unreachable:
 		members, lost := c.lostBy(g)
 		so = v.silent && 2*lost > members-1 && !v.reported && v.waits == 0
 	case quorum.NoProgress:
 		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.says == nil || !v.says.Waits) && c.somebodyWaits()
-	case quorum.Gone:
+	case quorum.ProcessEnded:
 		so = v.ended
 	case quorum.Doubtful:
 		so = v.recalled >= leastRecalls
@@ -151,7 +151,7 @@ func (c *watch) failed(a *quorum.Failed) {
 		so = v.waits > 0 && c.peersWait(v.asksStep)
 	}
 	if !so {
-		w.broken(ruleCause, "%s of quorum %d counts as dead: %s, which is not so", g.id, a.QuorumID, a.Reason)
+		w.broken(ruleCause, "%s of quorum %d counts as failed: %s, which is not so", g.id, a.QuorumID, a.Reason)
 	}
 	if a.Cause == quorum.Unreachable || a.Cause == quorum.NoProgress || a.Cause == quorum.ShutDown && c.healthy(g) {
 		v.out, v.suspect = true, false

@@ -78,7 +78,7 @@ func (r *rank) leaveComm(silent bool) {
 	if p.number != 0 {
 		c.ready--
 	}
-	if r.g.dead {
+	if r.g.killed {
 		c.breaks(w, r, silent)
 	}
 	p.r, p.number, p.closed = nil, 0, true
@@ -88,7 +88,7 @@ func (r *rank) leaveComm(silent bool) {
 	}
 }
 
-// breaks lets a collective that is over for others fail for those that were still to receive what the dead one sent.
+// breaks lets a collective that is over for others fail for those that were still to receive what the killed one sent.
 func (c *comm) breaks(w *world, by *rank, silent bool) {
 	for i := range c.members {
 		if p := &c.members[i]; p.r != nil && p.r != by && p.number == 0 && p.done > w.now && !silent {
@@ -163,7 +163,7 @@ func (c *comm) abort(by *rank) {
 	}
 }
 
-// peerFailed ends what waits for a member of a quorum that is dead: nobody in it can be complete any more.
+// peerFailed ends what waits for a member of a quorum that has failed: nobody in it can be complete any more.
 func (r *rank) peerFailed(quorumID int64) {
 	c, w := r.comm, r.g.w
 	if c == nil || r.member < 0 || c.key.quorumID != quorumID || c.aborted {

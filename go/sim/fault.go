@@ -289,13 +289,13 @@ func (w *world) strike(f *Fault, i int) {
 	case RankDies:
 		r := &g.ranks[min(int(f.N), len(g.ranks)-1)]
 		if r.index == 0 {
-			w.restart(g, "rank 0 died", f.For)
+			w.restart(g, "rank 0 ended", f.For)
 			return
 		}
 		r.number++
-		r.phase, r.deadline = dead, 0
+		r.phase, r.deadline = killed, 0
 		r.leaveComm(false)
-		w.after(w.delay(i), event{kind: rankGone, g: g, rank: int16(r.index)})
+		w.after(w.delay(i), event{kind: rankDisconnected, g: g, rank: int16(r.index)})
 	case Pause:
 		g.pausedUntil = max(g.pausedUntil, w.now+f.For)
 	case ClockJump:
@@ -313,7 +313,7 @@ func (w *world) strike(f *Fault, i int) {
 		case f.N == 0:
 			r.dropsConns = true
 		default: // at once, whatever it does, and for as long as it may, or longer
-			w.after(0, event{kind: rankGone, g: g, rank: int16(r.index)})
+			w.after(0, event{kind: rankDisconnected, g: g, rank: int16(r.index)})
 			w.after(w.upTo(4*w.rankGrace()), event{kind: rankBack, g: g, rank: int16(r.index)})
 		}
 	case ShrinkOnly:
@@ -371,8 +371,8 @@ func (w *world) endFault(f *Fault) {
 				s.g.boasts = false
 			}
 		case RankDies:
-			if g := s.g; g != nil && g.ranks[min(int(f.N), len(g.ranks)-1)].phase == dead {
-				w.restart(g, "a rank of it died", 0)
+			if g := s.g; g != nil && g.ranks[min(int(f.N), len(g.ranks)-1)].phase == killed {
+				w.restart(g, "a rank of it ended", 0)
 			}
 		}
 	}

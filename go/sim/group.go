@@ -14,14 +14,14 @@ import (
 const tellMargin = 100 * time.Millisecond
 
 // group is one life of a replica group: the shell around its machine, as package manager in production, and the
-// ranks. After its death another group begins in its slot, under another replica_id.
+// ranks. After its end another group begins in its slot, under another replica_id.
 type group struct {
 	w           *world
 	slot        int
 	id          string
 	address     string
 	machine     groupMachine
-	dead        bool
+	killed      bool
 	pausedUntil time.Duration
 	ranks       []rank
 
@@ -110,13 +110,13 @@ func (w *world) startGroup(i int) {
 // crash ends the group. A process that dies breaks its connections, a host that vanishes does not.
 func (g *group) crash(silent bool, why string) {
 	w := g.w
-	if g.dead {
+	if g.killed {
 		return
 	}
-	g.dead = true
+	g.killed = true
 	for i := range g.ranks {
 		if r := &g.ranks[i]; r.again || r.phase == agreeing {
-			w.result.replayDeaths[r.phase]++
+			w.result.replayFailures[r.phase]++
 		}
 	}
 	w.slots[g.slot].g, w.slots[g.slot].hostDown = nil, silent
@@ -164,7 +164,7 @@ func (g *group) handle(e *event) {
 			a.active = false
 			g.quorum, g.attempt = e.x.(*quorum.Quorum), a.round
 			g.last, g.shied[g.at] = g.quorum, 0
-			g.lapsed, g.quiet = false, 0
+			g.fenced, g.quiet = false, 0
 			w.check.learned(g, g.quorum)
 			g.step(round.QuorumKnown{Round: a.round, Quorum: g.quorum})
 		}
@@ -188,10 +188,10 @@ func (g *group) handle(e *event) {
 		g.managerAsk(&g.ranks[e.rank], e.id)
 	case managerVote:
 		g.managerVote(&g.ranks[e.rank], e.id)
-	case rankGone:
+	case rankDisconnected:
 		g.lostRank(e.rank)
 	case rankStill:
-		g.step(round.StillGone{GroupRank: int64(e.rank)})
+		g.step(round.StillDisconnected{GroupRank: int64(e.rank)})
 	case rankBack:
 		g.step(round.RankBack{GroupRank: int64(e.rank)})
 	case rankSays:
@@ -245,7 +245,7 @@ func (g *group) managerVote(r *rank, number uint64) {
 	id := g.begin(r, voteCall, number)
 	r.cast = vote{yes: r.votesYes, step: r.step, attempt: r.attempt}
 	g.noteSilence()
-	g.step(round.Voted{Waiter: id, GroupRank: int64(r.index), Step: r.step, ShouldCommit: r.votesYes, Lapsed: g.lapsed})
+	g.step(round.Voted{Waiter: id, GroupRank: int64(r.index), Step: r.step, ShouldCommit: r.votesYes, Fenced: g.fenced})
 }
 
 // giveUp ends a rank's call at its deadline, or when its connection broke.

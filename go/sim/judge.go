@@ -31,7 +31,7 @@ type life struct {
 	attempt   uint64        // quorums that it was told
 	learned   time.Duration // when it was told of the latest
 	ended     time.Duration
-	evicted   int64 // the latest quorum in which it was told that it counts as dead
+	evicted   int64 // the latest quorum in which it was told that it counts as failed
 	evictedAt time.Duration
 	in        int64 // the quorum in which rank 0 committed last
 	steps     int   // and how many it has committed there since something changed
@@ -104,7 +104,7 @@ func (j *Judge) Lighthouse(i int, up bool) {
 	}
 }
 
-// Begins says that a fault begins. Deaths are said apart, by Dies and Lighthouse.
+// Begins says that a fault begins. Ends are said apart, by Dies and Lighthouse.
 func (j *Judge) Begins(f *Fault) {
 	w := j.w
 	w.result.FaultsHit++
@@ -167,13 +167,13 @@ func (j *Judge) Starts(slot int) string {
 	return g.id
 }
 
-// Dies says that a group is dead from now on, and whether nobody is told by its host.
+// Dies says that a group has failed from now on, and whether nobody is told by its host.
 func (j *Judge) Dies(id, why string, silent bool) {
 	l := j.life(id)
-	if l.dead {
+	if l.killed {
 		return
 	}
-	l.dead, l.ended = true, j.w.now
+	l.killed, l.ended = true, j.w.now
 	calm := j.calmed
 	j.unsettle()
 	if calm && j.w.Lighthouses == 1 {
@@ -198,13 +198,13 @@ func (j *Judge) life(id string) *life {
 // Lives reports whether a group does.
 func (j *Judge) Lives(id string) bool {
 	l := j.life(id)
-	return l != nil && !l.dead
+	return l != nil && !l.killed
 }
 
 // Known is the latest quorum that a living group knows.
 func (j *Judge) Known() (id int64) {
 	for _, l := range j.lives {
-		if !l.dead {
+		if !l.killed {
 			id = max(id, l.lastID)
 		}
 	}
@@ -247,7 +247,7 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 	w.check.learned(l.group, q)
 }
 
-// Evicted says that a group is told, with a quorum, that it counts as dead.
+// Evicted says that a group is told, with a quorum, that it counts as failed.
 func (j *Judge) Evicted(id string, quorumID int64) {
 	l := j.life(id)
 	l.evicted, l.evictedAt = max(l.evicted, quorumID), j.w.now

@@ -31,8 +31,8 @@ func (j *Judge) formed(q *quorum.Quorum) {
 		case l == nil:
 			w.broken(ruleMembers, "quorum %d has %s, which nobody knows", q.ID, m.ReplicaID)
 			return
-		case l.dead && w.now-l.ended > w.Policy.HeartbeatTimeout+w.Timeout:
-			w.broken(ruleMembers, "%s is in quorum %d and is dead for %s (a ghost)", l.id, q.ID, w.now-l.ended)
+		case l.killed && w.now-l.ended > w.Policy.HeartbeatTimeout+w.Timeout:
+			w.broken(ruleMembers, "%s is in quorum %d and has failed for %s (a ghost)", l.id, q.ID, w.now-l.ended)
 		case m.Step != l.asked.Step || m.CommitFailures != l.asked.CommitFailures:
 			w.broken(ruleStale, "%s is in quorum %d with step %d and %d failures, and asks with step %d and %d failures",
 				l.id, q.ID, m.Step, m.CommitFailures, l.asked.Step, l.asked.CommitFailures)
@@ -63,7 +63,7 @@ func (j *Judge) soon(l *life, q *quorum.Quorum) {
 }
 
 // failoverTime is the longest until a job whose lighthouse is gone has a quorum at the next one: the connections of its members
-// may have to be found dead, and the next lighthouse wants to know who was in the latest quorum.
+// may have to be found failed, and the next lighthouse wants to know who was in the latest quorum.
 const failoverTime = 35 * time.Second
 
 // failedOver looks whether a job whose lighthouse is gone is at another one by now, if all reach that.
@@ -76,7 +76,7 @@ func (j *Judge) failedOver() {
 // home is the first lighthouse that anybody reaches, if all groups that live reach it and each other.
 func (j *Judge) home() (lighthouse int, all bool) {
 	w := j.w
-	for lighthouse < w.Lighthouses-1 && !slices.ContainsFunc(j.lives, func(l *life) bool { return !l.dead && j.reached(l, lighthouse) }) {
+	for lighthouse < w.Lighthouses-1 && !slices.ContainsFunc(j.lives, func(l *life) bool { return !l.killed && j.reached(l, lighthouse) }) {
 		lighthouse++
 	}
 	for i := range w.slots {

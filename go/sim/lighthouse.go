@@ -167,7 +167,7 @@ func (l *lighthouse) handle(e *event) {
 		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // else there is something newer to write
 			l.disk = kept
 		}
-	case lhLost:
+	case lhDisconnected:
 		l.lost(e.link)
 	case lhPast:
 		l.remember(quorum.Recalled{Past: *e.x.(*quorum.Past), From: e.g.id})
@@ -251,14 +251,14 @@ func (l *lighthouse) lost(k *link) {
 		return
 	}
 	l.links = slices.Delete(l.links, i, i+1)
-	if !k.stuck && !k.g.dead && !l.w.down(k.g.slot, l.index) {
+	if !k.stuck && !k.g.killed && !l.w.down(k.g.slot, l.index) {
 		l.w.after(l.w.delay(k.g.slot), event{kind: linkBroken, g: k.g, link: k})
 	}
 	k.stuck = true
 	l.giveUp(func(q *waiting) bool { return q.link == k })
 	if !slices.ContainsFunc(l.links, func(o *link) bool { return o.g == k.g }) {
 		l.check.lost(k.g)
-		l.step(quorum.Lost{ReplicaID: k.g.id})
+		l.step(quorum.Disconnected{ReplicaID: k.g.id})
 	}
 }
 
@@ -350,7 +350,7 @@ func (l *lighthouse) do(input quorum.Event) {
 				if k.g.id != from {
 					k.stale = true
 					k.down(event{kind: closing}) // and the lighthouse ends it
-					w.push(event{at: max(k.downAt, w.now+w.Delay), kind: lhLost, g: k.g, link: k, lh: uint8(l.index), life: l.life})
+					w.push(event{at: max(k.downAt, w.now+w.Delay), kind: lhDisconnected, g: k.g, link: k, lh: uint8(l.index), life: l.life})
 				}
 			}
 		case quorum.GoBack:
@@ -458,11 +458,11 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 // probe asks the host of a group whether its process is gone. Only a host that can be reached, and runs, says so.
 func (l *lighthouse) probe(g *group) {
 	w := l.w
-	if w.mistake.silentIsGone && g != nil {
+	if w.mistake.silentIsEnded && g != nil {
 		w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
 		return
 	}
-	if g == nil || !g.dead || w.slots[g.slot].hostDown || w.cutOff(g.slot, l.index) {
+	if g == nil || !g.killed || w.slots[g.slot].hostDown || w.cutOff(g.slot, l.index) {
 		return
 	}
 	w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})

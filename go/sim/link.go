@@ -52,7 +52,7 @@ func (k *link) up(e event) {
 func (k *link) down(e event) {
 	w := k.g.w
 	switch {
-	case k.stuck || k.lostDown || k.g.dead:
+	case k.stuck || k.lostDown || k.g.killed:
 	case w.down(k.g.slot, k.lh) || w.lost():
 		k.jam(&k.lostDown)
 	default:
@@ -69,7 +69,7 @@ func (k *link) jam(direction *bool) {
 		return // both sides will notice the first
 	}
 	w.after(w.Keepalive, event{kind: linkBroken, g: k.g, link: k})
-	w.after(w.Keepalive/2+w.upTo(w.Keepalive), event{kind: lhLost, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
+	w.after(w.Keepalive/2+w.upTo(w.Keepalive), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
 }
 
 // close ends it from the group's side, in order. The lighthouse hears of it if anything can reach it.
@@ -83,7 +83,7 @@ func (k *link) close(silent bool) {
 	if silent || k.lostUp || w.up(k.g.slot, k.lh) {
 		notice = 2 * w.Keepalive
 	}
-	w.after(max(notice, k.upAt-w.now), event{kind: lhLost, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
+	w.after(max(notice, k.upAt-w.now), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
 }
 
 // connection is a group's side of it: package manager's member.
@@ -93,7 +93,7 @@ type connection struct {
 	term  int64         // highest that a lighthouse told
 	spoke time.Duration // when it said something last
 
-	lapsed bool // it said nothing for so long that the others may have gone on without it, since its last quorum
+	fenced bool // it said nothing for so long that the others may have gone on without it, since its last quorum
 
 	at     int // the lighthouse that served last
 	served bool
@@ -217,7 +217,7 @@ func (g *group) handleLink(e *event) {
 	case memberFailed:
 		if f := e.x.(*quorum.Failed); f.ReplicaID == g.id {
 			g.evicted = max(g.evicted, f.QuorumID)
-			g.step(round.PutOut{QuorumID: f.QuorumID, Reason: f.Reason})
+			g.step(round.Evicted{QuorumID: f.QuorumID, Reason: f.Reason})
 		}
 		for r := range g.ranks {
 			g.ranks[r].peerFailed(e.x.(*quorum.Failed).QuorumID)

@@ -120,8 +120,8 @@ var mistakes = []struct {
 		return actions
 	})}, []string{ruleWaiters}},
 
-	{mistake{name: "a dead rank is not noticed", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
-		if _, ok := e.(round.RankGone); ok {
+	{mistake{name: "a killed rank is not noticed", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
+		if _, ok := e.(round.RankDisconnected); ok {
 			return nil
 		}
 		return m.Step(e, now)
@@ -143,10 +143,10 @@ var mistakes = []struct {
 		g.Seat = quorum.Seat{Of: 1}
 	})}, []string{ruleBranch, ruleOneSet}},
 
-	{mistake{name: "a member whose host does not answer votes, as if it had ended while it was bound", setup: several, silentIsGone: true,
-		lighthouse: goneVotes}, []string{ruleBranch}},
+	{mistake{name: "a member whose host does not answer votes, as if it had ended while it was bound", setup: several, silentIsEnded: true,
+		lighthouse: endedVotes}, []string{ruleBranch}},
 
-	{mistake{name: "a member that has ended votes, wherever it was", setup: several, lighthouse: goneVotes}, []string{ruleBranch}},
+	{mistake{name: "a member that has ended votes, wherever it was", setup: several, lighthouse: endedVotes}, []string{ruleBranch}},
 
 	{mistake{name: "who comes from another lighthouse does not say so", setup: several, anySize: true, lighthouse: greetings(func(g *quorum.Greeted) {
 		g.Term, g.KnownQuorumID = 0, 0
@@ -171,11 +171,11 @@ var mistakes = []struct {
 	{mistake{name: "the lighthouse does not know that it stood still", lighthouse: deaf(to[quorum.Slept]),
 		setup: many(10, PauseLighthouse, ClockLighthouse)}, []string{ruleCause, ruleMemory, ruleMajority}},
 
-	{mistake{name: "a group is not told that it counts as dead", group: deafGroup[round.PutOut](), setup: many(6)}, []string{ruleEvicted}},
+	{mistake{name: "a group is not told that it counts as failed", group: deafGroup[round.Evicted](), setup: many(6)}, []string{ruleEvicted}},
 
 	{mistake{name: "a group that was silent for long commits", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		if v, ok := e.(round.Voted); ok {
-			v.Lapsed = false
+			v.Fenced = false
 			e = v
 		}
 		return m.Step(e, now)
@@ -184,7 +184,7 @@ var mistakes = []struct {
 	{mistake{name: "a group that lost a rank counts as healthy", anySize: true, lighthouse: deaf(to[quorum.Incomplete]),
 		setup: func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }}, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}},
 
-	{mistake{name: "a broken connection is no suspicion", anySize: true, lighthouse: deaf(to[quorum.Lost])}, []string{ruleForms, ruleMajority}},
+	{mistake{name: "a broken connection is no suspicion", anySize: true, lighthouse: deaf(to[quorum.Disconnected])}, []string{ruleForms, ruleMajority}},
 
 	{mistake{name: "a group that leaves is waited for", anySize: true, lighthouse: deaf(to[quorum.Leaving]), setup: many(6, Drain)},
 		[]string{ruleForms, ruleMajority, ruleCause}},
@@ -261,8 +261,8 @@ var mistakes = []struct {
 	{mistake{name: "a replay of a step that others have committed", replayBehind: true}, []string{ruleHeal, ruleEqual, ruleDivisor}},
 }
 
-// goneVotes takes every end for that of a member that was bound.
-var goneVotes = spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
+// endedVotes takes every end for that of a member that was bound.
+var endedVotes = spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 	actions := m.Step(e, now)
 	if ended, is := e.(quorum.Ended); is {
 		actions = append(actions, m.Step(quorum.GivenUp{ReplicaIDs: []string{ended.ReplicaID}}, now)...)

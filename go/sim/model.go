@@ -58,7 +58,7 @@ func (m *Model) Follow(a *recovery.Result) (source string) {
 // Serves is the state that it gives to a rank that heals in a quorum, if it can now.
 func (m *Model) Serves(quorumID int64) (digest uint64, ok bool) {
 	r := m.r
-	ok = !m.l.dead && r.quorumID == quorumID && r.heal == nil && (r.phase == working || r.phase == reducing) && r.step == r.plan.MaxStep
+	ok = !m.l.killed && r.quorumID == quorumID && r.heal == nil && (r.phase == working || r.phase == reducing) && r.step == r.plan.MaxStep
 	return r.digest, ok
 }
 
@@ -95,24 +95,24 @@ func (m *Model) Step() int64 { return m.r.step }
 // Errored reports whether the attempt at the step has failed already.
 func (m *Model) Errored() bool { return m.r.errored }
 
-// TimedOut says that its collective ended at its timeout. If a member died, it must have been told before: it heard of the
+// TimedOut says that its collective ended at its timeout. If a member failed, it must have been told before: it heard of the
 // quorum after the network changed last, so the lighthouse knows how to tell it, and there was no later quorum, of which alone
 // failures are told.
 func (m *Model) TimedOut() {
 	w, j := m.j.w, m.j
 	notice := w.Policy.HeartbeatTimeout + w.Policy.SuspectGrace + 2*w.QuorumTick + failureSlack
-	var dead *life
+	var killed *life
 	for _, id := range m.r.plan.ReplicaIDs {
 		l := j.life(id)
 		if l.learned <= j.moved {
 			return
 		}
-		if l.dead && w.now-l.ended > notice {
-			dead = l
+		if l.killed && w.now-l.ended > notice {
+			killed = l
 		}
 	}
-	if dead != nil && w.rough == 0 && m.r.plan.QuorumID == w.result.LastID {
-		w.broken(ruleTold, "%s waits in quorum %d, whose member %s is dead for %s", m, m.r.plan.QuorumID, dead.id, w.now-dead.ended)
+	if killed != nil && w.rough == 0 && m.r.plan.QuorumID == w.result.LastID {
+		w.broken(ruleTold, "%s waits in quorum %d, whose member %s has failed for %s", m, m.r.plan.QuorumID, killed.id, w.now-killed.ended)
 	}
 }
 
@@ -153,7 +153,7 @@ func (m *Model) Decided(commit bool) {
 	}
 	if r.index == 0 { // it hears the decision at once
 		if m.l.evicted == r.plan.QuorumID && w.now > m.l.evictedAt {
-			w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as dead in it", m, r.step, m.l.evicted)
+			w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as failed in it", m, r.step, m.l.evicted)
 		}
 		if m.l.in != r.plan.QuorumID {
 			m.l.in, m.l.steps = r.plan.QuorumID, 0

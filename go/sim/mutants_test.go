@@ -28,15 +28,15 @@ var mutants = []struct {
 	long     bool         // no short history has it
 }{
 	{
-		"no fence", "round/vote.go", `if why := m.lost(lapsed); commit && why != "" {`, `if why := m.lost(lapsed); false && why != "" {`,
+		"no fence", "round/vote.go", `if why := m.mayNotCommit(fenced); commit && why != "" {`, `if why := m.mayNotCommit(fenced); false && why != "" {`,
 		many(6), []string{ruleEvicted}, false,
 	},
 	{
-		"who was put out commits", "round/vote.go", `case m.putOut != nil && m.putOut.QuorumID == m.answered:`, `case m.putOut != nil && false:`,
+		"who was evicted commits", "round/vote.go", `case m.evicted != nil && m.evicted.QuorumID == m.answered:`, `case m.evicted != nil && false:`,
 		many(6), []string{ruleEvicted}, false,
 	},
 	{
-		"the newest quorum is not the one that was put out of", "round/vote.go", `m.putOut.QuorumID == m.answered:`, `m.putOut.QuorumID < m.answered:`,
+		"the newest quorum is not the one that was evicted from", "round/vote.go", `m.evicted.QuorumID == m.answered:`, `m.evicted.QuorumID < m.answered:`,
 		many(6), []string{ruleEvicted, ruleProgress}, false,
 	},
 	{
@@ -68,11 +68,11 @@ var mutants = []struct {
 		many(6, PauseLighthouse, ClockLighthouse), []string{ruleCause, ruleMajority, ruleMemory, ruleForms}, false,
 	},
 	{
-		"a group that lost a rank counts as healthy", "quorum/machine.go", "dead = append(dead, m.roster.putOut(r, RankGone, e.Reason, now))", "_ = r",
+		"a group that lost a rank counts as healthy", "quorum/machine.go", "failed = append(failed, m.roster.markFailed(r, RankFailed, e.Reason, now))", "_ = r",
 		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}, false,
 	},
 	{
-		"who was put out stays so when it asks", "quorum/roster.go", `		r.out = ""
+		"who was evicted stays so when it asks", "quorum/roster.go", `		r.out = ""
 		r.requests = append`, `		r.requests = append`,
 		many(6, DropRank, Hang, Drain), []string{ruleForms, ruleMajority, ruleMembers, ruleNewcomer, ruleMemory, ruleProgress}, false,
 	},

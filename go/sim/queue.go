@@ -7,62 +7,62 @@ import "time"
 type kind uint8
 
 const (
-	lhAsk      kind = iota // a quorum request arrives; x is the *request
-	lhBeat                 // a heartbeat of g arrives
-	lhGaveUp               // the client cancelled request id, or its connection broke
-	lhDeadline             // the earliest deadline of a request has come
-	lhTick                 // quorum_tick_ms passed
-	lhGreet                // a link of g begins
-	lhLost                 // a link has ended
-	lhPast                 // a member answers a recall; x is the *quorum.Past
-	lhEnded                // the host of g says that its process is gone
-	lhWake                 // what the machine asked to be woken for
-	lhReaches              // a member reaches the lighthouses id
-	lhStamp                // a member answers the stamp id
-	lhWord                 // a member says something else; x is the quorum.Event
-	lhChecked              // the lighthouse has waited for a sign of life of g; x is the *look
-	lhDrain                // somebody wants g to leave
-	lhKept                 // what was to be written is on the disk; x is the *quorum.Recalled
+	lhAsk          kind = iota // a quorum request arrives; x is the *request
+	lhBeat                     // a heartbeat of g arrives
+	lhGaveUp                   // the client cancelled request id, or its connection broke
+	lhDeadline                 // the earliest deadline of a request has come
+	lhTick                     // quorum_tick_ms passed
+	lhGreet                    // a link of g begins
+	lhDisconnected             // a link has ended
+	lhPast                     // a member answers a recall; x is the *quorum.Past
+	lhEnded                    // the host of g says that its process is gone
+	lhWake                     // what the machine asked to be woken for
+	lhReaches                  // a member reaches the lighthouses id
+	lhStamp                    // a member answers the stamp id
+	lhWord                     // a member says something else; x is the quorum.Event
+	lhChecked                  // the lighthouse has waited for a sign of life of g; x is the *look
+	lhDrain                    // somebody wants g to leave
+	lhKept                     // what was to be written is on the disk; x is the *quorum.Recalled
 
 	lastOfLighthouse
 
-	beatDue      // g says that it is alive
-	welcomed     // the lighthouse answers the greeting, in term id
-	stamped      // the lighthouse sends the stamp id
-	linkDue      // it should have by now
-	closing      // the lighthouse ends the link, and lets g go
-	linkBroken   // g notices that its link has ended
-	linkRetry    // g opens another one
-	recall       // the lighthouse asks for quorum id
-	memberFailed // the lighthouse tells of a death; x is the *quorum.Failed
-	probed       // the lighthouse wants a sign of life
-	progressDue  // the lighthouse wants to know what g does
-	rankSays     // a rank says what it does; ok: it waits for other groups
-	progressEnd  // whether all ranks have said it or not, id
-	drained      // the lighthouse passes on that somebody wants g to leave
-	released     // nobody needs g any more, which left
-	leaveDue     // it goes all the same
-	sentOn       // the lighthouse has too few members for request id
-	goBack       // all go back to lighthouse id
-	lookBack     // g looks whether an earlier lighthouse is back
-	answered     // the lighthouse answered request id; x is the *quorum.Quorum
-	refused      // request id did not arrive, or its connection broke
-	retryDue     // g asks the lighthouse again, for round id
-	askDeadline  // the time of round id is nearly up
-	managerAsk   // a rank's quorum request arrives at its manager server
-	managerVote  // a rank's vote arrives
-	rankDue      // a timer of the rank: its call or its collective has taken too long
-	rankStart    // the rank begins a step
-	rankQuorum   // the rank hears of its quorum; x is the *recovery.Result
-	rankVoted    // the rank hears the decision; ok
-	rankFailed   // the rank's call failed
-	rankArrive   // the rank reaches its collective
-	rankReduced  // the rank's collective ended; ok
-	healAsk      // a group that heals asks g for its state; x is the *heal
-	healAnswer   // and is answered; ok
-	rankGone     // the manager server notices that a rank's connection broke
-	rankStill    // a while has passed since
-	rankBack     // the rank has another connection
+	beatDue          // g says that it is alive
+	welcomed         // the lighthouse answers the greeting, in term id
+	stamped          // the lighthouse sends the stamp id
+	linkDue          // it should have by now
+	closing          // the lighthouse ends the link, and lets g go
+	linkBroken       // g notices that its link has ended
+	linkRetry        // g opens another one
+	recall           // the lighthouse asks for quorum id
+	memberFailed     // the lighthouse tells of a failure; x is the *quorum.Failed
+	probed           // the lighthouse wants a sign of life
+	progressDue      // the lighthouse wants to know what g does
+	rankSays         // a rank says what it does; ok: it waits for other groups
+	progressEnd      // whether all ranks have said it or not, id
+	drained          // the lighthouse passes on that somebody wants g to leave
+	released         // nobody needs g any more, which left
+	leaveDue         // it goes all the same
+	sentOn           // the lighthouse has too few members for request id
+	goBack           // all go back to lighthouse id
+	lookBack         // g looks whether an earlier lighthouse is back
+	answered         // the lighthouse answered request id; x is the *quorum.Quorum
+	refused          // request id did not arrive, or its connection broke
+	retryDue         // g asks the lighthouse again, for round id
+	askDeadline      // the time of round id is nearly up
+	managerAsk       // a rank's quorum request arrives at its manager server
+	managerVote      // a rank's vote arrives
+	rankDue          // a timer of the rank: its call or its collective has taken too long
+	rankStart        // the rank begins a step
+	rankQuorum       // the rank hears of its quorum; x is the *recovery.Result
+	rankVoted        // the rank hears the decision; ok
+	rankFailed       // the rank's call failed
+	rankArrive       // the rank reaches its collective
+	rankReduced      // the rank's collective ended; ok
+	healAsk          // a group that heals asks g for its state; x is the *heal
+	healAnswer       // and is answered; ok
+	rankDisconnected // the manager server notices that a rank's connection broke
+	rankStill        // a while has passed since
+	rankBack         // the rank has another connection
 
 	lastOfGroup
 

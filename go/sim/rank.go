@@ -18,7 +18,7 @@ const (
 	voting         // waits for the decision
 	agreeing       // waits for whether all ranks of its group reduce the step again
 	left           // it has ended the last step of its group
-	dead           // it died, and its group not yet
+	killed         // it has ended, and its group not yet
 )
 
 // rank is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): what it says, what
@@ -226,7 +226,7 @@ func (r *rank) toManager(k kind) {
 	if r.dropsConns {
 		r.dropsConns = false
 		w.say("the connection of %s rank %d breaks", r.g.id, r.index)
-		w.after(w.delay(r.g.slot), event{kind: rankGone, g: r.g, rank: int16(r.index)})
+		w.after(w.delay(r.g.slot), event{kind: rankDisconnected, g: r.g, rank: int16(r.index)})
 		w.after(w.delay(r.g.slot), event{kind: rankFailed, g: r.g, rank: int16(r.index), id: r.number})
 		if back := w.delay(r.g.slot) + w.upTo(2*w.rankGrace()+1); w.chance(0.7) { // else it connects when it asks
 			w.after(back, event{kind: rankBack, g: r.g, rank: int16(r.index)})
@@ -268,7 +268,7 @@ func (r *rank) follow(n *news) {
 func (w *world) askHeal(h *heal) {
 	i := h.r.g.slot
 	switch {
-	case h.source == nil || h.source.dead:
+	case h.source == nil || h.source.killed:
 		w.refuseHeal(h)
 	case !w.sends(i, h.source.slot):
 		// Nothing comes back, until the deadline.
@@ -296,7 +296,7 @@ func (g *group) serveHeal(h *heal) {
 	}
 	if !serves {
 		// The request waits there until the state may be read, or until its deadline.
-		if w.now+5*time.Millisecond < h.deadline && !h.r.g.dead && h.r.heal == h {
+		if w.now+5*time.Millisecond < h.deadline && !h.r.g.killed && h.r.heal == h {
 			w.after(5*time.Millisecond, event{kind: healAsk, g: g, rank: int16(h.r.index), x: h})
 		}
 		return
@@ -428,7 +428,7 @@ func (r *rank) failed() {
 
 // restart ends a group and lets another begin in its place.
 func (w *world) restart(g *group, why string, down time.Duration) {
-	if g.dead {
+	if g.killed {
 		return
 	}
 	g.crash(false, why)

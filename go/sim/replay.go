@@ -98,11 +98,11 @@ func (w *world) living() (n int) {
 
 // dieInReplay lets a group die in the phase of a replay that the setup names, now and then, if others live.
 func (w *world) dieInReplay(g *group) {
-	if w.ReplayDeath == idle || g.dead || w.living() < 2 || w.ending {
+	if w.ReplayFailure == idle || g.killed || w.living() < 2 || w.ending {
 		return
 	}
 	r := &g.ranks[0]
-	if r.phase == w.ReplayDeath && (r.again || r.phase == agreeing) && w.chance(0.2) {
+	if r.phase == w.ReplayFailure && (r.again || r.phase == agreeing) && w.chance(0.2) {
 		w.restart(g, "killed in a replay", w.upTo(w.Timeout))
 	}
 }

@@ -6,10 +6,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// onlyDeaths draws a job whose groups die at any moment, alone and several at once, and come back.
-func onlyDeaths(seed uint64) Setup {
+// onlyFailures draws a job whose groups die at any moment, alone and several at once, and come back.
+func onlyFailures(seed uint64) Setup {
 	s := Draw(seed, 2+int(seed%4), 400)
-	s.Replay, s.OnlyDeaths = true, true
+	s.Replay, s.OnlyFailures = true, true
 	s.Policy.MinReplicas = 1
 	s.Lighthouses = 1 // with several, those who are left may have to wait for longer than a quorum call
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
@@ -34,29 +34,29 @@ func TestADeathCostsNoStep(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var replays, commits uint64
-			deaths := 0
+			failures := 0
 			for seed := range uint64(budget(40, 4)) {
-				s := onlyDeaths(seed)
-				s.ReplayDeath = p
+				s := onlyFailures(seed)
+				s.ReplayFailure = p
 				r := hold(t, s)
 				require.Zero(t, r.GaveUp)
 				replays, commits, joins = replays+r.Replays, commits+r.Commits, joins+r.replayJoins
-				deaths += r.replayDeaths[p]
+				failures += r.replayFailures[p]
 			}
-			t.Logf("%d commits, %d replays, %d deaths in this phase of one, so far %d groups began in one", commits, replays, deaths, joins)
+			t.Logf("%d commits, %d replays, %d failures in this phase of one, so far %d groups began in one", commits, replays, failures, joins)
 			require.NotZero(t, replays)
-			require.Equal(t, p != idle, deaths > 0)
+			require.Equal(t, p != idle, failures > 0)
 		})
 	}
 	require.NotZero(t, joins, "groups that began in a replay, over all phases")
 }
 
-// Without it the same deaths cost steps.
+// Without it the same failures cost steps.
 func TestWithoutReplayADeathCostsSteps(t *testing.T) {
 	lost := 0
 	for seed := range uint64(10) {
-		s := onlyDeaths(seed)
-		s.Replay, s.OnlyDeaths = false, false
+		s := onlyFailures(seed)
+		s.Replay, s.OnlyFailures = false, false
 		lost += int(hold(t, s).Lost)
 	}
 	require.NotZero(t, lost)

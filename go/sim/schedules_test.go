@@ -43,7 +43,7 @@ func TestPublishedGroupsAtTwoLighthouses(t *testing.T) {
 				return f.Kind == KillLighthouse || f.Kind == VanishLighthouse || f.Kind == Noise
 			})
 			if b := Run(s, nil).Broken; b != nil {
-				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the hole of the published protocol
+				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the hole of the upstream protocol
 			}
 		}
 	}

@@ -36,7 +36,7 @@ type Setup struct {
 
 	Faults []Fault // in the order of Round
 
-	// Published are the slots whose groups say nothing that the published package does not say: not in which quorum
+	// Published are the slots whose groups say nothing that upstream does not say: not in which quorum
 	// they committed, and no numbers of requests. Where there are several lighthouses, they know the first.
 	Published Slots
 	// Calls are those whose groups say all that ours say, and keep no stream: in calls, which may overtake each other.
@@ -48,14 +48,14 @@ type Setup struct {
 
 	// Replay: groups reduce a step again that lost a member, but for those that are Published.
 	Replay bool
-	// OnlyDeaths: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
-	OnlyDeaths bool
+	// OnlyFailures: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
+	OnlyFailures bool
 	// OnlyBoasts: no fault is anything but Boast, of few groups at a time. Then the others go on.
 	OnlyBoasts bool
 	// CountLosses: no rank loses more steps than the faults up to then may cost. For faults that are far apart.
 	CountLosses bool
-	// ReplayDeath: in this phase of a replay some groups die, as long as others live.
-	ReplayDeath phase
+	// ReplayFailure: in this phase of a replay some groups die, as long as others live.
+	ReplayFailure phase
 
 	mistake mistake
 	drawn   int // the slots that Draw was asked for
@@ -76,18 +76,18 @@ type (
 // mistake is a hook for tests: it puts something between the simulation and the machines, or makes the model of
 // the ranks do something wrong. The zero value makes none.
 type mistake struct {
-	name         string
-	lighthouse   func(*quorum.Machine) lighthouseMachine
-	group        func(round.Group, *round.Machine) groupMachine
-	policy       func(quorum.Policy) quorum.Policy
-	start        func(time.Time) time.Time // of a lighthouse's clock when it begins
-	replayBehind bool                      // a step is reduced again whatever the quorum says
-	replaySums   bool                      // what a reduction left is reduced again, not what was kept
-	silentIsGone bool                      // a host that cannot be asked is taken for one that says that the process is gone
-	setup        func(*Setup)              // of the histories in which it is looked for
-	keepState    bool                      // a group that heals goes to the step and keeps its weights
-	long         bool                      // no short history has it
-	anySize      bool                      // what the lighthouse remembers is not looked at
+	name          string
+	lighthouse    func(*quorum.Machine) lighthouseMachine
+	group         func(round.Group, *round.Machine) groupMachine
+	policy        func(quorum.Policy) quorum.Policy
+	start         func(time.Time) time.Time // of a lighthouse's clock when it begins
+	replayBehind  bool                      // a step is reduced again whatever the quorum says
+	replaySums    bool                      // what a reduction left is reduced again, not what was kept
+	silentIsEnded bool                      // a host that cannot be asked is taken for one that says that the process is gone
+	setup         func(*Setup)              // of the histories in which it is looked for
+	keepState     bool                      // a group that heals goes to the step and keeps its weights
+	long          bool                      // no short history has it
+	anySize       bool                      // what the lighthouse remembers is not looked at
 }
 
 // Draw makes the setup of a seed: a cluster, its settings, its network, and a fault for every fiftieth round. With

@@ -166,7 +166,7 @@ func TestEachFaultForLong(t *testing.T) {
 	}
 }
 
-// The published protocol compares steps and nothing else. Groups that reached one step apart from each other then go
+// The upstream protocol compares steps and nothing else. Groups that reached one step apart from each other then go
 // on together with different weights, and nobody notices. Not even a fault is needed: a group that is slow to ask, or
 // the first of a job to ask, trains in a quorum of its own while the others form the next one.
 func TestTheHoleOfThePublishedProtocolIsClosed(t *testing.T) {
@@ -178,7 +178,7 @@ func TestTheHoleOfThePublishedProtocolIsClosed(t *testing.T) {
 		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
 	}
 	published, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Lighthouses, s.Published = 1, ^Slots(0) })
-	require.NotNil(t, first, "the published protocol has no hole any more?")
+	require.NotNil(t, first, "the upstream protocol has no hole any more?")
 	require.Equal(t, ruleEqual, first.Rule)
 	require.Empty(t, published.Faults)
 	t.Logf("as published:\n%s", History(published, 60))
@@ -224,7 +224,7 @@ func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	}
 }
 
-// In a job with published groups all decide by steps, as those do: whatever they then miss, they agree on who takes part.
+// In a job with upstream groups all decide by steps, as those do: whatever they then miss, they agree on who takes part.
 func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
 	t.Parallel()
 	missed := 0
@@ -238,7 +238,7 @@ func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
 			missed++
 		}
 	}
-	t.Logf("the hole of the published protocol was hit in %d histories", missed)
+	t.Logf("the hole of the upstream protocol was hit in %d histories", missed)
 }
 
 // A lighthouse whose clock is behind after a restart, and which only newcomers ask, knows of no id: only what it kept

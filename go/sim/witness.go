@@ -46,7 +46,7 @@ func (g *group) speaks() {
 
 func (g *group) noteSilence() {
 	silent := g.w.now - g.spoke
-	g.lapsed = g.lapsed || g.served && silent > g.w.aliveInterval()*5/2
+	g.fenced = g.fenced || g.served && silent > g.w.aliveInterval()*5/2
 	g.quiet = max(g.quiet, silent)
 }
 
@@ -80,7 +80,7 @@ func (g *group) accuse() {
 
 // lostRank tells the machine that a rank's connection broke, and in a while that it is still so.
 func (g *group) lostRank(rank int16) {
-	g.step(round.RankGone{GroupRank: int64(rank)})
+	g.step(round.RankDisconnected{GroupRank: int64(rank)})
 	if len(g.calls) > 0 {
 		g.w.broken(ruleWaiters, "rank %d of %s is gone, and %s waits on", rank, g.id, g.describeCalls())
 	}
@@ -93,7 +93,7 @@ func (g *group) askRanks() {
 	g.asked = true
 	g.step(round.ProgressAsked{})
 	for i := range g.ranks {
-		if r := &g.ranks[i]; r.phase != dead && w.now >= r.hangsUntil {
+		if r := &g.ranks[i]; r.phase != killed && w.now >= r.hangsUntil {
 			g.tell(r, event{kind: rankSays, ok: r.phase == reducing})
 		}
 	}
@@ -166,7 +166,7 @@ func (l *lighthouse) checked(g *group, c *look) {
 	if !e.Reached {
 		e.Reason = fmt.Sprintf("no answer within %s", l.w.checkTime())
 		if !l.hasLink(g) {
-			e.Reached = !g.dead && !l.w.cutOff(g.slot, l.index) // the kernel of a process that stands still answers, too
+			e.Reached = !g.killed && !l.w.cutOff(g.slot, l.index) // the kernel of a process that stands still answers, too
 		}
 	}
 	l.check.checked(g, e)

@@ -31,8 +31,8 @@ type Result struct {
 	Elapsed   time.Duration // on the clock of the simulation
 	FaultsHit int
 
-	replayDeaths [dead + 1]int // of ranks, by what they did while they reduced a step again
-	replayJoins  int           // groups that began while others did
+	replayFailures [killed + 1]int // of ranks, by what they did while they reduced a step again
+	replayJoins    int             // groups that began while others did
 }
 
 // Violation is a rule that did not hold.
@@ -165,7 +165,7 @@ func (w *world) step() {
 			return
 		}
 	case e.kind < lastOfGroup:
-		if e.g.dead {
+		if e.g.killed {
 			if e.kind == healAsk {
 				w.refuseHeal(e.x.(*heal))
 			}

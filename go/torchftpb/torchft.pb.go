@@ -1,6 +1,6 @@
 // The wire contract of torchft: what managers, lighthouses and ranks say to each other.
 //
-// Fields below 100 belong to the published torchft and never change. Fields from 100 on are ours: they are
+// Fields below 100 belong to upstream and never change. Fields from 100 on are ours: they are
 // optional, and a peer that does not know them behaves as if they were absent. A new RPC goes into a
 // service of its own, so that an older server answers it with UNIMPLEMENTED.
 //
@@ -1441,7 +1441,7 @@ func (*RankResponse_ProgressAsked) isRankResponse_Response() {}
 
 func (*RankResponse_Left) isRankResponse_Response() {}
 
-// A member of a quorum is dead, or its connection says so; whoever is in a collective of that quorum need not wait for it.
+// A member of a quorum has failed, or its connection says so; whoever is in a collective of that quorum need not wait for it.
 type MemberFailed struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
@@ -1502,7 +1502,7 @@ func (x *MemberFailed) GetReason() string {
 	return ""
 }
 
-// A collective of this quorum failed, and not because somebody told of a death. Suspected is one member, or, where the
+// A collective of this quorum failed, and not because somebody told of a failure. Suspected is one member, or, where the
 // process group cannot tell, whoever does not speak up.
 type PeerSuspected struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`

@@ -1,6 +1,6 @@
 // The wire contract of torchft: what managers, lighthouses and ranks say to each other.
 //
-// Fields below 100 belong to the published torchft and never change. Fields from 100 on are ours: they are
+// Fields below 100 belong to upstream and never change. Fields from 100 on are ours: they are
 // optional, and a peer that does not know them behaves as if they were absent. A new RPC goes into a
 // service of its own, so that an older server answers it with UNIMPLEMENTED.
 //
@@ -398,7 +398,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// What torchft adds to the published services. A stock server answers UNIMPLEMENTED, and our clients do without.
+// What torchft adds to the upstream services. An upstream server answers UNIMPLEMENTED, and our clients do without.
 type RankServiceClient interface {
 	// One stream for each rank, in place of a call for each quorum and each vote.
 	Session(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RankRequest, RankResponse], error)
@@ -429,7 +429,7 @@ type RankService_SessionClient = grpc.BidiStreamingClient[RankRequest, RankRespo
 // All implementations must embed UnimplementedRankServiceServer
 // for forward compatibility.
 //
-// What torchft adds to the published services. A stock server answers UNIMPLEMENTED, and our clients do without.
+// What torchft adds to the upstream services. An upstream server answers UNIMPLEMENTED, and our clients do without.
 type RankServiceServer interface {
 	// One stream for each rank, in place of a call for each quorum and each vote.
 	Session(grpc.BidiStreamingServer[RankRequest, RankResponse]) error

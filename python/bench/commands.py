@@ -27,7 +27,7 @@ BOTH = {"torchft_lighthouse --help": [sys.executable, str(CONSOLE_SCRIPT), "--he
 
 
 def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return seconds of each command of both sides; the published package has but one of them."""
+    """Return seconds of each command of both sides; upstream has but one of them."""
     todo = [(ours, name, argv) for name, argv in {**OURS_ALONE, **BOTH}.items()]
     todo += [(published, name, argv) for name, argv in BOTH.items()]
     seconds: dict[str, dict[str, list[float]]] = {side.name: {} for side in (ours, published)}

@@ -19,7 +19,7 @@ STEP_MS = 100  # of which the cost is told in percent
 
 
 def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the times of a step in milliseconds, off and on, for each size. The published package has none of it."""
+    """Return the times of a step in milliseconds, off and on, for each size. Upstream has none of it."""
     return {
         size: _measure(ours, mb, rounds, lambda text, size=size: progress(f"{size}, {text}"))
         for size, mb in SIZES_MB.items()

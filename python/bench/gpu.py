@@ -58,7 +58,7 @@ RATES = {
     "heal": {
         "in_place_gb_s": "heal 1 GiB, device to device, in place",
         "heal_gb_s": "the same into new memory, then copied to its place",
-        "format_gb_s": "in place, in the published format",
+        "format_gb_s": "in place, in the upstream format",
     },
     "quantization": {
         "quantize_gb_s": "quantize float32 into fp8",
@@ -115,7 +115,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure process groups, heals and codes on a GPU.")
     parser.add_argument("--rounds", type=int, default=10, help="reconfigurations and aborts of each kind; default: 10")
     parser.add_argument("--quick", action="store_true", help="3 rounds of fewer kinds: about three minutes")
-    parser.add_argument("--published", type=_directory, help="directory that holds the published torchft, to compare")
+    parser.add_argument("--published", type=_directory, help="directory that holds upstream, to compare")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     if args.rounds < 1:

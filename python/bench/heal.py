@@ -1,6 +1,6 @@
 """How fast a state moves from one replica group to another, and how much memory that takes beside the state itself.
 
-Ours with and without checksums, the published package, and plain TCP with 8 streams, in turns between the same pairs of
+Ours with and without checksums, upstream, and plain TCP with 8 streams, in turns between the same pairs of
 processes on loopback. "In place" and plain TCP receive into memory that was used before; the others allocate it, as a
 group that has just been started does. "Trains on" copies the state, because the source needs it back at once.
 

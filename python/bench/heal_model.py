@@ -30,7 +30,7 @@ from processes import Job, ours_path
 from published import REQUIREMENTS, install
 
 STATE_MB = 1500
-FREE_MB = 7000  # the published package takes 4.5 GB beside the states
+FREE_MB = 7000  # upstream takes 4.5 GB beside the states
 GOALS = {"committed": 0.4, "longest": 0.2}
 ALONE_S = 2.0
 SETTLE = 12  # steps that both train together afterwards

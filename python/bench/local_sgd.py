@@ -1,4 +1,4 @@
-"""What a synchronisation of LocalSGD and DiLoCo sends, and what memory and time it takes, beside the published package.
+"""What a synchronisation of LocalSGD and DiLoCo sends, and what memory and time it takes, beside upstream.
 
 Two groups as processes on Gloo over loopback, a model of four equal layers. Both sides run the same script, a process
 for each group, and take turns.
@@ -13,7 +13,7 @@ from processes import HERE, Job
 
 LAYER = 2048  # 16.8 MB a layer
 CASE_TIMEOUT_S = 120
-# name: fragments, settings of DiLoCo (None: LocalSGD), whether the published package can do it on a CPU
+# name: fragments, settings of DiLoCo (None: LocalSGD), whether upstream can do it on a CPU
 CASES: dict[str, tuple[int, dict[str, Any] | None, bool]] = {
     "LocalSGD": (1, None, True),
     "DiLoCo": (1, {"sync_every": 4}, True),
@@ -45,9 +45,9 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
         everybody = [child for of in (sides, exact) for workers in of.values() for child in workers.children]
         job.wait(lambda: all(c.of("imported") for c in everybody), START_TIMEOUT_S, "all have imported torchft")
         for number in range(rounds):
-            for name, (fragments, settings, stock_can) in CASES.items():
+            for name, (fragments, settings, upstream_can) in CASES.items():
                 for side in rotated((ours, published), number):
-                    if side is published and not stock_can:
+                    if side is published and not upstream_can:
                         continue
                     for workers, figures in ((sides, ("sent", "ms")), (exact, ("peak",))):
                         ends = _run(

@@ -4,7 +4,7 @@
 
 Four groups train a small network on scikit-learn's digits, in float64 with SGD and momentum, on plain Gloo. In the runs
 with kills one of the groups 1 to 3 gets SIGKILL after every so many steps of group 0, once all take part again, and is
-started again some steps later. Ours reads with an ElasticDataLoader, the published package in its own style: a shard
+started again some steps later. Ours reads with an ElasticDataLoader, upstream in its own style: a shard
 for each group, from its start after a restart. Drawn is the loss of group 0's weights over all images, over the samples
 that its steps were made of; and below it how far the two runs are apart.
 """
@@ -49,7 +49,7 @@ def main() -> int:
     args = parser.parse_args()
     sides = [
         Side("torchft with ElasticDataLoader", REPOSITORY),
-        Side("the published package", install(args.published)),
+        Side("upstream", install(args.published)),
     ]
     runs = {}
     for elastic, side in zip((True, False), sides):
@@ -118,7 +118,7 @@ def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
 def differences(calm: Run, killed: Run) -> dict[int, float]:
     """How far each loss of the run with kills is from the other run's, relative to that, by the samples before it.
 
-    Where that run has no step with so many samples, as beside those of fewer groups of the published package, the line
+    Where that run has no step with so many samples, as beside those of fewer groups of upstream, the line
     between its two nearest ones counts.
     """
     import numpy as np

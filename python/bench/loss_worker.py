@@ -42,7 +42,7 @@ def main() -> None:
     data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
     _ = torchft.Manager, torchft.ProcessGroupGloo, torchft.DistributedDataParallel, torchft.Optimizer
     importlib.import_module("torch._dynamo")  # which DistributedDataParallel and optimizers import late
-    with contextlib.suppress(ImportError):  # the published package has none
+    with contextlib.suppress(ImportError):  # upstream has none
         importlib.import_module("torchft.data.loader")
     emit("imported")
     life = 0

@@ -1,4 +1,4 @@
-"""Measure how a quorum round grows with the number of replica groups, ours and the published one: `make bench-quorum`.
+"""Measure how a quorum round grows with the number of replica groups, ours and upstream: `make bench-quorum`.
 
 go/bench plays the groups, each with a connection of its own, against one lighthouse after the other: the published
 one and ours with groups that speak as published managers do, and ours with groups that speak as ours do. The
@@ -28,7 +28,7 @@ from published import REQUIREMENTS, PublishedUnavailable, install
 from run import machine
 from startup import CONSOLE_SCRIPT
 
-STOCK = (100, 300, 1000)
+UPSTREAM = (100, 300, 1000)
 OURS = (100, 300, 1000, 3000, 10000)
 IDLE_S = 10
 START_TIMEOUT_S = 60
@@ -56,7 +56,7 @@ def main() -> int:
         rows: list[Row] = []
         began = time.monotonic()
         for groups in args.groups:
-            plan = [(published, "stock"), (ours, "stock")] if groups <= max(STOCK) else []
+            plan = [(published, "upstream"), (ours, "upstream")] if groups <= max(UPSTREAM) else []
             for side, kind in [*plan, (ours, "ours")]:
                 command = standalone if side is ours else None
                 row = measure(Path(tools) / "bench", side, kind, groups, args.rounds, command)
@@ -125,8 +125,8 @@ def goals(rows: Sequence[Row], ours: str, published: str) -> list[str]:
     """Return a line for each goal that the run can tell."""
     found = {(row["lighthouse"], row["kind"], row["groups"]): row for row in rows}
     lines = []
-    before = found.get((published, "stock", 1000))
-    for kind, limit in (("stock", 0.2), ("ours", 0.06)):
+    before = found.get((published, "upstream", 1000))
+    for kind, limit in (("upstream", 0.2), ("ours", 0.06)):
         row = found.get((ours, kind, 1000))
         if before and row:
             share = row["round_ms"] / before["round_ms"]

@@ -17,7 +17,7 @@ COMMAND_TIMEOUT_S = 120
 
 
 def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the times of a step in milliseconds. The published package's ranges cannot be taken out."""
+    """Return the times of a step in milliseconds. Upstream's ranges cannot be taken out."""
     samples: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in PROFILED}
     with Job() as job:
         _, address = job.lighthouse(ours.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)

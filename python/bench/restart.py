@@ -15,7 +15,7 @@ from processes import Child, Job, free_port
 
 COMPUTE_MS = 50
 STATE_MB = 10
-# In the order in which a group goes through them. What of the recovery the published package does not tell counts as
+# In the order in which a group goes through them. What of the recovery upstream does not tell counts as
 # its first step.
 PHASES = (
     "process start",

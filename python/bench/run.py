@@ -1,4 +1,4 @@
-"""Measure ours and the published torchft side by side: `make bench`, or parts of it:
+"""Measure ours and upstream side by side: `make bench`, or parts of it:
 
     python python/bench/run.py step startup --rounds 4 --no-write
 
@@ -121,7 +121,7 @@ def _built() -> Path:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure ours and the published torchft side by side.")
+    parser = argparse.ArgumentParser(description="Measure ours and upstream side by side.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--rounds", type=int, help="rounds a part; default: " + str(ROUNDS))
     parser.add_argument("--published", choices=sorted(REQUIREMENTS), default="nightly")

@@ -279,7 +279,7 @@ class Worker:
             if committed and participants != together:
                 together = participants
                 emit("committed", participants=participants)
-        seconds = getattr(self.manager, "recovery_seconds", dict)  # the published package has none
+        seconds = getattr(self.manager, "recovery_seconds", dict)  # upstream has none
         return {"steps": steps, "numbers": numbers, "recovery": seconds()}
 
     def do_join(self, lighthouse: str, settle: int, compute_ms: float) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Worker:
         made = time.monotonic()
         while not self._step(compute_ms)[2]:
             pass
-        seconds = getattr(self.manager, "recovery_seconds", dict)  # the published package has none
+        seconds = getattr(self.manager, "recovery_seconds", dict)  # upstream has none
         return {
             "process start": started.AT,
             "import torch": IMPORTED,

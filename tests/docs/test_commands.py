@@ -46,7 +46,7 @@ CANNOT = {
     r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has tests of its own "
     "(test_train_*.py, test_torchft_toolchain.py, the suite itself)",
     r"pip install .*": "downloads, and builds for minutes; `make wheel` and test_torchft_toolchain.py do",
-    r"python python/bench/.*": "takes minutes on an idle machine, and most parts install the published package",
+    r"python python/bench/.*": "takes minutes on an idle machine, and most parts install upstream",
     r"python tests/process/chaos_faults\.py .*": "goes on for an hour; test_chaos.py runs the same faults",
     r"cd go && go test \./sim/servers.*": "takes minutes; `make test` runs the first, `make test-all` the others",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",

@@ -23,7 +23,7 @@ TIMEOUT = timedelta(seconds=30)
 @pytest.mark.parametrize("snapshot", [None, False])
 @pytest.mark.parametrize("num_chunks", [0, 3])
 def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -> None:
-    """Without a snapshot it travels in the published format."""
+    """Without a snapshot it travels in the upstream format."""
     state = {
         "weights": torch.arange(1 << 20, dtype=torch.float32, device=DEVICE),
         "half": torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE).t(),
@@ -54,7 +54,7 @@ def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -
 def test_two_page_locked_blocks_are_enough_for_any_state(
     monkeypatch: pytest.MonkeyPatch, snapshot: bool, blocks: int
 ) -> None:
-    """Two for the source, and two for the target where it does not read the published format."""
+    """Two for the source, and two for the target where it does not read the upstream format."""
     monkeypatch.setattr(_staging, "_free", {})
     state = {"w": torch.arange(5 * _staging.BLOCK // 8 + 3, device=DEVICE)}
     source, target = HTTPTransport(TIMEOUT, 0, snapshot), HTTPTransport(TIMEOUT, 0)

@@ -27,7 +27,7 @@ def http(rank: Rank) -> CheckpointTransport[Any]:
 
 
 def http_without_a_copy(rank: Rank) -> CheckpointTransport[Any]:
-    """The published format."""
+    """The upstream format."""
     return HTTPTransport(DEADLINE, 0, snapshot=False)
 
 

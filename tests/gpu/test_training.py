@@ -110,7 +110,7 @@ def test_a_group_crashes_and_heals(kind: str, use_async_quorum: bool) -> None:
 
 
 def test_a_heal_in_the_published_format() -> None:
-    """As from and to groups with the published package: without a snapshot, in chunks."""
+    """As from and to groups with upstream: without a snapshot, in chunks."""
     check(Training(lambda: HTTPTransport(DEADLINE, 3, False)), KINDS["gloo"])
 
 

@@ -121,12 +121,12 @@ WRAPPERS: dict[str, Callable[[Any, nn.Module], nn.Module]] = {
         manager, model, bucket_cap_mb=1, static_graph=True, gradient_as_bucket_view=False
     ),
     "pure": PureDistributedDataParallel,
-    "stock": lambda manager, model: stock(manager, model, bucket_cap_mb=1),
-    "stock, bucket view": lambda manager, model: stock(manager, model, bucket_cap_mb=1, gradient_as_bucket_view=True),
+    "upstream": lambda manager, model: upstream(manager, model, bucket_cap_mb=1),
+    "upstream, bucket view": lambda manager, model: upstream(manager, model, bucket_cap_mb=1, gradient_as_bucket_view=True),
 }
 
 
-def stock(manager: Any, model: nn.Module, **kwargs: Any) -> nn.Module:
+def upstream(manager: Any, model: nn.Module, **kwargs: Any) -> nn.Module:
     """PyTorch's own wrapper over a group that torch.distributed knows."""
     group = ManagedProcessGroup(manager).register(f"managed_{next(_names)}")
     # find_unused_parameters: groups that join later must cut gradients alike, see torchft.ddp.

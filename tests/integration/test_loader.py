@@ -182,7 +182,7 @@ def ends_of_a_failure_and_a_join(
     def die(rank: Rank) -> str:
         rank.crash()
         restart.open()
-        return "dead"
+        return "failed"
 
     def wait_for_three(rank: Rank) -> None:
         rank.cluster.wait_for_healthy(3)
@@ -382,7 +382,7 @@ def test_a_dataset_that_raises_in_one_group_costs_it_the_job_and_the_others_a_st
             # It waits for the other group too: a quorum of its own would cost that one nothing.
             Training(start_with=2, data=Broken(*dataset().tensors))(rank)
         rank.crash()
-        return "dead"
+        return "failed"
 
     with Cluster(min_replicas=1) as cluster:
         running = cluster.start(job, group=1)

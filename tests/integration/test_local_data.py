@@ -135,7 +135,7 @@ def test_what_a_group_that_fails_should_have_trained_until_the_next_average_is_l
 ) -> None:
     def die(rank: Rank) -> str:
         rank.crash()
-        return "dead"
+        return "failed"
 
     training = Training(algorithm, start_with=3, events={(2, PERIOD + 2): die})
     with Cluster(min_replicas=2) as cluster:

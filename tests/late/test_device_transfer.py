@@ -34,7 +34,7 @@ MB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def native_only(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a size for the network; the published format is taken for an error."""
+    """Blocks of a size for the network; the upstream format is taken for an error."""
     monkeypatch.setattr(_staging, "BLOCK", BLOCK)
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
 
@@ -53,8 +53,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HTTPTranspor
 
 
 @pytest.fixture
-def stock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What came in the published format."""
+def upstream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What came in the upstream format."""
     seen: list[str] = []
     original = _checkpoint.Checkpoint.stream
     monkeypatch.setattr(_checkpoint.Checkpoint, "stream", lambda self, key: seen.append(key) or original(self, key))
@@ -83,14 +83,14 @@ def on_the_device(t: torch.Tensor) -> torch.Tensor:
 # Both ways through stages
 
 
-def test_a_heal_from_device_to_device(make: Any, device: type[Observed], stock: list[str], caplog: Any) -> None:
+def test_a_heal_from_device_to_device(make: Any, device: type[Observed], upstream: list[str], caplog: Any) -> None:
     caplog.set_level("INFO")
     state, source, target = on_device(), make(), make()
     for step in (1, 2):
         source.send_checkpoint([1], step, state, TIMEOUT)
         assert_same(target.recv_checkpoint(0, source.metadata(), step, TIMEOUT), state)
         source.disallow_checkpoint()
-    assert not stock and len(re.findall(r"digest [0-9a-f]{32}", caplog.text)) == 2
+    assert not upstream and len(re.findall(r"digest [0-9a-f]{32}", caplog.text)) == 2
     assert sum(each.blocks for each in device.made) <= 4  # two for each end, which are used again
     # every byte went through them, on either end and in both transfers, and nothing besides
     assert sum(each.nbytes for each in device.made) == 4 * size_of(state)
@@ -117,14 +117,14 @@ def test_a_state_of_which_some_is_on_the_device(make: Any, device: type[Observed
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_in_place(make: Any, device: type[Observed], stock: list[str], checksum: bool) -> None:
+def test_in_place(make: Any, device: type[Observed], upstream: list[str], checksum: bool) -> None:
     own, state, source = on_device(1), on_device(2), make()
     own["exact"] = own["exact"].reshape(2, -1).T.reshape(-1, 2)  # other strides: received beside it, and copied
     state["exact"] = state["exact"].reshape(-1, 2)
     source.send_checkpoint([1], 1, state, TIMEOUT)
     got = make(state_dict=lambda: own, checksum=checksum).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert_same(got, state)
-    assert got["large"] is own["large"] and got["exact"] is own["exact"] and not stock
+    assert got["large"] is own["large"] and got["exact"] is own["exact"] and not upstream
     assert all(mine is theirs for mine, theirs in zip(got["small"], own["small"]))
 
 
@@ -300,8 +300,8 @@ def test_a_helper_takes_its_memory_back_while_it_is_copied(make: Any, device: ty
     assert device.made[1].ended == ended
 
 
-def test_when_the_state_cannot_be_staged(make: Any, stock: list[str], caplog: Any, monkeypatch: Any) -> None:
-    """The target hears it, asks again, and gets the published format, which needs no memory."""
+def test_when_the_state_cannot_be_staged(make: Any, upstream: list[str], caplog: Any, monkeypatch: Any) -> None:
+    """The target hears it, asks again, and gets the upstream format, which needs no memory."""
     caplog.set_level("INFO")
     started = threading.Event()
 
@@ -318,7 +318,7 @@ def test_when_the_state_cannot_be_staged(make: Any, stock: list[str], caplog: An
     source.send_checkpoint([1], 1, state, TIMEOUT)
     got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert_same(got, state)
-    assert stock == ["full"]
+    assert upstream == ["full"]
     assert "could not copy its state from the device: not enough memory; trying again" in caplog.text
 
 
@@ -375,7 +375,7 @@ def test_a_device_that_is_not_here(make: Any, monkeypatch: Any, where: str, erro
 
 
 @pytest.mark.timeout(600)
-def test_random_transfers(make: Any, device: type[Observed], stock: list[str]) -> None:
+def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]) -> None:
     device.late = 0.0
     seed = random.randrange(2**32)
     source, helper = make(), make()
@@ -405,7 +405,7 @@ def test_random_transfers(make: Any, device: type[Observed], stock: list[str]) -
             target.shutdown()
             source.disallow_checkpoint()
             helper.disallow_checkpoint()
-    assert not stock
+    assert not upstream
 
 
 def test_nothing_is_left(make: Any, device: type[Observed]) -> None:

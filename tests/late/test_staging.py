@@ -13,7 +13,7 @@ from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._staging import Staged, StreamCopies
-from torchft.checkpointing._stock import FULL
+from torchft.checkpointing._upstream import FULL
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -226,7 +226,7 @@ def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_t
 
 @pytest.mark.parametrize("name", ["http", "Gloo", "process group on the device"])
 def test_no_memory_of_the_host_for_what_is_on_a_device(late: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A stream in the published format says only when it arrives where its tensors are."""
+    """A stream in the upstream format says only when it arrives where its tensors are."""
     monkeypatch.setattr(_memory, "available_memory", lambda: 1000)
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:

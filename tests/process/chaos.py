@@ -221,18 +221,18 @@ class Chaos:
         before = self._commits()
         self.job.wait(lambda: self._commits() >= before + 5, HEAL_BOUND_S, "the groups go on after the stop")
         quorums = {e["quorum"] for life in self.lives for e in self._steps(life)[-2:]}
-        assert quorums == {quorum}, f"a lighthouse that stood still took members for dead: {quorums}, before: {quorum}"
+        assert quorums == {quorum}, f"a lighthouse that stood still took members for failed: {quorums}, before: {quorum}"
         return self._after(self.lives, [], at, HEAL_BOUND_S)
 
     def flap(self, cuts: int) -> None:
-        """So often, and once a second, nobody reaches the lighthouse for a moment: nobody is put out for it."""
+        """So often, and once a second, nobody reaches the lighthouse for a moment: nobody is evicted for it."""
         assert self.through is not None
         (quorum,) = {e["quorum"] for life in self.lives for e in self._steps(life)[-1:]}
         seen = {child: len(child.of("step")) for child in self._children()}
         self.through.flap(cuts)
         self.wait_together()
         events = [e for child in self._children() for e in child.of("step")[seen[child] :]]
-        assert {e["quorum"] for e in events} == {quorum}, f"somebody was put out\n{self.job.report()}"
+        assert {e["quorum"] for e in events} == {quorum}, f"somebody was evicted\n{self.job.report()}"
         assert all(e["committed"] and e["participants"] == self.groups for e in events)
 
     # Waiting

@@ -56,7 +56,7 @@ def _kill(count: int, phase: str | None = None, rank: int = 0) -> Do:
 
 
 def _stop(count: int, phase: str | None = None, rank: int = 0) -> Do:
-    # One that hangs is put out later than one that is silent.
+    # One that hangs is evicted later than one that is silent.
     bound_s = STOP_BOUND_S + (3.0 if rank else 0.0)
     return lambda chaos, rng: chaos.stop(
         *_some(chaos, rng, count), phase=phase or rng.choice(PHASES), rank=rank, bound_s=bound_s

@@ -27,7 +27,7 @@ TIMEOUT = timedelta(seconds=30)
 def mixed_state() -> dict[str, Any]:
     """A state that both packages can read, whoever wrote it."""
     state = training_state()
-    # Written by the published package, these are refused by PyTorch's restricted unpickler
+    # Written by upstream, these are refused by PyTorch's restricted unpickler
     del state["user"]["values"]["default"], state["user"]["values"]["deque"]
     return state
 
@@ -45,7 +45,7 @@ def answer(transports: dict[int, Any], command: dict[str, Any]) -> dict[str, Any
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     for name in got["user"].keys() - mixed_state()["user"].keys():
-        del got["user"][name]  # the main part under another generation's name, which the published package ignores
+        del got["user"][name]  # the main part under another generation's name, which upstream ignores
     assert_same(got, mixed_state())
     return {"received": True}
 

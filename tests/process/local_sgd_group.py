@@ -55,7 +55,7 @@ def train(name: str, group: int, lighthouse: str) -> list[list[str]]:
         state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
         min_replica_size=2,
         use_async_quorum=False,
-        # A published group that serves its state in mid-stream trains on meanwhile, and what is served is of a later
+        # An upstream group that serves its state in mid-stream trains on meanwhile, and what is served is of a later
         # inner step now and then: with init_sync its numbers differ from run to run.
         init_sync="fragment_sync_delay" not in (CASES[name] or (0, {}))[1],
         timeout=TIMEOUT,

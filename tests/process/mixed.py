@@ -59,7 +59,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
         options: of worker.py, for both groups
     """
     groups = [Group(job, number, path, options) for number, path in enumerate(paths)]
-    # A published group keeps no connection to the lighthouse, and a published lighthouse knows nothing but silence.
+    # An upstream group keeps no connection to the lighthouse, and an upstream lighthouse knows nothing but silence.
     ours_only = {lighthouse_path, *paths} == {ours_path()}
     heartbeat_ms = SILENCE_MS if ours_only else PUBLISHED_SILENCE_MS
     _, lighthouse = job.lighthouse(
@@ -100,7 +100,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
 
 
 def status(lighthouse: str) -> str:
-    """What any lighthouse, also a published one, says on its status page: it names whom it has heard of."""
+    """What any lighthouse, also an upstream one, says on its status page: it names whom it has heard of."""
     with urllib.request.urlopen(f"http://localhost:{lighthouse.rsplit(':', 1)[1]}/status", timeout=20) as response:
         return response.read().decode()
 

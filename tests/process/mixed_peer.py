@@ -20,7 +20,7 @@ from torchft import process_group
 
 TIMEOUT = timedelta(seconds=30)
 
-if __name__ == "__main__":  # the published package's worker imports this again
+if __name__ == "__main__":  # upstream's worker imports this again
     torch.set_num_threads(1)
     group = getattr(process_group, sys.argv[1])(timeout=TIMEOUT)
     emit("made", torchft=os.path.dirname(torchft.__file__))

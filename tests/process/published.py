@@ -1,6 +1,6 @@
-"""Packages that tests need beside this environment: the published torchft, and clients of torchft.
+"""Packages that tests need beside this environment: upstream, and clients of torchft.
 
-Tests and benchmarks run the published torchft in processes of its own, with PYTHONPATH set to the directory
+Tests and benchmarks run upstream in processes of its own, with PYTHONPATH set to the directory
 that `install` returns. torch is left out there, so both sides use the torch of this environment.
 """
 
@@ -56,7 +56,7 @@ def published_path(name: str) -> Path:
     from torch.distributed import ProcessGroupGloo
 
     if not hasattr(ProcessGroupGloo._Options, "global_ranks_in_group"):
-        pytest.skip("the published package's groups set options that this release of PyTorch does not have")
+        pytest.skip("upstream's groups set options that this release of PyTorch does not have")
     return _or_skip(lambda: install(name))
 
 

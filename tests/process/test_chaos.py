@@ -91,7 +91,7 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """The manager's rank, or another: its group is out either way. One that hangs is named, and put out."""
+    """The manager's rank, or another: its group is out either way. One that hangs is named, and evicted."""
     with Job() as job:
         chaos = run(job, groups=2, ranks=2, lighthouse_options=EJECT)
         chaos.kill(0, phase="in bucket 1", rank=0)
@@ -198,7 +198,7 @@ def test_the_signals_are_what_they_seem() -> None:
         chaos = run(job, groups=1)
         child = chaos.lives[0].ranks[0]
         chaos._strike([child], "before the vote", signal.SIGKILL)
-        job.wait(lambda: child.returncode == -signal.SIGKILL, 60, "it is dead")
+        job.wait(lambda: child.returncode == -signal.SIGKILL, 60, "it has failed")
 
 
 @pytest.mark.parametrize("heartbeat_timeout_ms", [HEARTBEAT_TIMEOUT_MS, SILENCE_MS])

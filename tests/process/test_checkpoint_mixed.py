@@ -1,4 +1,4 @@
-"""Checkpoints between our package and the published one, in both directions."""
+"""Checkpoints between our package and upstream, in both directions."""
 
 from __future__ import annotations
 

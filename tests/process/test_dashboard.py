@@ -289,7 +289,7 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
             const head = { quorum_id: 1, groups: 1000, healthy: 1000, waiting: 0, min_replicas: 1, reason: "" };
             const rows = Array.from({ length: 1000 }, (_, i) => ({
               id: `train_${String(i).padStart(4, "0")}:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11`,
-              state: i == 999 ? "dead" : "training", since: 0, step: 123456789, step_ms: 100, ranks: 8,
+              state: i == 999 ? "failed" : "training", since: 0, step: 123456789, step_ms: 100, ranks: 8,
               address: "http://host-with-a-long-name.example.com:29600",
             }));
             takeChange({ head: { ...head, step: 7 }, rows });

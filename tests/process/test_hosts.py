@@ -77,7 +77,7 @@ def test_the_first_lighthouse_of_a_list_vanishes_with_its_host() -> None:
 
 @pytest.mark.slow  # the one above has hosts, and go/sim messages that are late or lost
 def test_hosts_that_are_far_away() -> None:
-    """20 ms each way, and one frame in a hundred is lost: nobody is taken for dead for it, and a death is noticed."""
+    """20 ms each way, and one frame in a hundred is lost: nobody is taken for failed for it, and a death is noticed."""
     with Hosts(2, delay_s=0.02, loss=0.01) as hosts, Job() as job:
         # Frames go through this process, which a busy machine may hold up: no silence counts here.
         chaos = Chaos(job, groups=2, hosts=hosts, lighthouse_options=["--heartbeat_timeout_ms=60000"])
@@ -86,7 +86,7 @@ def test_hosts_that_are_far_away() -> None:
         for _ in range(10):
             chaos.wait_together()
         steps = [e for life in chaos.lives for e in chaos._steps(life) if e["quorum"] >= quorum]
-        assert {e["quorum"] for e in steps} == {quorum}, "somebody was taken for dead"
+        assert {e["quorum"] for e in steps} == {quorum}, "somebody was taken for failed"
         assert all(e["committed"] for e in steps)
         outcome = chaos.kill(1, phase="in bucket 1")
         print(outcome)

@@ -1,4 +1,4 @@
-"""An isolated group of ours in one set of peers with the published package's groups, plain and isolated."""
+"""An isolated group of ours in one set of peers with upstream's groups, plain and isolated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 PEER = Path(__file__).resolve().parent / "mixed_peer.py"
 KINDS = ["ProcessGroupBabyGloo", "ProcessGroupGloo", "ProcessGroupBabyGloo"]
-# The published package starts an interpreter for each set of peers.
+# Upstream starts an interpreter for each set of peers.
 ANSWER_S = 60
 
 

@@ -1,4 +1,4 @@
-"""A group of the published package beside groups with an ElasticDataLoader: refused by name, whoever came first."""
+"""A group of upstream beside groups with an ElasticDataLoader: refused by name, whoever came first."""
 
 from __future__ import annotations
 

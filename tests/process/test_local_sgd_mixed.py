@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo of ours, of the published package, and of both in one job: all numbers of all steps are equal."""
+"""LocalSGD and DiLoCo of ours, of upstream, and of both in one job: all numbers of all steps are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One group of a job runs the published package and the other ours, on either one's lighthouse."""
+"""One group of a job runs upstream and the other ours, on either one's lighthouse."""
 
 from __future__ import annotations
 

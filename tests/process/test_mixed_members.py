@@ -1,4 +1,4 @@
-"""Members of both published generations and of ours ask one lighthouse, ours or a published one.
+"""Members of both published generations and of ours ask one lighthouse, ours or an upstream one.
 
 A published nightly cannot train beside a published 0.2.0 (it reads the handle that the other does not send), so what
 they can share is the lighthouse: that is all that `member.py` uses.

@@ -1,4 +1,4 @@
-"""One and the same script, started by torchrun, trains with one replica group on the published package and the other on
+"""One and the same script, started by torchrun, trains with one replica group on upstream and the other on
 ours, to the weights that ours alone ends with."""
 
 from __future__ import annotations

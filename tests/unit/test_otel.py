@@ -44,7 +44,7 @@ def none_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OTEL_LOGS_EXPORTER": "otlp, console"}, ["otlp", "console"]),
         ({"OTEL_LOGS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
-        ({"TORCHFT_USE_OTEL": "true"}, ["otlp", "console"]),  # what the published package exports to
+        ({"TORCHFT_USE_OTEL": "true"}, ["otlp", "console"]),  # what upstream exports to
         ({"TORCHFT_USE_OTEL": "0"}, ["otlp", "console"]),  # in it, anything but "false" switches it on
         ({"TORCHFT_USE_OTEL": "true", "OTEL_LOGS_EXPORTER": "console"}, ["console"]),
         ({"TORCHFT_USE_OTEL": "false", "OTEL_LOGS_EXPORTER": "console"}, []),

@@ -1,4 +1,4 @@
-"""What a script for the published package sees of a timeout: its class, and "timed out" in its text."""
+"""What a script for upstream sees of a timeout: its class, and "timed out" in its text."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def test_the_longest_timedelta_is_a_timeout(groups: Callable[..., Groups]) -> No
         ((7, 9), [True, False]),
         ((9, 9), [False, False]),
         ((-1, 9), [True, False]),  # the first one comes from a checkpoint on disk
-        ((0, 9), [False, False]),  # it does not say, as the published package's
+        ((0, 9), [False, False]),  # it does not say, as upstream's
     ],
 )
 def test_an_equal_step_of_an_older_quorum_is_behind(

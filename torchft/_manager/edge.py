@@ -1,6 +1,6 @@
 """The edge: what may be another project's, as the parts of the Manager want it.
 
-A client, a transport and a process group may have the published methods, and no more. What each can do is asked here,
+A client, a transport and a process group may have the upstream methods, and no more. What each can do is asked here,
 where the Manager is made, and nowhere behind it: what it cannot do is left out, or done without.
 """
 
@@ -104,7 +104,7 @@ class Server:
 
     def listen(
         self,
-        died: Callable[[MemberFailure], None],
+        failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str]],
     ) -> None:
@@ -136,11 +136,11 @@ class _NativeServer(Server):
 
     def listen(
         self,
-        died: Callable[[MemberFailure], None],
+        failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str]],
     ) -> None:
-        self._listener = FailureListener(self.client, self._group_rank, died, stalled, progress)
+        self._listener = FailureListener(self.client, self._group_rank, failed, stalled, progress)
 
     def close(self) -> None:
         if self._listener is not None:
@@ -168,7 +168,7 @@ class _NativeServer(Server):
 def as_server(client: Any, group_rank: int) -> Server:
     """The manager server behind a client.
 
-    A subclass of torchft's client is another project's: it may override the published methods, and only
+    A subclass of torchft's client is another project's: it may override the upstream methods, and only
     :class:`Server` calls all of them. It has no failure bus then.
     """
     return (_NativeServer if type(client) is _torchft.ManagerClient else Server)(client, group_rank)

@@ -1,4 +1,4 @@
-"""Deaths of peers, as the lighthouse tells them before anybody runs into one, and what they end here."""
+"""Failures of peers, as the lighthouse tells them before anybody runs into one, and what they end here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FailureCallback = Callable[[MemberFailure], None]
 
 
 class PeerFailed(RuntimeError):
-    """A collective was given up because a peer of it died."""
+    """A collective was given up because a peer of it failed."""
 
     def __init__(self, failure: MemberFailure) -> None:
         super().__init__(f"{failure.replica_id} of quorum {failure.quorum_id} failed: {failure.reason}")
@@ -45,7 +45,7 @@ class FailureListener:
     Args:
         client: of this rank's manager server.
         group_rank: of this rank.
-        died: called for each member that died; what it raises is logged.
+        failed: called for each member that failed; what it raises is logged.
         stalled: called for each member that makes no progress while the others wait for it.
         progress: tells whether this rank waits for other groups, and what it does, when the lighthouse asks.
     """
@@ -54,13 +54,13 @@ class FailureListener:
         self,
         client: ManagerClient,
         group_rank: int,
-        died: Callable[[MemberFailure], None],
+        failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str]],
     ) -> None:
         self._client = client
         self._group_rank = group_rank
-        self._about = {"died": died, "stalled": stalled}
+        self._about = {"failed": failed, "stalled": stalled}
         self._progress = progress
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
@@ -101,13 +101,13 @@ class FailureListener:
 
 
 class Failures:
-    """What the lighthouse told of the quorum that this rank is in, and the end of what waits for the dead.
+    """What the lighthouse told of the quorum that this rank is in, and the end of what waits for them.
 
     Args:
-        enabled: whether a death ends anything here (``enable_error_bus``).
+        enabled: whether a failure ends anything here (``enable_error_bus``).
         step: the one before the first.
         abort: aborts the process group, in whatever it does.
-        report: learns of the error that a death is to the collectives that run, and of which step they are.
+        report: learns of the error that a failure is to the collectives that run, and of which step they are.
         fetching: whether this rank waits for the state of a peer.
         transferring: whether a device has still to send or receive a state.
         logger: of the Manager.
@@ -131,12 +131,12 @@ class Failures:
         self._fetching = fetching
         self._transferring = transferring
         self._logger = logger
-        # Held while the collectives of a step are ended for a death, and while a step begins: so those of the next step
+        # Held while the collectives of a step are ended for a failure, and while a step begins: so those of the next step
         # are never ended for it.
         self._lock = threading.Lock()
         self._quorum_id = -1  # that is followed
         self._connecting = False  # the process group gets the peers of that quorum
-        # Of each quorum that is followed, or may be yet, the first member that died.
+        # Of each quorum that is followed, or may be yet, the first member that failed.
         self._told: dict[int, MemberFailure] = {}
         self._callbacks: list[FailureCallback] = []
 
@@ -146,7 +146,7 @@ class Failures:
             self._step = step
 
     def subscribe(self, callback: FailureCallback) -> None:
-        """Calls ``callback(failure)`` for each death, on a thread of its own."""
+        """Calls ``callback(failure)`` for each failure, on a thread of its own."""
         self._callbacks.append(callback)
 
     @contextmanager
@@ -162,13 +162,13 @@ class Failures:
             self._connecting = False
 
     def check(self) -> None:
-        """Raises PeerFailed if a member of the present quorum is known to be dead."""
+        """Raises PeerFailed if a member of the present quorum is known to have failed."""
         failure = self._told.get(self._quorum_id)
         if failure is not None:
             raise PeerFailed(failure)
 
-    def died(self, failure: MemberFailure) -> None:
-        """Ends what waits for a peer that died, and tells the subscribers. What one of them raises is logged, and
+    def member_failed(self, failure: MemberFailure) -> None:
+        """Ends what waits for a peer that failed, and tells the subscribers. What one of them raises is logged, and
         the others hear of it all the same.
         """
         if not self.enabled:
@@ -180,7 +180,7 @@ class Failures:
                 self._logger.exception(f"the failure of {failure.replica_id} could not be taken: {e}")
 
     def _end_collectives(self, failure: MemberFailure) -> None:
-        """A step whose collectives and transfers have all ended is none the worse for a death."""
+        """A step whose collectives and transfers have all ended is none the worse for a failure."""
         with self._lock:
             if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
                 self._told.setdefault(failure.quorum_id, failure)

@@ -2,7 +2,7 @@
 
 LocalSGD and DiLoCo describe what they reduce in lines of text (``Manager.register_layout``). A digest of them travels
 in each group's reconfigure handle; the lines themselves lie in the store that the handle names, and are only read when
-digests differ. Groups that announce nothing (the published package, native groups) are not compared.
+digests differ. Groups that announce nothing (upstream, native groups) are not compared.
 
 So do the loaders of :mod:`torchft.data`, with one rule more: if one group has such a loader, all must have. The digest
 says so by a prefix. A handle that announces nothing then differs. A native handle is PyTorch's own text: with a loader

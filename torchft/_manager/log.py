@@ -50,7 +50,7 @@ class _ManagerLogger:
     """Prefixes each line with who says it and at which step.
 
     Args:
-        manager: says at which step and quorum the rank is; named as in the published package. A Manager gives its
+        manager: says at which step and quorum the rank is; named as in upstream. A Manager gives its
             ``Place``.
         replica_id, group_rank: of this rank.
         reports: tells the manager server what people want to see; None: nothing is told.

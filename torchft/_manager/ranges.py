@@ -1,4 +1,4 @@
-"""Ranges of the Manager in a profile of PyTorch's, under the names that the published package gives them."""
+"""Ranges of the Manager in a profile of PyTorch's, under the names that upstream gives them."""
 
 from __future__ import annotations
 

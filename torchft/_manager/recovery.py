@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 # A helper that is not reached in this time helps nobody.
 _HELPER_TIMEOUT = timedelta(seconds=3)
-# The first try to reach a source; each further one takes twice as long. Between two of them its death may be told.
+# The first try to reach a source; each further one takes twice as long. Between two of them its failure may be told.
 _FIRST_TRY = timedelta(seconds=0.5)
 # Between two attempts to end a transfer, which may not have begun.
 _ABANDON_AGAIN_SEC = 0.05
@@ -44,7 +44,7 @@ class Recovery:
         user_state: reads and loads the user's part.
         group_rank: which rank of a source serves this one.
         connect: opens a client to a manager server, within a time.
-        check_peers: raises if a member of the quorum is known to be dead.
+        check_peers: raises if a member of the quorum is known to have failed.
         timeout: for asking where the state is, and again for fetching it.
         connect_timeout: for reaching the source's manager server.
         sources: how many groups this one asks for one state, and whether (if more than 1) it helps others so.
@@ -155,7 +155,7 @@ class Recovery:
 
         Raises:
             RuntimeError: the source cannot be reached, or serves another step than it was asked for.
-            PeerFailed: the source cannot be reached, and a member of the quorum is dead.
+            PeerFailed: the source cannot be reached, and a member of the quorum has failed.
             CheckpointTimeout: it took longer than the timeout.
         """
         assert plan.source is not None
@@ -215,7 +215,7 @@ class Recovery:
         return self._patiently(lambda timeout: self._ask(client, timeout), self._timeout, again_after=TimeoutError)
 
     def _patiently(self, call: Callable[[timedelta], T], timeout: timedelta, again_after: type[Exception]) -> T:
-        """Tries with more and more time each: the others wait, but not for a dead source until the timeout."""
+        """Tries with more and more time each: the others wait, but not for a failed source until the timeout."""
         end = time.monotonic() + timeout.total_seconds()
         patience = _FIRST_TRY
         while True:
@@ -233,7 +233,7 @@ class Recovery:
                 patience *= 2
 
     def peer_died(self, failure: MemberFailure) -> None:
-        """Ends a transfer from a group that is told to be dead: the others wait until this one asks for a quorum."""
+        """Ends a transfer from a group that is told to have failed: the others wait until this one asks for a quorum."""
         while self._source == (failure.quorum_id, failure.replica_id):
             if not self._transport.abandon_receiving(PeerFailed(failure)):
                 return

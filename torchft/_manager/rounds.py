@@ -225,7 +225,7 @@ class ThreadRounds:
     """Rounds that run on a thread.
 
     Args:
-        ask: waits for a quorum; it has the published arguments.
+        ask: waits for a quorum; it has the upstream arguments.
     """
 
     def __init__(self, ask: Callable[..., QuorumResult]) -> None:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any, Callable, Dict, NamedTuple, Optional, TypeVar
 
 from torchft.checkpointing._rwlock import RWLock
-from torchft.checkpointing._stock import MAIN_PARTS
+from torchft.checkpointing._upstream import MAIN_PARTS
 
 T = TypeVar("T")
 

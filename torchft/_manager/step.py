@@ -84,7 +84,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     **_each((State.TRAINING, State.HEALED), Event.YES, State.VOTED_YES),
     **_each((State.TRAINING, State.HEALED, State.FAILED), Event.NO, State.VOTED_NO),
     # The group's decision. torchft's own manager server never commits what a rank voted against (edge.py sees to it);
-    # that of a stand-in is followed, as the published package does.
+    # that of a stand-in is followed, as upstream does.
     **_each(_VOTED, Event.COMMIT, State.COMMITTED),
     **_each(_VOTED, Event.LOSE, State.LOST),
     # Voted twice: a vote that nobody answered is repeated. After a decision the group votes on the next step, in the

@@ -55,7 +55,7 @@ class _ManagedWork(dist._Work):
     collective ends. A caller that only waits so pays for no callback on the backend's thread.
 
     Args:
-        manager: learns of a failure, and has the timeout; named as in the published package. A Manager gives the
+        manager: learns of a failure, and has the timeout; named as in upstream. A Manager gives the
             collectives of its step.
         work: of the process group.
         value: what the future gives; also after a failure, as it is then.

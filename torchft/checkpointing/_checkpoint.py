@@ -11,14 +11,14 @@ import torch.utils._pytree as pytree
 
 from torchft.checkpointing._encoding import Encoded, decode
 from torchft.checkpointing._handshake import pack_structure
-from torchft.checkpointing._stock import FULL, METADATA, with_main_parts
+from torchft.checkpointing._upstream import FULL, METADATA, with_main_parts
 from torchft.checkpointing._stream import Pickled, pickle_object, storage_bytes
 
 
 class Checkpoint:
     """A state dict whose structure and plain values are encoded; its tensors are still the caller's.
 
-    The streams that published peers ask for are made when the first of them does: for thousands of tensors that takes
+    The streams that upstream peers ask for are made when the first of them does: for thousands of tensors that takes
     some tenths of a second, which the training thread should not wait for.
 
     Args:
@@ -40,10 +40,10 @@ class Checkpoint:
         """What a request for this part is answered with; None: there is no such part."""
         with self._lock:
             if self._streams is None:
-                self._streams = self._stock_streams()
+                self._streams = self._upstream_streams()
             return self._streams.get(key)
 
-    def _stock_streams(self) -> Dict[str, Pickled]:
+    def _upstream_streams(self) -> Dict[str, Pickled]:
         flats = [storage_bytes(storage) for storage in self.encoded.storages]
         state = decode(json.loads(self.encoded.structure), flats, "the state to send", trusted=True)
         state = with_main_parts(state, self.num_chunks)

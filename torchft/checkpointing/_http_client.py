@@ -98,7 +98,7 @@ def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: 
 
 
 def fetch(metadata: str, step: int, key: str, deadline: float, token: str, meter: Meter, home: Home) -> Any:
-    """Gets one stream of the stock format, and reads the object in it. See `ask`."""
+    """Gets one stream of the upstream format, and reads the object in it. See `ask`."""
     with ask(metadata, step, key, deadline, token) as answer:
         assert answer.body is not None
         return read_object(answer.body, describe(metadata, step, key), answer.length, meter=meter, home=home)
@@ -153,6 +153,6 @@ def _connect(hosts: Sequence[str], port: int, deadline: float) -> socket.socket:
 
 
 def _reason(response: http.client.HTTPResponse) -> str:
-    """What the source says: in the body if that is plain text, else in the status line, as stock servers do."""
+    """What the source says: in the body if that is plain text, else in the status line, as upstream servers do."""
     plain = (response.getheader("Content-Type") or "").startswith("text/plain")
     return (plain and response.read(_ERROR_BODY).decode("utf-8", "replace").strip()) or response.reason

@@ -1,7 +1,7 @@
 """The text that tells a peer where a checkpoint server is.
 
-With one address it is `http://{host}:{port}/checkpoint/`, as in the published package. Further ones are a part of the
-path, `http://{host}:{port}/checkpoint/also={host},{host}/`: a published peer puts its request after it, uses the first
+With one address it is `http://{host}:{port}/checkpoint/`, as in upstream. Further ones are a part of the
+path, `http://{host}:{port}/checkpoint/also={host},{host}/`: an upstream peer puts its request after it, uses the first
 address, and our server passes over that part.
 """
 

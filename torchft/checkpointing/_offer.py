@@ -41,7 +41,7 @@ class Offer:
     pass changes (the statistics of a batch norm); the large ones wait for the optimizer.
 
     The native core serves what is on a device from such a copy, whose beginning it may send before its end is there: so
-    that is made as soon as a target asks for it. Where there is no memory for it, the published format has to do.
+    that is made as soon as a target asks for it. Where there is no memory for it, the upstream format has to do.
 
     Args:
         checkpoint: what is offered

@@ -21,7 +21,7 @@ from torchft.checkpointing._memory import HostMemory, check_room
 from torchft.checkpointing._places import Places, local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Progress, summary
 from torchft.checkpointing._staging import copies_for
-from torchft.checkpointing._stock import FULL
+from torchft.checkpointing._upstream import FULL
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, Helper
 from torchft.http import _DeadlineSocket
@@ -196,7 +196,7 @@ class Helpers:
             for sock in self._sockets:
                 sock.abort()
             talking = [thread for thread in self._threads if thread.ident in self._talking]
-        # Those that have no connection yet end by themselves, and do nothing more: nobody waits for a dead group.
+        # Those that have no connection yet end by themselves, and do nothing more: nobody waits for a failed group.
         for thread in talking:
             thread.join(_HELPER_END)
 
@@ -244,7 +244,7 @@ def receive(
     checked: bool = True,
     own: Optional[Callable[[], object]] = None,
     target: Optional[Target] = None,
-    stock: Callable[[Answer], Any],
+    upstream: Callable[[Answer], Any],
     helpers: Sequence[Helper] = (),
     abandon: Optional[Abandon] = None,
 ) -> Any:
@@ -257,7 +257,7 @@ def receive(
         checked: whether blocks carry checksums
         own: gives the state that is here already, to be filled in place and to be like the one that comes
         target: where tensors go otherwise
-        stock: reads the answer of a source that does not know the native data plane
+        upstream: reads the answer of a source that does not know the native data plane
         helpers: give the metadata of further sources
         abandon: may end it before the deadline
 
@@ -276,7 +276,7 @@ def receive(
             try:
                 with ask(metadata, step, key, deadline, token, True, abandon.connected) as answer:
                     if answer.control is None:
-                        return stock(answer)
+                        return upstream(answer)
                     transfer, ticket = _open(go, answer, transfer, own, target, checked, what)
                     with Helpers(transfer, helpers if checked else (), step, deadline, token):
                         status = transfer.run(
@@ -350,8 +350,8 @@ def _same_kind(what: str, device: str) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
-class StockHomes:
-    """Where the storages of a state in the published format go.
+class UpstreamHomes:
+    """Where the storages of a state in the upstream format go.
 
     Args:
         what: names the transfer in errors

@@ -11,7 +11,7 @@ from typing import Counter, Iterator, List, Optional, Tuple
 
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
-from torchft.checkpointing._stock import FULL, METADATA
+from torchft.checkpointing._upstream import FULL, METADATA
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from torchft.checkpointing._memory import available_memory
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._places import moved_into
-from torchft.checkpointing._receive import Abandon, StockHomes, receive
+from torchft.checkpointing._receive import Abandon, UpstreamHomes, receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
-from torchft.checkpointing._stock import FULL, METADATA, receive_stock
+from torchft.checkpointing._upstream import FULL, METADATA, receive_upstream
 from torchft.checkpointing._target import Target
 from torchft.checkpointing._token import accepts, checkpoint_token
 from torchft.checkpointing.transport import CheckpointTransport, Helper, Unsendable
@@ -45,7 +45,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     Between two of these the native core moves the tensors' memory, in blocks with checksums and on several connections
     at once; a transfer that loses its connections goes on where it was. State on a GPU goes through page-locked blocks
-    on either end. With a peer that runs the published torchft, and for state on a GPU where `snapshot` is False,
+    on either end. With a peer that runs upstream, and for state on a GPU where `snapshot` is False,
     PyTorch's streaming format over HTTP does.
 
     What arrives is tensors, plain values and containers; other types are read by PyTorch's restricted unpickler, and
@@ -55,12 +55,12 @@ class HTTPTransport(CheckpointTransport[T]):
     Args:
         timeout: limit for each wait at the source: of a request for a checkpoint, of `disallow_checkpoint` for readers,
             of a peer that takes no data. Also how long a copy is kept for stragglers after `disallow_checkpoint`.
-        num_chunks: for peers that run the published torchft: 0 moves the state in one stream, n in n streams at once.
+        num_chunks: for peers that run upstream: 0 moves the state in one stream, n in n streams at once.
             The same number in every replica group.
         snapshot: True always copies, False never; None decides by the free memory
         state_dict: gives the target's own state. Its tensors are received in place; those that it has not are
             allocated. A state whose tensors differ in name, shape or dtype is refused. A transfer that fails leaves
-            tensors half old and half new: they are good again after the next one. What comes in the published format
+            tensors half old and half new: they are good again after the next one. What comes in the upstream format
             is allocated, and copied into them when it is all there.
         checksum: whether what this transport receives carries checksums
         bandwidth_limit: bytes a second that the targets get from here together; 0: no limit
@@ -187,10 +187,10 @@ class HTTPTransport(CheckpointTransport[T]):
         token = checkpoint_token()
         key = FULL if self._num_chunks == 0 else METADATA
 
-        def stock(answer: Answer) -> T:
+        def upstream(answer: Answer) -> T:
             what = describe(metadata, step, key)
-            homes = StockHomes(what, in_host_memory=self._state_dict is not None or target is not None)
-            got = receive_stock(answer, metadata, step, key, self._num_chunks, deadline, token, homes.of)
+            homes = UpstreamHomes(what, in_host_memory=self._state_dict is not None or target is not None)
+            got = receive_upstream(answer, metadata, step, key, self._num_chunks, deadline, token, homes.of)
             if self._state_dict is not None:
                 return moved_into(self._state_dict(), got, what)
             if target is not None:
@@ -200,7 +200,7 @@ class HTTPTransport(CheckpointTransport[T]):
         go = _lending.native()
         if go is None:
             with ask(metadata, step, key, deadline, token) as answer:
-                return stock(answer)
+                return upstream(answer)
         self._receiving = Abandon()
         try:
             return receive(
@@ -213,7 +213,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 checked=self._checksum,
                 own=self._state_dict,
                 target=target,
-                stock=stock,
+                upstream=upstream,
                 helpers=helpers,
                 abandon=self._receiving,
             )
@@ -357,7 +357,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         self._extend_deadline()
         body = reason.encode()
-        # the reason is in the status line too: that is where stock peers look
+        # the reason is in the status line too: that is where upstream peers look
         self.send_response(status, reason.encode("latin-1", "replace").decode("latin-1"))
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

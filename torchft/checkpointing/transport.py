@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
 class CheckpointTimeout(TimeoutError, RuntimeError):
     """A checkpoint was not sent or received in time.
 
-    A RuntimeError as well: that is what the published PGTransport raises, and what scripts catch. No CheckpointError:
+    A RuntimeError as well: that is what the upstream PGTransport raises, and what scripts catch. No CheckpointError:
     a transfer is tried again after one of those.
     """
 

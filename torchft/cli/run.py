@@ -1,4 +1,4 @@
-"""``torchft run``: a whole job on this machine, which survives the death of any of its groups."""
+"""``torchft run``: a whole job on this machine, which survives the failure of any of its groups."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def state(member: dict[str, Any]) -> str:
     if member.get("draining") and (member["healthy"] or member.get("out")):
         return "draining"
     if not member["healthy"]:
-        return "dead"
+        return "failed"
     for name in ("suspect", "stalled", "healing"):
         if member.get(name):
             return name

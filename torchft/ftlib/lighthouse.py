@@ -78,11 +78,11 @@ class Lighthouse(Consensus):
     def attach(self, listener: Listener) -> None:
         assert self._client is not None
 
-        def died(failure: MemberFailure) -> None:
+        def failed(failure: MemberFailure) -> None:
             listener.member_lost(failure.quorum_id, f"{failure.replica_id} failed: {failure.reason}")
 
         self._failures = FailureListener(
-            self._client, 0, died=died, stalled=lambda _: None, progress=lambda: (False, "trains with FTLib")
+            self._client, 0, failed=failed, stalled=lambda _: None, progress=lambda: (False, "trains with FTLib")
         )
 
     def get_member_list(self) -> View:

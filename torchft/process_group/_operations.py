@@ -2,7 +2,7 @@
 
 Cutting Gloo's connections ends nearly all of its operations within a millisecond. It does not end a
 receive from any source; nor a send that Gloo takes off its list in the moment in which the connection
-breaks (seen in one of a hundred deaths of a peer): that one sleeps until its timeout, at a rank whose
+breaks (seen in one of a hundred failures of a peer): that one sleeps until its timeout, at a rank whose
 connections are all gone. And it ends nothing where the connections could not be told. So whoever waits
 here also looks at an end of ours: after an abort, or when every connection is broken, Gloo is given
 `_GRACE_SEC` to say itself what happened, and then the waiter goes; a collective also when one connection

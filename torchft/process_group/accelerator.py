@@ -237,7 +237,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             self._connecting = None
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        # Handles are torchft's own: peers of the published package get theirs through `configure`.
+        # Handles are torchft's own: peers of upstream get theirs through `configure`.
         self._peers_are_ours = True
         try:
             return super().reconfigure(opts)

@@ -50,7 +50,7 @@ class ProcessGroup(BaseProcessGroup):
     """A process group whose peers can change.
 
     Operations are not implemented here. They either return a Work or raise; where the backend is
-    asynchronous, a peer's death shows when that Work is waited for.
+    asynchronous, a peer's failure shows when that Work is waited for.
     """
 
     # Class attributes, so that a subclass may set or ask them before this class is initialised.

@@ -5,7 +5,7 @@ TORCH_NCCL_ASYNC_ERROR_HANDLING says. Operations in flight end, later ones are r
 older backend, which PyTorch now calls `nccl-legacy`, takes the communicator down instead.
 
 The two do not find each other: each waits for a key in the store that the other never sets. So peers announce which one
-they use, in their handles and in the store. The published package builds the older one and announces nothing.
+they use, in their handles and in the store. Upstream builds the older one and announces nothing.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Handle:
 
     @classmethod
     def decode(cls, text: str) -> Handle:
-        """Raises ValueError unless `text` is a torchft handle, ours or the published package's."""
+        """Raises ValueError unless `text` is a torchft handle, ours or upstream's."""
         try:
             fields = json.loads(text)
         except (TypeError, ValueError):
@@ -162,7 +162,7 @@ def say_implementations(ours: str, theirs: Mapping[int, str]) -> str:
     return (
         f"the groups of a quorum use different implementations of NCCL, which cannot connect: {ours!r} here, {other!r} "
         f"in rank {rank}; set TORCHFT_NCCL_IMPLEMENTATION, or implementation=, to the same in all groups "
-        f"(the published package's is {LEGACY!r})"
+        f"(upstream's is {LEGACY!r})"
     )
 
 

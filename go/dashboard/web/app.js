@@ -4,7 +4,7 @@
 const MOST_ROWS = 200; // drawn at once; the search finds the others
 const MOST_EVENTS = 300;
 const MOST_POINTS = 4000;
-const ORDER = ["dead", "stalled", "suspect", "draining", "waiting", "joining", "healing", "training"];
+const ORDER = ["failed", "stalled", "suspect", "draining", "waiting", "joining", "healing", "training"];
 
 const EVENT_COLOURS = { quorum: "training", healed: "training", recovered: "training", drained: "draining" };
 
@@ -135,7 +135,7 @@ function drawChart() {
   for (const p of parts) path += `${path ? "L" : "M"}${x(p.from).toFixed(1)} ${y(p.all).toFixed(1)}L${x(p.until).toFixed(1)} ${y(p.all).toFixed(1)}`;
   chart.append(svg("path", { class: "area", d: `${path}L1000 215L0 215Z` }), svg("path", { class: "line", d: path }));
   const bad = (event) => event.kind === "failed" || event.kind === "killed";
-  // Failures come last: the quorum without the dead begins at almost the same place.
+  // Failures come last: the quorum without the failed ones begins at almost the same place.
   for (const event of [...state.events].sort((a, b) => bad(a) - bad(b))) {
     const when = Date.parse(event.time);
     if (when < first || when > end) continue;

@@ -19,7 +19,7 @@ type Network struct {
 	mu        sync.Mutex
 	hosts     map[string]*Host
 	listeners map[string]*listener
-	dead      map[string]bool // hosts
+	killed    map[string]bool // hosts
 	conns     map[*conn]struct{}
 	blocked   map[[2]string]bool
 	refused   map[[2]string]bool
@@ -95,7 +95,7 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
 	l := h.net.listeners[address]
-	if l == nil || h.net.dead[h.name] || h.net.refused[[2]string{h.name, l.host.name}] {
+	if l == nil || h.net.killed[h.name] || h.net.refused[[2]string{h.name, l.host.name}] {
 		return nil, fmt.Errorf("dial %s: %w", address, syscall.ECONNREFUSED)
 	}
 	there, here := h.net.pipe(h.name, to), h.net.pipe(to, h.name)
@@ -119,10 +119,10 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 // of its processes in the test reaches nobody, until something is started on it anew.
 func (h *Host) Kill() {
 	h.net.mu.Lock()
-	if h.net.dead == nil {
-		h.net.dead = map[string]bool{}
+	if h.net.killed == nil {
+		h.net.killed = map[string]bool{}
 	}
-	h.net.dead[h.name] = true
+	h.net.killed[h.name] = true
 	h.net.mu.Unlock()
 	for _, l := range h.net.listenersOf(h.name) {
 		_ = l.Close()
@@ -133,7 +133,7 @@ func (h *Host) Kill() {
 func (h *Host) revive() {
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
-	delete(h.net.dead, h.name)
+	delete(h.net.killed, h.name)
 	h.net.answer(h.name)
 }
 

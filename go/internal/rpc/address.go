@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// Address is where a server of ours, or a published one, is reached.
+// Address is where a server of ours, or an upstream one, is reached.
 type Address struct {
 	HostPort string
 	TLS      bool // https://

@@ -12,7 +12,7 @@ import (
 const (
 	// JobEnv is the environment variable with the job's id.
 	JobEnv = "TORCHFT_JOB_ID"
-	// DefaultJob is the one of members that name none, as those of the published package.
+	// DefaultJob is the one of members that name none, as those of upstream.
 	DefaultJob = "default"
 	// jobKey is the metadata of each call to a lighthouse that names the job.
 	jobKey = "torchft-job"

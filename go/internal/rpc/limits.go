@@ -91,7 +91,7 @@ func clientLimits() []grpc.DialOption {
 		grpc.WithIdleTimeout(0),
 		// gRPC's own backoff grows to two minutes; a lighthouse that comes back should be found within a second, together
 		// with RetryBackoff, which is waited on top of it. And a network that is away for 100 ms must not be found back later
-		// than 200 ms after it broke, when a group begins to count as dead: tries are 50 ms apart then, at most.
+		// than 200 ms after it broke, when a group begins to count as failed: tries are 50 ms apart then, at most.
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff:           backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.2, Jitter: 0.2, MaxDelay: 400 * time.Millisecond},
 			MinConnectTimeout: 5 * time.Second,

@@ -1,8 +1,8 @@
-"""Record what the published package makes of random quorums, for TestAsPublished.
+"""Record what upstream makes of random quorums, for TestAsPublished.
 
     PYTHONPATH=DIR_OF_PUBLISHED python record.py SEED CASES published_NAME.jsonl
 
-One published lighthouse and a manager server per replica group run in this process; every rank of every
+One upstream lighthouse and a manager server per replica group run in this process; every rank of every
 group asks for a quorum, and its result is written down. One line is one quorum.
 """
 

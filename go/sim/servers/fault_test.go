@@ -89,7 +89,7 @@ func (g *group) strike(f *sim.Fault) {
 				r.leaveAverage(false)
 			})
 		}
-		j.after(f.For, func() { g.die(sim.Crash, "a rank of it died", 0) })
+		j.after(f.For, func() { g.die(sim.Crash, "a rank of it ended", 0) })
 	case sim.Pause:
 		g.tell(func(*sim.Judge) { g.stopped = time.Now().Add(f.For) })
 	case sim.Flaky:

@@ -23,7 +23,7 @@ type group struct {
 	cancel context.CancelFunc
 
 	// The job's mu guards these.
-	dead     bool
+	killed   bool
 	leaves   bool // it goes at the end of its step
 	finishes bool // its training ends on purpose
 	shrink   int  // steps for which it asks shrink_only
@@ -133,7 +133,7 @@ func (o overheard) listen() {
 		select {
 		case n := <-o.membership.Notices():
 			o.g.tell(func(judge *sim.Judge) {
-				if n.Kind == manager.Died && n.ReplicaID == o.g.id {
+				if n.Kind == manager.MemberFailed && n.ReplicaID == o.g.id {
 					judge.Evicted(o.g.id, n.QuorumID)
 				}
 			})
@@ -157,10 +157,10 @@ func (o overheard) Quorum(ctx context.Context, m quorum.Member, known int64) (*q
 	return q, err
 }
 
-// tell is the job's, unless the group is dead: nobody hears what its processes do until they end.
+// tell is the job's, unless the group has failed: nobody hears what its processes do until they end.
 func (g *group) tell(what func(*sim.Judge)) (alive bool) {
 	g.j.tell(func(judge *sim.Judge) {
-		if alive = !g.dead; alive {
+		if alive = !g.killed; alive {
 			what(judge)
 		}
 	})
@@ -172,7 +172,7 @@ func (g *group) tell(what func(*sim.Judge)) (alive bool) {
 func (g *group) die(how sim.FaultKind, why string, down time.Duration) {
 	j := g.j
 	if !g.tell(func(judge *sim.Judge) {
-		g.dead = true
+		g.killed = true
 		judge.Dies(g.id, why, how == sim.Vanish)
 		j.groups[g.slot] = nil
 		for _, r := range g.ranks {

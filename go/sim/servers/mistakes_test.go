@@ -33,7 +33,7 @@ var mistakes = []struct {
 	},
 	{
 		"a member takes no notice of a failure", "manager/member_stream.go",
-		"		s.member.heard.tell(Notice{Kind: Died, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})\n",
+		"		s.member.heard.tell(Notice{Kind: MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})\n",
 		"		_ = f\n",
 		[]string{"a failure reaches everybody in its quorum"},
 	},

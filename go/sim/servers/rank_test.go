@@ -71,7 +71,7 @@ type callError struct {
 	early time.Duration // before its deadline
 }
 
-// tell is the group's, unless the rank is dead.
+// tell is the group's, unless the rank has failed.
 func (r *rank) tell(what func(*sim.Judge)) (alive bool) {
 	return r.g.tell(func(judge *sim.Judge) {
 		if alive = r.ctx.Err() == nil; alive {
@@ -100,7 +100,7 @@ func (r *rank) hear() {
 			return
 		case n := <-r.client.Notices():
 			switch n.Kind {
-			case manager.Died:
+			case manager.MemberFailed:
 				r.tell(func(*sim.Judge) {
 					if a := r.average; a != nil && a.key.quorumID == n.QuorumID {
 						a.abort(r)

@@ -54,7 +54,7 @@ func draw(seed uint64, rounds int) sim.Setup {
 	return s
 }
 
-// aroundLighthouses makes a schedule of long cuts from single lighthouses, and of their deaths, with time to come to rest in
+// aroundLighthouses makes a schedule of long cuts from single lighthouses, and of their ends, with time to come to rest in
 // between: the job moves to the next lighthouse and back.
 func aroundLighthouses(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	kinds := []sim.FaultKind{

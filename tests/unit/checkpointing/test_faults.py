@@ -251,7 +251,7 @@ def test_a_source_whose_memory_changes_is_noticed(source: Any, target: Any) -> N
 
 
 def test_a_source_that_keeps_silent_can_be_abandoned(source: HTTPTransport[Any], target: HTTPTransport[Any]) -> None:
-    """A host that is stopped keeps its connections: only somebody else knows that it is dead."""
+    """A host that is stopped keeps its connections: only somebody else knows that it has failed."""
     silent = socket.create_server(("localhost", 0))  # connects, and never answers
     raised: list[BaseException] = []
 
@@ -267,9 +267,9 @@ def test_a_source_that_keeps_silent_can_be_abandoned(source: HTTPTransport[Any],
         receiver.start()
         connection, _ = silent.accept()
         with connection:
-            target.abandon_receiving(RuntimeError("the source is dead"))
+            target.abandon_receiving(RuntimeError("the source has failed"))
             receiver.join(TIMEOUT.total_seconds() / 2)
     assert not receiver.is_alive() and time.monotonic() - began < TIMEOUT.total_seconds() / 2
-    assert isinstance(raised[0], CheckpointError) and "the source is dead" in str(raised[0])
+    assert isinstance(raised[0], CheckpointError) and "the source has failed" in str(raised[0])
     source.send_checkpoint([0], 1, {"x": torch.ones(3)}, TIMEOUT)  # the next transfer knows nothing of it
     assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["x"], torch.ones(3))

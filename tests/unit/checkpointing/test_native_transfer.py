@@ -133,7 +133,7 @@ def test_the_published_format_is_put_in_place_too(num_chunks: int) -> None:
         HTTPTransport(TIMEOUT, num_chunks, state_dict=lambda state=state: state) for state in (own, other)
     ]
     try:
-        source._native.get = lambda: None  # as in the published package
+        source._native.get = lambda: None  # as in upstream
         source.send_checkpoint([1, 2], 1, model(1.0), TIMEOUT)
         got = targets[0].recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
         with pytest.raises(

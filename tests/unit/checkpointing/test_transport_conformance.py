@@ -70,9 +70,9 @@ def _process_group() -> Iterator[Pair]:
 PAIRS = {
     "http": _http(0, True),
     "http without a copy": _http(0, False),
-    "http, stock format": _http(0, True, native=False),
-    "http, stock format in chunks": _http(3, True, native=False),
-    "http, stock format without a copy": _http(0, False, native=False),
+    "http, upstream format": _http(0, True, native=False),
+    "http, upstream format in chunks": _http(3, True, native=False),
+    "http, upstream format without a copy": _http(0, False, native=False),
     "process group": _process_group,
 }
 

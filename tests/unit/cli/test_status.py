@@ -68,7 +68,7 @@ def test_events_that_are_followed_come_at_once(lighthouse: LighthouseServer) -> 
                     thread.start()
                 for thread in threads:
                     thread.join()
-                # On a slow machine the one that asks no more may be told to be dead first.
+                # On a slow machine the one that asks no more may be told to have failed first.
                 assert any(f"{names[1]} joined" in line for line in follower.stdout)
         finally:
             follower.kill()
@@ -155,7 +155,7 @@ def test_a_dead_member_and_one_that_waits() -> None:
     assert "next: b waits for a" in shown
     trains = {"quorum_id": 4, "quorum": ["c"], "max_step": 3, "members": [{**alive, "replica_id": "c"}]}
     assert "next" not in table({**trains, "reason": "no replica asks for a quorum"}), "nobody waits for anything"
-    states = ["dead", "waiting", "healing", "stalled", "suspect", "draining", "draining"]
+    states = ["failed", "waiting", "healing", "stalled", "suspect", "draining", "draining"]
     assert [line.split()[:2] for line in shown.splitlines()[-7:]] == [[n, s] for n, s in zip("abcdefg", states)]
 
 

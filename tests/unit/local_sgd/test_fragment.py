@@ -64,7 +64,7 @@ def test_alpha_is_the_share_of_ones_own(alpha: float, expected: float) -> None:
 
 
 def test_frozen_parameters_travel_and_stay() -> None:
-    """They travel because the published package sends them, too. Weight decay of the outer step is not for them."""
+    """They travel because upstream sends them, too. Weight decay of the outer step is not for them."""
     model = numbers(1, 2)
     model[1].requires_grad_(False)
     inner = torch.optim.SGD([model[0]], lr=0.1)
@@ -179,7 +179,7 @@ def test_another_model_is_refused_before_anything_is_sent(change: Any, message: 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("ours", [True, False])
 def test_nan_and_inf_are_counted_and_said(bad: float, ours: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """They are averaged all the same, as the published package does: all groups have them then."""
+    """They are averaged all the same, as upstream does: all groups have them then."""
     model = numbers(1, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
 

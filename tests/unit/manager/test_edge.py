@@ -18,7 +18,7 @@ SOON = timedelta(seconds=3)
 
 
 class PublishedClient:
-    """The methods of the published package's client, and no more."""
+    """The methods of upstream's client, and no more."""
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self.result: Any = QuorumResult(quorum_id=3)

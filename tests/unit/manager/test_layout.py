@@ -51,7 +51,7 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
     ("groups", "me", "source", "max_step", "new_here", "expected"),
     [
         ([OURS, OURS], 0, None, 7, False, "alike"),
-        ([OURS, None], 0, None, 7, False, "alike"),  # a published peer announces nothing
+        ([OURS, None], 0, None, 7, False, "alike"),  # an upstream peer announces nothing
         ([OURS, THEIRS], 0, None, 7, False, "theirs"),  # the other one came and heals
         ([LOADER, LOADER], 0, None, 7, False, "alike"),
         ([LOADER, None], 0, None, 7, False, "theirs"),  # all have a loader, or none

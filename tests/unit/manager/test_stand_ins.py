@@ -1,6 +1,6 @@
 """A Manager over stand-ins of `unittest.mock`, as projects make them to test code of their own.
 
-Nothing is set on them but what the published package's classes have.
+Nothing is set on them but what upstream's classes have.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def stand_ins() -> Iterator[StandIns]:
     store.set(MANAGER_ADDR_KEY, "http://manager:1")
     store.set(REPLICA_ID_KEY, "group_1:uuid")
     with patch("torchft.manager.ManagerClient", autospec=True) as client_class:
-        built = StandIns(client_class(), store)  # without arguments, as in the published package
+        built = StandIns(client_class(), store)  # without arguments, as in upstream
         yield built
         built.close()
 

@@ -304,7 +304,7 @@ def test_asked_twice(fixture: Fixture, make_quorum: Quorum) -> None:
 
 
 def test_voted_twice(fixture: Fixture) -> None:
-    """As in the published package: the second vote is on the next step."""
+    """As in upstream: the second vote is on the next step."""
     manager = fixture.manager()
     manager.start_quorum()
     assert manager.should_commit() and manager.should_commit()

@@ -135,7 +135,7 @@ def test_without_a_device_no_backend_is_made(store: TCPStore, monkeypatch: pytes
 
 
 def test_handles_name_the_newer_one_only() -> None:
-    """So those of the older one are as they were, and as the published package's, which has no other."""
+    """So those of the older one are as they were, and as upstream's, which has no other."""
     for group, expected in (
         (ProcessGroupNCCL(implementation="nccl2"), "nccl2"),
         (ProcessGroupNCCL(), None),

@@ -253,7 +253,7 @@ class ProcessGroupBaby(ProcessGroup):
     def shutdown(self) -> None:
         """Kills the worker and the one that stands by. `configure` starts new ones.
 
-        Until then operations raise OSError, as those of the published package do at their closed pipe.
+        Until then operations raise OSError, as those of upstream do at their closed pipe.
         """
         super().shutdown()
         self._shut_down = OSError(

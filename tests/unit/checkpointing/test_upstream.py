@@ -1,4 +1,4 @@
-"""The published format: a target of any generation finds what it looks for."""
+"""The upstream format: a target of any generation finds what it looks for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from torchft.checkpointing._checkpoint import Checkpoint
-from torchft.checkpointing._stock import FULL, MAIN_PARTS, METADATA
+from torchft.checkpointing._upstream import FULL, MAIN_PARTS, METADATA
 from torchft.checkpointing._stream import read_object, storage_bytes, tensor_memory
 
 ORDER = [("default", "set_state_dict_fns"), ("set_state_dict_fns", "default")]

@@ -23,7 +23,7 @@ func heard(t *testing.T, g *fttest.Group, rank int) manager.Notice {
 	for {
 		select {
 		case notice := <-g.Ranks[rank].Notices():
-			if notice.Kind == manager.Died {
+			if notice.Kind == manager.MemberFailed {
 				return notice
 			}
 		case <-deadline:
@@ -63,9 +63,9 @@ func TestAllButOneDieAtOnceAndTheLastOneGoesOn(t *testing.T) {
 		a, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
 		round(t, 0, a, b, d)
 		died := time.Now()
-		for _, dead := range []*fttest.Group{b, d} {
-			dead.Host(-1).Kill()
-			dead.Server.Shutdown()
+		for _, failed := range []*fttest.Group{b, d} {
+			failed.Host(-1).Kill()
+			failed.Server.Shutdown()
 		}
 		heard(t, a, 0)
 		assert.Equal(t, []string{"a"}, round(t, 1, a)[0].ReplicaIDs)
@@ -108,7 +108,7 @@ func TestAFlappingNetworkIsNoDeath(t *testing.T) {
 		for _, g := range []*fttest.Group{a, b} {
 			select {
 			case notice := <-g.Ranks[0].Notices():
-				assert.NotEqual(t, manager.Died, notice.Kind, "a false death: %+v", notice)
+				assert.NotEqual(t, manager.MemberFailed, notice.Kind, "a false failure: %+v", notice)
 			default:
 			}
 		}
@@ -163,7 +163,7 @@ func TestADeadRankIsTheDeathOfItsGroup(t *testing.T) {
 	})
 }
 
-// A peer of the published package keeps no stream; a host that lost power leaves its own open.
+// A peer of upstream keeps no stream; a host that lost power leaves its own open.
 func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -212,7 +212,7 @@ func TestALighthouseThatDiesBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *t
 			switch notice := <-a.Ranks[0].Notices(); notice.Kind {
 			case manager.ProgressAsked:
 				a.Ranks[0].SayProgress(0, true, "waits in allreduce")
-			case manager.Died:
+			case manager.MemberFailed:
 				assert.Equal(t, before.QuorumID, notice.QuorumID)
 				assert.Equal(t, "b", notice.ReplicaID)
 				assert.Contains(t, notice.Reason, "it asks for the quorum of step 1, in which its peers wait for it")
@@ -259,7 +259,7 @@ func TestWhoMakesNoProgressIsNamedAndPutOut(t *testing.T) {
 			case manager.Stalled:
 				named = notice
 				assert.InDelta(t, 5500*time.Millisecond, time.Since(began), float64(800*time.Millisecond))
-			case manager.Died:
+			case manager.MemberFailed:
 				out = notice
 			default:
 			}

@@ -1,4 +1,4 @@
-"""Healing in the published format: one stream, or several with a part of the leaves each."""
+"""Healing in the upstream format: one stream, or several with a part of the leaves each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL = "full"
 METADATA = "metadata"
 _MAX_STREAMS = 16  # chunks that are fetched at once
 
-# Names of the main part of the user's state: the constructor's, and what the published package (measured: 0.2.0 and a
+# Names of the main part of the user's state: the constructor's, and what upstream (measured: 0.2.0 and a
 # nightly of 2026-10-26) calls it where set_state_dict_fns set it.
 MAIN_PARTS = ("default", "set_state_dict_fns")
 _AFTER = "after "  # begins the key of what fills up behind a main part
@@ -62,7 +62,7 @@ def without_other_names(state: Any) -> Any:
     return {**state, "user": {key: part for key, part in user.items() if key not in dropped}}
 
 
-def receive_stock(
+def receive_upstream(
     answer: Answer, metadata: str, step: int, key: str, num_chunks: int, deadline: float, token: str, home: Home
 ) -> Any:
     """Reads the state that a source answers with.

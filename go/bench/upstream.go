@@ -10,30 +10,30 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// stock is a group that makes a call for each quorum and each heartbeat, as the published manager does.
-type stock struct {
+// upstream is a group that makes a call for each quorum and each heartbeat, as the upstream manager does.
+type upstream struct {
 	conn    *grpc.ClientConn
 	request *torchftpb.LighthouseQuorumRequest
 	steps   chan *raw
 	answer  raw
 }
 
-func newStock(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group, error) {
+func newUpstream(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group, error) {
 	conn, err := dial(ctx, lighthouse)
 	if err != nil {
 		return nil, err
 	}
-	return &stock{conn: conn, request: &torchftpb.LighthouseQuorumRequest{Requester: member}, steps: make(chan *raw, 1), answer: raw{drop: true}}, nil
+	return &upstream{conn: conn, request: &torchftpb.LighthouseQuorumRequest{Requester: member}, steps: make(chan *raw, 1), answer: raw{drop: true}}, nil
 }
 
-func (s *stock) begin(step int64) error {
+func (s *upstream) begin(step int64) error {
 	s.request.Requester.Step = step
 	bytes, err := proto.Marshal(s.request)
 	s.steps <- &raw{bytes: bytes}
 	return err
 }
 
-func (s *stock) wait() (int, error) {
+func (s *upstream) wait() (int, error) {
 	request := <-s.steps
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -41,9 +41,9 @@ func (s *stock) wait() (int, error) {
 	return s.answer.size, err
 }
 
-func (s *stock) keep() { s.answer.drop = false }
+func (s *upstream) keep() { s.answer.drop = false }
 
-func (s *stock) check() (members int, steps int64) {
+func (s *upstream) check() (members int, steps int64) {
 	var answer torchftpb.LighthouseQuorumResponse
 	if err := proto.Unmarshal(s.answer.bytes, &answer); err != nil {
 		return 0, 0
@@ -54,10 +54,10 @@ func (s *stock) check() (members int, steps int64) {
 	return len(answer.GetQuorum().GetParticipants()), steps
 }
 
-func (s *stock) alive(ctx context.Context) (time.Duration, error) {
+func (s *upstream) alive(ctx context.Context) (time.Duration, error) {
 	_, err := torchftpb.NewLighthouseServiceClient(s.conn).
 		Heartbeat(ctx, &torchftpb.LighthouseHeartbeatRequest{ReplicaId: s.request.GetRequester().GetReplicaId()})
 	return heartbeatInterval, err
 }
 
-func (s *stock) close() { _ = s.conn.Close() }
+func (s *upstream) close() { _ = s.conn.Close() }

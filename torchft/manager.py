@@ -127,8 +127,8 @@ class Manager(Stateful, Stepping):
         init_sync: at step 0, take the primary's weights in all groups.
         max_retries: steps in a row that may fail before ``should_commit`` raises; None: any number.
         quorum_retries: how often an error of the lighthouse is tried again.
-        enable_error_bus: end collectives as soon as the lighthouse tells that a peer of them failed, without waiting for
-            their timeout; None: as TORCHFT_FAILURE_BUS says (on).
+        enable_error_bus: end collectives as soon as the lighthouse tells that a peer of them failed, without waiting
+            for their timeout; None: as TORCHFT_FAILURE_BUS says (on).
         replay_failed_step: when a peer dies in mid-step, reduce this group's own gradients again with those that are
             left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All groups must have
             it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
@@ -293,7 +293,7 @@ class Manager(Stateful, Stepping):
             errors=self._errors,
             logger=self._logger,
         )
-        self._failures.subscribe(self._recovery.peer_died)
+        self._failures.subscribe(self._recovery.peer_failed)
         self._extras = OwnExtras(
             self._place, self._peers, self._server, self._errors, self._data, self._replayer, self._replicas.state
         )
@@ -595,8 +595,8 @@ class Manager(Stateful, Stepping):
     # Errors, and failures of peers
 
     def subscribe_failures(self, callback: FailureCallback) -> None:
-        """Calls ``callback(failure)`` for each member of a quorum that the lighthouse tells has failed, on a thread of its
-        own. With ``enable_error_bus`` off it tells of none.
+        """Calls ``callback(failure)`` for each member of a quorum that fails, as the lighthouse tells, on a thread
+        of its own. With ``enable_error_bus`` off it tells of none.
         """
         self._failures.subscribe(callback)
 

@@ -122,7 +122,9 @@ WRAPPERS: dict[str, Callable[[Any, nn.Module], nn.Module]] = {
     ),
     "pure": PureDistributedDataParallel,
     "upstream": lambda manager, model: upstream(manager, model, bucket_cap_mb=1),
-    "upstream, bucket view": lambda manager, model: upstream(manager, model, bucket_cap_mb=1, gradient_as_bucket_view=True),
+    "upstream, bucket view": lambda manager, model: upstream(
+        manager, model, bucket_cap_mb=1, gradient_as_bucket_view=True
+    ),
 }
 
 

@@ -20,7 +20,8 @@ from tests.promises import KILL_S, within
 from torchft.checkpointing import HTTPTransport, _receive, http_transport
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroupGloo, _reaper
+from torchft.process_group import ProcessGroupGloo
+from torchft.process_group._gloo import reaper
 
 STEPS = 10
 
@@ -439,10 +440,10 @@ def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
 
 def test_shutdown_leaves_nothing() -> None:
     # What Gloo lost of groups that died in other tests ends with its timeout only.
-    assert _reaper.drain(timeout_sec=60)
+    assert reaper.drain(timeout_sec=60)
     before = {thread.name for thread in threading.enumerate()}
     with Cluster(min_replicas=2) as cluster:
         results(*(cluster.start(Loop(steps=2), group=group) for group in range(2)))
-    assert _reaper.drain(timeout_sec=10)
+    assert reaper.drain(timeout_sec=10)
     left = {t.name for t in threading.enumerate()} - before - {"torchft_timeouts"}
     assert not left, f"threads that outlived their Manager: {left}"

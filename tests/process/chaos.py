@@ -221,7 +221,9 @@ class Chaos:
         before = self._commits()
         self.job.wait(lambda: self._commits() >= before + 5, HEAL_BOUND_S, "the groups go on after the stop")
         quorums = {e["quorum"] for life in self.lives for e in self._steps(life)[-2:]}
-        assert quorums == {quorum}, f"a lighthouse that stood still took members for failed: {quorums}, before: {quorum}"
+        assert quorums == {quorum}, (
+            f"a lighthouse that stood still took members for failed: {quorums}, before: {quorum}"
+        )
         return self._after(self.lives, [], at, HEAL_BOUND_S)
 
     def flap(self, cuts: int) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torchft._manager.state import Place
     from torchft._manager.work import _ManagedWork
 
-# How long the aborted collectives of a step may take to end. Gloo's take some 10 ms; but in one of a hundred failures it
-# forgets a send, which then waits for its own timeout.
+# How long the aborted collectives of a step may take to end. Gloo's take some 10 ms; but in one of a hundred failures
+# it forgets a send, which then waits for its own timeout.
 _DRAIN_SEC = 0.5
 # How often it is looked whether one that was forgotten is over.
 _LOOK_SEC = 0.01

@@ -131,8 +131,8 @@ class Failures:
         self._fetching = fetching
         self._transferring = transferring
         self._logger = logger
-        # Held while the collectives of a step are ended for a failure, and while a step begins: so those of the next step
-        # are never ended for it.
+        # Held while the collectives of a step are ended for a failure, and while a step begins: so those of the next
+        # step are never ended for it.
         self._lock = threading.Lock()
         self._quorum_id = -1  # that is followed
         self._connecting = False  # the process group gets the peers of that quorum

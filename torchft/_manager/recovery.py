@@ -170,7 +170,7 @@ class Recovery:
                 several["target"] = target
             self._source = plan.quorum_id, source.replica_id
             try:
-                self._check_peers()  # of what is told from here on peer_died hears
+                self._check_peers()  # of what is told from here on peer_failed hears
                 in_place = self._transport.in_place or (self._transport.takes_target and target.writable)
                 self._spoiled = self._spoiled or in_place
                 with watched_by(self._logger.heal_progress):
@@ -232,8 +232,8 @@ class Recovery:
                 self._check_peers()
                 patience *= 2
 
-    def peer_died(self, failure: MemberFailure) -> None:
-        """Ends a transfer from a group that is told to have failed: the others wait until this one asks for a quorum."""
+    def peer_failed(self, failure: MemberFailure) -> None:
+        """Ends a transfer from a group that has failed: the others wait until this one asks for a quorum."""
         while self._source == (failure.quorum_id, failure.replica_id):
             if not self._transport.abandon_receiving(PeerFailed(failure)):
                 return

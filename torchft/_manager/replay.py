@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Optional
 if TYPE_CHECKING:
     from torchft._manager.plan import Plan
 
-# Each replay of one step takes another failure in it. So many in a row are no failures but a network that does not work;
-# then the step is lost, and max_retries counts.
+# Each replay of one step takes another failure in it. So many in a row are a network that does not work: then the
+# step is lost, and max_retries counts.
 MOST_REPLAYS = 5
 
 

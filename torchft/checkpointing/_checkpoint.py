@@ -11,8 +11,8 @@ import torch.utils._pytree as pytree
 
 from torchft.checkpointing._encoding import Encoded, decode
 from torchft.checkpointing._handshake import pack_structure
-from torchft.checkpointing._upstream import FULL, METADATA, with_main_parts
 from torchft.checkpointing._stream import Pickled, pickle_object, storage_bytes
+from torchft.checkpointing._upstream import FULL, METADATA, with_main_parts
 
 
 class Checkpoint:

@@ -1,7 +1,7 @@
 """How two of our transports agree on the native data plane, on the connection that any peer would use.
 
-The target's request for a checkpoint has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends its
-stream; ours answers with status 101 and two frames of JSON: a ticket, which says where the data is and with which
+The target's request for a checkpoint has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends
+its stream; ours answers with status 101 and two frames of JSON: a ticket, which says where the data is and with which
 secret, and the state's structure. Then the data moves on connections of its own, while this one stays open: the target
 writes `done` on it when it has everything, and a side that is gone is noticed by the other.
 

@@ -21,8 +21,8 @@ from torchft.checkpointing._memory import HostMemory, check_room
 from torchft.checkpointing._places import Places, local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Progress, summary
 from torchft.checkpointing._staging import copies_for
-from torchft.checkpointing._upstream import FULL
 from torchft.checkpointing._target import CPU, Homes, Target
+from torchft.checkpointing._upstream import FULL
 from torchft.checkpointing.transport import CheckpointError, Helper
 from torchft.http import _DeadlineSocket
 

@@ -22,9 +22,9 @@ from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._places import moved_into
 from torchft.checkpointing._receive import Abandon, UpstreamHomes, receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
-from torchft.checkpointing._upstream import FULL, METADATA, receive_upstream
 from torchft.checkpointing._target import Target
 from torchft.checkpointing._token import accepts, checkpoint_token
+from torchft.checkpointing._upstream import FULL, METADATA, receive_upstream
 from torchft.checkpointing.transport import CheckpointTransport, Helper, Unsendable
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 

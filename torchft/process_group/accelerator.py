@@ -21,7 +21,7 @@ import torch
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from torchft.process_group._operations import tensors_of
+from torchft.process_group._errors import tensors_of
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_PATIENCE_SEC, abort_elsewhere, backend_error, native_error

@@ -19,7 +19,7 @@ from typing import Any, Optional
 import torch
 from torch.distributed import Store
 
-from torchft.process_group._operations import POINT_TO_POINT, tensors_of
+from torchft.process_group._errors import POINT_TO_POINT, tensors_of
 
 CHECK_COLLECTIVES = "TORCHFT_CHECK_COLLECTIVES"
 

@@ -8,8 +8,8 @@ import torch
 from torch.distributed import ProcessGroupGloo as BaseProcessGroupGloo
 from torch.distributed import Store
 
-from torchft.process_group._connections import Connections
-from torchft.process_group._operations import Operations
+from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.operations import Operations
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.wrapper import ProcessGroupWrapper, _set_timeout
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, Work
 
-from torchft.process_group._connections import Connections
-from torchft.process_group._operations import named_timeout
+from torchft.process_group._errors import named_timeout
+from torchft.process_group._gloo.connections import Connections
 from torchft.process_group.base import BaseProcessGroup
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from torchft.addresses import announced_host, host_port
-from torchft.process_group._operations import named_timeout
+from torchft.process_group._errors import named_timeout
 from torchft.process_group.native import is_native as is_native
 from torchft.process_group.native import native_error as native_error
 from torchft.process_group.native import reconfigure_group

@@ -23,8 +23,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torchft.process_group._attempt import Attempt
-from torchft.process_group._operations import Operations, copied, explained, named_timeout
-from torchft.process_group._reaper import reap
+from torchft.process_group._errors import copied, explained, named_timeout
+from torchft.process_group._gloo.operations import Operations
+from torchft.process_group._gloo.reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.native import abort_group, connections_of, errors_of, reconfigure_group
@@ -540,7 +541,7 @@ for _name in (
 
 @atexit.register
 def _release_all() -> None:
-    """At the end of the process, while there can still be threads: see `_reaper`, which then waits for a moment."""
+    """At the end of the process, while there can still be threads: see `_gloo.reaper`, which then waits a little."""
     for group in list(_owners):
         if group._given:
             group._leave()

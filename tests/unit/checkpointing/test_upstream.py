@@ -10,8 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from torchft.checkpointing._checkpoint import Checkpoint
-from torchft.checkpointing._upstream import FULL, MAIN_PARTS, METADATA
 from torchft.checkpointing._stream import read_object, storage_bytes, tensor_memory
+from torchft.checkpointing._upstream import FULL, MAIN_PARTS, METADATA
 
 ORDER = [("default", "set_state_dict_fns"), ("set_state_dict_fns", "default")]
 

@@ -17,7 +17,7 @@ from tests.unit.process_group.ranks import TIMEOUT, in_threads, natives
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.manager import Manager
 from torchft.process_group import ReconfigureOptions
-from torchft.process_group._connections import Connections
+from torchft.process_group._gloo.connections import Connections
 from torchft.process_group.native import abort_group, reconfigure_group
 
 if TYPE_CHECKING:

@@ -28,16 +28,11 @@ from torch.futures import Future
 
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
-from torchft.process_group import (
-    ProcessGroup,
-    ProcessGroupBabyGloo,
-    ProcessGroupGloo,
-    _attempt,
-    _connections,
-    _operations,
-    _reaper,
-)
-from torchft.process_group._connections import Connections, _listening, _raw
+from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, _attempt
+from torchft.process_group._gloo import connections as connections_module
+from torchft.process_group._gloo import operations as operations_module
+from torchft.process_group._gloo import reaper
+from torchft.process_group._gloo.connections import Connections, _listening, _raw
 
 # What an abort promises; the operations would otherwise wait for TIMEOUT.
 SOON = within(ABORT_S)
@@ -229,7 +224,7 @@ def test_a_silent_peer_holds_up_nobody_after_an_abort(peer: Peer, store: TCPStor
     started = time.monotonic()
     peer.group.configure(meeting(store), "self", 0, 1)
     peer.group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
-    assert _reaper.drain(SOON)
+    assert reaper.drain(SOON)
     assert time.monotonic() - started < SOON + 5  # a lost question to the name server
 
 
@@ -407,7 +402,7 @@ def test_an_address_is_read_from_what_a_rank_publishes() -> None:
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were no /proc, or another version of Gloo."""
-    monkeypatch.setattr(_connections, "_DESCRIPTORS", "/nonexistent")
+    monkeypatch.setattr(connections_module, "_DESCRIPTORS", "/nonexistent")
 
 
 @pytest.mark.usefixtures("blind")
@@ -493,7 +488,7 @@ def test_whoever_drains_waits_for_the_real_end(store: TCPStore) -> None:
     groups[0].abort()
     with pytest.raises(RuntimeError, match="abort"):
         guarded.wait()
-    assert isinstance(guarded, _operations._GuardedWork)
+    assert isinstance(guarded, operations_module._GuardedWork)
     assert not guarded.drain(timedelta(milliseconds=5))
     with ThreadPoolExecutor(1) as threads:
         drained = threads.submit(guarded.drain, timedelta(seconds=DEADLINE_S))
@@ -504,7 +499,7 @@ def test_whoever_drains_waits_for_the_real_end(store: TCPStore) -> None:
 
 def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other peers may be stuck as we are, and abort nothing. What two live peers send each other goes on."""
-    monkeypatch.setattr(_operations, "_DAMAGED_SEC", 0.05)
+    monkeypatch.setattr(operations_module, "_DAMAGED_SEC", 0.05)
     groups = [gloo() for _ in range(3)]
     connect(groups, store)
     operations = groups[0]._operations
@@ -562,11 +557,11 @@ def test_an_abort_ends_a_monitored_barrier(store: TCPStore) -> None:
 
 
 def test_the_thread_that_watches_futures_ends(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_operations, "_IDLE_SEC", 0.01)
+    monkeypatch.setattr(operations_module, "_IDLE_SEC", 0.01)
     group = gloo()
     group.configure(meeting(store), "replica", 0, 1)
     group.allreduce([torch.ones(1)], ReduceOp.SUM).get_future().wait()
-    watcher = _operations._watcher
+    watcher = operations_module._watcher
     assert watcher is not None
     watcher.join(DEADLINE_S)
     assert not watcher.is_alive()
@@ -611,7 +606,7 @@ def descriptors() -> int:
 
 def settle() -> None:
     """Waits for the threads that old peers leave behind for a moment."""
-    assert _reaper.drain(DEADLINE_S)
+    assert reaper.drain(DEADLINE_S)
     for thread in threading.enumerate():
         if thread.name == "torchft_quiet":
             thread.join(DEADLINE_S)
@@ -639,11 +634,11 @@ def test_a_group_that_takes_long_to_die_holds_up_nobody() -> None:
             dying.set()
             end.wait(30)
 
-    _reaper.reap([Slow()])
+    reaper.reap([Slow()])
     assert dying.wait(DEADLINE_S)
-    assert not _reaper.drain(0.01)
+    assert not reaper.drain(0.01)
     end.set()
-    assert _reaper.drain(DEADLINE_S)
+    assert reaper.drain(DEADLINE_S)
 
 
 # The rest of the wrapper

@@ -12,8 +12,9 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.unit.process_group.ranks import TIMEOUT, connect
-from torchft.process_group import ProcessGroupGloo, _reaper
-from torchft.process_group._loops import _tell_once, _watched
+from torchft.process_group import ProcessGroupGloo
+from torchft.process_group._gloo import reaper
+from torchft.process_group._gloo.loops import _tell_once, _watched
 
 WINDOW_S = 0.5
 # A loop that waits needs 2 ms of a window; one that spins gets its share of the machine.
@@ -61,7 +62,7 @@ def test_nothing_spins_after_an_abort(store: TCPStore) -> None:
     # It is still in order: it is destroyed as ever.
     del sent
     lingering.clear()
-    assert _reaper.drain(DEADLINE_S)
+    assert reaper.drain(DEADLINE_S)
 
 
 @linux

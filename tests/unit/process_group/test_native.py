@@ -29,7 +29,7 @@ from torchft.process_group import (
     reconfigure_with_store,
     supports_reconfigure,
 )
-from torchft.process_group._connections import Connections
+from torchft.process_group._gloo.connections import Connections
 from torchft.process_group.native import abort_group, connections_of, reconfigure_group
 
 pytestmark = pytest.mark.skipif(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from tests.unit.children import run_python
-from torchft.process_group import _reaper
+from torchft.process_group._gloo import reaper
 
 # In a process of its own: if destroying the group kept the GIL, no timeout of ours would ever run.
 _SCRIPT = """
@@ -15,7 +15,8 @@ from datetime import timedelta
 
 import torch
 from torch.distributed import ReduceOp, TCPStore
-from torchft.process_group import ProcessGroupGloo, _reaper
+from torchft.process_group import ProcessGroupGloo
+from torchft.process_group._gloo import reaper
 
 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 with ThreadPoolExecutor(2) as pool:
@@ -30,7 +31,7 @@ with ThreadPoolExecutor(2) as pool:
         )
         groups[1].abort()
         assert called.wait(20)
-        assert _reaper.drain(20)
+        assert reaper.drain(20)
 print("done")
 """
 
@@ -44,8 +45,8 @@ def test_a_garbage_collection_may_call_it_anywhere() -> None:
     """Also on a thread that is in the middle of another call."""
 
     def collect() -> None:
-        with _reaper._lock:
-            _reaper.reap([object()])
+        with reaper._lock:
+            reaper.reap([object()])
 
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()

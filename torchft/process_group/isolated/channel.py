@@ -17,7 +17,7 @@ from typing import Any, Callable, Optional, Sequence
 
 import torch
 
-from torchft.process_group._operations import copied
+from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.completer import Completer
 from torchft.process_group.isolated.devices import Devices, MakeSharing

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from torchft.process_group._operations import copied
+from torchft.process_group._errors import copied
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.checked import Checker, enabled

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any, Callable, Optional
 
 from torchft.futures import _TIMEOUT_MANAGER
-from torchft.process_group._operations import copied
+from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.devices import MakeSharing

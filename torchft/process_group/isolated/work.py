@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Optional
 import torch
 from torch.distributed import Work
 
-from torchft.process_group._operations import copied
+from torchft.process_group._errors import copied
 from torchft.utils import devices_of
 
 if TYPE_CHECKING:

@@ -20,12 +20,13 @@ from typing import Any, Callable, Sequence
 import torch
 from torch.distributed import Work
 
-from torchft.process_group._connections import Connections
-from torchft.process_group._operations import _LOOK_SEC, POINT_TO_POINT, Operations, explained
+from torchft.process_group._errors import POINT_TO_POINT, explained
+from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.operations import _LOOK_SEC, Operations
+from torchft.process_group._gloo.scheduling import calm_loops
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated import _native, protocol
 from torchft.process_group.isolated.messages import unpack
-from torchft.process_group.isolated.scheduling import calm_loops
 from torchft.process_group.isolated.sharing import Sharing, is_plain
 from torchft.process_group.native import native_error
 from torchft.process_group.reconfigure import meeting_store

@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp, TCPStore
 from tests.unit.process_group.isolated.test_isolated import workers
 from tests.unit.process_group.ranks import TIMEOUT, connect, on_ranks
 from torchft.process_group import ProcessGroupBabyGloo
-from torchft.process_group.isolated.scheduling import _LOOP
+from torchft.process_group._gloo.scheduling import _LOOP
 
 
 def test_only_the_loop_of_gloo_does_not_interrupt(store: TCPStore) -> None:

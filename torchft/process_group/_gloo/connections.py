@@ -4,7 +4,7 @@ Gloo's own abort does not touch an operation in flight. Shutting its sockets dow
 in the group fails within milliseconds, here and at the peers. Which sockets are the group's is known for
 sure from what its ranks published in the store: each connection leads from or to the listening address
 of one of them. Where that cannot be told (another version of Gloo, connections made on first use, no
-/proc), nothing is cut, and the operations run on, without anybody who waits for them (`_operations`).
+/proc), nothing is cut, and the operations run on, without anybody who waits for them (`operations`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch.distributed import Store
 
-from torchft.process_group._loops import is_open, quiet_later
+from torchft.process_group._gloo.loops import is_open, quiet_later
 
 _DESCRIPTORS = "/proc/self/fd"
 

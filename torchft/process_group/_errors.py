@@ -1,0 +1,62 @@
+"""What a caller reads of an operation that failed, and the tensors of its arguments; for all backends."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Iterator
+
+import torch
+
+# They concern two ranks and not all.
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
+
+# What PyTorch's backends say of an operation, an option or a dtype that they do not have.
+_UNSUPPORTED = re.compile(
+    r"does not support|not supported|unsupported|invalid scalar type|not implemented|cannot use", re.IGNORECASE
+)
+
+
+# Gloo says "Timed out waiting" or "Application timeout caused pair closure" of a timeout, a store "wait timeout after".
+_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_TIMED_OUT = "timed out"  # what scripts look for
+
+
+def explained(group: str, name: str, args: tuple[Any, ...], error: Exception) -> Exception:
+    """The error that a caller gets: the backend's, with group and operation where these are what it does not have.
+
+    PyTorch says of a dtype nothing but "Invalid scalar type".
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or _UNSUPPORTED.search(text) is None:
+        return named_timeout(error)
+    kinds = sorted({f"{t.dtype} on {t.device.type}" for t in tensors_of(args)})
+    unsupported = RuntimeError(f"{group} does not support {name} of {', '.join(kinds) or 'this'}: {text}")
+    unsupported.__cause__ = error
+    return unsupported
+
+
+def named_timeout(error: Exception) -> Exception:
+    """The same error, whose text says "timed out" at its end where it is a timeout that says so in other words."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or _TIMED_OUT in text or _TIMEOUT.search(text) is None:
+        return error
+    named = type(error)(f"{text} ({_TIMED_OUT})")
+    named.__cause__ = error.__cause__
+    return named
+
+
+def copied(error: Exception) -> Exception:
+    """The same error for one more to raise.
+
+    A raised exception carries the frames that it passed, and so whatever their variables hold: one that is kept would
+    keep a group alive that nobody refers to otherwise.
+    """
+    return type(error)(*error.args)
+
+
+def tensors_of(args: object) -> Iterator[torch.Tensor]:
+    if isinstance(args, torch.Tensor):
+        yield args
+    elif isinstance(args, (list, tuple)):
+        for arg in args:
+            yield from tensors_of(arg)

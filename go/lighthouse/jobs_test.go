@@ -154,7 +154,7 @@ func TestAJobIsForgottenWhenNobodyIsLeft(t *testing.T) {
 		_, err := dialJob(t, c, "y", "more").Quorum(t.Context(), quorum.Member{ReplicaID: "y"}, 0)
 		assert.Equal(t, codes.ResourceExhausted, status.Code(err))
 		assert.ErrorContains(t, err, `job "more" is one too many: this lighthouse serves 3 (max_jobs)`)
-		assert.Equal(t, []string{"alive", "ended", "default"}, c.Lighthouse.Jobs())
+		assert.Equal(t, []string{"alive", "default", "ended"}, c.Lighthouse.Jobs())
 
 		time.Sleep(11 * time.Minute)
 		assert.Equal(t, []string{"alive", "default"}, c.Lighthouse.Jobs())

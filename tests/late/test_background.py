@@ -135,7 +135,7 @@ def test_a_failure_that_is_told_ends_a_transfer(fixture: Fixture, hanging: OneRa
     manager = sending(fixture, hanging)
     assert manager._failures.progress() == (True, "waits for its device to send or receive a state")
     vote = Vote(manager) if while_voting else None
-    manager._failures.died(MemberFailure(1, "group_0:uuid", "its connection broke"))
+    manager._failures.member_failed(MemberFailure(1, "group_0:uuid", "its connection broke"))
     assert hanging.aborts == 1
     began = time.monotonic()
     assert not (vote or Vote(manager)).answer()
@@ -147,7 +147,7 @@ def test_a_failure_after_a_transfer_has_ended_costs_nothing(fixture: Fixture, ha
     manager = sending(fixture, hanging)
     hanging.peer_comes()
     torch.accelerator.synchronize()
-    manager._failures.died(MemberFailure(1, "group_0:uuid", "its connection broke"))
+    manager._failures.member_failed(MemberFailure(1, "group_0:uuid", "its connection broke"))
     assert hanging.aborts == 0
     assert manager.should_commit()
 

@@ -149,7 +149,7 @@ def test_a_failure_that_is_told_ends_what_is_queued(
         assert manager._failures.progress()[0], "it waits for its peers"
         vote = Vote(manager) if while_voting else None
         began = time.monotonic()
-        manager._failures.died(failure())
+        manager._failures.member_failed(failure())
         assert backend.aborts == 1
         assert not (vote or Vote(manager)).answer()
         assert time.monotonic() - began < within(ABORT_S)
@@ -160,7 +160,7 @@ def test_a_failure_after_the_device_has_finished_costs_nothing(fixture: Fixture,
     with started(fixture) as (manager, backend):
         manager.allreduce(ones()).wait()
         torch.accelerator.synchronize()
-        manager._failures.died(failure())
+        manager._failures.member_failed(failure())
         assert backend.aborts == 0
         assert manager.should_commit()
 

@@ -83,7 +83,7 @@ def failure(quorum_id: int = 1) -> MemberFailure:
 def test_a_failure_ends_what_is_in_flight(fixture: Fixture) -> None:
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
-    manager._failures.died(failure())
+    manager._failures.member_failed(failure())
     assert not work.wait() and group.aborts == 1
     assert not manager.should_commit()
     assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
@@ -132,7 +132,7 @@ def test_a_device_that_is_late_fails_only_its_own_step(fixture: Fixture) -> None
 def test_a_failure_told_while_the_first_collective_begins(fixture: Fixture) -> None:
     """The thread that hears of it finds no work in flight yet."""
     manager, group = started(fixture)
-    group.meanwhile = lambda: manager._failures.died(failure())
+    group.meanwhile = lambda: manager._failures.member_failed(failure())
     manager.allreduce(torch.ones(1)).wait()
     assert group.aborts == 1
     assert not manager.should_commit()
@@ -140,9 +140,9 @@ def test_a_failure_told_while_the_first_collective_begins(fixture: Fixture) -> N
 
 def test_a_failure_in_another_quorum_does_nothing(fixture: Fixture) -> None:
     manager, group = started(fixture)
-    manager._failures.died(failure(quorum_id=0))
+    manager._failures.member_failed(failure(quorum_id=0))
     work = manager.allreduce(torch.ones(1))
-    manager._failures.died(failure(quorum_id=0))
+    manager._failures.member_failed(failure(quorum_id=0))
     group.works[0].future.set_result(None)
     assert work.wait() and manager.should_commit() and group.aborts == 0
 
@@ -153,8 +153,8 @@ def test_a_failure_in_a_quorum_that_is_not_followed_yet(
     """The lighthouse may tell of a death in the next quorum before this rank has looked at that quorum."""
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
-    manager._failures.died(failure(quorum_id=2))
-    manager._failures.died(failure(quorum_id=0))  # a late one takes nothing away
+    manager._failures.member_failed(failure(quorum_id=2))
+    manager._failures.member_failed(failure(quorum_id=0))  # a late one takes nothing away
     group.works[0].future.set_result(None)
     assert work.wait() and manager.should_commit() and group.aborts == 0
     fixture.client._quorum.return_value = make_quorum(quorum_id=2)
@@ -176,7 +176,7 @@ def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
     aborted = threading.Event()
 
     def connect() -> None:
-        threading.Thread(target=manager._failures.died, args=[failure()], daemon=True).start()
+        threading.Thread(target=manager._failures.member_failed, args=[failure()], daemon=True).start()
         assert aborted.wait(10)
         raise RuntimeError("aborted")
 
@@ -197,7 +197,7 @@ def test_all_callbacks_hear_of_a_failure_whatever_one_raises(fixture: Fixture) -
 
     manager.subscribe_failures(broken)
     manager.subscribe_failures(heard.append)
-    manager._failures.died(failure())
+    manager._failures.member_failed(failure())
     assert heard == [failure()]
 
 
@@ -210,7 +210,7 @@ def test_callbacks_hear_of_a_failure_when_the_group_cannot_be_aborted(fixture: F
 
     manager = fixture.manager(pg=group)
     manager.subscribe_failures(heard.append)
-    group.connecting, group.on_abort = lambda: manager._failures.died(failure()), broken
+    group.connecting, group.on_abort = lambda: manager._failures.member_failed(failure()), broken
     manager.start_quorum()
     manager.wait_quorum()
     assert heard == [failure()]
@@ -221,7 +221,7 @@ def test_a_failure_after_the_last_collective_costs_nothing(fixture: Fixture) -> 
     work = manager.allreduce(torch.ones(1))
     group.works[0].future.set_result(None)
     assert work.wait()
-    manager._failures.died(failure())
+    manager._failures.member_failed(failure())
     assert manager.should_commit() and group.aborts == 0
 
 
@@ -249,7 +249,7 @@ def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Ca
     logger.setLevel(logging.INFO)
     try:
         manager.allreduce(torch.ones(1))
-        manager._failures.died(failure())
+        manager._failures.member_failed(failure())
         assert not manager.should_commit() and not records
         fixture.client._quorum.return_value = make_quorum(quorum_id=2)
         manager.start_quorum()
@@ -305,7 +305,7 @@ def test_a_notice_that_cannot_be_read_does_not_end_the_failure_bus(
 ) -> None:
     monkeypatch.setattr(failures, "_LISTEN_AGAIN_SEC", 0.0)
     unread = TypeError("an unexpected field")
-    listener, heard = listen(unread, ("died", failure()), RuntimeError("the client is closed"))
+    listener, heard = listen(unread, ("failed", failure()), RuntimeError("the client is closed"))
     listener.join()
     assert heard == [failure()]
     assert "could not be read" in caplog.text and "an unexpected field" in caplog.text

@@ -594,7 +594,9 @@ def test_a_source_that_is_told_to_be_dead_is_not_waited_for(fixture: Fixture, ma
     fixture.client._quorum.return_value = healing(make_quorum)
     tries: list[timedelta] = []
     unreachable(
-        fixture, tries, lambda: manager._failures.died(MemberFailure(1, "group_0:uuid", "its connection broke"))
+        fixture,
+        tries,
+        lambda: manager._failures.member_failed(MemberFailure(1, "group_0:uuid", "its connection broke")),
     )
     manager.start_quorum()
     assert not manager.should_commit()
@@ -618,9 +620,9 @@ def test_a_source_that_dies_while_its_state_comes_is_not_waited_for(fixture: Fix
     fixture.transport.recv_checkpoint.side_effect = receive
     manager.start_quorum()
     assert begun.wait(30)
-    manager._failures.died(MemberFailure(1, "group_1:uuid", "another one"))
+    manager._failures.member_failed(MemberFailure(1, "group_1:uuid", "another one"))
     assert not abandoned.is_set()
-    manager._failures.died(MemberFailure(1, "group_0:uuid", "no sign of life"))
+    manager._failures.member_failed(MemberFailure(1, "group_0:uuid", "no sign of life"))
     assert not manager.should_commit()
     assert abandoned.is_set() and "abandoned" in str(manager.errored())
 

@@ -331,7 +331,7 @@ def test_a_worker_that_is_gone_may_be_noticed_while_lending(fake: Cuda) -> None:
 
     trainer = cuda.TrainerEnd(tell)
     tensor = torch.ones(4)
-    with pytest.raises(RuntimeError, match="failed"):
+    with pytest.raises(RuntimeError, match="died"):
         trainer.lend(tensor, True, True)
     del tensor
     assert not cuda._exports

@@ -151,7 +151,7 @@ def tables(result: dict[str, Any], ours: str, published: str) -> str:
     head += ["16 floats, µs", "ratio to plain", "25 MB, ms", "ratio to plain", "new peers, ms"]
     head += ["abort until the waiter returns, ms", "new peers after it, ms"]
     rows = []
-    for key, figures in result.items():
+    for key, figures in sorted(result.items()):  # the rounds took turns
         name, _, kind = key.rpartition("/")
         cell = partial(_cell, figures, name == ours)
 

@@ -89,8 +89,30 @@ STANDBY_TOO = [pytest.param(False, marks=pytest.mark.slow), True]
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{seconds} s passed before: {what}"
+        assert time.monotonic() < deadline, f"{seconds} s passed before: {what}\n{processes()}"
         time.sleep(0.01)
+
+
+def processes() -> str:
+    """For a failure: each worker, its age and threads, and who in this process has one."""
+    told = []
+    for pid in workers() if standby.servers._server is not None else ():
+        with contextlib.suppress(OSError):
+            age = time.time() - os.stat(f"/proc/{pid}").st_ctime
+            threads = [Path(task, "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+            told.append(f"worker {pid}, {age:.1f} s old, threads {threads}")
+    for group in gc.get_objects():
+        if isinstance(group, standby.Workers):
+            told.append(f"{group._used=} {group._next=} {group._given=}")
+    return "\n".join(told)
+
+
+def ready_worker() -> int:
+    """The only worker, which stands by."""
+    wait_until(lambda: len(workers()) == 1, "it stands by")
+    found = workers()
+    assert len(found) == 1, processes()
+    return found.pop()
 
 
 def stop(pid: int) -> None:
@@ -479,8 +501,7 @@ def test_a_killed_trainer_takes_everything_along() -> None:
 
 def test_the_worker_that_stands_by_becomes_the_next(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)
-    wait_until(lambda: len(workers()) == 1, "it stands by")
-    (ready,) = workers()
+    ready = ready_worker()
     group.configure(meeting(store), "replica", 0, 1)
     assert ready in workers()
     wait_until(lambda: len(workers()) == 2, "the next one stands by")
@@ -499,8 +520,7 @@ def test_without_a_standby(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_standby_that_died_is_replaced(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)
-    wait_until(lambda: len(workers()) == 1, "it stands by")
-    (ready,) = workers()
+    ready = ready_worker()
     os.kill(ready, signal.SIGKILL)
     wait_until(lambda: ready not in workers(), "it is gone")
     group.configure(meeting(store), "replica", 0, 1)
@@ -526,8 +546,7 @@ def test_a_server_that_died_is_replaced(store: TCPStore) -> None:
 def test_a_standby_whose_death_nobody_has_noticed_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies with its server, a moment before or after somebody looks."""
     group = ProcessGroupBabyGloo(TIMEOUT)
-    wait_until(lambda: len(workers()) == 1, "it stands by")
-    (ready,) = workers()
+    ready = ready_worker()
     monkeypatch.setattr(channel_module.Channel, "lost", lambda channel: channel.broken is not None)
     os.kill(ready, signal.SIGKILL)
     wait_until(lambda: ready not in workers(), "it is gone")

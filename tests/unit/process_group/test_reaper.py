@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from tests.unit.children import run_python
+from tests.unit.process_group.gloo_peers import DEADLINE_S
 from torchft.process_group._gloo import reaper
 
 # In a process of its own: if destroying the group kept the GIL, no timeout of ours would ever run.
@@ -52,3 +53,18 @@ def test_a_garbage_collection_may_call_it_anywhere() -> None:
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_group_that_takes_long_to_die_holds_up_nobody() -> None:
+    dying, end = threading.Event(), threading.Event()
+
+    class Slow:
+        def __del__(self) -> None:
+            dying.set()
+            end.wait(30)
+
+    reaper.reap([Slow()])
+    assert dying.wait(DEADLINE_S)
+    assert not reaper.drain(0.01)
+    end.set()
+    assert reaper.drain(DEADLINE_S)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp, TCPStore
 
-from tests.unit.process_group.isolated.test_isolated import workers
+from tests.unit.process_group.isolated.processes import workers
 from tests.unit.process_group.ranks import TIMEOUT, connect, on_ranks
 from torchft.process_group import ProcessGroupBabyGloo
 from torchft.process_group._gloo.scheduling import _LOOP

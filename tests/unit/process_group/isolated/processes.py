@@ -1,0 +1,93 @@
+"""The processes of isolated groups, as a test sees them in /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+from torchft.process_group.isolated import standby
+
+
+def children(pid: int) -> dict[int, str]:
+    """The state of each child of a process."""
+    states = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid:
+            states[int(stat.parent.name)] = state
+    return states
+
+
+def server() -> int:
+    running = standby.servers._server
+    assert running is not None
+    return running.pid
+
+
+def workers() -> set[int]:
+    return set(children(server()))
+
+
+# Each costs another server, which imports PyTorch. With a standby there is more that can die or hang.
+STANDBY_TOO = [pytest.param(False, marks=pytest.mark.slow), True]
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{seconds} s passed before: {what}\n{processes()}"
+        time.sleep(0.01)
+
+
+def processes() -> str:
+    """For a failure: each worker, its age and threads, and who in this process has one."""
+    told = []
+    for pid in workers() if standby.servers._server is not None else ():
+        with contextlib.suppress(OSError):
+            age = time.time() - os.stat(f"/proc/{pid}").st_ctime
+            threads = [Path(task, "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+            told.append(f"worker {pid}, {age:.1f} s old, threads {threads}")
+    for group in gc.get_objects():
+        if isinstance(group, standby.Workers):
+            told.append(f"{group._used=} {group._next=} {group._given=}")
+    return "\n".join(told)
+
+
+def ready_worker() -> int:
+    """The only worker, which stands by."""
+    wait_until(lambda: len(workers()) == 1, "it stands by")
+    found = workers()
+    assert len(found) == 1, processes()
+    return found.pop()
+
+
+def stop(pid: int) -> None:
+    """Returns when it is stopped: until then a server may still fork a worker, and a worker answer."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+
+
+def worker() -> int:
+    """The worker of the only group: the one with threads of Gloo. That of the group before it may still be there."""
+    found: list[int] = []
+
+    def alone() -> bool:
+        found.clear()
+        with contextlib.suppress(FileNotFoundError):
+            found.extend(pid for pid in workers() if len(os.listdir(f"/proc/{pid}/task")) > 1)
+            return len(found) == 1
+        return False
+
+    wait_until(alone, "there is one worker")
+    return found[0]

@@ -1,0 +1,397 @@
+"""The fork server and the workers that stand by: who starts, who replaces whom, and what is left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp, TCPStore
+
+from tests.unit.process_group.isolated.processes import (
+    STANDBY_TOO,
+    children,
+    ready_worker,
+    server,
+    stop,
+    wait_until,
+    workers,
+)
+from tests.unit.process_group.isolated.refusing import ProcessGroupBabyRefusing, ProcessGroupBabyTelling
+from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting
+from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo
+from torchft.process_group.isolated import channel as channel_module
+from torchft.process_group.isolated import server as server_module
+from torchft.process_group.isolated import standby
+
+pytestmark = pytest.mark.processes
+
+
+def test_reconfigurations_leave_nothing_behind(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT)
+
+    def configure() -> None:
+        group.configure(meeting(store), "replica", 0, 1)
+        group.allreduce([torch.ones(4)], ReduceOp.SUM).wait()
+
+    def leftovers() -> tuple[int, int, int, int]:
+        # The standby of the latest is still to come, and the one before last to go.
+        wait_until(lambda: len(children(server())) == 2 and "Z" not in children(server()).values(), "two workers")
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir(f"/proc/{server()}/fd")),
+            maps.count("memfd:torchft"),
+            len([thread for thread in threading.enumerate() if "isolated" in thread.name]),
+        )
+
+    for _ in range(3):
+        configure()
+    before = leftovers()
+    for i in range(100):
+        if i % 10 == 0:
+            # In the middle of an operation
+            group.allreduce([torch.ones(1 << 18)], ReduceOp.SUM)
+        configure()
+    # What other tests left in this process may end meanwhile.
+    wait_until(lambda: all(now <= then for now, then in zip(leftovers(), before)), "nothing is left")
+    group.shutdown()
+    wait_until(lambda: not workers(), "both workers end")
+
+
+TRAINER = r"""
+import os, sys, time
+import torch
+from torch.distributed import ReduceOp, TCPStore
+from torchft.process_group import ProcessGroupBabyGloo
+from torchft.process_group.isolated import standby
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+group = ProcessGroupBabyGloo(20.0)
+group.configure(f"localhost:{store.port}/x", "replica", 0, 1)
+group.allreduce([torch.ones(4)], ReduceOp.SUM).wait()
+if os.fork() == 0:  # a data loader's process, say, that outlives the trainer
+    try:
+        group.allreduce([torch.ones(4)], ReduceOp.SUM)
+    except RuntimeError as e:
+        os.write(1, f"{e}\n".encode())  # in one piece
+    time.sleep(20)
+    os._exit(0)
+os.write(1, f"{standby.servers._server.pid}\n".encode())
+time.sleep(60)
+"""
+
+
+def test_a_killed_trainer_takes_everything_along() -> None:
+    """Also while a child of its own lives on, with all that it inherited."""
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        lines = sorted(trainer.stdout.readline() for _ in range(2))
+        try:
+            assert "a forked process cannot use its parent's group" in lines[1]
+            pid = int(lines[0])
+            wait_until(lambda: len(children(pid)) == 2, "a worker and a standby")
+            everything = [pid, *children(pid)]
+            trainer.kill()
+            wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in everything), "all are gone")
+        finally:
+            os.killpg(trainer.pid, signal.SIGKILL)
+
+
+def test_the_worker_that_stands_by_becomes_the_next(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    ready = ready_worker()
+    group.configure(meeting(store), "replica", 0, 1)
+    assert ready in workers()
+    wait_until(lambda: len(workers()) == 2, "the next one stands by")
+    group.shutdown()
+    group.shutdown()
+    wait_until(lambda: not workers(), "both end")
+
+
+def test_without_a_standby(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_ISOLATED_STANDBY", "0")
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    group.configure(meeting(store), "replica", 0, 1)
+    assert len(workers()) == 1
+    group.shutdown()
+
+
+def test_a_standby_that_died_is_replaced(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    ready = ready_worker()
+    os.kill(ready, signal.SIGKILL)
+    wait_until(lambda: ready not in workers(), "it is gone")
+    group.configure(meeting(store), "replica", 0, 1)
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+def test_a_server_that_died_is_replaced(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    group.configure(meeting(store), "replica", 0, 1)
+    old = server()
+    os.kill(old, signal.SIGKILL)
+    # The kernel ends the worker with its server.
+    wait_until(lambda: group.errored() is not None, "the group notices")
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    group.configure(meeting(store), "replica", 0, 1)
+    assert server() != old
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+def test_a_standby_whose_death_nobody_has_noticed_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies with its server, a moment before or after somebody looks."""
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    ready = ready_worker()
+    monkeypatch.setattr(channel_module.Channel, "lost", lambda channel: channel.broken is not None)
+    os.kill(ready, signal.SIGKILL)
+    wait_until(lambda: ready not in workers(), "it is gone")
+    group.configure(meeting(store), "replica", 0, 1)
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+@pytest.mark.parametrize("standby_too", STANDBY_TOO)
+def test_a_server_that_dies_while_it_is_asked_is_replaced(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool
+) -> None:
+    """The request for a worker is lost with it."""
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
+    if standby_too:
+        wait_until(lambda: len(workers()) == 1, "it stands by")
+    old = server()
+    stop(old)
+    for pid in workers():
+        stop(pid)
+    asked = threading.Event()
+    start = channel_module.Channel.start
+
+    def tell(channel: Any, *args: Any) -> Any:
+        op = start(channel, *args)
+        asked.set()
+        return op
+
+    monkeypatch.setattr(channel_module.Channel, "start", tell)
+
+    def kill() -> None:
+        assert asked.wait(20)
+        os.kill(old, signal.SIGKILL)
+
+    results = in_threads([lambda: group.configure(meeting(store), "replica", 0, 1), kill])
+    assert results == [None, None]
+    assert server() != old
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed counts as alive until the kernel is through with it."""
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
+    old = standby.servers.get()
+    os.kill(old.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, old.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(old, "alive", lambda: True)
+    group.configure(meeting(store), "replica", 0, 1)
+    assert server() != old.pid
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+@pytest.mark.parametrize("standby_too", STANDBY_TOO)
+def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
+    old = server()
+    stop(old)
+    for pid in workers():
+        stop(pid)
+    monkeypatch.setattr(standby, "_START_SEC", 0.3)
+
+    def configure() -> None:
+        group.configure(meeting(store), "replica", 0, 1)
+
+    try:
+        with pytest.raises(RuntimeError, match=r"timed out after .* seconds: it did not start"):
+            (group.get_reconfigure_handle if standby_too else configure)()
+        monkeypatch.undo()
+        configure()
+        assert server() != old
+        group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+        group.shutdown()
+        # As at the end of the process: groups that a failed test has left do not count
+        standby.servers.close()
+        # On a busy machine whoever kills it does not wait until it can be reaped
+        wait_until(lambda: children(os.getpid()).get(old, "Z") == "Z", "it is killed")
+    finally:
+        if children(os.getpid()).get(old) == "T":  # else the next tests would wait for it
+            os.kill(old, signal.SIGKILL)
+
+
+def test_workers_that_die_again_and_again_are_given_up(store: TCPStore) -> None:
+    # Not above: workers import this module for other tests.
+    from tests.unit.process_group.isolated.dying import ProcessGroupBabyDying
+
+    group = ProcessGroupBabyDying(TIMEOUT)
+    with pytest.raises(RuntimeError, match="dying: the worker process died"):
+        group.configure(meeting(store), "replica", 0, 1)
+    with pytest.raises(RuntimeError, match="dying: the worker process died"):
+        group.get_reconfigure_handle()
+    group.shutdown()
+
+
+def test_an_abort_while_the_worker_starts(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
+    pid = server()
+    stop(pid)
+
+    def abort() -> None:
+        wait_until(lambda: group._worker is not None, "it is asked")
+        group.abort()
+
+    try:
+        error, _ = in_threads([lambda: group.configure(meeting(store), "replica", 0, 1), abort])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert isinstance(error, RuntimeError) and "was aborted" in str(error)
+    group.shutdown()
+
+
+def test_a_group_that_is_collected_while_its_thread_holds_the_locks(store: TCPStore) -> None:
+    """The garbage collector runs wherever it likes, and there ends the groups that nobody refers to."""
+    group: Any = ProcessGroupBabyGloo(TIMEOUT)
+    group.configure(meeting(store), "replica", 0, 1)
+    channel, shared = group._worker.channel, standby.servers._server
+    assert shared is not None
+    group.itself = group
+
+    def collect() -> None:
+        with standby.servers._lock, shared._lock, channel._lock, channel.wire._send_lock:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    del group
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert channel.broken is not None
+    wait_until(lambda: not workers(), "its workers end")
+
+
+def test_a_standby_is_small(alone: ProcessGroup) -> None:
+    wait_until(lambda: len(workers()) == 2, "one works and one stands by")
+    for pid in workers():
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        private = sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private"))
+        print(f"private memory: {private / 1000:.0f} MB")
+        assert private < 100_000, f"{private} kB"
+
+
+def test_the_worker_has_neither_the_native_library_nor_the_users_script(store: TCPStore) -> None:
+    group = ProcessGroupBabyTelling(TIMEOUT)
+    with pytest.raises(RuntimeError, match=r"LookupError: loaded: \[\], main: None"):
+        group.configure(meeting(store), "replica", 0, 1)
+    group.shutdown()
+
+
+def test_the_workers_own_error_reaches_the_caller(store: TCPStore) -> None:
+    group = ProcessGroupBabyRefusing(TIMEOUT)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no room for a group"):
+            group.configure(meeting(store), "replica", 0, 1)
+        assert group.size() == -1
+        with pytest.raises(AssertionError, match="not initialized"):
+            group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    group.shutdown()
+
+
+def test_a_worker_that_cannot_be_forked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", fork)
+    # The server as it is, but for the process that it runs in.
+    forking = object.__new__(server_module._Server)
+    forking._error, forking._workers = "", {}
+    channel = channel_module.Channel("a group", lambda *_: None, lambda: None)  # type: ignore[arg-type,return-value]
+    (requests, answers), (end, ended) = channel.wire.theirs, os.pipe()
+    with open(end, "rb", buffering=0) as reading:
+        forking._spawn({"spawn": 1}, requests.detach(), answers, ended)
+        assert reading.read() == b"" and not forking._workers
+    assert channel.lost()
+    assert "the worker could not be forked: [Errno 12] Cannot allocate memory" in str(channel.broken)
+
+
+def test_a_class_that_the_worker_cannot_find(store: TCPStore) -> None:
+    class Local(ProcessGroupBabyGloo):
+        pass
+
+    group = Local(TIMEOUT)
+    with pytest.raises(RuntimeError, match="<locals>"):
+        group.configure(meeting(store), "replica", 0, 1)
+    group.shutdown()
+
+
+def test_the_last_words_of_a_worker_are_read_first(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that cannot be sent any more shows the end of the worker sooner than its answers do."""
+    monkeypatch.setattr(channel_module.Channel, "lost", lambda channel: channel.broken is not None)
+
+    class Local(ProcessGroupBabyGloo):
+        pass
+
+    group = Local(TIMEOUT)
+    channel: Any = group._workers._next.channel  # type: ignore[union-attr]
+    wait_until(lambda: select.select([channel.wire._answers], [], [], 0)[0], "the worker has said why")
+    wait_until(lambda: not workers(), "and has ended")
+    with pytest.raises(RuntimeError, match="<locals>"):
+        group.configure(meeting(store), "replica", 0, 1)
+    group.shutdown()
+
+
+def test_a_class_in_the_users_script() -> None:
+    group = type("Scripted", (ProcessGroupBabyGloo,), {"__module__": "__main__"})
+    with pytest.raises(ValueError, match="Scripted is defined in __main__"):
+        group()
+
+
+def test_peers_that_do_not_come_are_given_up(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(timedelta(milliseconds=300))
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.3 seconds"):
+        group.configure(meeting(store), "replica", 0, 2)
+    group.shutdown()
+
+
+def test_operations_after_a_shutdown_say_that_the_handle_is_closed(store: TCPStore) -> None:
+    group = ProcessGroupBabyGloo(TIMEOUT)
+    group.configure(meeting(store), "replica", 0, 1)
+    group.shutdown()
+    with pytest.raises(OSError, match="handle is closed"):
+        group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    group.configure(meeting(store), "replica", 0, 1)
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+def test_the_end_of_the_process_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server goes first there, and then its users; a thread that starts so late may not come to its end."""
+    servers = standby._Servers()
+    monkeypatch.setattr(standby, "_TIMEOUT_MANAGER", None)
+    servers.acquire()
+    servers.close()
+    servers.release()
+    assert servers._server is None and servers._end is None

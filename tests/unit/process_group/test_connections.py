@@ -1,0 +1,159 @@
+"""Which connections are a Gloo group's, and what cutting them does."""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from tests.unit.process_group.gloo_peers import GONE, SOON, connections_of, first_line, gloo, pair
+from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
+from torchft.process_group._gloo.connections import Connections, _listening, _raw
+
+
+def test_the_peers_notice_an_abort(store: TCPStore) -> None:
+    groups = [gloo() for _ in range(3)]
+    connect(groups, store)
+    works = [groups[rank].broadcast_one(torch.zeros(1), 2) for rank in (0, 1)]
+    groups[2].abort()
+    results = in_threads([work.wait for work in works], timedelta(seconds=SOON))
+    assert [type(result) for result in results] == [RuntimeError] * 2
+    assert all(re.search(GONE, str(result)) for result in results), results
+    for group in groups:
+        group.shutdown()
+
+
+def test_only_the_connections_of_this_group_are_cut(store: TCPStore) -> None:
+    here, there = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    mine, others = pair(store), pair(store)
+    mine[0].abort()
+
+    on_ranks(2, lambda rank: others[rank].barrier().wait())
+    assert store.add("still connected", 1) == 1
+    for near, far in ((here, there), (client, accepted)):
+        near.sendall(b"x")
+        assert far.recv(1) == b"x"
+        near.close()
+        far.close()
+    for group in mine + others:
+        group.shutdown()
+
+
+def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone(store: TCPStore) -> None:
+    groups = pair(store)
+    connections = connections_of(groups[0])
+    assert len(connections) > 0
+    # As if the connections had been closed and their numbers used for these.
+    pairs = [socket.socketpair() for _ in range(len(connections))]
+    connections._connections = {
+        ours.fileno(): connection for (ours, _), connection in zip(pairs, connections._connections.values())
+    }
+    connections.shutdown()
+    assert len(connections) == 0
+    for ours, theirs in pairs:
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"
+        ours.close()
+        theirs.close()
+    on_ranks(2, lambda rank: groups[rank].barrier().wait())
+    for group in groups:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("interfaces", ["lo", "lo,lo"])
+def test_every_context_of_gloo_is_cut(store: TCPStore, interfaces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations take turns on the contexts: the first of these is on one of them, the second on the other."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    groups = pair(store)
+    assert len(connections_of(groups[0])) == len(interfaces.split(","))
+    works = [groups[1].broadcast_one(torch.zeros(1), 0) for _ in range(2)]
+    groups[0].abort()
+    results = in_threads([work.wait for work in works], timedelta(seconds=SOON))
+    assert [first_line(r)[-6:] != "broken" for r in results if isinstance(r, RuntimeError)] == [True, True]
+    for group in groups:
+        group.shutdown()
+
+
+def test_ipv6_is_cut(store: TCPStore) -> None:
+    if not can_bind("::1"):
+        pytest.skip("this host has no IPv6")
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="::1")]
+    options._timeout = TIMEOUT
+    prefix = meeting(store).partition("/")[2]
+
+    def make(rank: int) -> tuple[Any, Connections]:
+        own = dist.PrefixStore(prefix, TCPStore("localhost", store.port, is_master=False, wait_for_workers=False))
+        return dist.ProcessGroupGloo(own, rank, 2, options), Connections(own, rank, 2)
+
+    (first, connections), (second, _) = on_ranks(2, make)
+    assert len(connections) == 2
+    work = second.recv([torch.zeros(1)], 0, 0)
+    connections.shutdown()
+    assert isinstance(in_threads([work.wait], timedelta(seconds=SOON))[0], RuntimeError)
+    del first
+
+
+def can_bind(address: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def published(address: bytes, host: bytes = b"host") -> bytes:
+    """What a rank of Gloo publishes: most of the address is memory that was never written."""
+    rest = struct.pack("=H", socket.AF_INET) + b"\x11\x11" + b"\x7f\0\0\1"  # as if left by somebody else
+    storage = (address + rest * 16)[:128]
+    return struct.pack("=Q", len(host)) + host + struct.pack("=Q", 136) + storage + bytes(8) + struct.pack("=Q", 1)
+
+
+def test_an_address_is_read_from_what_a_rank_publishes() -> None:
+    four = _raw(socket.AF_INET, ("1.2.3.4", 258))[0]
+    six = _raw(socket.AF_INET6, ("fe80::1", 258, 0, 0))[0]
+    assert _listening(published(four)) == four
+    assert _listening(published(six[:4] + b"flow" + six[8:], host=b"")) == six
+    unix = struct.pack("=H", socket.AF_UNIX)
+    for other in (b"", b"text", published(unix), published(four)[:40], b"\xff" * 200):
+        assert _listening(other) is None
+
+
+def test_without_published_addresses_nothing_is_cut() -> None:
+    assert len(Connections(dist.HashStore(), 0, 2)) == 0
+    assert len(Connections(dist.HashStore(), 0, 1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "raw"),
+    [
+        (socket.AF_INET, ("1.2.3.4", 258), [b"\x01\x02\x01\x02\x03\x04"]),
+        (socket.AF_INET6, ("::1", 258, 0, 0), [b"\x01\x02" + bytes(4) + bytes(15) + b"\x01"]),
+        (
+            socket.AF_INET6,
+            ("fe80::1%lo", 258, 0, 1),
+            [b"\x01\x02" + bytes(4) + b"\xfe\x80" + bytes(13) + b"\x01"],
+        ),
+        (
+            socket.AF_INET6,
+            ("::ffff:1.2.3.4", 258, 0, 0),
+            [b"\x01\x02" + bytes(4) + bytes(10) + b"\xff\xff\x01\x02\x03\x04", b"\x01\x02\x01\x02\x03\x04"],
+        ),
+        (socket.AF_UNIX, "/some/path", []),
+        (socket.AF_UNSPEC, (1, 2), []),
+    ],
+)
+def test_addresses_as_they_stand_in_memory(family: int, address: object, raw: list[bytes]) -> None:
+    # The first two bytes are the family, in the order of this machine.
+    assert [text[2:] for text in _raw(family, address)] == raw

@@ -72,7 +72,7 @@ func explore(first, newcomers set, events, crashes int, mistake string, start ..
 var histories = []struct {
 	first, newcomers set
 	events           int
-	// states is how many states there are that differ in something that matters, as in docs/correctness.md: with that many events, with
+	// states is how many states there are that differ in something that matters: with that many events, with
 	// one more (-events=1), and with two.
 	states [3]int
 }{

@@ -72,7 +72,7 @@ func (s *succession) listed() bool { return s.seat.Of > 1 }
 //
 // Where nobody else is alive the new list is taken: so an operator who ends all groups of a job can give them another one,
 // without a restart of the lighthouses. That nobody is alive here does not say that nobody trains elsewhere: while groups do
-// that have the old list, one with another list must not begin (docs/correctness.md, what the proof takes for granted).
+// that have the old list, one with another list must not begin (docs/correctness.md, its assumptions).
 func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	switch {
 	case seat.Of == 0:

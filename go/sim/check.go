@@ -107,7 +107,7 @@ func (c *checker) ids(by *watch, d quorum.Deliver) {
 // Where an operator gave up members, the steps of a branch without a living group do not count: the operator says that
 // there is none, and that is so.
 //
-// Newcomers may begin a job again where nobody can tell them of it (docs/correctness.md, "What is not promised"): a quorum
+// Newcomers may begin a job again where nobody can tell them of it (docs/correctness.md, "Limits"): a quorum
 // after none starts a history of its own, and oneStart looks at who may be in it.
 func (c *checker) oneBranch(g *group, id int64) {
 	g.commitID = id

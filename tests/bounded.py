@@ -1,14 +1,15 @@
 """A run of the tests that ends in time, in another order for each seed: `make test-all`. A pytest plugin.
 
-SEED=N seeds `random` for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(), leaves out what would
-not end until then: slow tests are first, so that they get the time, and begin with another one for each seed, as do
-the others. Those marked `slow(first=True)` run each time.
+SEED=N seeds `random` and PyTorch for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(), leaves out
+what would not end until then: slow tests are first, so that they get the time, and begin with another one for each
+seed, as do the others. Those marked `slow(first=True)` run each time.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Iterable
 from typing import TypeVar
@@ -36,6 +37,13 @@ def seeded(request: pytest.FixtureRequest) -> None:
     """Each test by its own name: run alone, it draws the same."""
     if seed := os.environ.get("SEED"):
         random.seed(f"{seed}:{request.node.nodeid}")
+        if torch := sys.modules.get("torch"):  # without a seed, its first numbers are the same in every process
+            torch.manual_seed(random.getrandbits(63))
+
+
+def todays(seed: int) -> int:
+    """The seed of a test's random histories: this one, or one that SEED decides, which `make test-all` sets each day."""
+    return random.getrandbits(32) if os.environ.get("SEED") else seed
 
 
 def rotated(items: Iterable[T], seed: str) -> list[T]:

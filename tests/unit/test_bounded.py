@@ -15,14 +15,15 @@ pytest_plugins = ["pytester"]
 
 SUITE = """
 import random, time
-import pytest
+import pytest, torch
+from tests.bounded import todays
 
 @pytest.fixture(scope="module")
 def shared():
     yield
     print("given back")
 
-def test_draws(shared): print("drew", random.random())
+def test_draws(shared): print("drew", random.random(), torch.seed, todays(3))
 def test_other(shared): pass
 @pytest.mark.slow
 def test_slow(shared): pass
@@ -38,7 +39,17 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
+# In place of PyTorch, whose import takes seconds.
+TORCH = """
+seed = None
+def manual_seed(n):
+    global seed
+    seed = n
+"""
+
+
 def run(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
+    pytester.makepyfile(torch=TORCH)
     pytester.makepyfile(SUITE)
     pytester.makeini("[pytest]\nmarkers = slow")
     return pytester.runpytest_subprocess("-p", "tests.bounded", "-v", "-s", *args, timeout=60)
@@ -90,9 +101,10 @@ def test_a_seed_is_printed_and_repeats_what_a_test_draws(
 ) -> None:
     def drawn(*args: str) -> str:
         done = run(pytester, *args)
-        (found,) = re.findall(r"drew (\S+)", done.stdout.str())
+        (found,) = re.findall(r"drew (.+)", done.stdout.str())
         return found
 
+    assert drawn().endswith(" None 3"), "without a seed"
     monkeypatch.setenv("SEED", "7")
     run(pytester).stdout.fnmatch_lines(["seed 7 (SEED=7 repeats it)"])
     assert drawn() == drawn("-k", "draws")

@@ -11,6 +11,7 @@ from typing import Optional
 
 import pytest
 
+from tests.bounded import todays
 from torchft.ftlib.storage_rules import (
     Action,
     Confirm,
@@ -169,7 +170,7 @@ class Directory:
 
 
 def test_random_histories_have_one_communicator_at_a_time_and_end_in_one_of_all() -> None:
-    rng = random.Random(23)
+    rng = random.Random(todays(23))
     events = 0
     while events < 100_000:
         directory = Directory(rng)

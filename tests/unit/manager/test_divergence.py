@@ -7,6 +7,7 @@ from typing import Optional
 
 import pytest
 
+from tests.bounded import todays
 from torchft._manager.divergence import (
     BUCKETS,
     CPU_PIECE,
@@ -74,7 +75,7 @@ def test_what_a_step_digests(sizes: list[int], commits: int, spans: list[list[tu
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_sweep_covers_each_byte_once_in_equal_parts(seed: int) -> None:
-    choose = random.Random(seed)
+    choose = random.Random(todays(seed))
     sizes = [choose.choice((0, 1, 2, 3, 4, choose.randrange(5000))) for _ in range(choose.randrange(1, 40))]
     commits = choose.randrange(1, 60)
     first = choose.randrange(1000) * commits
@@ -213,7 +214,7 @@ class Job:
 def test_random_histories(seed: int) -> None:
     """Bits flip, groups heal for other reasons and steps are lost: whoever differs is told of it in time, and no other
     group is."""
-    choose = random.Random(seed)
+    choose = random.Random(todays(seed))
     job, flips, step = Job(choose), 0, 0
     while step < 150:
         if not any(job.wrong) and choose.random() < 0.3:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import ReduceOp
 
+from tests.bounded import todays
 from torchft._manager.digest import digest_all, memory_of
 from torchft._manager.divergence import OnDivergence
 from torchft._manager.layout import announce, announce_comparison, announce_native_comparison, bare, comparison_of
@@ -131,7 +132,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 
 @pytest.mark.parametrize("flips", [50, pytest.param(1000, marks=pytest.mark.slow)])  # the same, and more of it
 def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
-    choose, sweep = random.Random(20), 3
+    choose, sweep = random.Random(todays(20)), 3
     job = Job([Group(rank, sweep) for rank in range(GROUPS)])
     within = sweep + sweep  # a sweep, and until the next message
     gone = 0

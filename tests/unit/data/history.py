@@ -363,9 +363,12 @@ def check(plan: Plan, weights: Weights) -> None:
 def prove(seed: int, group: type[Group] = Group) -> Job:
     """Runs one history, and asks the oracle."""
     job = Job(seed, group)
-    final = job.run()
-    if not final:
-        raise Broken("no group reached the end")
-    for weights in final:
-        check(job.plan, weights)
+    try:
+        final = job.run()
+        if not final:
+            raise Broken("no group reached the end")
+        for weights in final:
+            check(job.plan, weights)
+    except Broken as e:
+        raise Broken(f"prove({seed}): {e}") from e
     return job

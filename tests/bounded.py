@@ -42,7 +42,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 def todays(seed: int) -> int:
-    """The seed of a test's random histories: this one, or one that SEED decides, which `make test-all` sets each day."""
+    """The seed of a test's random histories: this one, or one that SEED decides, which `make test-all` sets."""
     return random.getrandbits(32) if os.environ.get("SEED") else seed
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections import Counter
+from pathlib import Path
 
 # Heartbeat timeout of lighthouses under which groups are only killed: longer than any test, so that silence explains
 # nothing that happens in it.
 SILENCE_MS = 600_000
+# All there are, from the lighthouse's source.
+_SOURCE = Path(__file__).resolve().parents[2] / "go/quorum/types.go"
+CAUSES = re.findall(r'^\t\w+ +Cause = "(\w+)"', _SOURCE.read_text(), re.MULTILINE)
 _COUNTED = re.compile(r'^torchft_member_failures_total\{cause="(\w+)",training_job="default"\} (\d+)$', re.MULTILINE)
 # The kernel closes what a killed process had open: its stream to the lighthouse ("connection") or to the manager server
 # of its group ("rank"), and its host may say that it has ended ("process"). "unreachable" belongs to both sides: the
@@ -39,6 +43,13 @@ def check_killed(before: Counter[str], after: Counter[str], members: int, heartb
     if heartbeat_timeout_ms < SILENCE_MS:
         others.pop("silent", None)
     assert not others, f"members were found by what a kill is no reason for: {new}"
+
+
+def check_killed_by_log(log: str, member: str) -> None:
+    """The same for one member, by the log of a lighthouse that has ended."""
+    reasons = re.findall(rf'torchft: a member failed" .*member="?\[{member}\b.*reason="([^"]*)"', log)
+    assert reasons, f"{member} was killed, and is in no line of the log:\n{log}"
+    assert not any(reason.startswith("no sign of life") for reason in reasons), reasons
 
 
 def check_silenced(before: Counter[str], after: Counter[str], members: int) -> None:

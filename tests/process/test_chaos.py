@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from causes import SILENCE_MS, check_killed
+from causes import CAUSES, SILENCE_MS, check_killed
 from chaos import HEARTBEAT_TIMEOUT_MS, PHASES, STOP_BOUND_S, Chaos
 from chaos_faults import EJECT, FAULTS, Fault, next_missing, possible_in, table
 from flapping import Flapping
@@ -22,7 +22,6 @@ from processes import Job
 from tests.promises import KILL_S, within
 
 needs_native = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14")
-CAUSES = ["silent", "connection", "rank", "unreachable", "stalled", "process", "parted"]  # go/quorum/types.go
 OTHERS = ["isolated", pytest.param("native", marks=[needs_native, pytest.mark.slow])]
 # One for each way in which the others find out and go on: by the grace, by a broken collective, by silence, alone, in a
 # heal, or with another lighthouse. What is stopped first has time: Gloo keeps what it forgets until its timeout.
@@ -215,7 +214,8 @@ def test_what_a_kill_is_noticed_by(heartbeat_timeout_ms: int) -> None:
                 check(1, **{cause: 1})
     with pytest.raises(AssertionError, match="2 members were killed, and 1 found"):
         check(2, connection=1, silent=1)
-    for cause in ("stalled", "parted"):
+    assert {"stalled", "parted", "doubtful"} < {*CAUSES}
+    for cause in {*CAUSES} - {"connection", "rank", "process", "unreachable", "silent"}:
         with pytest.raises(AssertionError, match="no reason"):
             check(1, **{"connection": 1, cause: 1})
     if heartbeat_timeout_ms == SILENCE_MS:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from causes import SILENCE_MS
 from ftlib_worker import LR, digits, make_model, part
 from processes import START_TIMEOUT_S, Child, Job, ours_path
 from torch.nn.functional import cross_entropy
@@ -102,7 +103,7 @@ def lines_of_rebuild() -> int:
 
 def settings_of(consensus: str, job: Job, folder: Path) -> dict[str, Any]:
     if consensus == "lighthouse":
-        _, address = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000)
+        _, address = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=SILENCE_MS)
         return {"timeout": 60, "lighthouse_addr": address}
     return {"timeout": 60, "directory": str(folder / "shared"), "expiry": 3}
 

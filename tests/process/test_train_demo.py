@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from causes import check_killed_by_log
 
 from tests.promises import KILL_S, within
 from torchft.launch import process_tree
@@ -68,6 +69,7 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     assert victim[again - 1]["step"] >= 50  # where it was killed
     back = next(event for event in victim[again:] if event["event"] == "commit")
     assert back["healing"] and back["step"] > 50
+    check_killed_by_log((tmp_path / "lighthouse.log").read_text(), "train_ddp_1")
     next_commit, unit, killed = rows["from the kill to the next commit"]
     assert 0 < float(next_commit) < within(KILL_S) and unit == "s" and killed == "killed"
     heal, unit = rows["from its restart to healed"]

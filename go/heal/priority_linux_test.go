@@ -11,6 +11,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
+
+	"github.com/torchft/torchft/go/internal/testmain"
 )
 
 // The main thread cannot end: no goroutine of a test shall run on it.
@@ -63,7 +65,7 @@ func (c served) ask(op uint32) {
 func TestServingYieldsToTheTraining(t *testing.T) {
 	idleBefore, leastBefore := yielding(t)
 	if leastBefore > 0 {
-		t.Skip("these tests run with the least share: there is none below")
+		testmain.Skip(t, "these tests run with the least share: there is none below")
 	}
 	become := func(idle, least int) {
 		t.Helper()

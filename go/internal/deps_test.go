@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -113,6 +114,26 @@ func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	for name, p := range packages(t) {
 		if !strings.HasPrefix(name, "cmd/") && name != "internal/fttest" {
 			assert.NotContains(t, p.Deps, "os/signal", "%s", name)
+		}
+	}
+}
+
+// `go test` does not say what it skipped. A test that a flag turns on, and one that needs a network namespace, of which the Makefile
+// tells, may skip; any other one fails under CI=true.
+func TestASkipIsAFailureUnderCI(t *testing.T) {
+	allowed := regexp.MustCompile(`t\.Skip\("-|"this system makes no network for a test:"`)
+	tests, err := filepath.Glob("../*/*_test.go")
+	require.NoError(t, err)
+	deeper, err := filepath.Glob("../*/*/*_test.go")
+	require.NoError(t, err)
+	require.Greater(t, len(deeper), 10)
+	for _, path := range append(tests, deeper...) {
+		text, err := os.ReadFile(path)
+		require.NoError(t, err)
+		for line := range strings.Lines(string(text)) {
+			if regexp.MustCompile(`\b[tb]\.Skip(f|Now)?\(`).MatchString(line) && !strings.HasPrefix(path, "../internal/testmain/") {
+				assert.Regexp(t, allowed, line, "%s: call testmain.Skip", path)
+			}
 		}
 	}
 }

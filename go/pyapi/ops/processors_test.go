@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
@@ -16,7 +17,7 @@ func (*idle) Address() string { return "http://here:1" }
 
 func TestProcessorsFollowTheWork(t *testing.T) {
 	if runtime.NumCPU() < 2 || os.Getenv("GOMAXPROCS") != "" {
-		t.Skip("there is no choice of processors")
+		testmain.Skip(t, "there is no choice of processors")
 	}
 	before := runtime.GOMAXPROCS(0)
 	t.Cleanup(func() { runtime.GOMAXPROCS(before) })

@@ -28,7 +28,7 @@ const (
 	votePhase   = "vote"   // from the first rank that votes to the last
 )
 
-// rankCounters are what ranks count, by the names that they say: Manager._counted in torchft/manager.py.
+// rankCounters are what ranks count, by the names that they say: Extras.counted in torchft/_extras.py.
 var rankCounters = map[string]struct{ metric, help string }{
 	"divergences": {
 		"torchft_manager_divergences_total",

@@ -231,12 +231,40 @@ def test_no_memory_of_the_host_for_what_is_on_a_device(late: Any, monkeypatch: p
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = PAIRS[name](stack)
-        sent = pool.submit(source.send_checkpoint, [1], 3, state, timedelta(seconds=3))
+        sent = pool.submit(source.send_checkpoint, [1], 3, state, timedelta(seconds=1000))
         with pytest.raises(
             CheckpointError, match=r"4000 bytes of it are on a device.*1000 free.*use_async_quorum=False"
         ):
             target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(lambda: own, writable=False))
-        sent.exception(60)
+        sent.result(60)  # it does not wait for a target that cannot take its state
+        source.disallow_checkpoint()
+
+
+@pytest.mark.parametrize("name", ["Gloo", "process group on the device"])
+def test_a_target_that_cannot_even_discard_a_state_ends_the_transfer(
+    late: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its device is full: it aborts the group, and the source has an error at once instead of at its timeout."""
+
+    def full(*_: Any) -> Any:
+        raise CheckpointError("no memory for a tensor")
+
+    own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        source, target = PAIRS[name](stack)
+        monkeypatch.setattr(pg_transport._Channel, "_staged", full)
+        monkeypatch.setattr(pg_transport._Channel, "_is_here", lambda self, tensor: False)
+
+        def send() -> None:
+            torch.accelerator.set_device_index(0)
+            source.send_checkpoint([1], 3, state, timedelta(seconds=1000))
+            source.disallow_checkpoint()
+
+        sent = pool.submit(send)
+        with pytest.raises(CheckpointError, match="no memory for a tensor"):
+            target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(lambda: own, writable=True))
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 3 to \[1\]"):
+            sent.result(60)
 
 
 def test_a_heal_whose_native_group_was_aborted_is_no_state(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:

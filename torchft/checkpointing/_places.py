@@ -143,7 +143,7 @@ def _difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> 
 
 
 def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
-    """The tensors of a structure. It may be malformed: `decode` says so."""
+    """The tensors of a structure, in the order of `decode`. It may be malformed: that says so."""
     if not isinstance(node, list) or not node:
         return
     tag, *items = node
@@ -156,8 +156,18 @@ def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
             yield from tensor_nodes(item, (*path, f"[{i}]"))
     elif tag in ("d", "o"):
         for key, item in zip(items[::2], items[1::2]):
-            if not isinstance(key, list):
-                yield from tensor_nodes(item, (*path, f"[{key!r}]"))
+            yield from tensor_nodes(key, path)
+            yield from tensor_nodes(item, (*path, f"[{_show_key(key)}]"))
+
+
+def _show_key(key: Any) -> str:
+    """A key as `decode` has it in a path; one that it does not take as nothing that is there."""
+    if not isinstance(key, list):
+        return repr(key)
+    try:
+        return repr(decode(key, [], "a key"))
+    except CheckpointError:
+        return json.dumps(key)
 
 
 def _uses(node: Any) -> Iterator[int]:

@@ -7,7 +7,8 @@ import logging
 import math
 import struct
 import time
-from contextlib import closing, suppress
+from collections import deque
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,7 +25,7 @@ from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
 from torchft.process_group._timeout import point_to_point_timeout
-from torchft.process_group.native import errors_of
+from torchft.process_group.native import abort_group, errors_of
 
 if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
@@ -117,10 +118,11 @@ class PGTransport(CheckpointTransport[T]):
         raw = _STEP.pack(step) + pack_structure(sizes, header.structure, header.devices)
         body = [torch.frombuffer(bytearray(raw), dtype=torch.uint8)]
         body += [storage_bytes(storage).cpu() for storage in header.storages]
-        self._send_text(channel, _MAGIC, torch.cat(body))
-        channel.announced(sum(tensor.numel() * tensor.element_size() for tensor in header.tensors))
-        for tensor in header.tensors:
-            channel.send(tensor)
+        with self._released(channel, receiving=False):
+            self._send_text(channel, _MAGIC, torch.cat(body))
+            channel.announced([tensor.numel() * tensor.element_size() for tensor in header.tensors])
+            for tensor in header.tensors:
+                channel.send(tensor)
         self._sent = channel.queued()
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta) -> None:
@@ -153,21 +155,33 @@ class PGTransport(CheckpointTransport[T]):
         """
         what = f"checkpoint of step {step} from rank {src_rank}"
         channel = self._channel([src_rank], what, timeout)
-        sent, said, flats = self._recv_header(channel)
-        if sent != step:
-            # The tensors that follow stay unread; the group is of no use any more, and the error says so to Manager.
-            raise CheckpointError(f"{what}: the source sends step {sent}")
-        places = self._places(said, target)
-        with closing(Meter(what, logger)) as meter:
-            channel.meter = meter
-            nbytes = _announced_bytes(said.tree)
-            meter.expect(nbytes)
-            channel.announced(nbytes)
-            got = decode(said.tree, flats, what, lambda path, node: self._recv_tensor(channel, places, path, node))
-            if (queued := channel.queued()) is not None:
-                queued.wait()
-            meter.done()
+        with self._released(channel, receiving=True):
+            sent, said, flats = self._recv_header(channel)
+            with closing(Meter(what, logger)) as meter:
+                channel.meter = meter
+                sizes = _announced_sizes(said.tree)
+                meter.expect(sum(sizes))
+                channel.announced(sizes)
+                if sent != step:
+                    raise CheckpointError(f"{what}: the source sends step {sent}")
+                places = self._places(said, target)
+                got = decode(said.tree, flats, what, lambda path, node: self._recv_tensor(channel, places, path, node))
+                if (queued := channel.queued()) is not None:
+                    queued.wait()
+                meter.done()
         return got
+
+    @contextmanager
+    def _released(self, channel: _Channel, receiving: bool) -> Iterator[None]:
+        """Lets the other end go on when this one fails: it would wait until its timeout, and all groups with it."""
+        try:
+            yield
+        except Exception:
+            if not channel.broken and not (receiving and channel.discard()):
+                logger.info("%s: the process group is aborted in the middle of it", channel.what)
+                with suppress(Exception):  # the error that led here counts
+                    abort_group(self._pg)
+            raise
 
     def _places(self, said: Structure, target: Optional[Target]) -> _Places:
         if self._state_dict is None and target is not None:
@@ -176,7 +190,7 @@ class PGTransport(CheckpointTransport[T]):
                 own = target.own()
                 return _Places(said, own, Homes(own, devices).of)
             target.devices = {path: device for path, device in devices.items() if device != "cpu"}
-            check_room(_announced_bytes(said.tree) if target.devices else 0, "the state")
+            check_room(sum(_announced_sizes(said.tree)) if target.devices else 0, "the state")
             return _Places(said, {}, lambda device: CPU)
         own = tensors_by_path(self._state_dict()) if self._state_dict is not None else {}
         return _Places(said, own, lambda device: CPU if device == "cpu" else self._device)
@@ -192,6 +206,7 @@ class PGTransport(CheckpointTransport[T]):
         channel.recv(body)
         raw = io.BytesIO(bytes(tensor_memory(body)))
         if magic == _REFUSED:
+            channel.announced([])
             raise CheckpointError(f"{what}: the source cannot send its state: {raw.read().decode(errors='replace')}")
         step = raw.read(_STEP.size)
         if len(step) < _STEP.size:
@@ -259,11 +274,16 @@ class _Channel:
         self._deadline = time.monotonic() + self.timeout.total_seconds()
         self._piece = _LEAST_PIECE
         self._stage: Optional[torch.Tensor] = None
+        self._left: Optional[deque[int]] = None  # bytes of the tensors that are to come; None: it is not known
+        self.broken = False  # the other end has an error as well, or runs out of the same time
 
-    def announced(self, nbytes: int) -> None:
-        """Of a small state the pieces are smaller, so that they take little memory beside it."""
-        self._piece = min(_PIECE, max(_LEAST_PIECE, nbytes // _PIECES))
+    def announced(self, sizes: List[int]) -> None:
+        """The bytes of the tensors are known. Of a small state the pieces are smaller, so that they take little memory
+        beside it.
+        """
+        self._piece = min(_PIECE, max(_LEAST_PIECE, sum(sizes) // _PIECES))
         self._stage = None
+        self._left = deque(sizes)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Sends a tensor to all."""
@@ -281,10 +301,28 @@ class _Channel:
         for piece in self._pieces(tensor):
             here = piece if self._is_here(tensor) else self._staged(piece.numel())
             self._wait([partial(self.pg.recv, [here], self.ranks[0], _TAG)])
+            if self._left:
+                self._left[0] -= piece.numel()
             if here is not piece:
                 piece.copy_(here)
             if self.meter is not None:
                 self.meter.count(piece.numel())
+        if self._left:
+            self._left.popleft()
+
+    def discard(self) -> bool:
+        """Receives what is still to come, and forgets it. False: it cannot, and the other end waits."""
+        if self._left is None:
+            return False
+        try:
+            for nbytes in self._left:
+                for start in range(0, nbytes, self._piece):
+                    piece = self._staged(min(self._piece, nbytes - start))
+                    self._wait([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
+        except Exception as error:
+            logger.info("%s: what is left of it cannot be received: %s", self.what, error)
+            return self.broken
+        return True
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -311,6 +349,7 @@ class _Channel:
                 if not work.wait(timedelta(seconds=left)):
                     raise RuntimeError("the process group gave up")
         except Exception as error:
+            self.broken = True
             # Gloo counts whole milliseconds, and is a little early
             if time.monotonic() >= self._deadline - _EARLY or isinstance(error, TimeoutError):
                 raise self.timed_out() from error
@@ -389,11 +428,11 @@ def _empty(
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes on {device}") from error
 
 
-def _announced_bytes(tree: Any) -> int:
-    """Of the tensors that follow a header. It may be malformed: `decode` says so."""
-    nbytes = 0
+def _announced_sizes(tree: Any) -> List[int]:
+    """Bytes of the tensors that follow a header, in their order. It may be malformed: `decode` says so."""
+    sizes = []
     for _, node in tensor_nodes(tree, ()):
         _, _, dtype_name, _, shape, _, _ = node[1] if node[0] == "D" else node
         with suppress(ValueError, TypeError):
-            nbytes += math.prod(shape) * dtype_of(dtype_name).itemsize
-    return nbytes
+            sizes.append(math.prod(shape) * dtype_of(dtype_name).itemsize)
+    return sizes

@@ -77,6 +77,17 @@ def test_tensors_are_received_in_place(make: Any) -> None:
     assert own["step"] == 0.0 and got["step"] == 1.0
 
 
+def test_keys_of_any_kind_name_a_place(make: Any) -> None:
+    own = {(1, "a"): torch.zeros(5), torch.float16: torch.zeros(2), b"x": {2**70: torch.zeros(7)}}
+    state = {(1, "a"): torch.arange(5.0), torch.float16: torch.ones(2), b"x": {2**70: torch.full((7,), 3.0)}}
+    source = make()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert_same(got, state)
+    assert got[1, "a"] is own[1, "a"] and got[torch.float16] is own[torch.float16]
+    assert got[b"x"][2**70] is own[b"x"][2**70]
+
+
 def test_what_lies_otherwise_is_copied_to_its_place(make: Any) -> None:
     """Other strides, memory that is shared, a part of a larger one."""
     base = torch.zeros(10, 10)

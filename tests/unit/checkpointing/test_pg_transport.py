@@ -84,10 +84,26 @@ def test_large_tensors_go_in_pieces(groups: list[Any], monkeypatch: pytest.Monke
     assert_same(got, state)
 
 
+def test_keys_of_any_kind(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends cut a state into pieces of the same size, and find what is there already."""
+    monkeypatch.setattr(pg_transport, "_LEAST_PIECE", 64)
+    state = {(1, "a"): torch.arange(30_000.0), torch.float16: torch.ones(5), b"x": {2**70: torch.full((7,), 3.0)}}
+    own = {(1, "a"): torch.zeros(30_000), torch.float16: torch.zeros(5), b"x": {2**70: torch.zeros(7)}}
+    source, target = PGTransport(groups[0], TIMEOUT, CPU), PGTransport(groups[1], TIMEOUT, CPU, lambda: own)
+    sent, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
+    assert sent is None
+    assert_same(got, state)
+    assert got[1, "a"] is own[1, "a"] and got[b"x"][2**70] is own[b"x"][2**70]
+
+
+# A target that cannot take a state: the source sends it all, and goes on
+
+
 def test_a_wrong_step(groups: list[Any]) -> None:
     source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
-    _, got = run(lambda: source.send_checkpoint([1], 4, {"a": 1}), lambda: target.recv_checkpoint(0, "", 5))
-    assert isinstance(got, CheckpointError)
+    state = {"a": torch.ones(1000)}
+    sent, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 5))
+    assert sent is None and isinstance(got, CheckpointError)
     assert "step 5 from rank 0" in str(got) and "sends step 4" in str(got)
 
 
@@ -126,12 +142,11 @@ def test_no_memory_at_the_target(groups: list[Any], monkeypatch: pytest.MonkeyPa
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return empty(shape, *args, **kwargs)
 
-    # The source, whose tensor nobody receives, waits for its timeout.
-    source, target = PGTransport(groups[0], timedelta(seconds=2), CPU), PGTransport(groups[1], TIMEOUT, CPU)
-    state = {"a": torch.ones(3), "b": torch.ones(100, 7)}
+    source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
+    state = {"a": torch.ones(3), "b": torch.ones(100, 7), "c": torch.ones(2, 200_000), "d": torch.ones(0)}
     monkeypatch.setattr(pg_transport.torch, "empty", refuse)
-    _, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
-    assert isinstance(got, CheckpointError)
+    sent, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
+    assert sent is None and isinstance(got, CheckpointError)
     assert str(got) == "checkpoint of step 4 from rank 0: no memory for a tensor of 2800 bytes on cpu"
 
 

@@ -12,6 +12,7 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from torchft.process_group import ProcessGroup, ProcessGroupWrapper, reconfigure_with_store, supports_reconfigure
+from torchft.process_group.native import abort_group, errors_of
 
 
 class Framework(ABC):
@@ -77,6 +78,7 @@ class ProcessGroupFramework(Framework):
                 "of PyTorch >= 2.14 made with init_process_group(..., enable_reconfigure=True)"
             )
         self._pg: Any = pg
+        self._error = errors_of(pg)
         self._timeout = timeout
         self._size = 1
 
@@ -119,15 +121,14 @@ class ProcessGroupFramework(Framework):
         self._wait(self._pg.broadcast([tensor], opts))
 
     def abort(self) -> None:
-        self._pg.abort()
+        abort_group(self._pg)
 
     def _wait(self, work: Work) -> None:
         work.wait()
         # Groups of devices, and those that swallow errors, tell later.
         if torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
-        errored = getattr(self._pg, "errored", None)
-        error = errored() if errored is not None else None
+        error = self._error()
         if error is not None:
             raise error
 

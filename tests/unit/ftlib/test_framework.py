@@ -1,0 +1,59 @@
+"""Native groups of PyTorch under FTLib: what an abort ends, and what they notice."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from tests.promises import ABORT_S, within
+from tests.unit.process_group.backends import NATIVE, native
+from torchft.ftlib.framework import ProcessGroupFramework
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="needs PyTorch >= 2.14, whose groups can be reconfigured")
+
+
+@pytest.fixture
+def members() -> list[ProcessGroupFramework]:
+    """Two that are connected."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    made = [ProcessGroupFramework(native(store, rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        address = f"localhost:{store.port}/rebuild"
+        assert all(pool.map(lambda rank: made[rank].rebuild(rank, 2, address), range(2)))
+    return made
+
+
+def test_an_abort_ends_a_collective_of_a_native_group(members: list[ProcessGroupFramework]) -> None:
+    first, silent = members
+    begun = threading.Event()
+
+    def average() -> None:
+        work = first.start_average(torch.ones(1))
+        begun.set()
+        first.finish_average(work)
+
+    with ThreadPoolExecutor(1) as pool:
+        averaged = pool.submit(average)
+        try:
+            assert begun.wait(60)
+            first.abort()
+            with pytest.raises(RuntimeError):
+                averaged.result(within(ABORT_S))
+        finally:
+            silent.abort()
+
+
+def test_what_a_native_group_noticed_is_raised(
+    members: list[ProcessGroupFramework], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a group of devices does, whose wait ends when an operation is queued."""
+    first, _ = members
+    first.abort()
+    monkeypatch.setattr(dist.Work, "wait", lambda *_: True)
+    with pytest.raises(RuntimeError, match="was aborted"):
+        first._wait(dist.Work())

@@ -1,38 +1,32 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
 
 from torchft._manager.plan import Plan, Source, WorldSizeMode, make_plan
+from torchft._torchft import QuorumResult
 
 
-def result(**fields: Any) -> Any:
+def result(**fields: Any) -> QuorumResult:
     """Group 1 of 3, two of which are up to date; this one is not among them."""
-    values = dict(
+    values: dict[str, Any] = dict(
         quorum_id=7,
         replica_rank=1,
         replica_world_size=3,
         recover_src_manager_address="http://source:1",
         recover_src_replica_rank=0,
-        recover_dst_replica_ranks=[],
         store_address="store:1",
         max_step=20,
         max_replica_rank=None,
         max_world_size=2,
         heal=True,
-        commit_failures=0,
         replica_ids=["a", "b", "c"],
         reconfigure_handles=["ha", "hb", "hc"],
-        replicas_without_handles=[],
         committed_quorum_id=6,
         helper_manager_addresses=["http://helper:1"],
-        help_dst_replica_ranks=[],
-        replay=False,
-        draining=False,
     )
-    return SimpleNamespace(**{**values, **fields})
+    return QuorumResult(**{**values, **fields})
 
 
 def plan(quorum: Any, **settings: Any) -> Plan:

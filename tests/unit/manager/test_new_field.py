@@ -1,0 +1,42 @@
+"""A new field of the quorum request, or of its answer, is not forgotten on its way: CONTRIBUTING lists the files."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from tests.unit.manager.conftest import Fixture
+from tests.unit.manager.test_plan import plan, result
+from torchft._torchft import QuorumRequest, QuorumResult
+
+# Fields of the answer that a plan does not use, and why.
+NOT_PLANNED = {"commit_failures": "each group counts its own"}
+
+
+def test_the_manager_says_each_field_of_the_request(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[dict[str, Any]] = []
+
+    def request(**given: Any) -> QuorumRequest:
+        said.append(given)
+        return QuorumRequest(**given)
+
+    monkeypatch.setattr("torchft.manager.QuorumRequest", request)
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert {*said[0]} == {field.name for field in fields(QuorumRequest)}
+
+
+def test_a_plan_uses_each_field_of_the_answer() -> None:
+    used: set[str] = set()
+
+    class Watched(QuorumResult):
+        def __getattribute__(self, name: str) -> Any:
+            used.add(name)
+            return super().__getattribute__(name)
+
+    plan(Watched(**vars(result())))
+    names = {field.name for field in fields(QuorumResult)}
+    assert names - used == {*NOT_PLANNED}

@@ -237,7 +237,8 @@ class Manager(Stateful, Stepping):
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
         self._has_left = False
-        self._logger = _ManagerLogger(self._place, self._replica_id, self._group_rank, Reports(self._server.say))
+        reports = Reports(self._server.say)
+        self._logger = _ManagerLogger(self._place, self._replica_id, self._group_rank, reports)
         self._planner = planner
         self._background = Background()
         self._incidents = Incidents(self._place, over=self._logger.failure_event)
@@ -247,7 +248,7 @@ class Manager(Stateful, Stepping):
         self._replicas = Replicas(
             settings.compare_commits,
             settings.on_divergence,
-            partial(self._server.say, "_say_counted"),
+            reports.counted,
             errors=self._errors,
             logger=self._logger,
         )
@@ -295,7 +296,7 @@ class Manager(Stateful, Stepping):
         )
         self._failures.subscribe(self._recovery.peer_failed)
         self._extras = OwnExtras(
-            self._place, self._peers, self._server, self._errors, self._data, self._replayer, self._replicas.state
+            self._place, self._peers, reports, self._errors, self._data, self._replayer, self._replicas.state
         )
         self._trace = step_trace(self._replica_id, self._group_rank)
         self._server.listen(self._failures.member_failed, self._failures.stalled, self._failures.progress)

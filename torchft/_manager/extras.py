@@ -10,11 +10,12 @@ import torch
 from torchft._extras import Extras
 
 if TYPE_CHECKING:
-    from torchft._manager.edge import Peers, Server
+    from torchft._manager.edge import Peers
     from torchft._manager.errors import Errors
     from torchft._manager.loader import Data, LocalSteps
     from torchft._manager.replayer import Replayer
     from torchft._manager.replicas import State
+    from torchft._manager.reports import Reports
     from torchft._manager.state import Place
 
 
@@ -25,7 +26,7 @@ class OwnExtras(Extras):
         self,
         place: Place,
         peers: Peers,
-        server: Server,
+        reports: Reports,
         errors: Errors,
         data: Data,
         replayer: Replayer,
@@ -33,7 +34,7 @@ class OwnExtras(Extras):
     ) -> None:
         self._place = place
         self._peers = peers
-        self._server = server
+        self._reports = reports
         self._errors = errors
         self._data = data
         self._replayer = replayer
@@ -69,4 +70,4 @@ class OwnExtras(Extras):
         self._peers.share_buffer(buffer)
 
     def counted(self, name: str, number: int = 1) -> None:
-        self._server.say("_say_counted", name, number)
+        self._reports.counted(name, number)

@@ -1,4 +1,4 @@
-"""What a rank tells its manager server for people to see: how far a heal is, and what recoveries cost.
+"""What a rank tells its manager server for people to see: how far a heal is, what recoveries cost, and what it counts.
 
 It goes to the server's metrics and to the lighthouse's page. Nothing depends on it, and nothing of it is said in a step
 that is as it should be.
@@ -23,6 +23,10 @@ class Reports:
 
     def __init__(self, say: Callable[..., None]) -> None:
         self._say = say
+
+    def counted(self, name: str, number: int = 1) -> None:
+        """It has happened so many times: ``rankCounters`` in go/manager/metrics.go has the names."""
+        self._say("_say_counted", name, number)
 
     def healing(self, received: int, total: int) -> None:
         """Bytes of a peer's state that have come, and all of them."""

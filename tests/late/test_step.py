@@ -214,6 +214,17 @@ def test_a_wait_without_a_timeout_leaves_the_host_free(
         assert manager.should_commit()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_future_uses_no_device_but_that_of_its_tensors(fixture: Fixture, late: ModuleType, kind: str) -> None:
+    """Each device that it names gets a stream, on CUDA also a context of hundreds of MB."""
+    with started(fixture, kind) as (manager, _):
+        for _ in range(32):
+            torch.Stream("late")  # so that the pool of this device has all its streams
+        before = late.stats()["streams"]
+        manager.allreduce(ones()).get_future().then(lambda done: done.value()).wait()
+        assert late.stats()["streams"] == before
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [

@@ -180,7 +180,10 @@ def test_results_are_not_held_until_the_vote(fixture: Fixture, late: ModuleType,
         assert manager.should_commit()
 
 
-def test_a_second_waiter_on_another_stream_reads_the_average(fixture: Fixture, late: ModuleType) -> None:
+@pytest.mark.parametrize("through_future", [False, True])
+def test_a_second_waiter_on_another_stream_reads_the_average(
+    fixture: Fixture, late: ModuleType, through_future: bool
+) -> None:
     first, second = torch.Stream("late"), torch.Stream("late")
     with started(fixture) as (manager, _):
         tensor = ones()
@@ -189,7 +192,7 @@ def test_a_second_waiter_on_another_stream_reads_the_average(fixture: Fixture, l
             with first:
                 work.wait()
             with second:
-                work.wait()
+                work.get_future().wait() if through_future else work.wait()
                 read = tensor + 0
                 done = second.record_event()
             deadline = time.monotonic() + 0.2  # it has that long to read too early

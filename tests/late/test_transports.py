@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from tests.gpu import two_ranks
 from tests.late import load
 from torchft.checkpointing import CheckpointTransport, HTTPTransport, _lending, _memory, pg_transport
-from torchft.checkpointing._target import Target
+from torchft.checkpointing._target import Homes, Target
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError, Unsendable
 from torchft.process_group import ProcessGroupGloo
@@ -128,6 +128,26 @@ def test_each_tensor_goes_to_the_targets_device_for_it(pair: Pair, writable: boo
         expected = {"late:0": "late:1", "late:2": "late:3", "cpu": "cpu"}[str(theirs.device)]
         assert str(mine.device) == expected and torch.equal(theirs.cpu(), mine.cpu())
     assert got["step"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("own", "source", "of", "home"),
+    [
+        (["late:1", "late:3"], ["late:0", "late:2"], "late:2", "late:3"),  # where the others from there are
+        (["late:1", "late:3", "late:3"], ["late:0", "late:0", "late:0"], "late:0", "late:3"),  # most of them
+        (["late:1", "cpu"], ["late:0", "cpu"], "late:2", "late:1"),  # nothing is from there: the only one of its kind
+        (["late:1", "late:3"], ["late:0", "late:0"], "late:2", "cpu"),  # either would be a guess
+        (["cpu"], ["late:0"], "late:0", "cpu"),
+        ([], [], "late:0", "cpu"),
+        (["late:1"], ["cpu"], "cpu", "cpu"),
+    ],
+)
+def test_where_a_tensor_goes_that_the_target_does_not_have(
+    late: Any, own: list[str], source: list[str], of: str, home: str
+) -> None:
+    mine = {(str(i),): torch.empty(1, device=device) for i, device in enumerate(own)}
+    theirs = {(str(i),): device for i, device in enumerate(source) if device != "cpu"}
+    assert str(Homes(mine, theirs).of(of)) == home
 
 
 @pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])

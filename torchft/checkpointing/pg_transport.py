@@ -301,8 +301,6 @@ class _Channel:
         for piece in self._pieces(tensor):
             here = piece if self._is_here(tensor) else self._staged(piece.numel())
             self._wait([partial(self.pg.recv, [here], self.ranks[0], _TAG)])
-            if self._left:
-                self._left[0] -= piece.numel()
             if here is not piece:
                 piece.copy_(here)
             if self.meter is not None:

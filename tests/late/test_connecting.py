@@ -55,9 +55,12 @@ class Group(AcceleratorProcessGroup):
         super().__init__(timeout)
         self.peer = threading.Event()
         self.made: list[Connecting] = []
+        self.follows = True  # the peer, once it is connected
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         backend = Connecting(self.peer)
+        if not self.follows:
+            backend.hang()
         self.made.append(backend)
         self._connect(backend, torch.device("late", 0))
         return backend
@@ -90,6 +93,22 @@ def test_an_abort_ends_the_connection_with_a_peer_that_does_not_come(late: Modul
     assert time.monotonic() - began < within(ABORT_S)
     assert "aborted" in str(errors)
     group.peer.set()
+
+
+def test_an_abort_ends_a_first_operation_whose_peer_does_not_follow(late: ModuleType) -> None:
+    """It would keep the device until the deadline, and whoever waits for all that is queued there."""
+    group = Group(timedelta(seconds=1000))
+    group.follows = False
+    group.peer.set()
+    errors: list[Exception] = []
+    thread = threading.Thread(target=reconfigure, args=(group, errors))
+    thread.start()
+    until(lambda: bool(group.made) and not group.made[0].stream.query())
+    group.abort()
+    thread.join(20)
+    assert "aborted" in str(errors)
+    until(group.made[0].stream.query)
+    assert group.made[0].aborts > 0
 
 
 def test_who_is_connected_can_begin_at_once(late: ModuleType) -> None:

@@ -110,7 +110,11 @@ func TestHowLongAFailoverTakes(t *testing.T) {
 	}{
 		"killed":    {func(c *fttest.Cluster) { c.Net.Host("lighthouse").Kill(); c.Lighthouse.Shutdown() }, 1500 * time.Millisecond},
 		"shut down": {func(c *fttest.Cluster) { c.Lighthouse.Shutdown() }, 1500 * time.Millisecond},
-		"cut off":   {func(c *fttest.Cluster) { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }, 7 * time.Second},
+		"cut off":   {func(c *fttest.Cluster) { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }, quorum.BondTime + 100*time.Millisecond},
+		"vanished": {func(c *fttest.Cluster) {
+			c.Net.Host("lighthouse").Freeze()
+			time.AfterFunc(3*time.Second, func() { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }) // the kernel gives up
+		}, quorum.BondTime + 100*time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

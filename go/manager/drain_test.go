@@ -140,6 +140,65 @@ func TestARankLetsItsGroupLeaveAndNobodyLosesAStep(t *testing.T) {
 	})
 }
 
+// The lighthouse that restarts forgets that the group left. Only the word, said again, keeps its end from being a failure.
+func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 0, a, b)
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		left := leave(a, 0, time.Minute)
+		time.Sleep(20 * time.Second)
+		synctest.Wait()
+		require.Empty(t, left, "it is retried")
+
+		c.StartLighthouse(1)
+		assert.Equal(t, []string{"b"}, round(t, 1, b)[0].ReplicaIDs)
+		got := <-left
+		require.NoError(t, got.Err)
+		assert.Less(t, got.Took, 25*time.Second)
+		a.Server.Shutdown()
+		time.Sleep(10 * time.Second)
+		noFailure(t, b, 0)
+		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
+	})
+}
+
+// It is said once on each stream: where the connection breaks before the answer, on the next one, too.
+func TestALeaveIsSaidAgainOnTheNextConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		round(t, 0, a, b)
+		left := leave(a, 0, time.Minute)
+		time.Sleep(time.Second) // b is still in the step
+		c.Net.Interrupt("a", "lighthouse", 100*time.Millisecond)
+		time.Sleep(time.Second)
+		synctest.Wait()
+		require.Empty(t, left)
+		assert.Equal(t, []string{"b"}, round(t, 1, b)[0].ReplicaIDs)
+		require.NoError(t, (<-left).Err)
+		a.Server.Shutdown()
+		time.Sleep(10 * time.Second)
+		noFailure(t, b, 0)
+		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
+	})
+}
+
+func TestALeaveEndsAtItsDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 1)
+		round(t, 0, a)
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		got := <-leave(a, 0, 5*time.Second)
+		require.Error(t, got.Err)
+		assert.InDelta(t, 5*time.Second, got.Took, float64(10*time.Millisecond))
+	})
+}
+
 func TestTheEndOfARunIsNoFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -113,7 +113,7 @@ func TestHowLongAFailoverTakes(t *testing.T) {
 		"cut off":   {func(c *fttest.Cluster) { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }, quorum.BondTime + 100*time.Millisecond},
 		"vanished": {func(c *fttest.Cluster) {
 			c.Net.Host("lighthouse").Freeze()
-			time.AfterFunc(3*time.Second, func() { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }) // the kernel gives up
+			time.AfterFunc(2500*time.Millisecond, func() { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }) // the kernel gives up
 		}, quorum.BondTime + 100*time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -29,15 +29,24 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 			c.arrived(2)
 			c.broke = now
 			c.goBack(0)
-			c.failed(0, now)
+			c.failed(0, now, false)
 		}, []int{2}},
 		{"nor does the one before", func(c *choice) {
 			c.arrived(2)
 			c.broke = now.Add(-patience)
 			c.goBack(0)
-			c.failed(0, now)
-			c.failed(2, now)
+			c.failed(0, now, false)
+			c.failed(2, now, false)
 		}, []int{1, 2, 0}},
+		{"it is silent", func(c *choice) { c.arrived(0); c.broke = now; c.failed(0, now, true) }, []int{1, 2, 0}},
+		{"another one is, too", func(c *choice) { c.arrived(0); c.broke = now; c.failed(0, now, true); c.failed(1, now, true) }, []int{1, 2, 0}},
+		{"it is silent, and the others have too few", func(c *choice) {
+			c.arrived(1)
+			c.shun(0, now)
+			c.shun(2, now)
+			c.failed(1, now, true)
+		}, []int{1, 0, 2}},
+		{"it was silent and answers", func(c *choice) { c.arrived(0); c.failed(0, now, true); c.arrived(0) }, []int{0}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			c := newChoice(0, 3)

@@ -148,6 +148,7 @@ func (l *lighthouses) close() (err error) {
 type choice struct {
 	at      int           // that served last, or was tried last
 	broke   time.Time     // when its stream broke, zero while it has not
+	silent  bool          // since then it has not answered for as long as an attempt, or the member's bond to it, lasts
 	back    int           // an earlier one that all members go back to, -1 if there is none
 	sees    quorum.Places // earlier ones that are there, by the last look
 	avoid   []time.Time   // until when each is left alone, zero: it is not
@@ -166,21 +167,23 @@ func (c *choice) outlasted(now time.Time) bool {
 
 // order are the places to try, in this order. Who is bound to the lighthouse that served last asks no other.
 func (c *choice) order(now time.Time, bound bool) []int {
-	if bound || c.served && c.back < 0 && !c.avoided(c.at, now) && !c.outlasted(now) {
+	if bound || c.served && c.back < 0 && !c.avoided(c.at, now) && !c.silent && !c.outlasted(now) {
 		return []int{c.at}
 	}
-	var first, order, avoided []int
+	var first, order, silent, avoided []int
 	for i := range c.avoid {
 		switch {
 		case i == c.back:
 			first = append(first, i)
+		case c.silent && i == c.at: // where a process has ended, its host says so at once, and it may be back: no reason to be last
+			silent = append(silent, i)
 		case c.avoided(i, now):
 			avoided = append(avoided, i)
 		default:
 			order = append(order, i)
 		}
 	}
-	return slices.Concat(first, order, avoided) // rather one of those than none
+	return slices.Concat(first, order, silent, avoided) // rather one of those than none
 }
 
 func (c *choice) avoided(i int, now time.Time) bool { return now.Before(c.avoid[i]) }
@@ -196,14 +199,15 @@ func (c *choice) arrived(at int) {
 	if c.at != at {
 		c.sees = 0
 	}
-	c.at, c.back, c.served, c.broke = at, -1, true, time.Time{}
+	c.at, c.back, c.served, c.broke, c.silent = at, -1, true, time.Time{}, false
 }
 
 // goBack notes that all members go to an earlier lighthouse. That it had too few of them before matters no more.
 func (c *choice) goBack(place int) { c.back, c.avoid[place] = place, time.Time{} }
 
-// failed notes that a lighthouse does not answer.
-func (c *choice) failed(i int, now time.Time) {
+// failed notes that an attempt failed. silent: in all of its time there was no answer.
+func (c *choice) failed(i int, now time.Time, silent bool) {
+	c.silent = c.silent || silent && i == c.at
 	if i == c.back { // it seemed to be there, to everybody
 		c.back = -1
 		c.shun(i, now)

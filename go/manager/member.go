@@ -309,8 +309,8 @@ func (m *member) servedWell(at int) {
 // UNIMPLEMENTED.
 //
 // It holds that a member asks no other lighthouse while it is bound to one: the vote of a member that ends bound counts there, and
-// must count nowhere else. Whether it is bound is looked at once, before the first attempt. That is enough: only a stream that was
-// welcomed binds it, and such a stream ends the attempts (begun).
+// must count nowhere else. Whether it is bound is looked at before each round of attempts, which ends with the bond. That is enough:
+// only a stream that was welcomed binds it, and such a stream ends the attempts (begun).
 func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient, int, error) {
 	select {
 	case m.opening <- struct{}{}:
@@ -335,15 +335,35 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 			m.stream = nil // Each stream sends back once. Else a later failure would lead there again.
 		}
 	}
-	var failures attempts
-	bound := m.bound()
+	for {
+		bound := m.bound()
+		within, done := ctx, func() {}
+		if bound {
+			within, done = context.WithDeadline(ctx, m.boundUntil())
+		}
+		stream, client, at, err := m.attempt(within, now, bound)
+		outOfTime := within.Err() != nil && ctx.Err() == nil
+		done()
+		if err == nil || !outOfTime || status.Code(err) == codes.Unimplemented {
+			return stream, client, at, err
+		}
+		// The bond has run out: for all of its time nothing came from that lighthouse. The others are asked now.
+		c.silent = true
+	}
+}
+
+// attempt tries the lighthouses that may be asked, one after the other. The caller holds opening, and has no stream.
+func (m *member) attempt(ctx context.Context, now time.Time, bound bool) (*memberStream, *LighthouseClient, int, error) {
+	c := &m.choice
 	if bound && c.outlasted(now) && m.lighthouses.ended(ctx, c.at) {
 		// Its process has ended, and bonds are not on its disk: when it starts, it counts no vote by this one.
 		m.letGo()
 		bound = false
 	}
+	var failures attempts
 	order := c.order(now, bound)
 	for _, i := range order {
+		began := time.Now()
 		stream, client, err := m.open(ctx, i)
 		if err == nil || status.Code(err) == codes.Unimplemented {
 			c.arrived(i)
@@ -362,7 +382,7 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 		if ctx.Err() != nil {
 			break
 		}
-		c.failed(i, now)
+		c.failed(i, now, time.Since(began) >= attemptTimeout)
 	}
 	if c.broke.IsZero() { // It was asked by calls. Without a stream that breaks, the wait for it would begin nowhere.
 		c.broke = now

@@ -31,6 +31,9 @@ func (p *promise) bind(bond time.Duration) { p.until.Store(int64(time.Since(p.bi
 // bound reports whether one holds.
 func (p *promise) bound() bool { return int64(time.Since(p.birth)) < p.until.Load() }
 
+// boundUntil is when the promise ends. It may be over.
+func (p *promise) boundUntil() time.Time { return p.birth.Add(time.Duration(p.until.Load())) }
+
 // letGo ends it. Whoever calls it has seen to it that no stamp is answered any more that was sent before.
 func (p *promise) letGo() { p.until.Store(0) }
 

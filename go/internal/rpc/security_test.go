@@ -2,6 +2,7 @@ package rpc_test
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"io"
 	"log/slog"
@@ -11,6 +12,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -334,28 +336,73 @@ func TestConnectionsAreLimited(t *testing.T) {
 	require.NoError(t, open[1].Close())
 }
 
-// Silent ones, those of HTTP and, where there is a token, those that do not show it.
+// Silent ones, those of HTTP, those that end no handshake or show no certificate, and those that do not show the token.
 func TestStrangersTakeNoPlaceOfAMember(t *testing.T) {
+	ca := fttest.NewCA(t)
+	cert, key := ca.Issue("127.0.0.1")
 	token := rpc.Security{TokenFile: fttest.File(t, "secret")}
-	for name, security := range map[string]rpc.Security{"open": {}, "token": token} {
+	secured := rpc.Security{TLSCert: cert, TLSKey: key, TLSCA: ca.File}
+	all := secured
+	all.TokenFile, all.TLSClientCA = token.TokenFile, ca.File
+	for name, tc := range map[string]struct{ members, others rpc.Security }{
+		"open":                    {},
+		"token":                   {members: token},
+		"TLS":                     {members: secured},
+		"TLS and token":           {members: all, others: secured},
+		"TLS without certificate": {members: all, others: rpc.Security{TokenFile: token.TokenFile, TLSCA: ca.File}},
+	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			security := tc.members
 			port, log := serveSecurely(t, security, rpc.Limits{MaxConnections: 2})
 			address := "http://127.0.0.1:" + port
-			for i := range 30 {
+			if security.TLSCert != "" {
+				address = "https://127.0.0.1:" + port
+			}
+			dialed := &dials{Network: rpc.TCP}
+			member, err := security.Dial(t.Context(), dialed, "lighthouse", address, 10*time.Second)
+			require.NoError(t, err)
+			defer func() { require.NoError(t, member.Close()) }()
+			for i := range 15 {
+				_, err := torchftpb.NewLighthouseServiceClient(member).Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: "b"})
+				require.NoError(t, err)
 				conn, err := net.Dial("tcp", "127.0.0.1:"+port)
 				require.NoError(t, err)
 				defer func() { require.NoError(t, conn.Close()) }()
-				if i%2 == 0 {
+				switch {
+				case i%3 == 0:
 					_, _ = conn.Write([]byte("GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"))
+				case i%3 == 1 && security.TLSCert != "":
+					shakeHands(t, ca, conn)
 				}
-				if name == "token" {
-					require.Error(t, beat(t, rpc.Security{}, address, "a"))
+				if security.TokenFile != "" {
+					require.Error(t, beatWithin(t, 100*time.Millisecond, tc.others, address, "a"))
 				}
 				require.NoError(t, beat(t, security, address, "a"))
 			}
 			assert.Zero(t, log.Count("max_connections"))
+			assert.EqualValues(t, 1, dialed.n.Load(), "a member that is there stays")
 		})
 	}
+}
+
+// dials counts the connections that are made.
+type dials struct {
+	rpc.Network
+	n atomic.Int64
+}
+
+func (d *dials) Dial(ctx context.Context, address string) (net.Conn, error) {
+	d.n.Add(1)
+	return d.Network.Dial(ctx, address)
+}
+
+// shakeHands begins TLS, with a server that may want a certificate, and says nothing more.
+func shakeHands(t *testing.T, ca *fttest.CA, conn net.Conn) {
+	config := fttest.Trusting(t, ca.File)
+	config.ServerName = "127.0.0.1"
+	_ = conn.SetDeadline(time.Now().Add(10 * time.Second))
+	_ = tls.Client(conn, config).HandshakeContext(t.Context())
 }
 
 func TestRequestsAreLimited(t *testing.T) {

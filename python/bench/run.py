@@ -35,6 +35,7 @@ import replay
 import restart
 import startup
 import step
+import strangers
 import summary
 import throughput
 from common import REPOSITORY, Side
@@ -59,6 +60,7 @@ PARTS = {
     "local_sgd": local_sgd,
     "replay": replay,
     "divergence": divergence,
+    "strangers": strangers,
 }
 ROUNDS = {
     "startup": 10,
@@ -78,6 +80,7 @@ ROUNDS = {
     "quantized": 8,
     "replay": 10,
     "divergence": 10,
+    "strangers": 7,
 }
 OURS = "ours"
 

@@ -183,21 +183,22 @@ func requestOf(rank, of int, step int64) manager.Request {
 	}
 }
 
-// ofAll runs something for all ranks at once, and returns how long that took.
+// ofAll runs something for all ranks at once, and returns how long that took. The first error is told: the others wait for that rank
+// until their deadlines, and say less.
 func ofAll(ranks int, do func(rank int) error) (time.Duration, error) {
 	start := time.Now()
-	errs := make([]error, ranks)
 	var all sync.WaitGroup
+	var first sync.Once
+	var failed error
 	for rank := range ranks {
-		all.Go(func() { errs[rank] = do(rank) })
+		all.Go(func() {
+			if err := do(rank); err != nil {
+				first.Do(func() { failed = fmt.Errorf("rank %d, after %s: %w", rank, time.Since(start), err) })
+			}
+		})
 	}
 	all.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return 0, err
-		}
-	}
-	return time.Since(start), nil
+	return time.Since(start), failed
 }
 
 // atLength calls with a deadline that no measured server comes near.

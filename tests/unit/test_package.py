@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -35,3 +37,12 @@ def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
         pytest.skip("asks git, and this is no clone")
     asked = subprocess.run(["git", "check-ignore", "torchft-logs/20260101-000000/group-0.log"], cwd=ROOT, timeout=60)
     assert asked.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["_manager", "data", "ftlib", "process_group", "process_group/isolated"])
+def test_a_package_lists_its_modules(name: str) -> None:
+    """In its docstring, where a newcomer looks first."""
+    folder = ROOT / "torchft" / name
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    modules = {path.stem for path in folder.glob("[a-z]*.py")}
+    assert {module for module in modules if not re.search(rf"\b{module}\b", said)} == set()

@@ -8,5 +8,7 @@ reduce the same, loader: whether they train on the same batch; transfers: of sta
 fetching and loading it, phases: where its seconds went, background: its stream on a device; state: which state a group
 has, and the user's; collectives: of one step, work: what an allreduce gives back; errors: what a step fails with,
 failures: those of peers, incident: what one cost; replayer: a failed step is reduced again, by the decisions of replay
-and with what inputs kept; reports: what the manager server shows; signals: on which the group leaves; trace, log.
+and with what inputs kept; replicas: the groups compare their weights, by the decisions of divergence and the sums of
+digest; reports: what the manager server shows; signals: on which the group leaves; log: for people and exporters,
+trace: of a step, exporters: which of them are on, ranges: names in a profile.
 """

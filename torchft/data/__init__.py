@@ -6,9 +6,11 @@
 ``workers``: worker processes of a group that a signal lets leave
 ``agreement``: whether the groups of a quorum are at the same position
 ``permutation``: the order of an epoch
+``local_steps``: the samples of LocalSGD's and DiLoCo's inner steps
 ``exact_sum``: sums of gradients that depend neither on their order nor on who computes them
 
-``position``, ``agreement`` and ``permutation`` are pure and free of torch, so names are resolved on first use.
+``position``, ``agreement``, ``permutation`` and ``local_steps`` are pure and free of torch, so names are resolved on
+first use.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     parent     the group as the trainer sees it; `groups`: by backend; `call`, `work`: one operation, there and back
     channel    the trainer's end of one worker: operations in flight; `leader`: which of the threads that wait reads the
-               answers; `completer`: futures; `devices`: what the two share; `wire`: the descriptors between them
+               answers; `completer`: futures; `devices`: what the two share; `wire`: the descriptors between them,
+               `messages`: through a socket
     standby    gives out workers, one of which stands by; `server`: the process that forks them
     worker     runs the operations
     protocol   what travels between trainer and worker

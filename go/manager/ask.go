@@ -6,9 +6,6 @@ import (
 	"math/rand/v2"
 	"time"
 
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
-
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/quorum"
@@ -43,9 +40,7 @@ func (s *Server) ask(a round.AskLighthouse) {
 	})
 }
 
-// askUntilAnswered asks until there is an answer or the deadline is near. A lighthouse that is away (it
-// restarts, the network is cut) must not cost the job its life, so that is waited out. Whatever else it
-// answers is believed after QuorumRetries attempts more.
+// askUntilAnswered asks until there is an answer, retryAfter gives up, or the deadline is near.
 func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q *quorum.Quorum, err error) {
 	defer rpc.Recovered(s.log, "the quorum round", &err)
 	start := time.Now()
@@ -60,19 +55,18 @@ func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q
 		if err != nil && ctx.Err() != nil && before != nil {
 			return nil, unreached(before) // "deadline exceeded" says less
 		}
-		// The lighthouse says shortly before the time is up why there is no quorum.
-		if err == nil || ctx.Err() != nil || status.Code(err) == codes.DeadlineExceeded {
+		if err == nil || ctx.Err() != nil {
 			return q, err
 		}
-		away := rpc.IsUnavailable(err)
 		before = nil
-		if away {
-			before = err
-		}
-		if !away {
-			if refused++; refused > s.cfg.QuorumRetries {
-				return nil, err
-			}
+		away := false
+		switch retryAfter(err, refused, s.cfg.QuorumRetries) {
+		case noRetry:
+			return nil, err
+		case ifRefused:
+			refused++
+		case untilAnswer:
+			away, before = true, err
 		}
 		s.setTrouble(away, start, err, failed)
 		wait := rpc.RetryBackoff.Wait(failed, rand.Float64())

@@ -37,6 +37,8 @@ SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
 # What takes minutes and cannot be told to end sooner runs from this time on: the mistakes that are planted in machines
 # and shells, and the model check with a second event more.
 LONG_S = 1800.0
+# A night that has time for every part.
+ALL_S = 7200.0
 CHAOS = (
     ("gloo", "--kind=gloo", "--groups=4"),
     ("isolated", "--kind=isolated", "--groups=3"),
@@ -161,6 +163,13 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     return [tests, race, *sims, *device, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
 
 
+def unplanned(parts: Sequence[Part], seed: int, targets: Sequence[tuple[str, str]]) -> list[Result]:
+    """What a longer night would run besides, for the page."""
+    planned = {part.name for part in parts}
+    more = [part for part in plan(ALL_S, seed, 0, targets) if part.name not in planned]
+    return [Result(part, tuple(part.command), 0.0, None) for part in more]
+
+
 def last(pattern: str, text: str) -> str:
     found = [next(filter(None, m.groups()), m[0]) for m in re.finditer(pattern, text, re.MULTILINE)]
     return found[-1].strip() if found else ""
@@ -247,12 +256,13 @@ def main() -> int:
     print(f"{title}\nagain: make test-all TIME={args.time} SEED={args.seed}\n", flush=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    parts = plan(time_s, args.seed, began + time_s, fuzz_targets())
+    targets = fuzz_targets()
+    parts = plan(time_s, args.seed, began + time_s, targets)
 
     def say(line: str) -> None:
         print(f"[{clock(time.monotonic() - began)}] {line}", flush=True)
 
-    results = run(parts, 2, FOLDER, say, time_s, OVER_S)
+    results = [*run(parts, 2, FOLDER, say, time_s, OVER_S), *unplanned(parts, args.seed, targets)]
     ran = [r.part.name for r in results if r.status is not None]
     logs = {name: (FOLDER / f"{name}.log").read_text(errors="replace") for name in ran}
     text = page(results, logs, title, time.monotonic() - began)

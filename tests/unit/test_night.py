@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python" / "build"))
 from lanes import Part, Result  # noqa: E402
-from night import FUZZ_S, OVER_S, fuzz_targets, page, plan, seconds_of  # noqa: E402
+from night import CHAOS, FUZZ_S, OVER_S, fuzz_targets, page, plan, seconds_of, unplanned  # noqa: E402
 
 TARGETS = [("./heal", "FuzzAnswers"), ("./heal", "FuzzRequests"), ("./manager", "FuzzSession")]
 
@@ -76,6 +76,17 @@ def test_another_day_begins_with_another_part() -> None:
     assert len({tuple(order) for order in orders}) == 12
     assert len({tuple(sorted(order)) for order in orders}) == 1
     assert plan(600, 5, 0, TARGETS) == plan(600, 5, 0, TARGETS)
+
+
+def test_what_a_longer_night_would_run_is_on_the_page() -> None:
+    def left_out(minutes: float) -> set[str]:
+        parts = plan(60 * minutes, 1, 0, TARGETS)
+        return {r.part.name.split("-")[0] for r in unplanned(parts, 1, TARGETS) if r.status is None}
+
+    assert left_out(10) == {"chaos", "late", "sim"}  # the mistakes planted in the simulation of servers
+    assert left_out(120) == left_out(240) == set()
+    kinds = [p.name for p in plan(7200, 1, 0, TARGETS) if p.name.startswith("chaos")]
+    assert len(kinds) == len(CHAOS)
 
 
 def test_ten_minutes_are_over_in_twelve() -> None:

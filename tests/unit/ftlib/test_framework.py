@@ -18,14 +18,21 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason="needs PyTorch >= 2.14, whose
 
 
 @pytest.fixture
-def members() -> list[ProcessGroupFramework]:
+def store() -> TCPStore:
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def members(store: TCPStore) -> list[ProcessGroupFramework]:
     """Two that are connected."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     made = [ProcessGroupFramework(native(store, rank)) for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        address = f"localhost:{store.port}/rebuild"
-        assert all(pool.map(lambda rank: made[rank].rebuild(rank, 2, address), range(2)))
+    rebuild(made, f"localhost:{store.port}/first")
     return made
+
+
+def rebuild(members: list[ProcessGroupFramework], address: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda rank: members[rank].rebuild(rank, 2, address), range(2)))
 
 
 def test_an_abort_ends_a_collective_of_a_native_group(members: list[ProcessGroupFramework]) -> None:
@@ -46,6 +53,16 @@ def test_an_abort_ends_a_collective_of_a_native_group(members: list[ProcessGroup
                 averaged.result(within(ABORT_S))
         finally:
             silent.abort()
+
+
+def test_a_native_group_is_rebuilt_after_an_abort(members: list[ProcessGroupFramework], store: TCPStore) -> None:
+    for member in members:
+        member.abort()
+    rebuild(members, f"localhost:{store.port}/second")
+    tensors = [torch.tensor([1.0]), torch.tensor([3.0])]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: members[rank].allreduce_average([tensors[rank]]), range(2)))
+    assert [tensor.tolist() for tensor in tensors] == [[2.0], [2.0]]
 
 
 def test_what_a_native_group_noticed_is_raised(

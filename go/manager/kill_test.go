@@ -24,11 +24,11 @@ func proxyTo(t *testing.T, address string) string {
 	t.Helper()
 	target, err := url.Parse(address)
 	require.NoError(t, err)
-	clear := &http.Protocols{}
-	clear.SetUnencryptedHTTP2(true)
-	transport := &http.Transport{Protocols: clear}
+	plain := &http.Protocols{}
+	plain.SetUnencryptedHTTP2(true)
+	transport := &http.Transport{Protocols: plain}
 	proxy := &http.Server{
-		Protocols:         clear,
+		Protocols:         plain,
 		ReadHeaderTimeout: time.Minute,
 		Handler: &httputil.ReverseProxy{Transport: transport, Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(target)

@@ -93,7 +93,7 @@ class Loader(Protocol):
 class BatchDiffers(RuntimeError):
     """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed.
 
-    The first group that is up to date is right, and the others heal.
+    If their batches differ, the first group that is up to date is right, and the others heal.
     """
 
 
@@ -164,6 +164,11 @@ class BatchCheck:
         self.verdict = judge(
             counted, self._loader.digest, participants=step.participants, leads=leads, heals=step.healing
         )
+        if self.verdict is Verdict.INCOMPLETE:
+            raise BatchDiffers(
+                f"the sum lacks some of the {step.participants} groups that take part: one that could not heal before "
+                "the step adds nothing"
+            )
         if self.verdict is not Verdict.ALIKE:
             here = self._loader.stamp
             raise BatchDiffers(

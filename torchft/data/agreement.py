@@ -1,10 +1,10 @@
 """Whether the groups of a quorum train on the same batch, which give way if not, and when they end. Pure; no torch.
 
 In the first reduction of a quorum each participant adds an :func:`entry`: its samples, and a digest of its settings and
-position. All get the same sum, and each judges alone. If all digests are alike, their sum is a multiple of each. If
-not, the first group that is up to date is right, and each other one says in the next quorum that it is a step behind,
-so that it heals. The manager (``torchft/_manager/loader.py``), the loader, and the random histories of the tests call
-these functions.
+position. All get the same sum, and each judges alone. If all digests are alike, their sum is a multiple of each: by the
+number of participants, or by fewer if entries are missing. If not, the first group that is up to date is right, and
+each other one says in the next quorum that it is a step behind, so that it heals. The manager
+(``torchft/_manager/loader.py``), the loader, and the random histories of the tests call these functions.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Verdict(Enum):
     """What a group finds in the sum of the entries."""
 
     ALIKE = "all participants are where this group is"
+    INCOMPLETE = "the step is not committed: others are where this group is, and some are missing in the sum"
     DIFFERS = "the step is not committed"
     GIVES_WAY = "the step is not committed, and this group heals"
 
@@ -55,6 +56,9 @@ def entry(samples: int, digest: str) -> tuple[int, int, int]:
 def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, heals: bool) -> Verdict:
     """What a group finds. Whether samples are missing is for :meth:`torchft.data.position.Share.check`.
 
+    Entries are missing if a group could not heal before the step, and added zeros. That is no reason to give way: at
+    step 0 it would take groups to step -1, where init_sync heals none, and they could train on different weights.
+
     Args:
         sums: of the entries.
         digest: of this group: after its heal, if it heals in this step.
@@ -63,8 +67,9 @@ def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, h
         heals: whether it takes over another state anyway.
     """
     _, *alike = entry(0, digest)
-    if list(sums[1:]) == [participants * half for half in alike]:
-        return Verdict.ALIKE
+    for entries in range(participants + 1):
+        if list(sums[1:]) == [entries * half for half in alike]:
+            return Verdict.ALIKE if entries == participants else Verdict.INCOMPLETE
     return Verdict.DIFFERS if leads or heals else Verdict.GIVES_WAY
 
 

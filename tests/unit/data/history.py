@@ -35,6 +35,7 @@ class State:
 
     step: int
     weights: Weights
+    origin: str
     data: dict[str, int]
 
 
@@ -46,15 +47,16 @@ class Group:
         self.plan = plan
         self.step = 0
         self.weights: Weights = ()
+        self.origin = ""  # whose first weights these are, until the first commit; with init_sync groups differ in them
         self.position = Position()
         if state is not None:
             self.load(state)
 
     def save(self) -> State:
-        return State(self.step, self.weights, self.plan.save(self.position))
+        return State(self.step, self.weights, self.origin, self.plan.save(self.position))
 
     def load(self, state: State) -> None:
-        self.step, self.weights = state.step, state.weights
+        self.step, self.weights, self.origin = state.step, state.weights, state.origin
         self.position = self.plan.load(state.data)
 
     def turn(self, heals_in_background: bool, all_up_to_date: bool) -> Turn:
@@ -93,6 +95,7 @@ class Group:
     def commit(self, batch: Batch) -> None:
         self.position = self.plan.advance(self.position)
         self.weights += (batch,)
+        self.origin = ""
         self.step += 1
 
     def abandon(self) -> None:
@@ -117,7 +120,13 @@ class Quorum:
 
 
 class Job:
-    """One random history. Equal seeds give equal ones."""
+    """One random history. Equal seeds give equal ones.
+
+    Attributes:
+        likelier: events that happen so many times as often.
+    """
+
+    likelier: dict[str, float] = {}  # noqa: RUF012 (a constant)
 
     def __init__(self, seed: int, group: type[Group] = Group) -> None:
         self.random = random.Random(seed)
@@ -158,14 +167,17 @@ class Job:
     # Failures and joins
 
     def _happens(self, probability: float, what: str = "") -> bool:
-        happens = self.faulty and self.random.random() < probability
+        happens = self.faulty and self.random.random() < probability * self.likelier.get(what, 1)
         if happens and what:
             self.seen[what] += 1
         return happens
 
     def _join(self, state: Optional[State]) -> None:
         self.named += 1
-        self.groups.append(self.group(f"g{self.named:03}", self.plan, state))
+        group = self.group(f"g{self.named:03}", self.plan, state)
+        if state is None and self.init_sync:
+            group.origin = group.name
+        self.groups.append(group)
 
     def _restore(self) -> None:
         """The job begins, at any size and from any checkpoint of the past: of its groups each may find another one."""
@@ -261,10 +273,7 @@ class Job:
         # The Manager sends zeros for a group whose heal has not arrived.
         counts = [name for name in self.group.contributing(quorum) if name in healed]
         failed = [group for group in quorum.groups if self._happens(0.05, "failed in a step")]
-        # Not at step 0: there a group that gave way is at step 0 again after its next commit, where init_sync heals all
-        # others a second time, in a quorum that was compared. No backend gives a sum that lacks a group.
-        past_first = min(group.step for group in quorum.groups) > 0
-        if failed and compares and past_first and self._happens(0.3, "a reduction lacks the groups that failed"):
+        if failed and compares and self._happens(0.3, "a reduction lacks the groups that failed"):
             counts = [name for name in counts if name not in {group.name for group in failed}]
         lacking = ""  # the group that leaves a unit out; where nothing is compared it ends the collectives, and says so
         if compares and counts and self._happens(0.05, "a unit was left out"):
@@ -276,7 +285,9 @@ class Job:
             for rank in range(self.data_world_size)
         ]
         sums = [[sum(column) for column in zip(*of_rank)] or [0, 0, 0] for of_rank in entries]
-        batch = _sum([share for name in counts if turns[name] is Turn.TRAINS for share in shares[name]])
+        adding = [group for group in quorum.groups if group.name in counts and turns[group.name] is Turn.TRAINS]
+        batch = _sum([share for group in adding for share in shares[group.name]])
+        made_of = {(group.origin, group.weights) for group in adding}
         fails = bool(failed) or self._happens(0.1, "a collective failed")
         mixed = len(set(turns.values())) > 1  # those at the end compare, and end the collectives of the others
         self.groups = [group for group in self.groups if group not in failed]
@@ -299,6 +310,8 @@ class Job:
                     continue
             elif fine and not mixed and (not compares or group.check(group.shares(quorum), [s[0] for s in sums])):
                 self.seen["committed and failed before any heal from it"] += group in failed
+                if made_of - {(group.origin, group.weights)}:
+                    raise Broken("gradients of other weights were added")
                 group.commit(batch)
                 committed.append(group)
                 if self.random.random() < 0.15:
@@ -360,15 +373,39 @@ def check(plan: Plan, weights: Weights) -> None:
         raise Broken("the order is not that of the dataset")
 
 
-def prove(seed: int, group: type[Group] = Group) -> Job:
+class RestlessStart(Job):
+    """Several faults in the first steps of a job whose groups have weights of their own before."""
+
+    likelier = {  # noqa: RUF012
+        "a heal failed": 2,
+        "failed in a step": 3,
+        "a reduction lacks the groups that failed": 2.5,
+    }
+
+    def __init__(self, seed: int, group: type[Group] = Group) -> None:
+        super().__init__(seed, group)
+        self.init_sync = True
+
+
+class MixedCheckpoints(Job):
+    """Groups are restored from checkpoints that do not belong together, without the Manager's step."""
+
+    likelier = {"all failed": 3, "restored from different checkpoints": 3}  # noqa: RUF012
+
+    def __init__(self, seed: int, group: type[Group] = Group) -> None:
+        super().__init__(seed, group)
+        self.init_sync = self.keeps_step = False
+
+
+def prove(seed: int, group: type[Group] = Group, job: type[Job] = Job) -> Job:
     """Runs one history, and asks the oracle."""
-    job = Job(seed, group)
+    history = job(seed, group)
     try:
-        final = job.run()
+        final = history.run()
         if not final:
             raise Broken("no group reached the end")
         for weights in final:
-            check(job.plan, weights)
+            check(history.plan, weights)
     except Broken as e:
-        raise Broken(f"prove({seed}): {e}") from e
-    return job
+        raise Broken(f"prove({seed}, job={job.__name__}): {e}") from e
+    return history

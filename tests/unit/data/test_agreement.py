@@ -41,8 +41,21 @@ def test_of_participants_that_differ_the_first_one_is_right(
     assert judged(*digests, leads=leads, heals=heals) is verdict
 
 
+@pytest.mark.parametrize("found", [(), (A,), (A, A)])
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("heals", [True, False])
+def test_missing_entries_are_no_reason_to_give_way(found: tuple[str, ...], leads: bool, heals: bool) -> None:
+    sums = [sum(column) for column in zip(*(entry(2, digest) for digest in found))] or [0, 0, 0]
+    assert judge(sums, A, participants=3, leads=leads, heals=heals) is Verdict.INCOMPLETE
+
+
 def test_a_group_that_gives_way_says_an_older_step() -> None:
-    assert [step_to_say(5, verdict) for verdict in Verdict] == [5, 5, 4]
+    assert {verdict: step_to_say(5, verdict) for verdict in Verdict} == {
+        Verdict.ALIKE: 5,
+        Verdict.INCOMPLETE: 5,
+        Verdict.DIFFERS: 5,
+        Verdict.GIVES_WAY: 4,
+    }
 
 
 @pytest.mark.parametrize(

@@ -605,9 +605,9 @@ class Manager(Stateful, Stepping):
         """Marks the step as failed: later collectives of it are skipped, and it will not be committed."""
         self._errors.reported(e)
 
-    def _report_collective_error(self, e: Exception) -> None:
-        """As report_error, for a collective that failed: no peer shall wait for what is left of this quorum."""
-        self._errors.of_collective(e)
+    def _report_own_error(self, e: Exception) -> None:
+        """As report_error, while peers wait for this rank in collectives: these end."""
+        self._errors.of_this_rank(e)
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: Optional[timedelta] = None

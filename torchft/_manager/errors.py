@@ -102,6 +102,19 @@ class Errors:
             step.inputs.refuse(f"a collective cannot be done: {e!r}")
         elif not step.collectives.aborted and not isinstance(e, PeerFailed) and step.plan:
             self._server.suspect(step.plan.quorum_id, [i for i in step.plan.replica_ids if i != self._replica_id])
+        self._end_collectives(e, step)
+
+    def of_this_rank(self, e: Exception) -> None:
+        """An error of this rank, or of its group, while its peers wait for it in collectives: these end.
+
+        No peer is suspected, whatever the type of the error. Each member has one report a quorum, and a wrong one would
+        let the lighthouse check on healthy peers, which it evicts if it does not reach them.
+        """
+        step = self.step
+        step.inputs.refuse(f"this rank had an error: {e!r}")
+        self._end_collectives(e, step)
+
+    def _end_collectives(self, e: Exception, step: Step) -> None:
         self.lose(e, step)
         step.collectives.abort()
         self._incidents.ended("abort")

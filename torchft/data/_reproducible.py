@@ -199,7 +199,7 @@ class ReproducibleSum:
         if worst.item() == outcome:
             return outcome
         failure = PassFailed("another rank of this group did not get the sum of the step")
-        self._manager._report_collective_error(failure)  # other groups may be in the next pass
+        self._manager._report_own_error(failure)  # other groups may be in the next pass
         return Outcome.FAILED
 
     def _add_in_group(self, tensors: list[torch.Tensor], op: Any) -> None:
@@ -210,7 +210,7 @@ class ReproducibleSum:
             for tensor in tensors:
                 self._group.allreduce([tensor], options).wait()
         except Exception as e:
-            self._manager._report_collective_error(e)  # the other groups must not wait for this one
+            self._manager._report_own_error(e)  # the other groups must not wait for this one
             raise
 
 

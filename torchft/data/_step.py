@@ -170,7 +170,7 @@ class Step:
         try:
             self.check(units)
         except UnitsSkipped as e:
-            self._loader._manager._report_collective_error(e)  # the others must not wait for this rank's part
+            self._loader._manager._report_own_error(e)  # the others must not wait for this rank's part
             raise
 
     @property

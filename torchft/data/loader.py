@@ -434,7 +434,7 @@ class ElasticDataLoader:
             failure = ReadFailed(
                 f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: {e}"
             )
-            self._manager._report_collective_error(failure)  # the others must not wait for this group's part
+            self._manager._report_own_error(failure)  # the others must not wait for this group's part
             self._stop_reading()  # a worker may be lost
             raise failure from e
         seed = self._seed(key) if self._reproducible_rng else None

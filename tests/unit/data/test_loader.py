@@ -91,7 +91,7 @@ class Alone(Manager):
         self.passed += 1
         self.up_to_date += 1
 
-    def _report_collective_error(self, e: Exception, of: object = None) -> None:
+    def _report_own_error(self, e: Exception) -> None:
         self.errors.append(e)
 
     def decide(self, committed: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Optional
 
 import pytest
@@ -16,6 +17,7 @@ from torchft._manager.layout import announce, digest
 from torchft._manager.loader import device_of
 from torchft._manager.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader
+from torchft.data._prefetch import ReadFailed
 from torchft.manager import Manager
 from torchft.process_group import ManagedProcessGroup, ProcessGroupDummy
 from torchft.work import _DummyWork
@@ -225,6 +227,68 @@ def test_a_native_peer_with_a_loader_is_refused_by_name_where_there_is_none(nati
     manager.start_quorum()
     with pytest.raises(ValueError, match=r"group_0:uuid trains with an ElasticDataLoader.*and this group without: it"):
         manager.wait_quorum()
+
+
+# Errors of this rank
+
+
+class Unreadable(list[int]):
+    def __getitem__(self, index: Any) -> Any:
+        raise OSError("the disk is gone")
+
+
+def reads(manager: Manager, peers: Fixture) -> None:
+    loader = ElasticDataLoader(manager, Unreadable(range(10)), global_batch_size=4, micro_batch_size=2)
+    announce_the_same(manager, peers)
+    with pytest.raises(ReadFailed, match="the disk is gone"):
+        list(next(loader))
+
+
+def leaves_units_out(manager: Manager, peers: Fixture) -> None:
+    loader = ElasticDataLoader(
+        manager, list(range(10)), global_batch_size=4, micro_batch_size=1, data_rank=0, data_world_size=1
+    )
+    announce_the_same(manager, peers)
+    _, last = next(loader)
+    with last.accumulate():
+        manager.allreduce(torch.ones(2)).wait()
+
+
+def has_a_group_that_failed(manager: Manager, peers: Fixture) -> None:
+    """Its other rank is gone: what they add between them ends with an error."""
+    group = GroupOfRanks(1, 2)
+    loader = ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2, data_group=group)
+    announce_the_same(manager, peers)
+    model = nn.Linear(1, 1)
+    unit = next(iter(next(loader)))
+    with pytest.raises(RuntimeError, match="connection closed by the other rank"), unit.accumulate(model):
+        model(torch.ones(1)).backward()
+
+
+class GroupOfRanks(ProcessGroupDummy):
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        raise RuntimeError("connection closed by the other rank")
+
+
+@pytest.mark.parametrize(
+    ("fail", "settings"),
+    [(reads, {}), (leaves_units_out, {}), (has_a_group_that_failed, {"reproducible_reduction": True})],
+)
+def test_an_error_of_this_rank_ends_the_collectives_of_its_peers_and_suspects_none(
+    native: Fixture, fail: Callable[[Manager, Fixture], None], settings: dict[str, Any]
+) -> None:
+    suspected: list[int] = []
+    aborts: list[bool] = []
+    native.pg.abort = lambda: aborts.append(True)  # type: ignore[method-assign]
+    manager = native.manager(**settings)
+    manager._server.suspect = lambda quorum_id, others: suspected.append(quorum_id)  # type: ignore[method-assign]
+    fail(manager, native)
+    assert not manager.should_commit()
+    assert aborts == [True]
+    assert suspected == []
 
 
 # What does not go together

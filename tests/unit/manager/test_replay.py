@@ -147,7 +147,7 @@ def test_what_cannot_be_done_again_is_not_kept() -> None:
 def lose(manager: Manager) -> None:
     manager.start_quorum()
     manager.allreduce(torch.ones(2)).wait()
-    manager._report_collective_error(RuntimeError("a peer died"))
+    manager._errors.of_collective(RuntimeError("a peer died"))
 
 
 def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:
@@ -160,7 +160,7 @@ def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Cal
     )[1]
     steps: list[tuple[int, bool, int]] = []
     manager.register_commit_hook(lambda step, committed, participants: steps.append((step, committed, participants)))
-    manager._replayer.reduce_again = lambda *_: manager._report_collective_error(RuntimeError("again"))  # type: ignore
+    manager._replayer.reduce_again = lambda *_: manager._errors.of_collective(RuntimeError("again"))  # type: ignore
     lose(manager)
     assert not manager.should_commit()
     assert said == [0, 1, 2, 3, 4, 5], "each attempt needs a new quorum"

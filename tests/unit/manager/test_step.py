@@ -344,7 +344,7 @@ def test_a_replay_without_a_quorum_leaves_no_step_open(fixture: Fixture, make_qu
     fixture.client._quorum.side_effect = [make_quorum(replay=True, draining=True), TimeoutError("no quorum")]
     manager.start_quorum()
     manager.allreduce(torch.ones(2)).wait()
-    manager._report_collective_error(RuntimeError("a peer failed"))
+    manager._errors.of_collective(RuntimeError("a peer failed"))
     assert not manager.should_commit()
     assert manager._current.state is State.DROPPED and manager.draining()
 
@@ -363,7 +363,7 @@ def test_each_attempt_has_a_trace_that_says_what_came_of_it(fixture: Fixture, ma
     manager.start_quorum()
     manager.start_quorum()
     manager.allreduce(torch.ones(2)).wait()
-    manager._report_collective_error(error := RuntimeError("a peer failed"))
+    manager._errors.of_collective(error := RuntimeError("a peer failed"))
     assert manager.should_commit()
     said = [dict(call.args for call in span.set_attribute.call_args_list) for span in spans]
     assert [(of["torchft.quorum_id"], of["torchft.committed"]) for of in said[1:]] == [(2, False), (3, True)]

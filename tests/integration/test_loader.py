@@ -81,6 +81,7 @@ class Training:
     # The weight of each sample in the step that a group committed, by (group, step)
     committed: dict[tuple[int, int], Counter[int]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    lost_one: Gate = field(default_factory=Gate)
 
     def __call__(self, rank: Rank) -> Optional[torch.Tensor]:
         life, self.lives[rank.group] = self.lives[rank.group], self.lives[rank.group] + 1
@@ -136,6 +137,7 @@ class Training:
             else:
                 error = manager.errored()
                 self.lost.append(str(error.original_exception) if error else "")
+                self.lost_one.open()
         assert loader.position == Position(SETTINGS["epochs"], 0)
         return flat(net).cpu()
 
@@ -317,6 +319,8 @@ def refused(
         try:
             newcomer(rank)
         except ValueError as e:
+            # If this group fails before the job has looked at what it announces, that loses the step for its failure.
+            job.lost_one.wait()
             return str(e)
         finally:
             rank.crash()

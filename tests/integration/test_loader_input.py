@@ -112,6 +112,29 @@ def test_a_group_that_was_restored_at_the_end_compares_before_it_leaves(first: P
     assert batches(job) == rest_of(first)
 
 
+def test_ranks_of_a_group_that_would_begin_at_different_positions_are_refused_by_name() -> None:
+    """At step 0 each rank takes over the state of one rank of another group, and not all of the same group's."""
+
+    def loop(rank: Rank) -> str:
+        manager = rank.start_manager(load_state_dict=lambda state: None, state_dict=dict)
+        loader = ElasticDataLoader(manager, dataset(), **SETTINGS)
+        loader.load_state_dict({**loader.state_dict(), "batch": rank.group + 1})  # and not the Manager's
+        rank.cluster.wait_for_healthy(2)
+        try:
+            next(loader)
+        except PositionDiffers as e:
+            return str(e)
+        return ""
+
+    with Cluster(min_replicas=2) as cluster:
+        told = results(*(cluster.start(loop, group, world_size=2) for group in range(2)))
+    of_groups = told[:2], told[2:]
+    for number, (group, other) in enumerate([(1, 2), (2, 1)]):
+        (said,) = filter(None, of_groups[number])
+        assert f"this rank was at batch {group} of epoch 0, and took over batch {other} of epoch 0" in said
+        assert "load the Manager's state_dict, too" in said
+
+
 # Native groups, whose handles are PyTorch's own
 
 

@@ -26,7 +26,7 @@ from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data._step import Membership, Step, Unit, UnitsSkipped
 from torchft.data.agreement import Turn, turn
 from torchft.data.local_steps import Account
-from torchft.data.position import Plan, Position, Share, Stamp
+from torchft.data.position import Plan, Position, PositionDiffers, Share, Stamp
 from torchft.data.workers import WorkerInit
 
 if TYPE_CHECKING:
@@ -274,6 +274,7 @@ class ElasticDataLoader:
         Raises:
             StopIteration: the job is at its end, in all groups; or this group is drained.
             UnitsSkipped: the last step was lost, because the loop left units of it out.
+            PositionDiffers: groups of several ranks were restored at different positions, and their Managers at step 0.
             TimeoutError: the job is at its end, and other groups have not healed to it in time.
         """
         skipped, self._skipped = self._skipped, None
@@ -286,7 +287,9 @@ class ElasticDataLoader:
             self._end()
         deadline = time.monotonic() + manager._quorum_timeout.total_seconds()
         while True:
+            before = self._position
             plan = manager._begin_batch()
+            self._check_ranks_alike(before)
             what = turn(
                 at_end=self._at_end,
                 heals_in_background=plan.heal and plan.in_background,
@@ -310,6 +313,20 @@ class ElasticDataLoader:
         self._expect(membership, share)
         self._step = Step(self, share, membership)
         return self._step
+
+    def _check_ranks_alike(self, before: Position) -> None:
+        """At step 0 each rank takes over the state of a rank of its own primary (init_sync), so ranks of one group may
+        take over different positions; each compares its own with those of its counterparts only.
+        """
+        manager = self._manager
+        now = self._position
+        if now != before and manager._settings.group_world_size > 1 and manager.current_step() == 0:
+            raise PositionDiffers(
+                f"the groups began at different positions: this rank was at batch {before.batch} of epoch "
+                f"{before.epoch}, and took over batch {now.batch} of epoch {now.epoch}; other ranks of this group may "
+                "have taken over another one. Restore all groups from checkpoints of one step, and load the Manager's "
+                "state_dict, too"
+            )
 
     def _end(self) -> NoReturn:
         self._stop_reading()

@@ -35,7 +35,7 @@ from torchft.process_group import ProcessGroupGloo
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--lighthouse", required=True)
-parser.add_argument("--kind", choices=["ddp", "fsdp"], required=True)
+parser.add_argument("--kind", choices=["ddp", "fsdp", "fsdp-sum"], required=True)
 parser.add_argument("--reproducible", type=int, required=True)
 parser.add_argument("--samples", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights")
@@ -99,7 +99,8 @@ def save() -> dict[str, Any]:
 
 torch.set_num_threads(1)
 commands = Commands()
-sharded = args.kind == "fsdp"
+sharded = args.kind != "ddp"
+reduction = "sum" if args.kind == "fsdp-sum" else "mean"
 model: Any = make_model(args.seed)
 weights: dict[str, Any] = {}
 history: list[int] = []  # the quorum of each step
@@ -133,6 +134,9 @@ if sharded:
     )
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if reduction == "sum":
+        for part in (model[0], model):
+            part.set_gradient_divide_factor(1.0)
     # Taken once: its tensors are the sharded weights themselves; see hsdp_worker.py.
     weights = model.state_dict()
 wrapped = model if sharded else DistributedDataParallel(manager, model)
@@ -141,7 +145,13 @@ optimizer = Optimizer(manager, sgd)
 if args.num_workers:
     # The worker processes close it, and the thread of the commands holds the lock of the other one.
     sys.stdin = open(os.devnull)  # noqa: SIM115
-loader = ElasticDataLoader(manager, Broken(dataset(args.samples)), num_workers=args.num_workers, **SETTINGS)
+loader = ElasticDataLoader(
+    manager,
+    Broken(dataset(args.samples)),
+    num_workers=args.num_workers,
+    reduction_in_group=reduction,
+    **SETTINGS,
+)
 if args.restore:
     saved = torch.load(args.restore)
     load(saved["user"])

@@ -68,5 +68,12 @@ def test_a_group_whose_dataset_fails_ends_and_the_others_go_on(tmp_path: Path, p
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @has_hsdp
+def test_a_divide_factor_of_one_is_a_sum_over_the_ranks(tmp_path: Path) -> None:
+    Elastic(tmp_path, [Part(2, 1), Part(2)], samples=35, kind="fsdp-sum", ranks=2, seed=3).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@has_hsdp
 def test_three_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
     Elastic(tmp_path, [Part(2, 1), Part(3, 1), Part(3, 2), Part(2)], samples=191, kind="fsdp", ranks=2, seed=3).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -103,6 +104,21 @@ def test_a_checkpoint_between_two_steps_is_of_one_step() -> None:
 
 
 # Other parts of a job with a loader
+
+
+def once(what: str) -> Callable[[Rank], Optional[str]]:
+    told = iter([what])
+    return lambda rank: next(told, None)
+
+
+@pytest.mark.parametrize("groups", [(0, 1), (1,)])
+@pytest.mark.parametrize("step", [0, 3, STEPS - 1])
+def test_a_step_whose_optimizer_did_not_step_comes_again(step: int, groups: tuple[int, ...]) -> None:
+    """As with a GradScaler that has found infinities, in all groups alike. A group that does so alone heals."""
+    training = Training(start_with=2, events={(group, 0, step): once("left out") for group in groups})
+    with Cluster(min_replicas=2) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(2)))
+    check(training, ended, incomplete=frozenset() if len(groups) == 2 else frozenset({step}))
 
 
 @pytest.mark.parametrize("reproducible", [False, True])

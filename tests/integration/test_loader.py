@@ -106,7 +106,7 @@ class Training:
             number = manager.current_step()
             event = self.events.get((rank.group, life, number))
             what = event(rank) if event is not None else None
-            if what == "dead":
+            if what == "crashed":
                 return None
             optimizer.zero_grad()
             seen: Counter[int] = Counter()
@@ -186,7 +186,7 @@ def ends_of_a_failure_and_a_join(
     def die(rank: Rank) -> str:
         rank.crash()
         restart.open()
-        return "failed"
+        return "crashed"
 
     def wait_for_three(rank: Rank) -> None:
         rank.cluster.wait_for_healthy(3)
@@ -392,7 +392,7 @@ def test_a_dataset_that_raises_in_one_group_costs_it_the_job_and_the_others_a_st
 
     with Cluster(min_replicas=1) as cluster:
         running = cluster.start(job, group=1)
-        assert results(cluster.start(fail, group=0)) == ["dead"]
+        assert results(cluster.start(fail, group=0)) == ["failed"]
         ended = results(running)
     check(job, ended)
     assert len(job.lost) == 1

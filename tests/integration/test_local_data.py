@@ -47,7 +47,7 @@ class Training:
 
     Attributes:
         algorithm: LocalSGD or DiLoCo.
-        events: called before an inner step, by (group, number of the step); "dead" ends the group.
+        events: called before an inner step, by (group, number of the step); "crashed" ends the group.
         fails: synchronisations, from 0, that a group votes against, by (group, number).
         seen: samples of each epoch.
     """
@@ -84,7 +84,7 @@ class Training:
                 event = self.events.get(
                     (rank.group, PLAN.batches_per_epoch * step.position.epoch + step.position.batch)
                 )
-                if event is not None and event(rank) == "dead":
+                if event is not None and event(rank) == "crashed":
                     return None
                 inner.zero_grad()
                 weights = 0.0
@@ -135,7 +135,7 @@ def test_what_a_group_that_fails_should_have_trained_until_the_next_average_is_l
 ) -> None:
     def die(rank: Rank) -> str:
         rank.crash()
-        return "failed"
+        return "crashed"
 
     training = Training(algorithm, start_with=3, events={(2, PERIOD + 2): die})
     with Cluster(min_replicas=2) as cluster:

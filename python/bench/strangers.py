@@ -2,8 +2,9 @@
 
 The strangers come from a process of their own: more at once than the server has places for, then 200 a second. They
 keep what they get; half say nothing, half send the head of a request and no end. One target fetches a state in the
-native format, and one in the published format, alone and among them in turns. The port of the native core is measured
-by `go test ./heal -run '^$' -bench AmongStrangers` (in go/).
+native format, and one in the upstream format, alone and among them in turns. Where processors are busy, the processor
+time of both ends says more than the time that a heal takes. The port of the native core is measured by
+`go test ./heal -run '^$' -bench AmongStrangers` (in go/).
 
     python python/bench/run.py strangers
 """
@@ -29,7 +30,7 @@ STATE_BYTES = 500 << 20
 TENSOR_BYTES = 10 << 20
 EACH_SEC = 1 / 200
 TRANSFERS = 3
-FORMATS = {"native format": True, "published format": False}
+FORMATS = {"native format": True, "upstream format": False}
 HEAD = b"GET /checkpoint/1/full HTTP/1.1\r\n"
 
 
@@ -37,7 +38,7 @@ class Worker:
     """The source, the target, or the strangers."""
 
     def do_usage(self) -> dict[str, Any]:
-        return {"rss": 0}
+        return {"rss": 0, "cpu_s": time.process_time()}
 
     def do_source(self, native: bool) -> dict[str, Any]:
         state = {f"t{i}": self._tensor(i) for i in range(STATE_BYTES // TENSOR_BYTES)}
@@ -116,20 +117,28 @@ def measure(ours: Any, _published: Any, rounds: int, progress: Any) -> dict[str,
             target.do("fetch", metadata=metadata, native=native)  # the first transfer of a process loads libraries
             for number in range(rounds):
                 took: dict[bool, float] = {}
+                cpu: dict[bool, float] = {}
                 for among in (False, True) if number % 2 else (True, False):
                     if among:
                         others.do("come", **come)
+                    before = _processor_time(source, target)
                     took[among] = target.do("fetch", metadata=metadata, native=native)["seconds"]
+                    cpu[among] = (_processor_time(source, target) - before) / TRANSFERS
                     if among:
                         others.do("go")
-                rows.append({"alone": took[False], "among": took[True], "ratio": took[True] / took[False]})
-                progress(f"strangers, {name}, round {number + 1}/{rounds}: {rows[-1]['ratio']:.2f} of the time alone")
+                row = {"alone": took[False], "among": took[True], "ratio": took[True] / took[False]}
+                rows.append({**row, "cpu_alone": cpu[False], "cpu_among": cpu[True]})
+                progress(f"strangers, {name}, round {number + 1}/{rounds}: {row['ratio']:.2f} of the time alone")
             source.do("end")
         finally:
             for process in processes:
                 process.close()
         figures[name] = {key: vars(Spread.of(row[key] for row in rows)) for key in rows[0]}
     return figures
+
+
+def _processor_time(*processes: Process) -> float:
+    return sum(process.do("usage")["cpu_s"] for process in processes)
 
 
 def tables(result: dict[str, Any], _ours: str, _published: str) -> str:
@@ -141,8 +150,10 @@ def tables(result: dict[str, Any], _ours: str, _published: str) -> str:
         spread = {key: Spread(**value) for key, value in figures.items()}
         met = verdict(spread["ratio"].median <= GOAL)
         ratio = f"{spread['ratio'].text()} (goal <= {GOAL:g}: {met})"
-        rows.append([name, spread["alone"].text(), spread["among"].text(), ratio])
-    return markdown_table(["format", "alone, s", "among strangers, s", "ratio"], rows)
+        cpu = [spread["cpu_alone"].text(), spread["cpu_among"].text()]
+        rows.append([name, spread["alone"].text(), spread["among"].text(), ratio, *cpu])
+    head = ["format", "alone, s", "among strangers, s", "ratio", "processor time of both ends alone, s", "among, s"]
+    return markdown_table(head, rows)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,22 @@ func (m *Machine) torn(d decision, in []*replica) (reason string, missing []Vote
 	return reason, missing
 }
 
+// heldUp reports that act would change nothing: the last decision was that votes are missing, by the numbers alone they still are,
+// whoever asks, and nothing else is due. Without it each request would cost as much as a quorum has members while one is held up.
+func (m *Machine) heldUp(t tally) bool {
+	if m.outvoted.IsZero() || !m.list.listed() || m.latest == nil || t.candidates == 0 ||
+		m.now.Sub(m.outvoted) >= m.policy.HeartbeatTimeout || m.now.Sub(m.probedAt) >= probePause {
+		return false
+	}
+	most, all := t.previousCandidates+len(m.list.ended)+len(m.list.waived), len(m.latest.Members)
+	if 2*most == all { // half of them suffice with the first one
+		first := m.latest.Members[0].voter()
+		r := m.roster.replicas[first.ReplicaID]
+		return !m.list.given(first) && (r == nil || !r.waiting())
+	}
+	return 2*most < all
+}
+
 // base is whom the quorum after the next one has to outvote besides the members of the next one.
 func (m *Machine) base(in []*replica, changed bool) [][]Voter {
 	if !m.list.listed() || m.latest == nil || m.latest.Base == nil && !changed {

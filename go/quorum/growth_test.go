@@ -49,6 +49,28 @@ func patient(n int) Policy {
 	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: time.Hour, SuspectGrace: time.Hour, StalledAfter: time.Second}
 }
 
+// listed is the policy of a lighthouse that has others beside it.
+func listed(n int) Policy {
+	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: 5 * time.Second, SuspectGrace: time.Hour}
+}
+
+// alone lets every other member fail by silence, the first by name among them, at the first of two lighthouses; those that are left ask.
+func alone(c *crowd) {
+	c.machine.policy.MinReplicas = 1
+	for _, id := range c.ids {
+		c.step(Greeted{ReplicaID: id, Seat: Seat{Place: 0, Of: 2}, KnownQuorumID: c.machine.latestID()})
+	}
+	c.now = c.now.Add(3 * time.Second)
+	for i := 1; i < len(c.ids); i += 2 {
+		c.step(Beat{ReplicaID: c.ids[i]})
+	}
+	c.now = c.now.Add(3 * time.Second)
+	c.step(Tick{})
+	for i := 1; i < len(c.ids); i += 2 {
+		c.ask(Member{ReplicaID: c.ids[i], Address: "http://" + c.ids[i], Step: 2})
+	}
+}
+
 // burst is something that happens to all members of a job, or half of them, at once.
 type burst struct {
 	name   string
@@ -94,6 +116,16 @@ var bursts = []burst{
 		half(3)(c)
 		c.others(Progress{Step: 2, For: time.Hour})
 	}, func(t testing.TB, c *crowd) { assert.Greater(t, len(c.step(Tick{})), len(c.ids)/2) }},
+	{"each asks again while votes are missing", listed, alone, func(t testing.TB, c *crowd) {
+		latest := c.machine.latestID()
+		for i, id := range c.ids {
+			if i%2 == 1 {
+				c.step(GaveUp{Waiter: c.waiter - WaiterID(len(c.ids)/2-1)})
+				c.ask(Member{ReplicaID: id, Address: "http://" + id, Step: 2})
+			}
+		}
+		assert.Equal(t, latest, c.machine.latestID())
+	}},
 	{"describe", patient, half(3), func(t testing.TB, c *crowd) {
 		assert.Len(t, c.machine.Describe(c.now).Members, len(c.ids))
 	}},

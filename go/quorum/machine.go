@@ -235,7 +235,11 @@ func replaced(w WaiterID, id, by string) Refuse {
 
 // act decides, and does what was decided. tick tells of the timer, and when it came before.
 func (m *Machine) act(tick bool, tickBefore time.Time) (actions []Action) {
-	d, in, changed, missing := m.decide(m.roster.tally(m.now), m.now)
+	t := m.roster.tally(m.now)
+	if !tick && m.heldUp(t) {
+		return nil
+	}
+	d, in, changed, missing := m.decide(t, m.now)
 	// The wait for those that are ahead begins once. Membership churn must not restart it: other causes leave it as it is.
 	switch {
 	case d.cause == nobodyWaits, d.cause == forbidden, d.ready():
@@ -422,7 +426,9 @@ func (m *Machine) pick(d decision) (in []*replica, changed bool) {
 	}
 	in = make([]*replica, 0, d.eligible())
 	for e := m.roster.queue.Front(); e != nil; e = e.Next() {
-		if r := e.Value.(*replica); r.previous || !d.shrink {
+		r := e.Value.(*replica)
+		r.looks++
+		if r.previous || !d.shrink {
 			in = append(in, r)
 		}
 	}

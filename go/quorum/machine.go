@@ -287,7 +287,7 @@ func (m *Machine) decide(t tally, now time.Time) (d decision, in []*replica, cha
 		return d, in, changed, missing
 	}
 	// A base of any length would be as right, but somebody has to carry it. Members that wait for this hear of the last quorum.
-	if changed && len(m.base(in, changed)) > mostBases {
+	if changed && tooLong(m.base(in, changed)) {
 		d.cause, d.detail = outvoted, fmt.Sprintf("too few members know of quorum %d and of those before it: its members stay the same until more do", m.latest.ID)
 		return d, in, changed, nil
 	}

@@ -82,8 +82,9 @@ func (p Past) Validate() error {
 	if len(p.Members) == 0 {
 		return fmt.Errorf("quorum %d has no members", p.ID)
 	}
-	if len(p.Base) > mostBases {
-		return fmt.Errorf("quorum %d has a base of %d quorums: allowed are %d", p.ID, len(p.Base), mostBases)
+	if tooLong(p.Base) {
+		return fmt.Errorf("quorum %d has a base of %d quorums: allowed are %d, or more that have at most %d members together",
+			p.ID, len(p.Base), mostBases, mostVoters)
 	}
 	for _, voters := range p.sets() {
 		for i, v := range voters {

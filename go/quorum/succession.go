@@ -26,8 +26,8 @@ import (
 //  4. Members that heard of a quorum alone cannot outvote those of the quorums before, its base: joint consensus, as when Raft
 //     changes its members. A quorum is in the base of all that come after it until members that know of a later one outvote
 //     it, together with votes that were given before that one was formed. None is left out in between: where A dropped one and kept
-//     the one before, and B the other way round, they would have no member in common. So the base may hold several, mostBases at
-//     most; then the members stay the same until one goes.
+//     the one before, and B the other way round, they would have no member in common. So the base may hold several, as many as can
+//     be carried (tooLong); then the members stay the same until more of them know of the last one.
 //
 // So of two quorums that both commit, the second is a successor of the first. "Gone" is no vote: that a member has ended
 // does not say that it was in no later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go looks at
@@ -117,9 +117,22 @@ func (s *succession) firstID(now time.Time) int64 {
 	return s.term<<termBits + min(max(now.UnixMilli(), 0), 1<<termBits-1<<32) // with room, whatever the clock says
 }
 
-// mostBases is how many quorums a base may hold. There is more than one only where members change again before those of a
-// quorum have heard of it.
-const mostBases = 4
+// A base holds more than one quorum only where members change again before those of a quorum have heard of it. It may hold mostBases of
+// any size, or more that have mostVoters members together: a job of some hundred groups never waits for it, and one of thousands does
+// not carry megabytes.
+const (
+	mostBases  = 4
+	mostVoters = 1 << 14
+)
+
+// tooLong reports whether a base is more than members can carry.
+func tooLong(base [][]Voter) bool {
+	voters := 0
+	for _, set := range base {
+		voters += len(set)
+	}
+	return len(base) > mostBases && voters > mostVoters
+}
 
 // outvotes reports whether some of a set, those that count, outvote the rest.
 func outvotes(set []Voter, counts func(Voter) bool) bool {

@@ -49,7 +49,7 @@ func (m *Machine) greeted(e Greeted) []Action {
 		r.claims = e.told()
 		return append([]Action{m.welcome(r)}, m.lookFor(r, e.KnownQuorumID)...) // the term begins when it has shown it
 	}
-	actions := append(m.begin(e.ReplicaID, e.told()), m.welcome(r))
+	actions := append(m.begin("replica "+e.ReplicaID, e.told()), m.welcome(r))
 	return append(actions, m.lookFor(r, e.KnownQuorumID)...)
 }
 
@@ -63,23 +63,15 @@ func (m *Machine) welcome(r *replica) Welcome {
 
 // begin sees to it that all members are told of a new term: also those that count as failed, since they may speak again on the
 // streams that they have.
-func (m *Machine) begin(id string, told int64) []Action {
+func (m *Machine) begin(with string, told int64) []Action {
 	if !m.list.begin(told, m.highest, m.now) {
 		return nil
 	}
 	m.highest = max(m.highest, m.list.firstID(m.now))
-	reason := fmt.Sprintf("term %d begins with replica %s", m.list.term, id)
+	reason := fmt.Sprintf("term %d begins with %s", m.list.term, with)
 	actions := []Action{Renew{reason}}
 	m.roster.reachNothing() // they begin other streams
-	for e := m.roster.queue.Front(); e != nil; {
-		r := e.Value.(*replica)
-		e = e.Next() // giving up takes r out of the queue
-		for _, q := range r.waiters(func(q request) bool { return q.tells }) {
-			m.roster.giveUp(q, m.now)
-			actions = append(actions, Refuse{q, Outdated, reason})
-		}
-	}
-	return actions
+	return append(actions, m.roster.refuse(func(q request) bool { return q.tells }, reason, m.now)...)
 }
 
 // torn reports, in words, that the members of a quorum may not go on, because another lighthouse might serve the rest of

@@ -72,13 +72,9 @@ func (m *Machine) goBack() []Action {
 	reason := fmt.Sprintf("everybody here (%s) reaches the lighthouse that is %s of the list, and goes back to it", replicas(s.counts.healthy), to)
 	actions := []Action{GoBack{to.Place, reason}}
 	m.list.releaseAll(m.now)
+	actions = append(actions, s.refuse(func(request) bool { return true }, reason, m.now)...)
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
-		r := e.Value.(*replica)
-		for _, w := range r.waiters(func(request) bool { return true }) {
-			s.giveUp(w, m.now)
-			actions = append(actions, Refuse{w, Outdated, reason})
-		}
-		s.die(r, m.now)
+		s.die(e.Value.(*replica), m.now)
 	}
 	m.away = true
 	return actions

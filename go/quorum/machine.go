@@ -280,6 +280,10 @@ func (m *Machine) decide(t tally, now time.Time) (d decision, in []*replica, cha
 		return d, nil, false, nil
 	}
 	in, changed = m.pick(d)
+	if id := m.ahead(in); id != 0 {
+		d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of quorum %d, and is asked who was in it", id)
+		return d, nil, false, nil
+	}
 	// Without the votes another lighthouse may serve the rest: two histories. Looked at for whom it would really be of, as
 	// shrink_only leaves some out.
 	if reason, missing := m.torn(d, in); reason != "" {

@@ -21,8 +21,9 @@ import (
 //  3. Nothing is decided while a member is about to tell of a later quorum: while one that waits knows of it, or, at a
 //     lighthouse of a list, the one that was asked is alive and had less than heartbeat_timeout_ms to tell. Alone, a lighthouse
 //     goes on in the end, although one that knows waits: nobody else can have served the job meanwhile. One of a list goes on
-//     without those that do not tell (refuseUnshown): they are in no quorum here, and give no vote. Once nobody is left here
-//     who knows, the votes alone keep two histories apart (succession.go).
+//     without those that do not tell (disbelieve): they are in no quorum here, and give no vote. So it is with a member that was
+//     silent meanwhile, and speaks again (ahead). Once nobody is left here who knows, the votes alone keep two histories apart
+//     (succession.go).
 //  4. members[i] is the replica of latest.Members[i], and nobody else is previous.
 type memory struct {
 	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
@@ -209,19 +210,18 @@ func (m *Machine) recalled(e Recalled) (actions []Action) {
 	switch beyond := m.list.listed() && termOf(p.ID) > m.list.term; {
 	case beyond && e.From == "":
 		// Nobody has to show what this lighthouse wrote to disk itself. It begins a term of its own, since that of the quorum may belong
-		// to another lighthouse.
-		m.list.begin(termOf(p.ID), p.ID, m.now)
-		m.highest = max(m.highest, m.list.firstID(m.now))
+		// to another lighthouse. Where the disk answered late, members have asked already: that counts no more, as with every new term.
+		actions = m.begin("what is on disk", termOf(p.ID))
 	case beyond:
 		r := m.roster.replicas[e.From]
 		if r == nil || r.claims < termOf(p.ID) {
 			return []Action{Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID, termOf(p.ID), m.list.term)}}
 		}
-		actions = m.begin(r.id, r.claims)
+		actions = m.begin("replica "+r.id, r.claims)
 	}
 	m.highest = max(m.highest, p.ID, min(e.Highest, maxKnownID))
 	if p.ID <= m.latestID() {
-		return nil
+		return actions
 	}
 	before := m.members
 	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Base: p.Base, Created: m.now}

@@ -88,7 +88,7 @@ func (m *Machine) recallOf(r *replica, known int64) []Action {
 // lookAgain asks another member if the one before did not answer, and those that do not answer at all no more. Nobody may be left
 // who knows that quorum.
 func (m *Machine) lookAgain() (actions []Action, failed []failure) {
-	if m.recall.id == 0 {
+	if m.recall.id == 0 && !m.list.listed() {
 		return nil, nil
 	}
 	pause := m.policy.recallPause()
@@ -98,8 +98,8 @@ func (m *Machine) lookAgain() (actions []Action, failed []failure) {
 		r := e.Value.(*replica)
 		e = e.Next() // a refusal takes r out of the queue
 		switch q := r.newest(); {
-		case !q.tells || q.known <= m.latestID() || r.unshown:
-		case r.overdue(r.lastBeat, m.now, pause):
+		case !q.tells || q.known <= m.latestID() || r.unshown && !m.list.listed():
+		case r.unshown || r.overdue(r.lastBeat, m.now, pause):
 			doubted, out := m.disbelieve(r, q.known)
 			actions, failed = append(actions, doubted...), append(failed, out...)
 		case q.known > newest || q.known == newest && r.recalls < whom.recalls:
@@ -117,6 +117,21 @@ func (m *Machine) lookAgain() (actions []Action, failed []failure) {
 		return actions, failed
 	}
 	return append(actions, m.recallOf(whom, newest)...), failed
+}
+
+// ahead is a quorum that one of some members knows of and this lighthouse of a list does not, 0 if there is none. Such a member gives no
+// vote, even when nobody looks for that quorum any more: the search ends with a member that is silent, and its request waits when it
+// speaks again.
+func (m *Machine) ahead(in []*replica) (id int64) {
+	if !m.list.listed() {
+		return 0
+	}
+	for _, r := range in {
+		if q := r.newest(); q.tells && q.known > m.latestID() {
+			id = max(id, q.known)
+		}
+	}
+	return id
 }
 
 // disbelieve leaves aside what a member says it knows, and does not show although it speaks. In a list it must not give a vote

@@ -298,6 +298,28 @@ func (s *roster) giveUp(w WaiterID, now time.Time) {
 	})
 }
 
+// refuse ends the requests for which something holds, of all that wait. A member that counts as failed may be taken for alive again
+// (presume), so its request ends as well: it would be a vote that its member has taken back.
+func (s *roster) refuse(which func(request) bool, reason string, now time.Time) (actions []Action) {
+	var all, silent []*replica
+	for e := s.queue.Front(); e != nil; e = e.Next() {
+		all = append(all, e.Value.(*replica))
+	}
+	for _, r := range s.waiters {
+		if r.place == nil {
+			silent = append(silent, r)
+		}
+	}
+	slices.SortFunc(silent, byID)
+	for _, r := range append(all, slices.Compact(silent)...) {
+		for _, w := range r.waiters(which) {
+			s.giveUp(w, now)
+			actions = append(actions, Refuse{w, Outdated, reason})
+		}
+	}
+	return actions
+}
+
 // answer ends the wait of a member, and adds those who waited to a list.
 func (s *roster) answer(waiters []WaiterID, r *replica, now time.Time) []WaiterID {
 	for _, q := range r.requests {

@@ -33,6 +33,8 @@ const (
 	ruleWaiters   = "every waiter is answered once, by its deadline"
 	ruleBehind    = "a quorum behind the job waits for those who were ahead"
 	ruleBranch    = "one branch of a job commits, whoever is in it"
+	ruleKnown     = "a quorum comes after all that its members know of"
+	ruleTerm      = "a request counts only in the term in which it was made"
 	ruleOneStart  = "a quorum that comes after none has no member that knows of one"
 	ruleUnshown   = "a group that does not show what it knows, as it says, stops nobody"
 	ruleMemory    = "memory is bounded by live members"
@@ -139,6 +141,14 @@ func (c *checker) first(id int64) int64 {
 		id = c.quorums[id].after
 	}
 	return id
+}
+
+// comesAfter reports whether a quorum is another one, or comes after it, as all do after none.
+func (c *checker) comesAfter(late, early int64) bool {
+	for late > early && c.quorums[late] != nil {
+		late = c.quorums[late].after
+	}
+	return late == early || early == 0
 }
 
 // extinct reports whether no group lives outside of a quorum whose weights were made, in the same history, in one that it

@@ -355,6 +355,9 @@ func (c *watch) delivered(d quorum.Deliver) {
 	if !t.fast {
 		c.notBehind(q, t)
 	}
+	if w.Lighthouses > 1 {
+		c.ofThisTerm(q)
+	}
 	c.stepWas, c.reached, c.behind, c.looking = c.reached, 0, 0, 0
 	for i := range q.Members {
 		c.reached = max(c.reached, q.Members[i].Step)
@@ -374,6 +377,21 @@ func (c *watch) delivered(d quorum.Deliver) {
 		}
 	}
 	c.lastTime = w.now
+}
+
+// ofThisTerm: where there is a list, each member of a quorum has told what it knows, and has been let go since by no term that began.
+func (c *watch) ofThisTerm(q *quorum.Quorum) {
+	w := c.l.w
+	for i := range c.l.waiting {
+		p := &c.l.waiting[i]
+		switch v := c.of(p.g); {
+		case !v.expected || p.link == nil:
+		case p.link.stale:
+			w.broken(ruleTerm, "%s is in quorum %d with a request of before", p.g.id, q.ID)
+		case v.knows > c.latest:
+			w.broken(ruleKnown, "%s is in quorum %d, which comes after quorum %d, and knows of quorum %d", p.g.id, q.ID, c.latest, v.knows)
+		}
+	}
 }
 
 // notBehind: a quorum below the step that the job had reached has waited for those who were there.

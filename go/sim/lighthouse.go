@@ -345,12 +345,14 @@ func (l *lighthouse) do(input quorum.Event) {
 			}
 		case quorum.Renew:
 			w.say("%s: %s", l.name(), a.Reason)
-			from := input.(quorum.Greeted).ReplicaID
+			greeted, _ := input.(quorum.Greeted)
 			for _, k := range l.links {
-				if k.g.id != from {
-					k.stale = true
-					k.down(event{kind: closing}) // and the lighthouse ends it
-					w.push(event{at: max(k.downAt, w.now+w.Delay), kind: lhDisconnected, g: k.g, link: k, lh: uint8(l.index), life: l.life})
+				if k.g.id == greeted.ReplicaID {
+					continue
+				}
+				k.stale = true
+				if k.down(event{kind: closing}); !k.lostDown { // the group ends it when it hears that; else it breaks
+					w.push(event{at: max(k.downAt, w.now+w.Delay, k.g.pausedUntil), kind: lhDisconnected, g: k.g, link: k, lh: uint8(l.index), life: l.life})
 				}
 			}
 		case quorum.GoBack:

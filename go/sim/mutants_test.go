@@ -105,7 +105,7 @@ var mutants = []struct {
 		[]string{ruleHeal, ruleEqual}, false,
 	},
 	{
-		"a quorum that is not shown is asked for, for ever", "quorum/recall.go", "case r.overdue(r.lastBeat, m.now, pause):", "case false && r.unshown:",
+		"a quorum that is not shown is asked for, for ever", "quorum/recall.go", "case r.unshown || r.overdue(r.lastBeat, m.now, pause):", "case false && r.unshown:",
 		boasts, []string{ruleUnshown}, false,
 	},
 	{

@@ -124,6 +124,13 @@ func withheld(s *Setup) {
 	}
 }
 
+// silent is the same, but that g00 does not end: it is stopped while it is asked for their quorum, and goes on. Meanwhile nobody waits for it.
+func silent(s *Setup) {
+	withheld(s)
+	last := &s.Faults[len(s.Faults)-1]
+	last.Kind, last.For = Pause, s.Policy.HeartbeatTimeout+500*time.Millisecond
+}
+
 // renewed is a job of four groups. g03 has been at the second lighthouse, and comes back to the first with the term of that, which ends
 // all streams. Just then g00 and g01 do not get through to the first one: they go to the second, and g00 ends there.
 func renewed(s *Setup) {

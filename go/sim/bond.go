@@ -50,7 +50,8 @@ func (g *group) letGo() { g.promised = 0 }
 const operatorEvery = time.Second
 
 // operator gives up groups whose votes are missing, as one does that knows: all that are missing have ended, and no group that
-// lives, and no other lighthouse, knows of a quorum after the latest one here, and all members that live wait here. The other
+// lives knows of a quorum that the latest one here does not come after (one of a branch that an operator let go on before may have a
+// smaller id), no other lighthouse knows of a later one, and all members that live wait here. The other
 // lighthouses are started anew before: one may have a vote of a group that ended while it was bound there, and a vote that is given
 // at two is one for two histories.
 func (l *lighthouse) operator() {
@@ -69,7 +70,7 @@ func (l *lighthouse) operator() {
 		if g == nil {
 			continue
 		}
-		if v := l.check.of(g); g.known() > l.check.latest || v.previous && v.waits == 0 {
+		if v := l.check.of(g); !w.check.comesAfter(l.check.latest, g.known()) || v.previous && v.waits == 0 {
 			return
 		}
 	}
@@ -79,10 +80,7 @@ func (l *lighthouse) operator() {
 		if g == nil || !g.killed { // it lives, and may go on elsewhere with the votes of others
 			return
 		}
-		if at := g.givenUpAt; !at.open() || at.of == l {
-			g.givenUpAt = &office{l, l.life}
-			ended = append(ended, id)
-		}
+		ended = append(ended, id)
 	}
 	if len(ended) > 0 {
 		for i := range w.lhs { // of those that have ended another one may have a vote: it is on no disk
@@ -96,12 +94,3 @@ func (l *lighthouse) operator() {
 		l.step(quorum.GivenUp{ReplicaIDs: ended, By: "an operator"})
 	}
 }
-
-// office is a lighthouse in one of its lives.
-type office struct {
-	of   *lighthouse
-	life uint32
-}
-
-// open reports whether it lives.
-func (o *office) open() bool { return o != nil && o.of.up && o.of.life == o.life }

@@ -107,8 +107,7 @@ type connection struct {
 
 	withholds time.Duration // until when it does not show what it knows
 
-	promised  time.Duration // until when it asks no other lighthouse
-	givenUpAt *office       // where an operator has given it up
+	promised time.Duration // until when it asks no other lighthouse
 }
 
 // lookBackEvery is how often a group looks whether an earlier lighthouse is back.

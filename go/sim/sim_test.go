@@ -81,6 +81,11 @@ func TestARestlessJobHasOneBranch(t *testing.T) {
 	s := Draw(360, 2, 200)
 	restless(&s)
 	hold(t, s)
+	for seed := range uint64(budget(45, 2)) { // more groups
+		s := Draw(5000+seed, 0, 200)
+		restless(&s)
+		hold(t, s)
+	}
 }
 
 // A group that says it knows of a later quorum, and never shows it, is refused by name. The others go on without it.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"net/http"
 	"os"
+	"reflect"
 	"strconv"
 	"strings"
 	"testing"
@@ -15,8 +16,10 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // openAPI is the document, and what it says of JSON.
@@ -138,5 +141,24 @@ func TestTheExampleOfABodyIsOneThatIsTaken(t *testing.T) {
 		var value any
 		require.NoError(t, json.Unmarshal([]byte(body), &value))
 		assert.Equal(t, ok, schema.Validate(value) == nil, body)
+	}
+}
+
+// What the server says in JSON has the fields that the document names, each of them, and no others.
+func TestOpenAPINamesEachField(t *testing.T) {
+	o := readOpenAPI(t)
+	for schema, said := range map[string]any{
+		"Status": quorum.Status{}, "Member": quorum.MemberStatus{}, "Event": dashboard.Event{}, "Point": dashboard.Point{},
+	} {
+		var fields, named []string
+		for field := range reflect.TypeOf(said).Fields() {
+			name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
+			fields = append(fields, name)
+		}
+		described, _ := o.at("/components/schemas/" + schema + "/properties")
+		for name := range described {
+			named = append(named, name)
+		}
+		assert.ElementsMatch(t, fields, named, schema)
 	}
 }

@@ -207,14 +207,17 @@ func (j *job) step(event quorum.Event) error {
 func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // before the quorum without those who failed
+	var deliver func()       // a quorum that only the disk can show to a lighthouse that starts anew
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			j.patient.served()
 			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
 			d := newDelivery(a.Quorum, a.Before)
-			for _, id := range a.Waiters {
-				j.waiters.Answer(id, answer{delivered: d})
+			deliver = func() { j.deliver(a.Waiters, d) }
+			if !a.Kept || j.keeper == nil {
+				deliver()
+				deliver = nil
 			}
 		case quorum.Again:
 			j.log.Info("torchft: a quorum is sent once more, as its answer was lost", "quorum_id", a.Quorum.ID)
@@ -268,6 +271,19 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Waiting:
 			j.patient.waits(a.Reason, now)
 		}
+	}
+	if deliver != nil && !j.keeper.once(func() {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		deliver() // to those that are still there
+	}) {
+		deliver()
+	}
+}
+
+func (j *job) deliver(waiters []quorum.WaiterID, d *delivery) {
+	for _, id := range waiters {
+		j.waiters.Answer(id, answer{delivered: d})
 	}
 }
 

@@ -47,6 +47,7 @@ type keeper struct {
 	since   time.Time // when the oldest of what is not on the disk was handed over, or reading began; zero: all is done
 	err     error     // why it is not there, if the disk said
 	told    bool      // the log says so
+	owed    []func()  // to be done once it is there
 }
 
 func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
@@ -126,6 +127,27 @@ func (k *keeper) keep(s state) {
 	k.nudge()
 }
 
+// once does something as soon as all that was handed over is on the disk, or did not get there in diskTime, and reports whether that is
+// later. Nothing waits for a disk that is known to fail. What is done must not wait.
+func (k *keeper) once(do func()) (later bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.since.IsZero() || k.err != nil || time.Since(k.since) >= diskTime {
+		return false
+	}
+	do = sync.OnceFunc(do)
+	late := rpc.AfterFunc(k.log, "a quorum that is not on disk", func() {
+		k.log.Warn("torchft: a quorum is told before it is on disk: the disk does not answer, or refuses", "file", k.path, "waited", diskTime)
+		do()
+	})
+	late.Reset(diskTime)
+	k.owed = append(k.owed, func() {
+		late.Stop()
+		do()
+	})
+	return true
+}
+
 func (k *keeper) nudge() {
 	select {
 	case k.wake <- struct{}{}:
@@ -181,6 +203,13 @@ func (k *keeper) run(recall func(path string, text []byte, err error)) {
 
 // done notes what became of a state; nil is that which was read.
 func (k *keeper) done(s *state, err error) {
+	for _, do := range k.noted(s, err) {
+		do()
+	}
+}
+
+// noted is done, and returns what was owed until now.
+func (k *keeper) noted(s *state, err error) (owed []func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.err = err
@@ -196,10 +225,12 @@ func (k *keeper) done(s *state, err error) {
 			k.log.Info("torchft: the state of the job is kept on disk again", "file", k.path)
 		}
 		k.told = false
+		owed, k.owed = k.owed, nil
 	default: // there is a newer one
 		k.since = time.Now()
 		k.nudge()
 	}
+	return owed
 }
 
 // trouble says why the latest state is not on the disk, and since when; empty if it is, or soon will be.

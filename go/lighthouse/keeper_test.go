@@ -211,3 +211,41 @@ func TestADirectoryThatIsGoneIsOnThePageAndInMetrics(t *testing.T) {
 	s.Shutdown()
 	assert.Contains(t, log.String(), "is not kept on disk")
 }
+
+// Where a member cannot show the quorum that it is in, a lighthouse of a list answers once the quorum is on its disk: one that starts anew
+// knows of it by that alone. A disk that does not answer, or fails, holds nobody up for longer than diskTime, and only once.
+func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &faulty{writing: make(chan struct{})}
+		j, log := kept(f)
+		synctest.Wait()
+		one := &stream{job: j, replicaID: "000000", sending: true}
+		j.greeting = one
+		require.NoError(t, j.feed(quorum.Greeted{ReplicaID: one.replicaID, Seat: quorum.Seat{Of: 2}}))
+		ask := func(number uint64, tells bool) <-chan answer {
+			_, answered, err := j.ask(quorum.Asked{Member: quorum.Member{ReplicaID: "000000", CommitFailures: 1}, Number: number, Tells: tells})
+			require.NoError(t, err)
+			synctest.Wait()
+			return answered
+		}
+		require.NotNil(t, (<-ask(10, true)).delivered, "who asks can show it")
+		first := ask(11, false)
+		require.Empty(t, first, "it is not on the disk")
+		f.writing <- struct{}{} // of the first
+		synctest.Wait()
+		require.Empty(t, first)
+		f.writing <- struct{}{}
+		told := (<-first).delivered
+		require.Equal(t, told.quorum.ID, f.last().Past.ID)
+
+		second := ask(12, false)
+		time.Sleep(diskTime)
+		synctest.Wait()
+		require.NotNil(t, (<-second).delivered)
+		require.Contains(t, log.String(), "told before it is on disk")
+		require.NotNil(t, (<-ask(13, false)).delivered, "the disk is known not to answer")
+		close(f.writing)
+		synctest.Wait()
+		j.shutDown()
+	})
+}

@@ -360,8 +360,10 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	}
 	q := &Quorum{Members: make([]Member, len(in)), Created: m.now, Base: m.base(in, changed)}
 	m.step = 0
+	shows := true
 	for i, r := range in {
 		q.Members[i] = *r.member()
+		shows = shows && r.newest().tells
 		m.step = max(m.step, q.Members[i].Step)
 		if q.Members[i].CommitFailures > 0 && failing == "" {
 			failing = r.id
@@ -379,7 +381,7 @@ func (m *Machine) deliver(d decision, in []*replica, changed bool) []Action {
 	}
 
 	q.Revision = revisionAfter(m.latest, q.Members)
-	answer := Deliver{Quorum: q, Before: m.latest, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(in))}
+	answer := Deliver{Quorum: q, Before: m.latest, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(in)), Kept: m.list.listed() && !shows}
 	for _, r := range in {
 		answer.Waiters = m.roster.answer(answer.Waiters, r, m.now)
 	}

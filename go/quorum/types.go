@@ -146,6 +146,9 @@ type (
 		Quorum  *Quorum
 		Before  *Quorum       // the one that was delivered before, nil if none: many members hold its list
 		Waited  time.Duration // since the first of them asked
+		// Kept: a member cannot show this quorum, so that a lighthouse of a list which starts anew knows of it by its disk alone. Where there
+		// is one, all that was to be kept is on it before anybody is answered.
+		Kept bool
 	}
 	// Again answers a waiter with the latest quorum, which it is in and was sent before: see again.go.
 	Again struct {

@@ -25,6 +25,7 @@ type lighthouse struct {
 	pausedUntil time.Duration
 	disk        *quorum.Recalled // what is on it, nil if nothing is
 	keeping     *quorum.Recalled // what is to be on it next
+	held        []func()         // answers that wait for it
 
 	lastWaiter quorum.WaiterID
 	refused    quorum.WaiterID // the last that was
@@ -66,7 +67,7 @@ func (l *lighthouse) start() {
 	w := l.w
 	l.life++
 	l.up, l.skew, l.pausedUntil = true, 0, 0
-	l.waiting, l.links, l.timer = nil, nil, 0
+	l.waiting, l.links, l.timer, l.keeping, l.held = nil, nil, 0, nil, nil
 	l.stepped = l.clock()
 	begin := epoch.Add(w.now)
 	if w.mistake.start != nil {
@@ -166,6 +167,7 @@ func (l *lighthouse) handle(e *event) {
 	case lhKept:
 		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // else there is something newer to write
 			l.disk = kept
+			l.tell()
 		}
 	case lhDisconnected:
 		l.lost(e.link)
@@ -222,7 +224,7 @@ func (l *lighthouse) ask(e *event) {
 		asked.Lighthouses = w.Lighthouses
 	}
 	if w.Published.has(e.g.slot) {
-		asked.Number = 0
+		asked.Number, asked.KnownQuorumID, r.known = 0, 0, 0 // no such fields
 	} else if !l.check.newest(e.g, e.id) {
 		l.refused = 0
 		l.step(asked)
@@ -408,6 +410,9 @@ func (l *lighthouse) do(input quorum.Event) {
 			}
 		}
 	}
+	if len(l.held) > 0 && (l.keeping == nil || l.keeping == l.disk) {
+		l.tell()
+	}
 }
 
 func doubts(a quorum.Action) bool {
@@ -485,28 +490,44 @@ func (l *lighthouse) keep(a quorum.Keep) {
 	w.after(takes, event{kind: lhKept, lh: uint8(l.index), life: l.life, x: l.keeping})
 }
 
-// answer sends the quorum to those who waited for it.
+// answer ends the waits of those that a quorum is for, and tells them, or keeps that until the quorum is on disk.
 func (l *lighthouse) answer(a quorum.Deliver) {
-	w := l.w
-	kept := l.waiting[:0]
+	w, kept := l.w, l.waiting[:0]
 	for _, q := range l.waiting {
 		if !slices.Contains(a.Waiters, q.id) {
 			kept = append(kept, q)
 			continue
 		}
-		i := q.g.slot
-		switch {
-		case q.link != nil:
-			q.link.down(event{kind: answered, id: q.req, x: a.Quorum})
-			continue
-		case w.down(i, l.index) || w.lost():
-			w.after(w.Keepalive, event{kind: refused, g: q.g, id: q.req})
-			continue
-		}
-		w.after(w.delay(i), event{kind: answered, g: q.g, id: q.req, x: a.Quorum})
-		if w.doubled() {
-			w.after(w.delay(i), event{kind: answered, g: q.g, id: q.req, x: a.Quorum})
+		if a.Kept && w.Disk {
+			l.held = append(l.held, func() { l.send(q, a.Quorum) })
+		} else {
+			l.send(q, a.Quorum)
 		}
 	}
 	l.waiting = kept
+}
+
+// tell sends the answers that waited for the disk.
+func (l *lighthouse) tell() {
+	for _, send := range l.held {
+		send()
+	}
+	l.held = l.held[:0]
+}
+
+// send tells one who waited of its quorum.
+func (l *lighthouse) send(q waiting, with *quorum.Quorum) {
+	w, i := l.w, q.g.slot
+	switch {
+	case q.link != nil:
+		q.link.down(event{kind: answered, id: q.req, x: with})
+		return
+	case w.down(i, l.index) || w.lost():
+		w.after(w.Keepalive, event{kind: refused, g: q.g, id: q.req})
+		return
+	}
+	w.after(w.delay(i), event{kind: answered, g: q.g, id: q.req, x: with})
+	if w.doubled() {
+		w.after(w.delay(i), event{kind: answered, g: q.g, id: q.req, x: with})
+	}
 }

@@ -121,6 +121,10 @@ var mutants = []struct {
 		renewed, []string{ruleBranch}, true,
 	},
 	{
+		"a quorum that only the disk can show is told before it is there", "quorum/machine.go", "Kept: m.list.listed() && !shows}", "Kept: shows && !shows}",
+		lagging, []string{ruleBranch}, true,
+	},
+	{
 		"a signal of a rank is not heard", "round/gather.go", "	m.draining = m.draining || e.Drain\n", "",
 		many(6, Signal), []string{ruleDrained}, false,
 	},

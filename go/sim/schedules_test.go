@@ -10,7 +10,7 @@ import (
 // Histories in which a vote that is given counts, or must not: go/sim/mutants_test.go has the mistakes that they find.
 func TestJobsThatMoveWhileAGroupEnds(t *testing.T) {
 	t.Parallel()
-	for name, setup := range map[string]func(*Setup){"withheld": withheld, "renewed": renewed, "silent": silent} {
+	for name, setup := range map[string]func(*Setup){"withheld": withheld, "renewed": renewed, "silent": silent, "lagging": lagging} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			for seed := range uint64(budget(20, 2)) {

@@ -131,6 +131,21 @@ func silent(s *Setup) {
 	last.Kind, last.For = Pause, s.Policy.HeartbeatTimeout+500*time.Millisecond
 }
 
+// lagging is a job of three groups, of which g02 is a published one. g01 is away for a moment, so that the first lighthouse goes on with g00
+// and g02, and ends. When it starts anew g01 and g02 ask it, and g00 goes to the second one.
+func lagging(s *Setup) {
+	quiet(s, 3)
+	s.Rounds, s.Published, s.Disk = 60, 0b100, true
+	s.Keepalive = s.Policy.HeartbeatTimeout / 4 // the answers are there before the fault is noticed
+	r := rand.New(rand.NewPCG(s.Seed, 9))
+	without := time.Duration(r.Int64N(int64(s.Policy.HeartbeatTimeout + s.Policy.SuspectGrace)))
+	s.Faults = []Fault{
+		{Round: 10, Kind: CutLighthouse, Slots: 0b010, For: without, Of: 0b11},
+		{Round: 10, Kind: CutLighthouse, Slots: 0b001, For: 10 * time.Second, After: without, Of: 0b01},
+		{Round: 10, Kind: KillLighthouse, For: 10 * time.Millisecond, After: without, Of: 0b01},
+	}
+}
+
 // renewed is a job of four groups. g03 has been at the second lighthouse, and comes back to the first with the term of that, which ends
 // all streams. Just then g00 and g01 do not get through to the first one: they go to the second, and g00 ends there.
 func renewed(s *Setup) {

@@ -52,6 +52,7 @@ type listMember struct {
 	stamp    time.Time // that its lighthouse sent, zero if none
 	asks     WaiterID
 	number   uint64
+	until    time.Time // when it goes on; it is stopped before
 }
 
 func newListHistory(t *testing.T, seed uint64) *listHistory {
@@ -91,17 +92,18 @@ func (h *listHistory) does() {
 		h.step(at, Tick{})
 	case p < 40:
 		for _, m := range h.members {
-			if m.at >= 0 {
+			if m.at >= 0 && !h.stopped(m) {
 				h.step(m.at, Beat{m.id})
 			}
 		}
+	case p < 75 && h.stopped(m):
 	case p < 75:
 		if m.at < 0 {
 			h.greet(m, at)
 		} else if m.asks == 0 {
 			h.ask(m)
 		}
-	case p < 85:
+	case p < 85 && !h.stopped(m):
 		h.bind(m)
 	case p < 92:
 		h.breaks(m)
@@ -109,10 +111,15 @@ func (h *listHistory) does() {
 		h.ends(m)
 	case p < 96 && len(h.members) < 6:
 		h.join()
+	case p < 98: // for longer than the heartbeat timeout
+		m.until = h.now.Add(h.policy.HeartbeatTimeout + time.Duration(h.rng.IntN(2000))*time.Millisecond)
 	case p == 99:
 		h.crash(at)
 	}
 }
+
+// stopped reports whether a member says nothing.
+func (h *listHistory) stopped(m *listMember) bool { return h.now.Before(m.until) }
 
 // greet begins a stream, at the lighthouse that served last unless the member may leave it.
 func (h *listHistory) greet(m *listMember, at int) {
@@ -252,7 +259,7 @@ func (h *listHistory) step(at int, e Event) {
 			require.Fail(h.t, a.Reason)
 		case Renew:
 			for _, m := range slices.Clone(h.members) {
-				if m.at == at && m.id != e.(Greeted).ReplicaID {
+				if greeted, _ := e.(Greeted); m.at == at && m.id != greeted.ReplicaID {
 					h.letGo(m)
 				}
 			}
@@ -263,7 +270,7 @@ func (h *listHistory) step(at int, e Event) {
 				}
 			}
 		case Recall:
-			if m := h.member(a.ReplicaID); m != nil && m.at == at && m.known() >= a.QuorumID && h.rng.IntN(8) > 0 {
+			if m := h.member(a.ReplicaID); m != nil && m.at == at && m.known() >= a.QuorumID && !h.stopped(m) && h.rng.IntN(3) > 0 {
 				h.step(at, Recalled{Past: *m.past, From: m.id})
 			}
 		case Probe: // the hosts of those that live do not refuse

@@ -131,7 +131,7 @@ func silent(s *Setup) {
 	last.Kind, last.For = Pause, s.Policy.HeartbeatTimeout+500*time.Millisecond
 }
 
-// lagging is a job of three groups, of which g02 is a published one. g01 is away for a moment, so that the first lighthouse goes on with g00
+// lagging is a job of three groups, of which g02 is an upstream one. g01 is away for a moment, so that the first lighthouse goes on with g00
 // and g02, and ends. When it starts anew g01 and g02 ask it, and g00 goes to the second one.
 func lagging(s *Setup) {
 	quiet(s, 3)

@@ -44,6 +44,11 @@ var mistakes = []struct {
 		[]string{"while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{
+		"a greeting says no term", "manager/member.go",
+		"Term: max(m.term.Load(), quorum.TermOf(m.known())), KnownQuorumId: m.known(),", "Term: 0 * quorum.TermOf(m.known()),",
+		[]string{"ids never fall", "while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
+	},
+	{
 		"a request outlives the stream on which it came", "lighthouse/member.go",
 		"	s.forget()\n	if s.expiry != nil {", "	if s.expiry != nil {",
 		[]string{"every waiter is answered once"},
@@ -75,8 +80,8 @@ var mistakes = []struct {
 		[]string{"groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{
-		"a lighthouse that is away fails the round", "manager/ask.go",
-		"away := rpc.IsUnavailable(err)", "away := false && rpc.IsUnavailable(err)",
+		"a lighthouse that is away fails the round", "manager/retry.go",
+		"case rpc.IsUnavailable(err):", "case false && rpc.IsUnavailable(err):",
 		[]string{"a call ends before its deadline"},
 	},
 	{
@@ -86,21 +91,34 @@ var mistakes = []struct {
 	},
 }
 
+// spoil is the source of a file, by its path, with a mistake in it.
+func spoil(t *testing.T, file, from, to string) (path, code string) {
+	t.Helper()
+	path, err := filepath.Abs(filepath.Join("../..", file))
+	require.NoError(t, err)
+	source, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Equal(t, 1, strings.Count(string(source), from), "the text of the mistake is in %s once", file)
+	return path, strings.Replace(string(source), from, to, 1)
+}
+
+// The sources still have what the mistakes replace.
+func TestTheMistakesFitTheShells(t *testing.T) {
+	for _, m := range mistakes {
+		spoil(t, m.file, m.from, m.to)
+	}
+}
+
 func TestMistakesInTheShellsAreFound(t *testing.T) {
 	if !*mistakesFlag {
 		t.Skip("-mistakes looks for them")
 	}
-	root, err := filepath.Abs("../..")
-	require.NoError(t, err)
 	for _, m := range mistakes {
 		t.Run(m.name, func(t *testing.T) {
-			path := filepath.Join(root, m.file)
-			code, err := os.ReadFile(path)
-			require.NoError(t, err)
-			require.Equal(t, 1, strings.Count(string(code), m.from), "the text of the mistake is in %s once", m.file)
+			path, code := spoil(t, m.file, m.from, m.to)
 			dir := t.TempDir()
 			spoiled, overlay := filepath.Join(dir, "spoiled.go"), filepath.Join(dir, "overlay.json")
-			require.NoError(t, os.WriteFile(spoiled, []byte(strings.Replace(string(code), m.from, m.to, 1)), 0o600))
+			require.NoError(t, os.WriteFile(spoiled, []byte(code), 0o600))
 			text, err := json.Marshal(map[string]map[string]string{"Replace": {path: spoiled}})
 			require.NoError(t, err)
 			require.NoError(t, os.WriteFile(overlay, text, 0o600))

@@ -111,7 +111,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     more, needs_s = (2, 180) if time_s >= LONG_S else (1, 60)
     model = Part(
         "model",
-        [*test, "-vet=off", "-timeout=20m", "-run=^TestNoHistory", "-v", "./quorum", f"-events={more}"],
+        [*test, "-vet=off", "-timeout=20m", "-run=^TestNo(Later)?History", "-v", "./quorum", f"-events={more}"],
         go,
         needs_s=needs_s,
     )

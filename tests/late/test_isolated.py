@@ -29,6 +29,7 @@ from tests.late.workers import (  # noqa: E402
     ProcessGroupBabyHanging,
     ProcessGroupBabyHasty,
     ProcessGroupBabySlow,
+    ProcessGroupBabyStuck,
 )
 
 __all__ = ["fixture"]
@@ -78,13 +79,21 @@ def queued(work: Any) -> None:
     until(lambda: work._channel.is_done(work._op))
 
 
+def may_run_ahead(late: Any, tensor: torch.Tensor) -> None:
+    """The trainer's device is held: returns when the worker has written to the tensor, or does not for so long."""
+    before, deadline = late.cpu_view(tensor)[-1].item(), time.monotonic() + 0.3
+    while late.cpu_view(tensor)[-1].item() == before and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def test_the_worker_follows_the_trainers_device(group, late):
-    x = full(0)
+    x = full(1)
     torch.accelerator.synchronize()
     with late.held():
         x.fill_(3)
         work = double(group, x)
         queued(work)
+        may_run_ahead(late, x)
     work.wait()
     assert x.tolist() == [6] * COUNT
 
@@ -164,12 +173,13 @@ def test_a_synchronous_operation_follows_the_trainer_and_is_followed(group, late
     opts = dist.AllreduceOptions()
     opts.asyncOp = False
     opts.reduceOp = dist._make_nccl_premul_sum(2.0)
-    x = full(0)
+    x = full(1)
     torch.accelerator.synchronize()
     with late.held():
         x.fill_(3)
         work = group.allreduce([x], opts)
         queued(work)
+        may_run_ahead(late, x)
         assert not work.is_success()
     if how == "wait":
         assert work.wait()
@@ -258,6 +268,16 @@ def test_a_failure_that_the_workers_backend_handles_itself_is_told(late, how: st
                 work.wait() if how == "wait" else future_wait(work.get_future(), TIMEOUT)
 
 
+def test_a_failure_after_which_the_workers_device_hangs_is_told(late) -> None:
+    """Its event does not pass, so that nobody asks before the deadline."""
+    for group in started(ProcessGroupBabyStuck):
+        group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
+        opts = dist.AllreduceOptions()
+        opts.timeout = timedelta(seconds=10)
+        with pytest.raises(RuntimeError, match="COMM_ERROR"):
+            group.allreduce([full(1.0)], opts).wait()
+
+
 def test_what_the_workers_device_has_not_done_is_in_flight(late) -> None:
     """The failure bus ends what is."""
     for group in started(ProcessGroupBabyHanging):
@@ -297,4 +317,5 @@ def test_an_operation_that_is_overdue_ends_the_worker(late) -> None:
         work = group.allreduce([full(1.0)], opts)
         with pytest.raises(RuntimeError, match=r"timed out: it did not complete within 0\.2 s"):
             work.wait()
+        assert work._channel.broken is not None, "the worker may still write"
         assert group.errored() is not None

@@ -29,6 +29,14 @@ class ProcessGroupBabyFailing(isolated.ProcessGroupBabyLate):
         return Failing()
 
 
+class ProcessGroupBabyStuck(isolated.ProcessGroupBabyLate):
+    """The same, but what is in flight does not end."""
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
+        return Stuck()
+
+
 class Failing(OneRank):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         self.calls = getattr(self, "calls", 0) + 1
@@ -38,6 +46,11 @@ class Failing(OneRank):
         work = super().allreduce(tensors, opts)
         threading.Timer(0.1, self.fail).start()
         return work
+
+
+class Stuck(Failing):
+    def fail(self) -> None:
+        self.error = "COMM_ERROR"
 
 
 class ProcessGroupBabyHasty(isolated.ProcessGroupBabyLate):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
@@ -13,11 +14,13 @@ from torch.distributed import ReduceOp
 
 from tests.late.observed import until
 from tests.late.one_rank import OneRank
+from tests.late.test_step import Vote
+from tests.unit.manager.conftest import Fixture, fixture, quorum
 from tests.unit.process_group.test_torchcomms import Comm, module
 from torchft.futures import _TIMEOUT_MANAGER
 from torchft.process_group.reconfigure import ReconfigureOptions
 
-__all__ = ["module"]
+__all__ = ["fixture", "module"]
 
 
 class DeviceComm(Comm):
@@ -78,6 +81,32 @@ def test_an_operation_that_hangs_on_the_device_has_a_deadline(
     assert group.errored() is None
     until(lambda: group.errored() is not None)
     assert "was aborted" in str(group.errored()) and backend.aborts == 1
+
+
+def test_it_is_in_flight_until_the_device_has_finished(group: Any, backend: OneRank) -> None:
+    """Whoever looks for what still writes, after an abort, asks for that."""
+    backend.hang()
+    work = group.allreduce([torch.ones(2, device="late")], ReduceOp.SUM)
+    assert work.wait() and not work.is_completed()
+    backend.peer_comes()
+    until(work.is_completed)
+
+
+def test_the_vote_comes_after_the_device(fixture: Fixture, module: Any, backend: OneRank) -> None:
+    group = module.ProcessGroupTorchComms(DeviceComm(backend), timedelta(seconds=20))
+    fixture.client._quorum.return_value = quorum(reconfigure_handles=[group.get_reconfigure_handle()])
+    manager = fixture.manager(pg=group)
+    manager.start_quorum()
+    manager.wait_quorum()
+    backend.hang()
+    tensor = torch.ones(2, device="late")
+    assert manager.allreduce(tensor).wait()
+    vote = Vote(manager)
+    time.sleep(0.05)
+    assert fixture.votes() == []
+    backend.peer_comes()
+    assert vote.answer()
+    assert tensor.tolist() == [1, 1]
 
 
 def test_a_deadline_of_the_old_peers_does_not_strike_the_new_ones(group: Any, backend: OneRank) -> None:

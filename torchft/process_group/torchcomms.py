@@ -33,7 +33,7 @@ from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
-from torchft.utils import on_device
+from torchft.utils import Mark, on_device
 from torchft.work import _DummyWork
 
 _REDUCE_OP_MAP: dict[ReduceOp, object] = {
@@ -363,6 +363,7 @@ class _TorchCommsWork(Work):
         self._error: Optional[Exception] = None
         self._thread: Optional[threading.Thread] = None
         self._future: Optional[torch.futures.Future[object]] = None
+        self._mark: Optional[Mark] = None  # the end on a device, once somebody waits for it
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         timeout = self._timeout if timeout is None else timeout
@@ -387,10 +388,11 @@ class _TorchCommsWork(Work):
         except Exception as e:
             self.end(e)
         else:
-            self.end(None)
             if not self._pg._on_cpu:  # there the stream has still to get past it
+                self._mark = Mark([self._pg._device])
                 with on_device(self._pg._device):
                     stream_timeout(self._deadline, timeout)
+            self.end(None)
 
     def _wait_elsewhere(self) -> None:
         with self._lock:
@@ -424,7 +426,7 @@ class _TorchCommsWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.is_set() and (self._mark is None or self._mark.reached())
 
     def get_future(self) -> torch.futures.Future[object]:
         """A future with the tensors; nobody has to wait for the operation to make it end."""

@@ -19,6 +19,7 @@ from torch.distributed import Work
 from tests.integration.cluster import DEADLINE, Cluster, Rank, results
 from tests.late import load
 from torchft import DistributedDataParallel, Optimizer
+from torchft.local_sgd import LocalSGD
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
 load()
@@ -101,6 +102,28 @@ def test_the_weights_are_those_of_the_cpu(late, on_cpu, schedule: str, ddp: bool
         assert all(map(torch.equal, weights, on_cpu))
 
 
+class Averaging:
+    """LocalSGD: each group goes its own way for two steps."""
+
+    def __init__(self, device_of: Callable[[Rank], torch.device]) -> None:
+        self.device_of = device_of
+
+    def __call__(self, rank: Rank) -> list[torch.Tensor]:
+        device = self.device_of(rank)
+        model = model_of(0).to(device)
+        adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+        manager = rank.start_manager(init_sync=False, use_async_quorum=False)
+        rank.cluster.wait_for_healthy(2)
+        with LocalSGD(manager, model, adam, sync_every=2):
+            for step in range(STEPS):
+                x, y = (t.to(device) for t in batch(step, rank.group))
+                adam.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                adam.step()
+        assert manager.current_step() == STEPS // 2
+        return [p.detach().cpu() for p in model.parameters()]
+
+
 class Hasty(dist._Work):
     """Takes "queued" for "finished": what it gives is not ordered behind the operation."""
 
@@ -131,3 +154,13 @@ def test_a_group_that_takes_queued_for_finished_is_noticed(late, on_cpu, ddp: bo
     training = Training(on_device, ddp=ddp)
     ends = run(training, lambda group: ProcessGroupHasty(timeout=DEADLINE))
     assert not all(all(map(torch.equal, weights, on_cpu)) for weights in ends)
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+def test_local_sgd_ends_with_the_weights_of_the_cpu(late, hasty: bool) -> None:
+    """And does not over a group that takes "queued" for "finished"."""
+    on_cpu = run(Averaging(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE))
+    late.delays(7, 1000, 2000)
+    kind = ProcessGroupHasty if hasty else ProcessGroupLate
+    ends = run(Averaging(on_device), lambda group: kind(timeout=DEADLINE))
+    assert all(all(map(torch.equal, *pair)) for pair in zip(ends, on_cpu)) is not hasty

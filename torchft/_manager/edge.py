@@ -25,6 +25,7 @@ from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
 from torchft.checkpointing.transport import CheckpointTransport
 from torchft.collectives import allreduce_quantized
+from torchft.process_group._errors import refuse_meta
 from torchft.process_group.native import (
     abort_native,
     collectives_at_once,
@@ -319,7 +320,12 @@ class Peers:
         )
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, should_quantize: bool) -> dist._Work:
-        """Begins to reduce a tensor in place; with ``should_quantize`` 8-bit codes travel."""
+        """Begins to reduce a tensor in place; with ``should_quantize`` 8-bit codes travel.
+
+        Raises:
+            ValueError: the tensor has no memory.
+        """
+        refuse_meta(lambda: type(self.pg).__name__, "allreduce", tensor)
         if should_quantize:
             return allreduce_quantized([tensor], op, self._abortable)
         options = dist.AllreduceOptions()

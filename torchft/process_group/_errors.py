@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -52,6 +52,21 @@ def copied(error: Exception) -> Exception:
     keep a group alive that nobody refers to otherwise.
     """
     return type(error)(*error.args)
+
+
+def refuse_meta(group: Callable[[], str], name: str, args: object) -> None:
+    """Refuses tensors without memory: PyTorch says that it has reduced them, and calls no backend, so that peers wait.
+
+    Args:
+        group: gives its name.
+        name: of the operation.
+        args: of the operation, to find its tensors in.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if any(tensor.is_meta for tensor in tensors_of(args)):
+        raise ValueError(f"{group()}: {name} of a tensor on the meta device: dense tensors with memory are needed")
 
 
 def tensors_of(args: object) -> Iterator[torch.Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from torchft.process_group._errors import tensors_of
+from torchft.process_group._errors import refuse_meta, tensors_of
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_PATIENCE_SEC, abort_elsewhere, backend_error, native_error
@@ -311,11 +311,11 @@ def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> Optional[torc
         ValueError: tensors without memory, not dense, or on several devices.
         RuntimeError: a graph is being captured.
     """
+    refuse_meta(lambda: group, name, args)
     devices = set()
     for tensor in tensors_of(args):
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-            raise ValueError(f"{group}: {name} of a tensor {kind}: dense tensors with memory are needed")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{group}: {name} of a tensor of layout {tensor.layout}: dense tensors are needed")
         devices.add(tensor.device)
     if len(devices) > 1:
         where = ", ".join(sorted(map(str, devices)))

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from torchft.process_group._attempt import Attempt
-from torchft.process_group._errors import copied, explained, named_timeout
+from torchft.process_group._errors import copied, explained, named_timeout, refuse_meta
 from torchft.process_group._gloo.operations import Operations
 from torchft.process_group._gloo.reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
@@ -387,6 +387,7 @@ class ProcessGroupWrapper(ProcessGroup):
             parent: Any = self.parent
             if checker is not None:
                 checker.check(name, args, opts)
+            refuse_meta(self.getBackendName, name, args)
             given = args if opts is _NO_OPTIONS else (*args, self._opts_hook(opts))
             try:
                 work = getattr(parent, name)(*given)

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
 
 from tests.unit.process_group.backends import Backend, backends
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
-from torchft.process_group import ProcessGroup, create_store_client
+from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, create_store_client
 
 
 class Peers:
@@ -470,6 +470,23 @@ def test_what_is_not_supported_is_named_at_once_on_every_rank(peers: Peers) -> N
         assert f"{peers.groups[0].getBackendName()} does not support broadcast of torch.int16 on cpu" in text or (
             "gloo does not support broadcast of torch.int16 on cpu" in text
         )
+
+
+@runs_with("peers", alone=False)
+def test_a_tensor_without_memory_is_refused_on_every_rank(peers: Peers) -> None:
+    """PyTorch's groups say that they have reduced it, and the peers of one such rank wait."""
+
+    def call(group: ProcessGroup, rank: int) -> None:
+        with pytest.raises((ValueError, RuntimeError), match="meta"):
+            group.broadcast_one(torch.ones(4, device="meta"), 0).wait()
+        if not isinstance(group, ErrorSwallowingProcessGroupWrapper):
+            with pytest.raises((ValueError, RuntimeError), match="meta"):
+                group.allreduce([torch.ones(4, device="meta")], ReduceOp.SUM).wait()
+        tensor = values(rank)
+        group.allreduce([tensor], ReduceOp.SUM).wait()
+        torch.testing.assert_close(tensor, reduced(peers, "sum"))
+
+    peers.run(call)
 
 
 def _rooted(root: int) -> BroadcastOptions:

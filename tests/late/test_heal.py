@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.cluster import DEADLINE, Rank
+from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.integration.heal_memory import check_heal
 from tests.late import load
-from torchft.checkpointing import CheckpointTransport, HTTPTransport
+from torchft.checkpointing import CheckpointTransport, HTTPTransport, pg_transport
 from torchft.checkpointing.pg_transport import PGTransport
+from torchft.checkpointing.transport import CheckpointError
 from torchft.process_group import ProcessGroup
 
 load()
@@ -40,3 +42,50 @@ def test_a_heal_takes_no_second_copy_on_the_device(
     late.delays(5, 0, 200)
     devices = torch.device("late", 0), torch.device("late", 1)
     check_heal(late_pg, transport, devices, width=1024, in_background=in_background, has_stepped=has_stepped)
+
+
+@pytest.mark.parametrize("in_background", [True, False], ids=["asynchronous quorum", "synchronous quorum"])
+def test_a_group_that_cannot_take_a_state_costs_the_others_nothing(
+    late: Any, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    """It has no memory for it, twice. Its source sends it all the same, and trains on."""
+    new, trains, healed, ended = pg_transport._Places.new, Gate(), threading.Event(), threading.Event()
+    failures: list[CheckpointError] = []
+
+    def full(*given: Any) -> Any:
+        if len(failures) < 2:
+            failures.append(CheckpointError("no memory"))
+            raise failures[-1]
+        return new(*given)
+
+    monkeypatch.setattr(pg_transport._Places, "new", full)
+
+    def group(rank: Rank) -> tuple[list[bool], list[float]]:
+        device = torch.device("late", rank.group)
+        torch.accelerator.set_device_index(rank.group)
+        state = {"first": torch.full((1000,), 1.0 + rank.group, device=device)}
+        if rank.group == 0:
+            state.update(more=torch.full((2000,), 3.0, device=device), last=torch.full((1000,), 4.0, device=device))
+        else:
+            rank.cluster.wait(trains)
+        manager = rank.start_manager(
+            state_dict=lambda: state,
+            load_state_dict=lambda healthy: (state.update(healthy), healed.set()),
+            checkpoint_transport=by_group(rank),
+            use_async_quorum=in_background,
+        )
+        votes: list[bool] = []
+        while not (healed.is_set() and manager.num_participants() == 2):
+            manager.start_quorum()
+            manager.allreduce(torch.ones(8, device=device)).wait()
+            votes.append(manager.should_commit())
+            trains.open()
+        if rank.group == 0:
+            assert ended.wait(60)
+        ended.set()
+        return votes, [tensor[0].item() for tensor in state.values()]
+
+    with Cluster(make_pg=late_pg) as cluster:
+        (votes, source), (_, target) = results(cluster.start(group, 0), cluster.start(group, 1))
+    assert all(votes) and len(failures) == 2
+    assert target == source == [1.0, 3.0, 4.0]

@@ -105,7 +105,8 @@ def test_a_group_that_dies_in_the_last_bucket_leaves_its_peers_with_the_same_wei
     job_server: None, bus: str
 ) -> None:
     """The kernels of both peers are ended, with other garbage on each, and their works have no error."""
-    env = {"TORCHFT_FAILURE_BUS": bus}
+    # The others are torchrun's: its workers have PyTorch end the process, so that there would be no peer.
+    env = {"TORCHFT_FAILURE_BUS": bus, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_RUN_ID": "job"}
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
         peers = start(job, 0, 0, env=env), start(job, 1, 0, env=env)

@@ -63,19 +63,24 @@ _environment = threading.Lock()
 @contextmanager
 def _errors_handled_by_abort() -> Iterator[None]:
     """While a backend is made, which reads it then. PyTorch's default on an error in NCCL (a peer died) is to end the
-    process; 2 aborts the communicator and lets the process live. What the user has set counts.
+    process; 2 aborts the communicator and lets the process live. What the user has set counts, but not a 1 in a worker
+    of torchrun: that is torchrun's own default, and ends the process, too.
 
     Groups of others keep PyTorch's default: nobody would ask them for their errors.
     """
     with _environment:
-        if _ERROR_HANDLING in os.environ:
+        before = os.environ.get(_ERROR_HANDLING)
+        if before is not None and not (before == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
             yield
             return
         os.environ[_ERROR_HANDLING] = "2"
         try:
             yield
         finally:
-            del os.environ[_ERROR_HANDLING]
+            if before is None:
+                del os.environ[_ERROR_HANDLING]
+            else:
+                os.environ[_ERROR_HANDLING] = before
 
 
 class ProcessGroupNCCL(AcceleratorProcessGroup):

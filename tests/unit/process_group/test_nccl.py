@@ -44,7 +44,7 @@ from torchft.process_group.isolated import groups
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the constructor sets for PyTorch ends with the test."""
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.delenv(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, raising=False)
@@ -373,15 +373,26 @@ def test_nccl_connects_at_once_without_blocking(nccl: type[Nccl]) -> None:
     assert made.connected == [torch.device("cuda", 1)]
 
 
-@pytest.mark.parametrize("users", [None, "1"])
+@pytest.mark.parametrize(
+    ("there", "torchrun", "expected"),
+    [
+        (None, False, "2"),
+        ("1", False, "1"),  # the user's
+        ("1", True, "2"),  # torchrun sets it in all its workers
+        ("3", True, "3"),
+        ("0", True, "0"),
+    ],
+)
 def test_only_our_backend_aborts_on_an_error_instead_of_ending_the_process(
-    nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch, users: Optional[str]
+    nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch, there: Optional[str], torchrun: bool, expected: str
 ) -> None:
-    if users is not None:
-        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", users)
+    if there is not None:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", there)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     ProcessGroupNCCL()._create_pg(dist.HashStore(), 0, 2)
-    assert nccl.made[0].error_handling == (users or "2")
-    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == users, "groups made later are not ours"
+    assert nccl.made[0].error_handling == expected
+    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == there, "groups made later are not ours"
 
 
 def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ SHORT = timedelta(seconds=0.05)
 SOURCES = Path(torchft.__file__).parent
 GO = SOURCES.parent / "go"
 # For operators: the command `torchft`, and the lighthouse's reason for an eviction.
-NOT_TO_SCRIPTS = {"torchft/launch/lighthouse.py", "torchft/launch/lighthouse_http.py", "go/lighthouse/watch.go"}
+NOT_TO_SCRIPTS = {"torchft/launch/lighthouse.py", "torchft/_lighthouse_http.py", "go/lighthouse/watch.go"}
 # What makes the text of an error that is raised elsewhere, or has none that anybody sees.
 TEXTLESS = {"process_group/isolated/wire.py"}
 

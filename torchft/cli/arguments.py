@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn, Sequence
 
+from torchft._lighthouse_http import LIGHTHOUSE_ENV
 from torchft._security import JOB_ENV
-from torchft.launch.lighthouse_http import LIGHTHOUSE_ENV
 
 _SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import groups, printable
-from torchft.launch.lighthouse import DEFAULT_PORT
-from torchft.launch.lighthouse_http import LIGHTHOUSE_ENV, Lighthouse, Unanswered
 
 _CONNECT_SEC = 3.0
 _LOCAL_SEC = 1.0  # a lighthouse on this machine answers within milliseconds

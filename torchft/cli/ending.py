@@ -7,9 +7,9 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
+from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of, duration, nearest
 from torchft.cli.status import printable
-from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 
 _LOOK_SEC = 0.2
 

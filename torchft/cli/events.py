@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
+from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import printable
-from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 
 _AGAIN_SEC = 1.0
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.ending import meant
 from torchft.cli.status import printable
-from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 
 _CONNECT_SEC = 3.0
 _UNKNOWN_JOB = 404

@@ -10,12 +10,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
 from torchft.cli.arguments import Parser, duration, nearest, positive, replicas
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob, tail
-from torchft.launch.lighthouse import DEFAULT_PORT, LaunchError, lighthouse, usual_bind
+from torchft.launch.lighthouse import LaunchError, lighthouse, usual_bind
 from torchft.launch.progress import Progress
 
 _ABOUT = """\

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of, duration
-from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import urlsplit
 
+from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
-from torchft.launch.lighthouse_http import Lighthouse, Unanswered
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 _TICK_SEC = 0.1

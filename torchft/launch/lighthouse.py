@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._security import TLS_CERT_ENV
 from torchft.launch import process_tree
 
-DEFAULT_PORT = 29510
 # The command starts within 0.3 s; a machine that is busy with other things takes longer.
 _START_SEC = 20.0
 

@@ -1,4 +1,4 @@
-"""Asking a lighthouse over HTTP."""
+"""Requests to a lighthouse over HTTP."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from torchft._security import DEFAULT_JOB, JOB_ENV, tokens
-from torchft.launch.lighthouse import DEFAULT_PORT
+from torchft._security import DEFAULT_JOB, JOB_ENV, TLS_CERT_ENV, tokens
 
+DEFAULT_PORT = 29510
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 _TIMEOUT_SEC = 5.0
 
@@ -29,6 +29,11 @@ class Unanswered(Exception):
     def __init__(self, text: str, code: int | None = None) -> None:
         super().__init__(text)
         self.code = code
+
+    @property
+    def refused(self) -> bool:
+        """Whether the same request would be refused again."""
+        return self.code is not None and self.code < 500
 
 
 class Lighthouse:
@@ -85,10 +90,8 @@ class Lighthouse:
         Returns:
             what was done, in words.
         """
-        token = next(iter(tokens()), None)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
         body = json.dumps({"replica_id": replica_id}).encode()
-        with self._open(f"/api/v1/{what}", "POST", headers, body) as response:
+        with self._open(f"/api/v1/{what}", "POST", _headers(), body) as response:
             return f"{replica_id}: {json.loads(response.read())['done']}"
 
     def _open(self, path: str, method: str, headers: dict[str, str], body: bytes | None = None) -> Any:
@@ -108,6 +111,68 @@ class Lighthouse:
             f"no lighthouse answered within {self._timeout:g} s ({'; '.join(tried)}); is it running, and is "
             f"--lighthouse or {LIGHTHOUSE_ENV} its address?"
         )
+
+
+class Line:
+    """A connection to one lighthouse, for requests one after the other. It breaks when this process ends."""
+
+    def __init__(self, address: str, timeout: float = _TIMEOUT_SEC) -> None:
+        parts = urlsplit(address)
+        tls = _tls(address)
+        host, port = parts.hostname or "", parts.port
+        self._address = address
+        self._connection = (
+            http.client.HTTPConnection(host, port, timeout=timeout)
+            if tls is None
+            else http.client.HTTPSConnection(host, port, timeout=timeout, context=tls)
+        )
+
+    def post(self, path: str, value: Any) -> Any:
+        """Sends JSON with the job's token, if there is one, and returns the answer's.
+
+        Raises:
+            Unanswered: nothing answers, or it refuses; the next call connects anew.
+        """
+        try:
+            headers = _headers()
+        except ValueError as error:  # of the file with the token
+            raise Unanswered(str(error), 401) from None
+        try:
+            self._connection.request("POST", path, json.dumps(value), headers)
+            response = self._connection.getresponse()
+            body = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise Unanswered(f"{self._address} does not answer: {error or type(error).__name__}") from None
+        if response.status != http.client.OK:
+            raise Unanswered(f"{self._address} answered {response.status}: {_reason(body)}", response.status)
+        try:
+            return json.loads(body)
+        except ValueError:
+            raise Unanswered(f"{self._address} answered without JSON: is it a lighthouse?", 404) from None
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def address_of(endpoint: str) -> str:
+    """The address of a lighthouse that is given as HOST:PORT; with TLS where the environment sets it up.
+
+    Raises:
+        ValueError: it is neither that nor an address.
+    """
+    tls = os.environ.get(TLS_CERT_ENV) or os.environ.get("TORCHFT_TLS_CA")
+    address = endpoint if "://" in endpoint else f"{'https' if tls else 'http'}://{endpoint}"
+    try:
+        return _checked(address)
+    except Unanswered:
+        raise ValueError(f"endpoint {endpoint!r} is not allowed; allowed: HOST:PORT, http://HOST:PORT") from None
+
+
+def _headers() -> dict[str, str]:
+    """Of a request with JSON, which shows the token of TORCHFT_TOKEN_FILE if there is one."""
+    token = next(iter(tokens()), None)
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
 
 
 def _reason(body: bytes) -> str:

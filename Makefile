@@ -49,7 +49,7 @@ endif
 GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/toolchain.py include)"
 
 # The machines and the simulation: a test of each proves that it has no goroutine, lock or clock, so nothing can race.
-GO_PURE := ./quorum ./recovery ./round ./sim
+GO_PURE := ./quorum ./recovery ./rendezvous ./round ./sim
 # These read files outside of the module, which Go's cache of results does not notice: they always run.
 GO_READERS := ./internal ./torchftpb
 # Servers and clients, with the race detector. A test in go/internal compares the three lists with the packages.

@@ -65,11 +65,12 @@ func isStandard(path string) bool {
 }
 
 func TestWhoMayImportWhom(t *testing.T) {
-	pure := []string{"quorum", "recovery", "round"}
+	pure := []string{"quorum", "recovery", "rendezvous", "round"}
 	shared := append([]string{"torchftpb", "internal/logging", "internal/rpc", "internal/tracing"}, pure...)
 	allowed := map[string][]string{
 		"quorum":                 nil,
 		"recovery":               {"quorum"},
+		"rendezvous":             nil,
 		"round":                  {"quorum", "recovery"},
 		"sim":                    pure,
 		"torchftpb":              nil,
@@ -149,7 +150,7 @@ func TestMakeTestsEachPackageOnce(t *testing.T) {
 		require.NotNil(t, line, "the Makefile has no line `%s := ...`", list)
 		for name := range packages(t, strings.Fields(string(line[1]))...) {
 			times[name]++
-			assert.False(t, list == "GO_RACE" && slices.Contains([]string{"quorum", "recovery", "round", "sim"}, name), "%s has nothing to race", name)
+			assert.False(t, list == "GO_RACE" && slices.Contains([]string{"quorum", "recovery", "rendezvous", "round", "sim"}, name), "%s has nothing to race", name)
 		}
 	}
 	for name, p := range packages(t) {

@@ -1,0 +1,338 @@
+package rendezvous
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+)
+
+// stopTime is for agents to stop the workers of a round that is over: torchrun kills those that do not end within 30 s.
+const stopTime = 35 * time.Second
+
+// group is one replica group.
+type group struct {
+	name     string
+	settings Settings
+	allowed  []int
+	nodes    map[string]*node
+	arrivals uint64
+
+	returning time.Time            // until when nodes may come that this machine has lost
+	left      map[string]time.Time // nodes that left, while requests of before may arrive
+
+	round   int64 // the last one that was released, 0 if none
+	size    int   // of it
+	store   string
+	closed  bool
+	over    bool      // no round trains: one is to be released
+	since   time.Time // from when on a round could be released, or a larger one could be had; zero: it cannot
+	until   time.Time // when the wait of since ends
+	told    bool      // nodes of the round should restart their workers
+	waiting int       // nodes that have asked and are there
+	reason  string    // why nothing is released
+	changed bool      // since the state was kept
+}
+
+// node is one agent.
+type node struct {
+	name, store string
+	ask         int64             // the highest that it said
+	placed      int64             // the ask that its round answered, 0 before the first
+	round       int64             // in which it was placed
+	rank, size  int               // there
+	at          string            // the store there: a lighthouse without its state may have given out a number twice
+	arrived     uint64            // when it asked, among the others
+	seen        map[WaiterID]View // of its requests that wait
+	away        time.Time         // since when it has none
+	broke       bool              // because the connection did
+}
+
+func (n *node) asks() bool { return n.ask > n.placed }
+
+// expected reports whether a release may wait for a node. Between two requests a node is away for a moment.
+func (n *node) expected(now time.Time, t Timing) bool {
+	return len(n.seen) > 0 || now.Before(n.expectedUntil(t))
+}
+
+func (n *node) expectedUntil(t Timing) time.Time {
+	if n.broke {
+		return n.away.Add(t.Grace)
+	}
+	return n.away.Add(t.Timeout)
+}
+
+// ready reports whether a node can be placed: it asks, and its connection is not broken.
+func (n *node) ready(now time.Time, t Timing) bool {
+	return n.asks() && (len(n.seen) > 0 || !n.broke && n.expected(now, t))
+}
+
+// current reports whether a node belongs to the round that was released last.
+func (g *group) current(n *node) bool { return g.store != "" && n.round == g.round && n.at == g.store }
+
+// trains reports whether some node is in the round, and wants no other one.
+func (g *group) trains() bool {
+	for _, n := range g.nodes {
+		if g.current(n) && !n.asks() {
+			return true
+		}
+	}
+	return false
+}
+
+// members are the nodes of the round that are known, by rank.
+func (g *group) members() (members []*node) {
+	for _, n := range g.nodes {
+		if g.current(n) {
+			members = append(members, n)
+		}
+	}
+	slices.SortFunc(members, func(a, b *node) int { return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.name, b.name)) })
+	return members
+}
+
+// deserted reports whether no node is there.
+func (g *group) deserted(now time.Time, t Timing) bool {
+	for _, n := range g.nodes {
+		if n.expected(now, t) {
+			return false
+		}
+	}
+	return true
+}
+
+// restart forgets all but the number of the round, which no store has seen twice.
+func (g *group) restart(s Settings) {
+	clear(g.nodes)
+	g.settings, g.allowed, g.closed, g.over, g.since, g.changed = s, allowedOf(s), false, false, time.Time{}, true
+}
+
+// misfit says why a node does not belong to the group, empty if it does.
+func (g *group) misfit(r Request) string {
+	others := len(g.nodes)
+	if g.nodes[r.Node] != nil {
+		others--
+	}
+	switch {
+	case others > 0 && g.settings != r.Settings:
+		return fmt.Sprintf("the rendezvous is in use by %s with %s, and this node has %s", nodes(others), g.settings, r.Settings)
+	case others >= 2*r.Max+16:
+		return fmt.Sprintf("the rendezvous has %s already, with %s", nodes(others), g.settings)
+	}
+	return ""
+}
+
+// attend takes what a node says of itself.
+func (g *group) attend(r Request, now time.Time, t Timing) *node {
+	n := g.nodes[r.Node]
+	if n == nil {
+		n = &node{name: r.Node, seen: map[WaiterID]View{}}
+		g.nodes[r.Node] = n
+	}
+	n.store = r.Store
+	if v := r.Seen; v.Round > 0 && v.Ask > n.placed {
+		// This machine was restarted without its state, or took the node for lost.
+		if v.Round > g.round {
+			g.round, g.size, g.store, g.changed = v.Round, v.Size, v.Store, true
+			g.returning = now.Add(t.Timeout)
+		}
+		n.round, n.rank, n.size, n.at, n.placed, n.ask = v.Round, v.Rank, v.Size, v.Store, v.Ask, max(n.ask, v.Ask)
+	}
+	if r.Ask > n.ask {
+		n.ask = r.Ask
+		g.arrivals++
+		n.arrived = g.arrivals
+	}
+	return n
+}
+
+// forget drops nodes that are lost.
+func (g *group) forget(now time.Time, t Timing) {
+	for name, n := range g.nodes {
+		if len(n.seen) == 0 && !now.Before(n.away.Add(t.Timeout)) {
+			delete(g.nodes, name)
+		}
+	}
+	maps.DeleteFunc(g.left, func(_ string, at time.Time) bool { return !now.Before(at.Add(t.Timeout)) })
+}
+
+// largest is the largest allowed number of nodes up to n; 0 if none is. others is the size of the job's other groups.
+func (g *group) largest(n, others int) int {
+	best := 0
+	for _, size := range g.allowed {
+		if size <= n && (others == 0 || size == others) {
+			best = size
+		}
+	}
+	return best
+}
+
+// decide releases a round if it is time for one.
+func (g *group) decide(now time.Time, t Timing, others int, any bool) *Released {
+	var ready []*node
+	var trains, again, known, coming int
+	for _, n := range g.nodes {
+		switch {
+		case n.ready(now, t):
+			ready = append(ready, n)
+			if g.current(n) {
+				again++
+				known++
+			}
+		case n.asks() && g.current(n):
+			again++
+			if n.expected(now, t) {
+				coming++
+			}
+		case g.current(n):
+			trains++
+			if n.expected(now, t) {
+				coming++
+			}
+		case n.expected(now, t):
+			coming++
+		}
+	}
+	g.waiting, g.told = len(ready), false
+	if over := trains == 0 || again > 0; over != g.over {
+		g.over, g.since = over, time.Time{}
+	}
+	if g.closed || len(g.nodes) == 0 {
+		g.since, g.reason = time.Time{}, "the rendezvous is closed"
+		return nil
+	}
+	if !g.over {
+		if others == 0 && any {
+			others = g.size // a group that is between two rounds must be able to have the size of this one
+		}
+		g.grow(now, len(ready), trains, others)
+		return nil
+	}
+	// Workers of a round that has ended cannot train on: their agents stop them, and ask.
+	g.told = again > 0
+	size, best := g.largest(len(ready), others), g.largest(len(ready)+coming, others)
+	if size == 0 {
+		g.since = time.Time{}
+		g.reason = g.missing(len(ready), others)
+		return nil
+	}
+	// Without a node of the last round nothing says how many are to come: the first round waits for the most that are
+	// allowed. Later ones wait for the nodes that are known, whose agents stop their workers first.
+	full, wait := size == g.largest(maxNodes, others), g.settings.lastCall()
+	if known > 0 {
+		full, wait = full || size == best && !now.Before(g.returning), max(wait, stopTime)
+	}
+	if !g.passed(now, wait) && !full {
+		g.reason = fmt.Sprintf("%d of up to %s asked; the last call waits for further ones", len(ready), nodes(g.largest(maxNodes, others)))
+		return nil
+	}
+	return g.release(ready, size)
+}
+
+// passed begins the wait of a round, if it has not begun, and reports whether it is over. Membership churn must not restart it.
+func (g *group) passed(now time.Time, wait time.Duration) bool {
+	if g.since.IsZero() {
+		g.since = now
+	}
+	g.until = g.since.Add(wait)
+	return !now.Before(g.until)
+}
+
+// grow decides whether a round that trains ends for newcomers: where a larger allowed number of nodes can be reached, as soon
+// as it is the largest one, else at the end of the last call. Meanwhile the workers train.
+func (g *group) grow(now time.Time, ready, trains, others int) {
+	reach := g.largest(ready+trains, others)
+	g.reason = fmt.Sprintf("round %d trains with %s, and %d more asked: no larger size is allowed for them (%s%s)", g.round, nodes(trains), ready,
+		g.settings, ofOthers(others))
+	if ready == 0 || reach <= trains {
+		g.since = time.Time{}
+		return
+	}
+	g.told = g.passed(now, g.settings.lastCall()) || reach == g.largest(maxNodes, others)
+	g.reason = fmt.Sprintf("round %d trains with %s, and ends for a round of %d", g.round, nodes(trains), reach)
+}
+
+// release places the nodes of the last round first, by their ranks: the store stays where it is if its node does.
+func (g *group) release(ready []*node, size int) *Released {
+	slices.SortFunc(ready, func(a, b *node) int {
+		if g.current(a) != g.current(b) {
+			if g.current(a) {
+				return -1
+			}
+			return 1
+		}
+		if g.current(a) {
+			return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.name, b.name))
+		}
+		return cmp.Compare(a.arrived, b.arrived)
+	})
+	g.round++
+	g.size, g.store, g.since, g.changed = size, ready[0].store, time.Time{}, true
+	g.over, g.told, g.waiting = false, false, len(ready)-size
+	released := &Released{Group: g.name, Round: g.round, Store: g.store}
+	for rank, n := range ready[:size] {
+		n.round, n.rank, n.size, n.at, n.placed = g.round, rank, size, g.store, n.ask
+		released.Nodes = append(released.Nodes, n.name)
+	}
+	return released
+}
+
+// view is what a node is told.
+func (g *group) view(n *node) View {
+	v := View{Ask: n.ask, Closed: g.closed}
+	if n.asks() || n.ask == 0 {
+		return v
+	}
+	v.Round, v.Rank, v.Size = n.round, n.rank, n.size
+	if g.current(n) {
+		v.Store = g.store
+	}
+	if g.told || !g.current(n) { // the group ends its round, or went on without this node
+		v.Waiting = max(1, g.waiting)
+	}
+	return v
+}
+
+// next is when time alone may change something; zero: never.
+func (g *group) next(now time.Time, t Timing) (at time.Time) {
+	sooner := func(when time.Time) {
+		if when.After(now) && (at.IsZero() || when.Before(at)) {
+			at = when
+		}
+	}
+	if !g.since.IsZero() {
+		sooner(g.until)
+		sooner(g.returning)
+	}
+	for _, n := range g.nodes {
+		if len(n.seen) == 0 {
+			sooner(n.expectedUntil(t))
+			sooner(n.away.Add(t.Timeout))
+		}
+	}
+	return at
+}
+
+// missing says how many nodes a round needs.
+func (g *group) missing(ready, others int) string {
+	least := g.allowed[0]
+	if others > 0 {
+		least = others
+	}
+	return fmt.Sprintf("%d of at least %s asked (%s%s)", ready, nodes(least), g.settings, ofOthers(others))
+}
+
+func ofOthers(size int) string {
+	if size == 0 {
+		return ""
+	}
+	return fmt.Sprintf("; the job's other groups have %s each", nodes(size))
+}
+
+func nodes(n int) string {
+	if n == 1 {
+		return "1 node"
+	}
+	return fmt.Sprintf("%d nodes", n)
+}

@@ -1,0 +1,231 @@
+package rendezvous
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+)
+
+// Machine holds the groups of one job. It is not safe for concurrent use.
+type Machine struct {
+	timing  Timing
+	groups  map[string]*group
+	waiters map[WaiterID]waiter
+	wake    time.Time
+}
+
+type waiter struct {
+	group *group
+	node  *node
+}
+
+// NewMachine goes on after a state; the zero State is that of a job that begins. Nodes of the state count as lost unless they
+// come within the timeout.
+func NewMachine(timing Timing, state State, now time.Time) *Machine {
+	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{}}
+	for _, s := range state.Groups {
+		allowed, err := s.Settings.allowed()
+		if err != nil || s.Round < 0 || s.Round > maxRound {
+			continue // of a release that allowed something else: the group begins again
+		}
+		g := m.group(s.Group)
+		g.settings, g.allowed, g.round, g.size, g.store, g.closed = s.Settings, allowed, s.Round, s.Size, s.Store, s.Closed
+		for _, a := range s.Members {
+			g.nodes[a.Node] = &node{
+				name: a.Node, store: a.Store, ask: a.Ask, placed: a.Ask, round: s.Round, rank: a.Rank, size: s.Size, at: s.Store,
+				away: now, seen: map[WaiterID]View{},
+			}
+		}
+	}
+	return m
+}
+
+func (m *Machine) group(name string) *group {
+	g := m.groups[name]
+	if g == nil {
+		g = &group{name: name, nodes: map[string]*node{}, left: map[string]time.Time{}}
+		m.groups[name] = g
+	}
+	return g
+}
+
+// Step follows one event.
+func (m *Machine) Step(event Event, now time.Time) (actions []Action) {
+	do := func(a Action) { actions = append(actions, a) }
+	switch e := event.(type) {
+	case Attended:
+		m.attended(e, now, do)
+	case Woken:
+		m.wake = time.Time{}
+	case Ended:
+		if w, ok := m.waiters[e.Waiter]; ok {
+			m.end(e.Waiter, w, e.Broke, now)
+			if !e.Broke {
+				do(Answer{e.Waiter, w.group.view(w.node), w.group.reason})
+			}
+		}
+	}
+	m.settle(now, do)
+	return actions
+}
+
+func (m *Machine) attended(e Attended, now time.Time, do func(Action)) {
+	if err := e.validate(); err != nil {
+		do(Refuse{Waiter: e.Waiter, Reason: err.Error()})
+		return
+	}
+	g := m.groups[e.Group]
+	if e.Leave {
+		if g != nil {
+			m.leave(g, e.Request, now, do)
+		}
+		do(Answer{Waiter: e.Waiter})
+		return
+	}
+	if g == nil && len(m.groups) >= maxGroups {
+		do(Refuse{e.Waiter, true, fmt.Sprintf("group %q is one too many: a job has at most %d", e.Group, maxGroups)})
+		return
+	}
+	if g == nil {
+		g = m.group(e.Group)
+	}
+	g.forget(now, m.timing)
+	if _, left := g.left[e.Node]; left {
+		do(Refuse{e.Waiter, true, "the node has left"})
+		return
+	}
+	if g.nodes[e.Node] == nil && (g.closed || g.settings != e.Settings) && g.deserted(now, m.timing) {
+		g.restart(e.Settings) // the job that used the name has ended
+	}
+	if why := g.misfit(e.Request); why != "" {
+		do(Refuse{e.Waiter, true, why})
+		return
+	}
+	if size, _ := m.others(g); size > 0 && !slices.Contains(allowedOf(e.Settings), size) {
+		do(Refuse{e.Waiter, true, fmt.Sprintf("group %q of this node has %s, and the job's other groups have %d nodes each", e.Group, e.Settings, size)})
+		return
+	}
+	n := g.attend(e.Request, now, m.timing)
+	if e.Close && !g.closed {
+		g.closed, g.changed = true, true
+	}
+	n.seen[e.Waiter] = e.Seen
+	m.waiters[e.Waiter] = waiter{g, n}
+}
+
+func allowedOf(s Settings) []int {
+	allowed, _ := s.allowed() // the request was validated
+	return allowed
+}
+
+// leave takes a node out, and its requests with it.
+func (m *Machine) leave(g *group, r Request, now time.Time, do func(Action)) {
+	n := g.nodes[r.Node]
+	if r.Close && n != nil && !g.closed {
+		g.closed, g.changed = true, true
+	}
+	if n == nil {
+		return
+	}
+	for _, id := range slices.Sorted(maps.Keys(n.seen)) {
+		m.end(id, waiter{g, n}, false, now)
+		do(Answer{Waiter: id, View: View{Ask: n.ask, Closed: g.closed}})
+	}
+	delete(g.nodes, r.Node)
+	g.left[r.Node] = now
+}
+
+func (m *Machine) end(id WaiterID, w waiter, broke bool, now time.Time) {
+	delete(m.waiters, id)
+	delete(w.node.seen, id)
+	if len(w.node.seen) == 0 {
+		w.node.away, w.node.broke = now, broke
+	}
+}
+
+// settle decides for all groups, until none changes what another one may do.
+func (m *Machine) settle(now time.Time, do func(Action)) {
+	groups := slices.SortedFunc(maps.Values(m.groups), byName)
+	for again := true; again; {
+		again = false
+		for _, g := range groups {
+			g.forget(now, m.timing)
+			others, any := m.others(g)
+			if round := g.decide(now, m.timing, others, any); round != nil {
+				do(*round)
+				again = true
+			}
+		}
+	}
+	var wake time.Time
+	var changed bool
+	for _, g := range groups {
+		changed = changed || g.changed
+		g.changed = false
+		for _, n := range slices.SortedFunc(maps.Values(g.nodes), func(a, b *node) int { return cmp.Compare(a.name, b.name) }) {
+			view := g.view(n)
+			for _, id := range slices.Sorted(maps.Keys(n.seen)) {
+				if n.seen[id] != view {
+					m.end(id, waiter{g, n}, false, now)
+					do(Answer{id, view, g.reason})
+				}
+			}
+		}
+		if at := g.next(now, m.timing); !at.IsZero() && (wake.IsZero() || at.Before(wake)) {
+			wake = at
+		}
+		if len(g.nodes) == 0 && len(g.left) == 0 && g.round == 0 {
+			delete(m.groups, g.name)
+		}
+	}
+	if changed {
+		do(Keep{m.State()})
+	}
+	if wake != m.wake {
+		m.wake = wake
+		if !wake.IsZero() {
+			do(Wake{wake})
+		}
+	}
+}
+
+// others looks at the other groups of the job: size is the number of nodes of each that trains now, 0 if none does; any
+// reports whether one has trained, and may again.
+func (m *Machine) others(g *group) (size int, any bool) {
+	name := ""
+	for _, other := range m.groups {
+		if other == g || other.closed || other.round == 0 || len(other.nodes) == 0 {
+			continue
+		}
+		any = true
+		if other.trains() && (name == "" || other.name < name) {
+			size, name = other.size, other.name
+		}
+	}
+	return size, any
+}
+
+// State is what a restart goes on after.
+func (m *Machine) State() (s State) {
+	for _, g := range slices.SortedFunc(maps.Values(m.groups), byName) {
+		if g.round == 0 {
+			continue
+		}
+		state := GroupState{Group: g.name, Settings: g.settings, Round: g.round, Store: g.store, Closed: g.closed, Size: g.size, Members: []Assigned{}}
+		for _, n := range g.members() {
+			state.Members = append(state.Members, Assigned{n.name, n.store, n.rank, n.placed})
+		}
+		s.Groups = append(s.Groups, state)
+	}
+	return s
+}
+
+// Nodes is how many nodes are known: a job with some is in use.
+func (m *Machine) Nodes() (n int) {
+	for _, g := range m.groups {
+		n += len(g.nodes)
+	}
+	return n
+}

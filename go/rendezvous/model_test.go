@@ -1,0 +1,188 @@
+package rendezvous
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testmain"
+)
+
+// Random histories of nodes that start, fail, lose their connections, come back and end, and of a lighthouse that is restarted with and
+// without its state. Each release is checked against what the agents believe, and at the end all that can train does.
+func TestRandomHistories(t *testing.T) {
+	histories := uint64(200)
+	if testmain.Full() {
+		histories = 20_000
+	}
+	for seed := range histories {
+		if why := history(seed); why != "" {
+			require.Fail(t, why, "seed %d", seed)
+		}
+	}
+}
+
+func history(seed uint64) (why string) {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	settings := Settings{
+		Min: 1 + rng.IntN(3), Max: 4 + rng.IntN(5), Sizes: []string{"all", "powers_of_two", "3"}[rng.IntN(3)],
+		LastCallMS: []int64{0, 1000, 30_000}[rng.IntN(3)],
+	}
+	allowed, err := settings.allowed()
+	if err != nil {
+		return err.Error()
+	}
+	groups := []string{"a"}
+	if rng.IntN(3) == 0 {
+		groups = append(groups, "b")
+	}
+	w := newWorld()
+	everCut := map[string]bool{} // what these believe may be old
+	forgot := false
+	w.released = func(r Released) {
+		fits := false
+		for _, size := range allowed {
+			fits = fits || size == len(r.Nodes)
+		}
+		if !fits {
+			why = fmt.Sprintf("round of %d nodes with %s", len(r.Nodes), settings)
+		}
+		trains, again := 0, 0
+		for _, a := range w.agents {
+			if everCut[a.name] || forgot {
+				continue
+			}
+			switch {
+			case a.group == r.Group && a.trains() && a.view.Round == r.Round-1 && a.view.Store != "":
+				trains++
+			case a.group == r.Group && a.was == r.Round-1 && !a.trains():
+				again++
+			case a.group != r.Group && a.trains() && a.view.Store != "" && a.view.Size != len(r.Nodes) && a.view.Waiting == 0:
+				why = fmt.Sprintf("round of %d nodes beside another group's of %d", len(r.Nodes), a.view.Size)
+			}
+		}
+		if trains > 0 && again == 0 && len(everCut) == 0 {
+			why = fmt.Sprintf("round %d ended while all of its %d nodes trained", r.Round-1, trains)
+		}
+	}
+	named := 0
+	for range 40 {
+		var pick *agent
+		if all := w.sorted(); len(all) > 0 {
+			pick = all[rng.IntN(len(all))]
+		}
+		switch n := rng.IntN(20); {
+		case pick == nil || n < 5 && len(w.agents) < 10:
+			named++
+			a := &agent{group: groups[rng.IntN(len(groups))], name: fmt.Sprintf("n%d", named), settings: settings}
+			w.agents[a.name] = a
+			w.poll()
+		case n < 9:
+			if pick.ask == 0 {
+				w.ask(pick)
+			}
+		case n < 11:
+			if pick.trains() { // its workers failed
+				w.ask(pick)
+			}
+		case n < 12:
+			if !pick.cut {
+				everCut[pick.name] = true
+				w.cut(pick)
+			}
+		case n < 14:
+			if pick.cut {
+				pick.cut = false
+				w.poll()
+			}
+		case n < 15:
+			w.leave(pick, false)
+		case n < 16:
+			if rng.IntN(3) == 0 {
+				forgot = true
+				w.restart(State{})
+			} else {
+				w.restart(w.kept)
+			}
+		case n < 18:
+			heed(w)
+		default:
+			w.pass(time.Duration(rng.IntN(40_000)) * time.Millisecond)
+		}
+		if why == "" {
+			why = consistent(w)
+		}
+		if why != "" {
+			return why
+		}
+	}
+	if len(groups) > 1 { // whichever trained first decides on the size: the other one may wait for ever
+		return ""
+	}
+	// From here on nothing fails: what can train does, in the largest number that is allowed.
+	for _, a := range w.sorted() {
+		a.cut = false
+		if a.ask == 0 {
+			w.ask(a)
+		}
+	}
+	for range 6 {
+		heed(w)
+		w.pass(31 * time.Second)
+	}
+	trains, most := 0, 0
+	for _, a := range w.agents {
+		if a.trains() && a.view.Store != "" {
+			trains++
+		}
+	}
+	for _, size := range allowed {
+		if size <= len(w.agents) {
+			most = size
+		}
+	}
+	if trains < most { // more are possible: survivors of a larger round whose workers did not fail
+		return fmt.Sprintf("in the end %d of %d nodes train: %d could (%s); %s", trains, len(w.agents), most, settings, w.m.groups["a"].reason)
+	}
+	return why
+}
+
+// heed lets all nodes ask that are told to.
+func heed(w *world) {
+	for _, a := range w.sorted() {
+		if a.trains() && a.view.Waiting > 0 && !a.cut {
+			w.ask(a)
+		}
+	}
+}
+
+// consistent reports what nodes of one round do not agree about.
+func consistent(w *world) string {
+	type place struct {
+		group string
+		round int64
+	}
+	type seat struct {
+		place
+		rank int
+	}
+	sizes, taken := map[place]View{}, map[seat]string{}
+	for _, a := range w.sorted() {
+		if !a.trains() || a.view.Store == "" || a.cut {
+			continue
+		}
+		at := place{a.group, a.view.Round}
+		if before, ok := sizes[at]; ok && (before.Size != a.view.Size || before.Store != a.view.Store) {
+			return fmt.Sprintf("%s is in round %d of %d nodes at %s, another node says %d at %s", a.name, at.round, a.view.Size, a.view.Store, before.Size, before.Store)
+		}
+		sizes[at] = a.view
+		if other, ok := taken[seat{at, a.view.Rank}]; ok {
+			return fmt.Sprintf("%s and %s have rank %d in round %d", other, a.name, a.view.Rank, at.round)
+		}
+		taken[seat{at, a.view.Rank}] = a.name
+	}
+	return ""
+}

@@ -38,6 +38,7 @@ func (s *Server) handler() http.Handler {
 	mux.Handle("GET /metrics", dashboard.Metrics(s.boards))
 	mux.HandleFunc("GET /replica/{id}/kill", s.serveKillForm)
 	mux.HandleFunc("POST /replica/{id}/kill", s.guarded("kill", plainly, s.serveKill))
+	mux.HandleFunc("POST /rendezvous", s.serveRendezvous)
 	mux.HandleFunc("/api/v1/kill", s.ask("kill", s.apiKill))
 	mux.HandleFunc("/api/v1/drain", s.ask("drain", s.apiDrain))
 	mux.HandleFunc("/api/v1/give_up", s.ask("give_up", s.apiGiveUp))

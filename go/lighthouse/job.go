@@ -15,6 +15,7 @@ import (
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rendezvous"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -49,6 +50,11 @@ type job struct {
 	blamed  int64           // the quorum of whose failure it was last told what it cost
 	closed  bool
 
+	rendezvous *rendezvous.Machine // of torchrun's agents
+	nodes      rpc.Waiters[rendezvous.WaiterID, placed]
+	bell       *time.Timer // runs when time alone changes something there
+	kept       state       // what is to be on disk
+
 	greeting *stream // that just greeted
 
 	snapshot  snapshot // has a lock of its own
@@ -67,6 +73,9 @@ func newJob(s *Server, name string) *job {
 		j.log = s.log.With("job", name)
 	}
 	j.wake = rpc.AfterFunc(j.log, "wake", func() { _ = j.feed(quorum.Woken{}) })
+	j.kept.Job = name
+	j.rendezvous = rendezvous.NewMachine(s.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
+	j.bell = rpc.AfterFunc(j.log, "rendezvous", j.ring)
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.tellLater)
 	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now())
 	j.board = dashboard.NewFeed(name, j.shown)
@@ -86,8 +95,10 @@ func (j *job) close(reason error) {
 	j.closed = true
 	close(j.stop)
 	j.wake.Stop()
+	j.bell.Stop()
 	j.news.timer.Stop()
 	j.waiters.AnswerAll(answer{err: reason})
+	j.nodes.AnswerAll(placed{err: reason})
 	j.streams.close()
 	j.keeper.stop()
 }
@@ -232,7 +243,8 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			if a.Past.ID == 0 {
 				j.log.Info("torchft: the training has ended, as all of its groups said; what begins here next is another one")
 			}
-			j.keeper.keep(state{Job: j.name, Highest: a.Highest + stateAhead, Seat: a.Seat, Past: a.Past})
+			j.kept.Highest, j.kept.Seat, j.kept.Past = a.Highest+stateAhead, a.Seat, a.Past
+			j.keeper.keep(j.kept)
 		case quorum.Renew:
 			if n := j.streams.renew(); n > 0 {
 				j.log.Info("torchft: the members begin again", "members", n, "reason", a.Reason)

@@ -24,18 +24,22 @@ func (c Config) forgetNameAfter() time.Duration { return c.HeartbeatTimeout }
 // use finds the job that a call names, and makes it if it is new. Whoever uses it calls done. A new one begins when what is
 // on disk of it was read, or the disk had time enough.
 func (s *Server) use(ctx context.Context) (*job, error) {
-	j, err := s.enter(ctx)
+	name, err := rpc.JobOf(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return s.useNamed(ctx, name)
+}
+
+func (s *Server) useNamed(ctx context.Context, name string) (*job, error) {
+	j, err := s.enter(name)
 	if err == nil {
 		j.keeper.await(ctx)
 	}
 	return j, err
 }
 
-func (s *Server) enter(ctx context.Context) (*job, error) {
-	name, err := rpc.JobOf(ctx)
-	if err != nil {
-		return nil, err
-	}
+func (s *Server) enter(name string) (*job, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -143,6 +147,7 @@ func (j *job) tick(now time.Time) {
 	j.keeper.look(now)
 	j.mu.Lock()
 	inUse := j.inUse
+	inUse.Alive = inUse.Alive || j.rendezvous.Nodes() > 0
 	j.mu.Unlock()
 	j.server.mu.Lock()
 	defer j.server.mu.Unlock()

@@ -13,6 +13,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rendezvous"
 )
 
 const (
@@ -84,7 +85,24 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 		if !s.ended() {
 			j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
 		}
-		_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // an error is of the machine, and logged
+		j.goOn(s)
+		if s.Highest > 0 { // it has had a quorum
+			_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // an error is of the machine, and logged
+		}
+	}
+}
+
+// goOn takes over the parts of a state that are not the quorum machine's. A disk that answers late finds nodes that have said
+// what they know.
+func (j *job) goOn(s state) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.kept.Highest == 0 {
+		j.kept.Highest, j.kept.Seat, j.kept.Past = s.Highest, s.Seat, s.Past
+	}
+	if j.rendezvous.Nodes() == 0 {
+		j.kept.Rendezvous = s.Rendezvous
+		j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), s.Rendezvous, time.Now())
 	}
 }
 

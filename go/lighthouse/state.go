@@ -13,6 +13,7 @@ import (
 	"syscall"
 
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rendezvous"
 )
 
 // What a lighthouse must not forget its members carry. On disk is the same once more, for a job whose members all ended
@@ -30,7 +31,9 @@ type state struct {
 	Job     string      `json:"job"`
 	Highest int64       `json:"highest"` // no id up to this one is given out again
 	Seat    quorum.Seat `json:"seat"`
-	Past    quorum.Past `json:"past"` // zero: the training ended on purpose
+	Past    quorum.Past `json:"past"` // zero: the training ended on purpose, or had no quorum
+
+	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
 }
 
 func (s state) encode() ([]byte, error) {
@@ -65,7 +68,9 @@ func decodeState(file []byte, job string) (s state, err error) {
 }
 
 // ended reports whether the training has ended on purpose: there is no past to go on after.
-func (s state) ended() bool { return s.Highest > 0 && s.Past.ID == 0 && len(s.Past.Members) == 0 }
+func (s state) ended() bool {
+	return (s.Highest > 0 || len(s.Rendezvous.Groups) > 0) && s.Past.ID == 0 && len(s.Past.Members) == 0
+}
 
 // writeState replaces a file in one move: whoever reads it finds the one of before or this one, whole. It leaves it as it is if
 // nobody wants it any more when the disk has answered: another lighthouse may use it then.

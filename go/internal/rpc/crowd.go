@@ -129,6 +129,13 @@ func withAddress(ctx context.Context, conn net.Conn) context.Context {
 	return context.WithValue(ctx, addressKey{}, conn.RemoteAddr())
 }
 
+// AsMember gives the connection of a request the place of a member's, for a route whose callers show the token; false: there is no
+// room for it.
+func AsMember(r *http.Request) bool {
+	from, ok := r.Context().Value(addressKey{}).(net.Addr)
+	return !ok || show(from, member)
+}
+
 // reading serves requests, which give their connections a place.
 func reading(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

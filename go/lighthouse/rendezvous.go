@@ -1,0 +1,176 @@
+package lighthouse
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/rendezvous"
+)
+
+// longestPoll is how long a request of a node waits for news. A node sends the next one when it has the answer, so that its
+// connection shows that it is there. The server's ReadTimeout would end a much longer one.
+const longestPoll = 2500 * time.Millisecond
+
+// placed ends a request of a node.
+type placed struct {
+	View   rendezvous.View `json:"view"`
+	Reason string          `json:"reason"`
+	err    error
+}
+
+// rendezvousTiming: what connects torchrun's agents to the lighthouse is judged as the connections of members are.
+func (c Config) rendezvousTiming() rendezvous.Timing {
+	return rendezvous.Timing{Grace: c.SuspectGrace, Timeout: c.HeartbeatTimeout}
+}
+
+// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). As with the calls of members, the token decides who
+// may; without one, everybody may who is no browser.
+func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
+	switch check := s.gate.CheckToken(r.Header.Values("Authorization")); check {
+	case rpc.TokenMissing, rpc.TokenWrong:
+		s.log.Warn("torchft: a request was refused", "request", "rendezvous", "from", r.RemoteAddr, "reason", check)
+		w.Header().Set("WWW-Authenticate", "Bearer")
+		dashboard.Refuse(w, http.StatusUnauthorized, errors.New(check.String()))
+		return
+	}
+	if r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != "" {
+		dashboard.Refuse(w, http.StatusForbidden, errors.New("the rendezvous is for torchrun: a request of a browser is refused"))
+		return
+	}
+	if !rpc.AsMember(r) {
+		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New("too many connections are open (max_connections)"))
+		return
+	}
+	request, code, err := readRendezvous(w, r)
+	if err != nil {
+		dashboard.Refuse(w, code, err)
+		return
+	}
+	name := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)
+	if err := rpc.ValidateJob("job", name); err != nil {
+		dashboard.Refuse(w, http.StatusBadRequest, err)
+		return
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), min(longestPoll, s.cfg.HeartbeatTimeout/2))
+	defer cancel()
+	j, err := s.useNamed(ctx, name)
+	if err != nil {
+		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
+		return
+	}
+	defer j.done()
+	answer := j.attend(ctx, r.Context(), request)
+	if answer.err != nil {
+		dashboard.Refuse(w, rendezvousCodes[status.Code(answer.err)], errors.New(rpc.Message(answer.err)))
+		return
+	}
+	dashboard.Answer(w, answer)
+}
+
+// rendezvousCodes are those of HTTP; nodes retry after a 503 only.
+var rendezvousCodes = map[codes.Code]int{
+	codes.InvalidArgument: http.StatusBadRequest,
+	codes.AlreadyExists:   http.StatusConflict,
+	codes.Unavailable:     http.StatusServiceUnavailable,
+	codes.Internal:        http.StatusInternalServerError,
+}
+
+// readRendezvous reads a body to its end: only then does the server notice that the connection breaks.
+func readRendezvous(w http.ResponseWriter, r *http.Request) (request rendezvous.Request, code int, err error) {
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, mostBody))
+	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
+		return request, http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes", mostBody)
+	}
+	if err != nil {
+		return request, http.StatusBadRequest, fmt.Errorf("the body was not read: %w", err)
+	}
+	decoder := json.NewDecoder(bytes.NewReader(body))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(&request); err != nil {
+		return request, http.StatusBadRequest, fmt.Errorf("the body is not understood: %w", err)
+	}
+	return request, 0, nil
+}
+
+// attend waits until a node is told something new, or ctx ends. alive is of its connection.
+func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) placed {
+	j.mu.Lock()
+	if j.closed {
+		j.mu.Unlock()
+		return placed{err: errShutdown}
+	}
+	id, answered := j.nodes.Add()
+	j.place(rendezvous.Attended{Waiter: id, Request: request})
+	j.mu.Unlock()
+	select {
+	case a := <-answered:
+		return a
+	case <-ctx.Done():
+	}
+	j.mu.Lock()
+	if !j.closed {
+		j.place(rendezvous.Ended{Waiter: id, Broke: alive.Err() != nil})
+	}
+	j.nodes.Drop(id)
+	j.mu.Unlock()
+	select {
+	case a := <-answered:
+		return a
+	default:
+		return placed{err: errShutdown} // the connection is broken: nobody reads it
+	}
+}
+
+// place gives the machine of the rendezvous one event, and does what it says. The caller holds mu. Nothing in here waits.
+func (j *job) place(event rendezvous.Event) {
+	var err error
+	sound := false
+	defer func() {
+		if !sound { // as in safely: nodes tell a new machine what they know
+			j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
+			j.nodes.AnswerAll(placed{err: err})
+		}
+	}()
+	defer rpc.Recovered(j.log, "the rendezvous", &err)
+	for _, action := range j.rendezvous.Step(event, time.Now()) {
+		switch a := action.(type) {
+		case rendezvous.Answer:
+			j.nodes.Answer(a.Waiter, placed{View: a.View, Reason: a.Reason})
+		case rendezvous.Refuse:
+			code := codes.InvalidArgument
+			if a.Conflict {
+				code = codes.AlreadyExists
+			}
+			j.nodes.Answer(a.Waiter, placed{err: status.Error(code, a.Reason)})
+		case rendezvous.Released:
+			j.log.Info("torchft: a round of the rendezvous", "group", a.Group, "round", a.Round, "nodes", len(a.Nodes), "store", a.Store)
+		case rendezvous.Keep:
+			j.kept.Rendezvous = a.State
+			j.keeper.keep(j.kept)
+		case rendezvous.Wake:
+			j.bell.Reset(time.Until(a.At))
+		}
+	}
+	sound = true
+}
+
+// ring tells the machine of the rendezvous that time has passed.
+func (j *job) ring() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if !j.closed {
+		j.place(rendezvous.Woken{})
+	}
+}

@@ -20,7 +20,14 @@ NAMES = {
         "View",
         "allreduce_hook",
     ],
-    "torchft.dlrover": ["DataShardService", "DistributedOptimizer", "ElasticDataset"],
+    "torchft.dlrover": [
+        "DataShardService",
+        "DistributedOptimizer",
+        "DlroverRendezvousBackend",
+        "ElasticDataset",
+        "LighthouseRendezvousHandler",
+        "TorchRendezvousService",
+    ],
 }
 
 

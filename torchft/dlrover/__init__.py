@@ -2,6 +2,8 @@
 
 ``dataset``: :class:`ElasticDataset` and :class:`DataShardService`, over the position of ElasticDataLoader
 ``optimizer``: :class:`DistributedOptimizer`, a batch of the same size with any number of workers
+``rendezvous``: torchrun's rendezvous through the lighthouse: :class:`TorchRendezvousService`,
+:class:`DlroverRendezvousBackend`, and the handler of ``torchrun --rdzv-backend torchft``
 
 Names are resolved on first use.
 """
@@ -16,13 +18,26 @@ if TYPE_CHECKING:
     from torchft.dlrover.dataset import DataShardService as DataShardService
     from torchft.dlrover.dataset import ElasticDataset as ElasticDataset
     from torchft.dlrover.optimizer import DistributedOptimizer as DistributedOptimizer
+    from torchft.dlrover.rendezvous import DlroverRendezvousBackend as DlroverRendezvousBackend
+    from torchft.dlrover.rendezvous import LighthouseRendezvousHandler as LighthouseRendezvousHandler
+    from torchft.dlrover.rendezvous import TorchRendezvousService as TorchRendezvousService
 
 _EXPORTS = {
     "DataShardService": "dataset.DataShardService",
     "DistributedOptimizer": "optimizer.DistributedOptimizer",
+    "DlroverRendezvousBackend": "rendezvous.DlroverRendezvousBackend",
     "ElasticDataset": "dataset.ElasticDataset",
+    "LighthouseRendezvousHandler": "rendezvous.LighthouseRendezvousHandler",
+    "TorchRendezvousService": "rendezvous.TorchRendezvousService",
 }
 
-__all__ = ["DataShardService", "DistributedOptimizer", "ElasticDataset"]
+__all__ = [
+    "DataShardService",
+    "DistributedOptimizer",
+    "DlroverRendezvousBackend",
+    "ElasticDataset",
+    "LighthouseRendezvousHandler",
+    "TorchRendezvousService",
+]
 
 __getattr__ = resolver(__name__, _EXPORTS)

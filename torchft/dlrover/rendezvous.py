@@ -1,0 +1,419 @@
+"""torchrun's rendezvous through the lighthouse, which decides in ``go/rendezvous``.
+
+Nodes send JSON over HTTP with the job's token: nothing from the network is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Optional
+from urllib.parse import urlencode
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from torchft._lighthouse_http import Line, Unanswered, address_of
+from torchft.addresses import announced_host, host_port
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+BACKEND = "torchft"
+# The lighthouse answers a request within 2.5 s; a busy one takes longer.
+_ANSWER_SEC = 15.0
+_RETRY_SEC = 0.2
+# For the nodes of a round to meet at the store of rank 0: one that ended after the release never comes.
+_MEET_SEC = 15.0
+# A wait of torchrun's agents at that store, as with c10d.
+_STORE_SEC = 60.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of a rendezvous, for one node of it.
+
+    Attributes:
+        number: grows by one with each round of the group.
+        rank: of this node.
+        size: number of nodes.
+        store: ``host:port`` of rank 0's store.
+    """
+
+    number: int
+    rank: int
+    size: int
+    store: str
+
+
+class TorchRendezvousService:
+    """One node at the rendezvous of its group. It is known to be starting from here on, until ``close``.
+
+    Args:
+        endpoint: ``host:port`` of the lighthouse, or its address.
+        run_id: ``JOB/GROUP``; without a group, the job has this one.
+        store: ``host:port`` of the store that this node offers, should it become rank 0.
+        min_nodes: least number of nodes of a round.
+        max_nodes: largest number.
+        sizes: allowed numbers between them: ``"all"``, ``"powers_of_two"``, or a list such as ``"1/2/4"``.
+        last_call_timeout: seconds for further nodes to come, from the moment at which a round could be released.
+        connect_timeout: seconds for the lighthouse to answer first.
+
+    Raises:
+        ValueError: a setting is not allowed.
+        RendezvousConnectionError: no lighthouse answers.
+        RendezvousError: it refuses this node: the token is wrong, or others use the id with other settings.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        run_id: str,
+        *,
+        store: str,
+        min_nodes: int,
+        max_nodes: int,
+        sizes: str = "all",
+        last_call_timeout: float = 30.0,
+        connect_timeout: float = 60.0,
+    ) -> None:
+        job, _, group = run_id.partition("/")
+        self._address = address_of(endpoint)
+        self._path = f"/rendezvous?{urlencode({'job': job})}"
+        self._says = {
+            "group": group,
+            "node": uuid.uuid4().hex,
+            "store": store,
+            "min": min_nodes,
+            "max": max_nodes,
+            "sizes": sizes,
+            "last_call_ms": round(last_call_timeout * 1000),
+        }
+        self._changed = threading.Condition()
+        self._ask = 0
+        self._view: dict[str, Any] = {}
+        self._reason = ""
+        self._trouble: Unanswered | None = None
+        self._ended = threading.Event()
+        self._connect(connect_timeout)
+        self._thread = threading.Thread(target=self._attend, name="torchft-rendezvous", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no round follows: a node of the group has ended its work."""
+        return bool(self._view.get("closed"))
+
+    @property
+    def waiting(self) -> int:
+        """Nodes for which this one should end its round. Without an answer of the lighthouse this stays as it is."""
+        view = self._view
+        return int(view.get("waiting", 0)) if view.get("ask") == self._ask else 0
+
+    @property
+    def reason(self) -> str:
+        """Why there is no round yet, in words."""
+        return str(self._trouble) if self._trouble is not None else self._reason
+
+    def set_state(self) -> None:
+        """Asks for the next round. A round in which this node was is over with it.
+
+        Raises:
+            RendezvousError: the lighthouse refuses this node.
+        """
+        with self._changed:
+            self._ask += 1
+        try:
+            self._once(self._view)  # the thread hears of what follows: its answers come in order
+        except Unanswered as error:
+            self._note(error)  # the thread asks again
+            if error.refused:
+                raise _refused(error) from None
+        else:
+            self._trouble = None
+
+    def get_state(self, timeout: float = 0.0) -> Optional[Round]:
+        """The round for which ``set_state`` asked; None as long as it is not released, at most for ``timeout`` seconds.
+
+        Raises:
+            RendezvousClosedError: there will be none.
+            RendezvousError: the lighthouse refuses this node.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._decided, max(0.0, deadline - time.monotonic()))
+                view, trouble = self._view, self._trouble
+            if self.closed:
+                raise RendezvousClosedError(f"the rendezvous at {self._address} is closed: a node has ended its work")
+            if trouble is not None and trouble.refused:
+                raise _refused(trouble)
+            if not self._decided():
+                return None
+            if view["store"]:
+                return Round(view["round"], view["rank"], view["size"], view["store"])
+            self.set_state()  # the round ended before this node heard of it
+
+    def close(self, finished: bool = True) -> None:
+        """Leaves the group; ``finished`` closes its rendezvous, and no round follows. A second call does nothing."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        try:
+            with closing(Line(self._address, 2.0)) as line:
+                line.post(self._path, {**self._says, "leave": True, "close": finished})
+        except Unanswered as error:
+            logger.warning("the rendezvous is left without a word: %s", error)
+        self._thread.join(1.0)  # its request was answered by that
+
+    def set_closed(self) -> None:
+        """Closes the rendezvous for all nodes."""
+        try:
+            self._once(self._view, close=True)
+        except Unanswered as error:
+            raise _refused(error) from None
+
+    def _decided(self) -> bool:
+        if self.closed or (self._trouble is not None and self._trouble.refused):
+            return True
+        return self._view.get("ask") == self._ask > 0 and self._view["round"] > 0
+
+    def _connect(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                # One that is not what the lighthouse would say is answered at once.
+                self._take(self._once({"closed": True}, min(timeout, _ANSWER_SEC)))
+                return
+            except Unanswered as error:
+                if error.refused:
+                    raise _refused(error) from None
+                if time.monotonic() + _RETRY_SEC > deadline:
+                    raise RendezvousConnectionError(
+                        f"rendezvous: connecting timed out after connect_timeout={timeout:g} s: {error}"
+                    ) from None
+            time.sleep(_RETRY_SEC)
+
+    def _attend(self) -> None:
+        line = Line(self._address, _ANSWER_SEC)
+        while not self._ended.is_set():
+            try:
+                answer = self._request(line, self._view)
+            except Unanswered as error:
+                self._note(error)
+                self._ended.wait(_RETRY_SEC)
+            else:
+                self._take(answer)
+        line.close()
+
+    def _once(self, seen: dict[str, Any], timeout: float = _ANSWER_SEC, close: bool = False) -> Any:
+        with closing(Line(self._address, timeout)) as line:
+            return self._request(line, seen, close)
+
+    def _request(self, line: Line, seen: dict[str, Any], close: bool = False) -> Any:
+        return line.post(self._path, {**self._says, "ask": self._ask, "seen": seen, "close": close})
+
+    def _take(self, answer: Any) -> None:
+        view = answer["view"]
+        with self._changed:
+            if not self._ended.is_set():
+                self._view, self._reason = view, answer["reason"]
+            self._trouble = None
+            self._changed.notify_all()
+
+    def _note(self, error: Unanswered) -> None:
+        with self._changed:
+            if self._trouble is None and not self._ended.is_set():
+                logger.warning("rendezvous: %s", error)
+            self._trouble = error
+            self._changed.notify_all()
+
+
+def _refused(error: Unanswered) -> Exception:
+    return ValueError(f"rendezvous: {error}") if error.code == 400 else RendezvousError(f"rendezvous: {error}")
+
+
+class DlroverRendezvousBackend(RendezvousBackend):
+    """The rendezvous of a group in PyTorch's interface for states: the round as JSON, its number as the fencing token.
+
+    It is for code that drives a rendezvous by itself. PyTorch's dynamic handler unpickles the state of a backend, and
+    cannot use this one: torchrun uses :class:`LighthouseRendezvousHandler`.
+    """
+
+    def __init__(self, service: TorchRendezvousService) -> None:
+        self._service = service
+
+    @property
+    def name(self) -> str:
+        return BACKEND
+
+    def get_state(self) -> Optional[tuple[bytes, int]]:
+        """The round of this node and its number; None until it is released."""
+        released = self._service.get_state()
+        return None if released is None else (json.dumps(released.__dict__).encode(), released.number)
+
+    def set_state(self, state: bytes, token: Optional[Any] = None) -> Optional[tuple[bytes, int, bool]]:
+        """Asks for the round after the one with this token; None: for the first one.
+
+        Args:
+            state: not looked at, as the lighthouse decides who is in a round.
+            token: of the round that this node knows.
+
+        Returns:
+            the round that is known, its token, and whether a new one was asked for; None if none is known.
+        """
+        known = self.get_state()
+        fits = token == (known[1] if known else None)
+        if fits:
+            self._service.set_state()
+        return None if known is None else (*known, fits)
+
+
+class LighthouseRendezvousHandler(RendezvousHandler):
+    """``torchrun --rdzv-backend torchft``: see docs/dlrover.md.
+
+    Args:
+        service: this node at the lighthouse.
+        run_id: of torchrun.
+        store: that ``service`` offers.
+        host: under which others reach this node.
+        join_timeout: seconds for a round to come.
+    """
+
+    def __init__(
+        self, service: TorchRendezvousService, run_id: str, store: dist.TCPStore, host: str, join_timeout: float = 600.0
+    ) -> None:
+        self._service = service
+        self._run_id = run_id
+        self._own_store = store
+        self._host = host
+        self._join_timeout = join_timeout
+        self._workers_store: Optional[dist.TCPStore] = None
+
+    @classmethod
+    def from_parameters(cls, parameters: RendezvousParameters) -> LighthouseRendezvousHandler:
+        """The handler of torchrun, whose ``--rdzv-conf`` takes join_timeout, and settings of the service.
+
+        Raises:
+            ValueError: a setting is not known or not allowed.
+        """
+        conf = {k: v for k, v in parameters.config.items() if k not in ("timeout", "rank")}  # torchrun's own
+        numbers = {}
+        for name, default in (("last_call_timeout", 30.0), ("connect_timeout", 60.0), ("join_timeout", 600.0)):
+            text = conf.pop(name, default)
+            try:
+                numbers[name] = float(text)
+            except ValueError:
+                raise ValueError(f"--rdzv-conf {name}={text!r} is not allowed; allowed: seconds") from None
+            if not 0 <= numbers[name] <= 86400:
+                raise ValueError(f"--rdzv-conf {name}={text!r} is not allowed; allowed: 0 to 86400 seconds")
+        sizes = str(conf.pop("sizes", "all"))
+        if conf:
+            raise ValueError(
+                f"--rdzv-conf {', '.join(sorted(conf))}: not known to {BACKEND}; allowed: connect_timeout, "
+                "join_timeout, last_call_timeout, sizes"
+            )
+        host = parameters.local_addr or announced_host(address_of(parameters.endpoint))
+        store = _serve_store()
+        service = TorchRendezvousService(
+            parameters.endpoint,
+            parameters.run_id,
+            store=host_port(host, store.port),
+            min_nodes=parameters.min_nodes,
+            max_nodes=parameters.max_nodes,
+            sizes=sizes,
+            last_call_timeout=numbers["last_call_timeout"],
+            connect_timeout=numbers["connect_timeout"],
+        )
+        return cls(service, parameters.run_id, store, host, numbers["join_timeout"])
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers use the store that rank 0's agent makes for them, a new one in each round."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for the next round with this node.
+
+        Raises:
+            RendezvousClosedError: the group has ended its work.
+            RendezvousTimeoutError: there was no round within join_timeout.
+            RendezvousError: the lighthouse refuses this node.
+        """
+        deadline = time.monotonic() + self._join_timeout
+        while True:
+            self._service.set_state()
+            released = self._service.get_state(deadline - time.monotonic())
+            if released is None:
+                raise RendezvousTimeoutError(
+                    f"rendezvous {self._run_id!r} timed out after join_timeout={self._join_timeout:g} s: "
+                    f"{self._service.reason}"
+                )
+            try:
+                return self._meet(released)
+            except (RuntimeError, OSError) as error:
+                logger.warning(
+                    "rendezvous: the nodes of round %d did not meet, asking again: %s", released.number, error
+                )
+
+    def _meet(self, released: Round) -> RendezvousInfo:
+        """Waits until all nodes of a round are at its store: one of them may have ended since the release."""
+        store: dist.Store = self._own_store
+        if released.rank:
+            host, _, port = released.store.rpartition(":")
+            meet = timedelta(seconds=_MEET_SEC)
+            store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=meet, wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=_STORE_SEC))
+        store = dist.PrefixStore(f"torchft/rendezvous/{self._run_id}/{released.number}", store)
+        store.set(f"here/{released.rank}", "")
+        store.wait([f"here/{rank}" for rank in range(released.size)], timedelta(seconds=_MEET_SEC))
+        port_of_workers = None
+        if self.use_agent_store and released.rank == 0:
+            # not that of the round before: its keys would still be there
+            self._workers_store = _serve_store()
+            port_of_workers = self._workers_store.port
+        workers = RendezvousStoreInfo.build(released.rank, store, self._host, port_of_workers)
+        return RendezvousInfo(store, released.rank, released.size, workers)
+
+    def is_closed(self) -> bool:
+        return self._service.closed
+
+    def set_closed(self) -> None:
+        self._service.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes for which the workers of this one should restart. It does not wait for the network."""
+        return self._service.waiting
+
+    def get_run_id(self) -> str:
+        """The id without a slash: torchrun makes a directory for logs of it."""
+        return self._run_id.replace("/", "_")
+
+    def shutdown(self) -> bool:
+        """Leaves the group, whose work is done. torchrun does not call it after a signal: others go on then."""
+        self._service.close()
+        return True
+
+
+def _serve_store() -> dist.TCPStore:
+    # Its own connection is to this machine, whatever others call it.
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=False)

@@ -1,0 +1,22 @@
+"""What ``torchrun --rdzv-backend torchft`` finds by the entry point ``torchrun.handlers``.
+
+torchrun loads this with ``torch.distributed.elastic.rendezvous``, with any backend: nothing is imported before a
+handler is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Callable
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    from torchft.dlrover.rendezvous import LighthouseRendezvousHandler
+
+    return LighthouseRendezvousHandler.from_parameters(parameters)
+
+
+def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    return create_handler

@@ -1,21 +1,29 @@
-"""torchrun with `--rdzv-backend torchft`: nodes are killed and come while it runs, and the lighthouse is restarted."""
+"""torchrun with `--rdzv-backend torchft`: nodes are killed and come while it runs, and the lighthouse is restarted.
+
+tests/unit/dlrover/test_rendezvous.py has nodes in one process, go/rendezvous the decisions.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from processes import ours_path
+from processes import Job, ours_path
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from torchft.coordination import LighthouseServer
+from torchft.dlrover import LighthouseRendezvousHandler
 from torchft.launch import process_tree
 
-WORKER = Path(__file__).resolve().parent / "rendezvous_worker.py"
+HERE = Path(__file__).resolve().parent
+WORKER = HERE / "rendezvous_worker.py"
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -65,27 +73,43 @@ class Nodes:
             assert agent.wait(100) == 0, (self.folder / f"{name}.log").read_text()[-4000:]
 
 
+class Lighthouse:
+    """One that can be restarted; it keeps nothing on disk."""
+
+    def __init__(self) -> None:
+        self._server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+        self.endpoint = f"127.0.0.1:{self._server.address().rpartition(':')[2]}"
+
+    def restart(self) -> None:
+        self.shutdown()
+        self._server = LighthouseServer(bind=self.endpoint, min_replicas=1)
+
+    def shutdown(self) -> None:
+        self._server.shutdown()
+
+
 @pytest.fixture
-def lighthouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def lighthouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lighthouse]:
     token = tmp_path / "token"
     token.write_text("secret\n")
     monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(token))
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
-    yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
-    server.shutdown()
+    made = Lighthouse()
+    yield made
+    made.shutdown()
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, lighthouse: str) -> Iterator[Nodes]:
-    made = Nodes(tmp_path, lighthouse)
+def nodes(tmp_path: Path, lighthouse: Lighthouse) -> Iterator[Nodes]:
+    made = Nodes(tmp_path, lighthouse.endpoint)
     yield made
     for name in list(made.agents):
         made.kill(name)
 
 
-def test_a_node_is_lost_and_another_one_comes(nodes: Nodes) -> None:
+def test_a_node_fails_and_another_one_comes(nodes: Nodes, lighthouse: Lighthouse) -> None:
     nodes.start("a", "b")
     nodes.meet(2, "a", "b")
+    lighthouse.restart()  # which costs nobody anything
     nodes.kill("b")
     nodes.meet(1, "a")
     nodes.start("c")
@@ -93,3 +117,35 @@ def test_a_node_is_lost_and_another_one_comes(nodes: Nodes) -> None:
     nodes.finish()
     assert nodes.sizes("a") == [2, 1, 2]
     assert nodes.sizes("c") == [2]
+
+
+@pytest.mark.parametrize("moment", ["started", "asked", "released", "met"])
+def test_an_agent_is_killed_at_a_moment(lighthouse: Lighthouse, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of three nodes, which gets rank 0: the others train without it."""
+    monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 2.0)
+    with Job() as job:
+        token = {"TORCHFT_TOKEN_FILE": os.environ["TORCHFT_TOKEN_FILE"]}
+        first = job.python(
+            "first", HERE / "rendezvous_node.py", lighthouse.endpoint, 3, moment, path=ours_path(), env=token
+        )
+        first.expected_to_live = False
+        asked = "started" if moment == "started" else "asked"
+        job.wait(lambda: any(event["event"] == asked for event in first.events), 120, asked)
+        where = RendezvousParameters(
+            "torchft", lighthouse.endpoint, "job/0", 1, 3, local_addr="127.0.0.1", last_call_timeout=2, join_timeout=100
+        )
+        others = [LighthouseRendezvousHandler.from_parameters(where) for _ in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+
+            def meet() -> list[tuple[int, int]]:
+                infos = [threads.submit(other.next_rendezvous) for other in others]
+                return sorted((info.result(100).rank, info.result().world_size) for info in infos)
+
+            met = meet()
+            if met == [(1, 3), (2, 3)]:  # it met all, and was killed then
+                assert moment == "met"
+                job.wait(lambda: first.returncode is not None, 60, "the first node ends")
+                met = meet()  # as their workers fail
+        assert met == [(0, 2), (1, 2)]
+        for other in others:
+            other.shutdown()

@@ -49,6 +49,22 @@ def test_only_the_connections_of_this_group_are_cut(store: TCPStore) -> None:
         group.shutdown()
 
 
+def test_ranks_of_one_process_have_connections_of_their_own(store: TCPStore) -> None:
+    """They are in one table of descriptors, and connect to the same addresses."""
+    groups = [gloo() for _ in range(5)]
+    connect(groups, store)
+    assert [connections_of(group).alive() for group in groups] == [(4, 4)] * 5
+    # Two ranks leave: the others have lost these two, and no other connection.
+    groups[0].abort()
+    groups[1].abort()
+    deadline = time.monotonic() + 10
+    while [connections_of(group).alive() for group in groups[2:]] != [(2, 4)] * 3:
+        assert time.monotonic() < deadline, [connections_of(group).alive() for group in groups[2:]]
+        time.sleep(0.01)
+    for group in groups:
+        group.shutdown()
+
+
 def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone(store: TCPStore) -> None:
     groups = pair(store)
     connections = connections_of(groups[0])

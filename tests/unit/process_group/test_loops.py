@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from tests.unit.process_group.ranks import TIMEOUT, connect
 from torchft.process_group import ProcessGroupGloo
 from torchft.process_group._gloo import reaper
-from torchft.process_group._gloo.loops import _tell_once, _watched
+from torchft.process_group._gloo.loops import _tell_once, watched
 
 WINDOW_S = 0.5
 # A loop that waits needs 2 ms of a window; one that spins gets its share of the machine.
@@ -69,13 +69,13 @@ def test_nothing_spins_after_an_abort(store: TCPStore) -> None:
 def test_an_epoll_that_tells_of_changes_only() -> None:
     reading, writing = os.pipe()
     with select.epoll() as epoll, open(reading, "rb"), open(writing, "wb"):
-        assert _watched(epoll.fileno()) == []
+        assert watched(epoll.fileno()) == []
         epoll.register(reading, select.EPOLLIN)
         os.write(writing, b"x")
-        (watched,) = _watched(epoll.fileno())
-        assert watched[:2] == (reading, os.fstat(reading).st_ino) and watched.data & 0xFFFFFFFF == reading
+        (one,) = watched(epoll.fileno())
+        assert one[:2] == (reading, os.fstat(reading).st_ino) and one.data & 0xFFFFFFFF == reading
         assert epoll.poll(0) == epoll.poll(0) == [(reading, select.EPOLLIN)]
-        _tell_once(epoll.fileno(), watched)
+        _tell_once(epoll.fileno(), one)
         assert epoll.poll(0) == []
         os.write(writing, b"x")
         epoll.unregister(reading)

@@ -2,9 +2,10 @@
 
 Gloo's own abort does not touch an operation in flight. Shutting its sockets down does: every operation
 in the group fails within milliseconds, here and at the peers. Which sockets are the group's is known for
-sure from what its ranks published in the store: each connection leads from or to the listening address
-of one of them. Where that cannot be told (another version of Gloo, connections made on first use, no
-/proc), nothing is cut, and the operations run on, without anybody who waits for them (`operations`).
+sure: each connection leads from or to an address at which a rank of the group listens, as these published
+in the store; and it is in the event loop of this rank's listening socket, since other ranks of the same process
+connect to the same addresses. Where that cannot be told (another version of Gloo, connections made on first
+use, no /proc), nothing is cut, and the operations run on, without anybody who waits for them (`operations`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch.distributed import Store
 
-from torchft.process_group._gloo.loops import is_open, quiet_later
+from torchft.process_group._gloo.loops import epolls, is_open, quiet_later, watched
 
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -63,14 +64,15 @@ class Connections:
                 (own if peer == rank else peers).add(_listening(published))
         if not own:
             return
-        for name in os.listdir(_DESCRIPTORS):
-            found = _open(int(name))
+        of_loops = _of_loops(own)
+        for descriptor in map(int, os.listdir(_DESCRIPTORS)) if of_loops is None else of_loops:
+            found = _open(descriptor)
             if found is None:
                 continue
             with found[0]:
                 connection = found[1]
             if own.intersection(connection.here) or peers.intersection(connection.there):
-                self._connections[int(name)] = connection
+                self._connections[descriptor] = connection
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -122,6 +124,29 @@ def _open(descriptor: int) -> Optional[tuple[socket.socket, _Connection]]:
     except OSError:  # not connected
         duplicate.close()
         return None
+
+
+def _of_loops(own: set[Optional[bytes]]) -> Optional[list[int]]:
+    """The sockets of the event loops that listen at these addresses; None where no loop is found."""
+    found = []
+    for epoll in epolls():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            descriptors = [one.descriptor for one in watched(epoll)]
+            if any(own.intersection(_bound(descriptor)) for descriptor in descriptors):
+                found += descriptors
+    return found or None
+
+
+def _bound(descriptor: int) -> tuple[bytes, ...]:
+    """Where a socket listens; empty if it is connected, or no socket."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return ()
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return _raw(duplicate.family, duplicate.getsockname()) if listens else ()
+    except OSError:
+        return ()
 
 
 def _listening(published: bytes) -> Optional[bytes]:

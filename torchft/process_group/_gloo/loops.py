@@ -46,11 +46,11 @@ def _quiet(sockets: dict[int, int]) -> None:
         if time.monotonic() >= deadline:
             break
         time.sleep(_LOOK_SEC)
-    for epoll in _epolls() if sockets else ():
+    for epoll in epolls() if sockets else ():
         with contextlib.suppress(OSError):  # closed meanwhile
-            for watched in _watched(epoll):
-                if sockets.get(watched.descriptor) == watched.inode:
-                    _tell_once(epoll, watched)
+            for one in watched(epoll):
+                if sockets.get(one.descriptor) == one.inode:
+                    _tell_once(epoll, one)
 
 
 def is_open(descriptor: int, inode: int) -> bool:
@@ -61,14 +61,14 @@ def is_open(descriptor: int, inode: int) -> bool:
         return False
 
 
-def _epolls() -> Iterator[int]:
+def epolls() -> Iterator[int]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
                 yield int(name)
 
 
-def _watched(epoll: int) -> list[_Watched]:
+def watched(epoll: int) -> list[_Watched]:
     """What an epoll watches."""
     found = []
     with open(f"/proc/self/fdinfo/{epoll}") as file:
@@ -80,7 +80,7 @@ def _watched(epoll: int) -> list[_Watched]:
     return found
 
 
-def _tell_once(epoll: int, watched: _Watched) -> None:
+def _tell_once(epoll: int, one: _Watched) -> None:
     """From now on the epoll tells of changes only. (It goes on to watch: Gloo ends the process if it does not.)"""
-    event = ctypes.create_string_buffer(_EVENT.pack(select.EPOLLET & 0xFFFFFFFF, watched.data))
-    ctypes.CDLL(None).epoll_ctl(epoll, _EPOLL_CTL_MOD, watched.descriptor, event)
+    event = ctypes.create_string_buffer(_EVENT.pack(select.EPOLLET & 0xFFFFFFFF, one.data))
+    ctypes.CDLL(None).epoll_ctl(epoll, _EPOLL_CTL_MOD, one.descriptor, event)

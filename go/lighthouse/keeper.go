@@ -103,6 +103,7 @@ func (j *job) goOn(s state) {
 	if j.rendezvous.Nodes() == 0 {
 		j.kept.Rendezvous = s.Rendezvous
 		j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), s.Rendezvous, time.Now())
+		j.place(rendezvous.Woken{})
 	}
 }
 

@@ -33,6 +33,8 @@ type group struct {
 	waiting int       // nodes that have asked and are there
 	reason  string    // why nothing is released
 	changed bool      // since the state was kept
+	stood   standing  // as the other groups know it
+	wake    time.Time // when time alone may change something, zero: never
 }
 
 // node is one agent.
@@ -79,6 +81,22 @@ func (g *group) trains() bool {
 		}
 	}
 	return false
+}
+
+// standing is what a group means for the others of its job.
+type standing struct {
+	counts bool // it has trained, and may again
+	size   int  // number of its nodes if it trains, else 0
+}
+
+func (g *group) stands() standing {
+	if g.closed || g.round == 0 || len(g.nodes) == 0 {
+		return standing{}
+	}
+	if !g.trains() {
+		return standing{counts: true}
+	}
+	return standing{true, g.size}
 }
 
 // members are the nodes of the round that are known, by rank.
@@ -170,6 +188,7 @@ func (g *group) largest(n, others int) int {
 
 // decide releases a round if it is time for one.
 func (g *group) decide(now time.Time, t Timing, others int, any bool) *Released {
+	g.forget(now, t)
 	var ready []*node
 	var trains, again, known, coming int
 	for _, n := range g.nodes {

@@ -22,7 +22,7 @@ type waiter struct {
 }
 
 // NewMachine goes on after a state; the zero State is that of a job that begins. Nodes of the state count as lost unless they
-// come within the timeout.
+// come within the timeout, which begins with a Woken.
 func NewMachine(timing Timing, state State, now time.Time) *Machine {
 	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{}}
 	for _, s := range state.Groups {
@@ -38,6 +38,7 @@ func NewMachine(timing Timing, state State, now time.Time) *Machine {
 				away: now, seen: map[WaiterID]View{},
 			}
 		}
+		g.stood = g.stands()
 	}
 	return m
 }
@@ -54,20 +55,27 @@ func (m *Machine) group(name string) *group {
 // Step follows one event.
 func (m *Machine) Step(event Event, now time.Time) (actions []Action) {
 	do := func(a Action) { actions = append(actions, a) }
+	var of *group // whose event it is
 	switch e := event.(type) {
 	case Attended:
 		m.attended(e, now, do)
+		if of = m.groups[e.Group]; of == nil {
+			return actions // it was refused
+		}
 	case Woken:
 		m.wake = time.Time{}
 	case Ended:
-		if w, ok := m.waiters[e.Waiter]; ok {
-			m.end(e.Waiter, w, e.Broke, now)
-			if !e.Broke {
-				do(Answer{e.Waiter, w.group.view(w.node), w.group.reason})
-			}
+		w, ok := m.waiters[e.Waiter]
+		if !ok {
+			return nil // it was answered
 		}
+		m.end(e.Waiter, w, e.Broke, now)
+		if !e.Broke {
+			do(Answer{e.Waiter, w.group.view(w.node), w.group.reason})
+		}
+		of = w.group
 	}
-	m.settle(now, do)
+	m.settle(of, now, do)
 	return actions
 }
 
@@ -145,43 +153,46 @@ func (m *Machine) end(id WaiterID, w waiter, broke bool, now time.Time) {
 	}
 }
 
-// settle decides for all groups, until none changes what another one may do.
-func (m *Machine) settle(now time.Time, do func(Action)) {
-	groups := slices.SortedFunc(maps.Values(m.groups), byName)
+// settle decides for one group, and for all if that changes what they may do; nil is all.
+func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
+	groups := []*group{only}
+	if only == nil {
+		groups = m.sorted()
+	}
 	for again := true; again; {
 		again = false
 		for _, g := range groups {
-			g.forget(now, m.timing)
 			others, any := m.others(g)
 			if round := g.decide(now, m.timing, others, any); round != nil {
 				do(*round)
 				again = true
 			}
+			if stands := g.stands(); stands != g.stood {
+				g.stood, again = stands, true
+			}
+		}
+		if again {
+			groups = m.sorted()
 		}
 	}
-	var wake time.Time
 	var changed bool
 	for _, g := range groups {
 		changed = changed || g.changed
 		g.changed = false
-		for _, n := range slices.SortedFunc(maps.Values(g.nodes), func(a, b *node) int { return cmp.Compare(a.name, b.name) }) {
-			view := g.view(n)
-			for _, id := range slices.Sorted(maps.Keys(n.seen)) {
-				if n.seen[id] != view {
-					m.end(id, waiter{g, n}, false, now)
-					do(Answer{id, view, g.reason})
-				}
-			}
-		}
-		if at := g.next(now, m.timing); !at.IsZero() && (wake.IsZero() || at.Before(wake)) {
-			wake = at
-		}
+		m.tell(g, now, do)
+		g.wake = g.next(now, m.timing)
 		if len(g.nodes) == 0 && len(g.left) == 0 && g.round == 0 {
 			delete(m.groups, g.name)
 		}
 	}
 	if changed {
 		do(Keep{m.State()})
+	}
+	var wake time.Time
+	for _, g := range m.groups {
+		if !g.wake.IsZero() && (wake.IsZero() || g.wake.Before(wake)) {
+			wake = g.wake
+		}
 	}
 	if wake != m.wake {
 		m.wake = wake
@@ -191,17 +202,34 @@ func (m *Machine) settle(now time.Time, do func(Action)) {
 	}
 }
 
+// tell answers the nodes of a group for which something is new.
+func (m *Machine) tell(g *group, now time.Time, do func(Action)) {
+	for _, n := range slices.SortedFunc(maps.Values(g.nodes), func(a, b *node) int { return cmp.Compare(a.name, b.name) }) {
+		view := g.view(n)
+		for _, id := range slices.Sorted(maps.Keys(n.seen)) {
+			if n.seen[id] != view {
+				m.end(id, waiter{g, n}, false, now)
+				do(Answer{id, view, g.reason})
+			}
+		}
+	}
+}
+
+func (m *Machine) sorted() []*group {
+	return slices.SortedFunc(maps.Values(m.groups), func(a, b *group) int { return cmp.Compare(a.name, b.name) })
+}
+
 // others looks at the other groups of the job: size is the number of nodes of each that trains now, 0 if none does; any
 // reports whether one has trained, and may again.
 func (m *Machine) others(g *group) (size int, any bool) {
 	name := ""
 	for _, other := range m.groups {
-		if other == g || other.closed || other.round == 0 || len(other.nodes) == 0 {
+		if other == g || !other.stood.counts {
 			continue
 		}
 		any = true
-		if other.trains() && (name == "" || other.name < name) {
-			size, name = other.size, other.name
+		if other.stood.size > 0 && (name == "" || other.name < name) {
+			size, name = other.stood.size, other.name
 		}
 	}
 	return size, any
@@ -209,7 +237,7 @@ func (m *Machine) others(g *group) (size int, any bool) {
 
 // State is what a restart goes on after.
 func (m *Machine) State() (s State) {
-	for _, g := range slices.SortedFunc(maps.Values(m.groups), byName) {
+	for _, g := range m.sorted() {
 		if g.round == 0 {
 			continue
 		}

@@ -6,7 +6,6 @@
 package rendezvous
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -15,7 +14,7 @@ import (
 )
 
 const (
-	maxNodes  = 10_000
+	maxNodes  = 4096
 	maxGroups = 4096
 	maxName   = 128
 	// maxRound bounds what a node says of the rounds before a restart of the lighthouse: the numbers go on from there.
@@ -214,5 +213,3 @@ type Timing struct {
 	Grace   time.Duration // after its connection broke, a release no longer waits for it
 	Timeout time.Duration // after it was silent, or its connection broke, its group goes on without it
 }
-
-func byName(a, b *group) int { return cmp.Compare(a.name, b.name) }

@@ -150,7 +150,7 @@ func (w *world) restart(s State) {
 	for _, a := range w.agents {
 		a.open = 0
 	}
-	w.poll()
+	w.step(Woken{})
 }
 
 // pass lets time pass. Requests that wait are answered every two seconds.

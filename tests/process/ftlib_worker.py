@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -46,8 +47,8 @@ def part(step: int, rank: int, size: int, samples: int) -> torch.Tensor:
     return order[:BATCH][rank::size]
 
 
-def die_at(line: int) -> None:
-    """SIGKILL before the line of this number that is run in ``FTLib._rebuild``."""
+def stop_at(line: int, act: Callable[[], None]) -> None:
+    """Calls a function before the line of this number that is run in ``FTLib._rebuild``."""
     count = 0
 
     def of_rebuild(frame: FrameType, event: str, _: object) -> Any:
@@ -55,14 +56,27 @@ def die_at(line: int) -> None:
         if event == "line":
             count += 1
             if count == line:
-                emit("dies", line=line)
-                os.kill(os.getpid(), signal.SIGKILL)
+                act()
         return of_rebuild
 
     def tracer(frame: FrameType, event: str, _: object) -> Any:
         return of_rebuild if frame.f_code is FTLib._rebuild.__code__ else None
 
     sys.settrace(tracer)
+
+
+def die() -> None:
+    emit("dies")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold(until: Path) -> None:
+    """Waits for a file."""
+    emit("holds")
+    deadline = time.monotonic() + 100
+    while not until.exists():
+        assert time.monotonic() < deadline, f"{until} did not come"
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -73,6 +87,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--stop", type=Path, required=True)  # a file with the number of the last step
     parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--hold-at", type=int, default=0)
+    parser.add_argument("--hold-until", type=Path)
     parser.add_argument("--overlap", action="store_true")
     args = parser.parse_args()
     keep_stdout_for_events()
@@ -97,7 +113,9 @@ def main() -> None:
         )
         trained.register_comm_hook(ftlib, allreduce_hook)
     if args.die_at:
-        die_at(args.die_at)
+        stop_at(args.die_at, die)
+    if args.hold_at:
+        stop_at(args.hold_at, lambda: hold(args.hold_until))
     while not args.stop.exists() or ftlib.step < int(args.stop.read_text()):
         rank, size = ftlib.rank, ftlib.size
         mine = part(ftlib.step, rank, size, len(inputs))

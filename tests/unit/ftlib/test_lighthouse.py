@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,28 @@ def test_no_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
             lighthouse_addr="http://127.0.0.1:1",
             connect_timeout=timedelta(seconds=0.3),
         )
+
+
+def test_a_wrong_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("secret", "guess"):
+        (tmp_path / name).write_text(f"{name}\n")
+    monkeypatch.setenv("TORCHFT_HOST", "localhost")
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "secret"))
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(tmp_path / "guess"))
+    with pytest.raises(RuntimeError, match="not the job's"):
+        Lighthouse("a", server.address(), timeout=SOON, connect_timeout=SOON).get_member_list()
+    server.shutdown()
+
+
+def test_two_jobs_on_one_port(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = []
+    for job in ("red", "blue"):
+        monkeypatch.setenv("TORCHFT_JOB_ID", job)
+        members.append(Lighthouse("a", address, timeout=SOON))
+    assert [member.get_member_list().identities for member in members] == [[member.identity] for member in members]
+    for member in members:
+        member.close()
 
 
 def test_a_setting_that_is_refused_leaves_nothing_behind(address: str) -> None:

@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--hold-until", type=Path)
+    parser.add_argument("--pace", type=float, default=0.005)  # seconds of a step
     parser.add_argument("--overlap", action="store_true")
     args = parser.parse_args()
     keep_stdout_for_events()
@@ -127,7 +128,7 @@ def main() -> None:
             emit("step", step=ftlib.step, view=ftlib._made_in, size=size)
         else:
             emit("again", status=status.value, error=str(ftlib.error))
-        time.sleep(0.005)  # a step has some length
+        time.sleep(args.pace)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     emit("done", weights=weights, view=ftlib._made_in, step=ftlib.step)
     ftlib.close()

@@ -154,7 +154,8 @@ def asked(consensus: str, settings: dict[str, Any], name: str) -> bool:
 def test_a_member_joins_at_each_line_of_a_rebuild(consensus: str, tmp_path: Path) -> None:
     with Job() as job:
         settings = settings_of(consensus, job, tmp_path)
-        members = Members(job, consensus, settings, tmp_path)
+        # one process does all steps again in the end
+        members = Members(job, consensus, settings, tmp_path, "--pace", "0.1")
         members.start("m0")
         members.train_together(1)
         for name in ("m1", "m2"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import struct
+import time
 from datetime import timedelta
 from typing import Any
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from tests.unit.process_group.ranks import in_threads
 from torchft._security import security, tokens
 from torchft.checkpointing._token import accepts, checkpoint_token
 from torchft.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+from torchft.dlrover import TorchRendezvousService
 
 TIMEOUT = timedelta(seconds=20)
 SOON = timedelta(seconds=1)  # of what is to fail
@@ -74,6 +76,28 @@ def manager_server(lighthouse: str) -> ManagerServer:
         connect_timeout=SOON,
         quorum_retries=0,
     )
+
+
+def test_the_rendezvous_of_torchrun(all_of_it: None, authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOST:PORT means TLS where the environment sets it up, and the token is never sent without it."""
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    endpoint = f"localhost:{lighthouse.address().rpartition(':')[2]}"
+
+    def node(connect_timeout: float) -> TorchRendezvousService:
+        return TorchRendezvousService(
+            endpoint, "job/0", store="a:1", min_nodes=1, max_nodes=1, connect_timeout=connect_timeout
+        )
+
+    one = node(20)
+    one.set_state()
+    released = one.get_state(20)
+    assert released is not None and released.size == 1
+    with monkeypatch.context() as patch:
+        setting(patch, TLS_CA=authority / "otherca.pem")
+        with pytest.raises(RendezvousConnectionError, match="certificate verify failed"):
+            node(0.3)
+    one.close()
+    lighthouse.shutdown()
 
 
 def test_everything_on(all_of_it: None, authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

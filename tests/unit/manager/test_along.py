@@ -1,0 +1,233 @@
+"""A heal piece by piece against an oracle: the state that all committed gradients, in order, give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Optional
+
+import pytest
+
+from torchft._manager.along import MAX_FAILURES, MAX_IDLE_SEC, MAX_RESTARTS, Fate, Heal, Kind, Piece, cut
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "pieces"),
+    [
+        ([], 4, []),
+        ([0], 4, [Piece(0, 0, 0)]),
+        ([4], 4, [Piece(0, 0, 4)]),
+        ([5, 1], 4, [Piece(0, 0, 4), Piece(0, 4, 5), Piece(1, 0, 1)]),
+    ],
+)
+def test_cut(sizes: list[int], most: int, pieces: list[Piece]) -> None:
+    assert cut(sizes, most) == pieces
+
+
+@pytest.mark.parametrize(
+    ("kept", "quorum", "fate"),
+    [
+        (True, (8, 1, 1), Fate.APPLY),
+        (True, (7, 2, 1), Fate.AGAIN),
+        (True, (8, 2, 2), Fate.MISSED),  # committed in a quorum without this group
+        (True, (9, 1, 1), Fate.MISSED),
+        (False, (7, 2, 1), Fate.NONE),
+        (False, (8, 1, 1), Fate.MISSED),  # the others had no error
+    ],
+)
+def test_what_the_next_quorum_says_of_a_step(kept: bool, quorum: tuple[int, int, int], fate: Fate) -> None:
+    heal = Heal(cut([1], 1))
+    assert heal.quorum(7, 1, 1) is Fate.NONE
+    heal.advance([], 0.0)
+    if kept:
+        heal.keep(set())
+    assert heal.quorum(*quorum) is fate
+
+
+def test_an_attempt_without_a_vote_leaves_the_gradient_to_the_next_one() -> None:
+    heal = Heal(cut([1], 1))
+    heal.quorum(7, 1, 1)
+    heal.advance([(0, 7)], 0.0)
+    heal.keep(set())
+    assert heal.quorum(8, 1, 1) is Fate.APPLY
+    assert heal.quorum(8, 2, 1) is Fate.APPLY
+    assert heal.advance([], 0.0).apply
+
+
+@pytest.mark.parametrize(("mark", "before", "after"), [(6, [], []), (7, [0], []), (8, [], [0]), (9, [], [])])
+def test_where_an_arrival_belongs(mark: int, before: list[int], after: list[int]) -> None:
+    heal = Heal(cut([1], 1))
+    heal.quorum(7, 1, 1)
+    heal.advance([], 0.0)
+    heal.keep(set())
+    heal.quorum(8, 1, 1)
+    todo = heal.advance([(0, mark)], 0.0)
+    assert (todo.before, todo.after, todo.apply) == (before, after, True)
+    assert todo.parameters == ({0} if before else set())
+
+
+def test_it_gives_up_with_a_reason() -> None:
+    heal = Heal(cut([1], 1))
+    for step in range(MAX_RESTARTS + 1):
+        assert heal.gave_up is None
+        heal.quorum(2 * step, 1, 1)
+        heal.advance([(0, 2 * step)], 0.0)
+    heal.quorum(100, 1, 1)
+    assert heal.gave_up == "a committed step was missed 4 times"
+
+    heal = Heal(cut([1], 1))
+    for _ in range(MAX_FAILURES):
+        assert heal.gave_up is None
+        heal.failed("connection refused")
+    assert heal.gave_up == "8 requests in a row failed, the last one: connection refused"
+
+    heal = Heal(cut([1], 1))
+    for step, now in enumerate((0.0, MAX_IDLE_SEC, MAX_IDLE_SEC + 1)):
+        assert heal.gave_up is None
+        heal.quorum(step, 1, 1)
+        heal.advance([], now)
+        heal.keep(set())
+    assert heal.gave_up is not None and "nothing of the state arrived" in heal.gave_up
+
+
+def elements(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    return [(piece.parameter, element) for piece in pieces for element in range(piece.begin, piece.end)]
+
+
+def test_what_takes_longer_than_a_step_is_asked_for_in_halves() -> None:
+    heal = Heal(cut([8, 8], 8), least=2)
+    for step in range(0, 12, 2):  # an answer takes two steps
+        heal.quorum(step, 1, 1)
+        ask = heal.next(set())
+        assert ask is not None and ask.kind is Kind.PIECE
+        heal.advance([(ask.number, step - 2)] if step else [], 0.0)
+    ask = heal.next(set())
+    assert ask is not None
+    assert heal.pieces[ask.number] == Piece(0, 0, 2)
+    assert sorted(elements(heal.pieces)) == sorted(elements(cut([8, 8], 1)))
+
+
+class Job:
+    """Groups that train in lockstep, and targets that heal along. A gradient is its name; a state the names applied."""
+
+    def __init__(self, random_: random.Random) -> None:
+        self.random = random_
+        self.committed: list[str] = []  # the oracle: all gradients, in order
+        self.step = 0
+        self.quorum_id = 1
+        self.committed_quorum_id = 1
+        self.attempt = 0
+
+    def commit(self, name: str) -> None:
+        self.committed.append(name)
+        self.step += 1
+        self.committed_quorum_id = self.quorum_id
+
+
+class Target:
+    """A group that heals: it does what `Heal` says to lists of names."""
+
+    def __init__(self, job: Job, sizes: list[int]) -> None:
+        self.job = job
+        self.heal = Heal(cut(sizes, 2), least=1)
+        self.state: dict[int, list[str]] = {}  # by number of the piece
+        self.kept: Optional[str] = None
+        self.keeps: set[int] = set()
+        self.flying: list[tuple[Kind, int, int, list[str]]] = []  # asked and answered, not taken
+        self.rest: Optional[int] = None
+
+    def ask(self) -> None:
+        """A source answers one request now, with what it has now; it arrives some time."""
+        ask = self.heal.next({number for _, number, _, _ in self.flying})
+        if ask is None or any(kind is Kind.REST for kind, _, _, _ in self.flying):
+            return
+        self.flying.append((ask.kind, ask.number, self.job.step, list(self.job.committed)))
+
+    def vote(self, gradient: Optional[str]) -> bool:
+        """The end of a step; whether this group has the state."""
+        heal, chance = self.heal, self.job.random
+        come = [item for item in self.flying if chance.random() < 0.7]
+        self.flying = [item for item in self.flying if item not in come]
+        pieces = [item for item in come if item[0] is Kind.PIECE]
+        todo = heal.advance([(number, mark) for _, number, mark, _ in pieces], 0.0)
+        for index in todo.before:
+            self.state[pieces[index][1]] = pieces[index][3][:]
+        if todo.apply:
+            assert self.kept is not None
+            assert todo.parameters <= self.keeps
+            for state in self.state.values():  # whole parameters: what is missing is replaced later
+                state.append(self.kept)
+        for index in todo.after:
+            self.state[pieces[index][1]] = pieces[index][3][:]
+        for kind, number, mark, value in come:
+            if kind is Kind.DIGEST and heal.comparable(number, mark):
+                heal.compared(number, self.state[number] == value)
+            elif kind is Kind.REST:
+                self.rest = mark
+        self.kept = None
+        if gradient is not None:
+            self.kept = gradient
+            self.keeps = heal.keep({number for kind, number, _, _ in self.flying if kind is not Kind.REST})
+            for _ in range(chance.randrange(3)):  # the thread that asks does not wait for the next quorum
+                self.ask()
+        return heal.done(self.rest)
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_random_histories_end_with_the_state_that_all_committed_gradients_give(part: int) -> None:
+    """Steps fail for all or are missed by the target, quorums change, sources die, a second group joins later."""
+    healed = gave_up = smaller = 0
+    for seed in range(1000 * part, 1000 * part + 1000):
+        chance = random.Random(seed)
+        trouble = chance.choice([0.0, 0.05, 0.2])
+        job = Job(chance)
+        sizes = [chance.randrange(6) for _ in range(chance.randrange(1, 4))]
+        targets = [Target(job, sizes)]
+        for _ in range(200):
+            if chance.random() < 0.02 and len(targets) < 2:
+                targets.append(Target(job, sizes))
+                job.quorum_id += 1
+            if chance.random() < trouble / 4 and targets:  # a target dies, and comes again with nothing
+                targets[chance.randrange(len(targets))] = Target(job, sizes)
+                job.quorum_id += 1
+            job.attempt += 1
+            gradient = f"{job.step}.{job.attempt}"
+            fails = chance.random() < trouble
+            absent = [t for t in targets if chance.random() < trouble / 8]  # it does not come into this quorum
+            if absent:
+                job.quorum_id += 1
+            present = [t for t in targets if t not in absent]
+            for target in present:
+                target.heal.quorum(job.step, job.quorum_id, job.committed_quorum_id)
+                for _ in range(chance.randrange(4)):
+                    if chance.random() < trouble:
+                        target.heal.failed("the source is dead")
+                        job.quorum_id += chance.random() < 0.1 and target is not present[-1]
+                    else:
+                        target.ask()
+            for target in list(present):
+                if chance.random() < trouble / 4:
+                    continue  # the step ends without a vote of this one: its error
+                seen = None if chance.random() < trouble / 4 else gradient
+                if fails and chance.random() < 0.5:
+                    seen = None
+                if target.heal.gave_up is None and target.vote(seen):
+                    assert target.state == dict.fromkeys(range(len(target.heal.pieces)), job.committed), seed
+                    assert sorted(elements(target.heal.pieces)) == sorted(elements(cut(sizes, 1))), seed
+                    smaller += len(target.heal.pieces) > len(cut(sizes, 2))
+                    healed += 1
+                    targets.remove(target)
+            for target in list(targets):
+                if target.heal.gave_up is not None:
+                    assert "differ" not in target.heal.gave_up, seed
+                    gave_up += 1
+                    targets.remove(target)
+            if not targets:
+                break
+            if fails:
+                job.quorum_id += 1
+            else:
+                job.commit(gradient)
+    assert healed > 900
+    assert smaller > 0
+    assert gave_up < healed

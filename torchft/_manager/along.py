@@ -1,0 +1,318 @@
+"""The decisions of a heal piece by piece: a group trains along with weight 0 while its state arrives. Pure.
+
+The state of a group is its parameters, each with its state in the optimizer; a *piece* is a range of elements of one.
+A source gives a piece between two steps of its optimizer, marked with the step that follows: all gradients of earlier
+steps are in it. The target is in the quorum, so it has every averaged gradient. It applies the gradient of a step when
+the next quorum says that the step was committed, and keeps it until then. So its *current* pieces are those of one
+step, as the source has them in that step:
+
+    step          7                    8                    8 again
+    quorum says                        7 is committed       the first attempt failed
+    vote          keep gradient 7      apply 7, keep 8      drop 8, keep the new 8
+
+A piece whose mark is the step that runs is put in place after the gradient of the step before is applied, one that was
+marked a step earlier is put in place before. Any other one came too late, and is asked for again: in halves, since it
+may have taken longer than a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Optional
+
+# Elements of a piece that is not cut further.
+LEAST = 1 << 10
+# How often a heal may begin anew because a gradient was missed, before the state is transferred as a whole.
+MAX_RESTARTS = 3
+# Requests in a row that may fail.
+MAX_FAILURES = 8
+# Seconds after the first of them, doubled after each further one, and at most; a new quorum ends the pause.
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0
+# Seconds that may pass without a piece that came in time, or was compared.
+MAX_IDLE_SEC = 60.0
+
+
+class Piece(NamedTuple):
+    """A range of the elements of a parameter, and of those of its optimizer state."""
+
+    parameter: int
+    begin: int
+    end: int
+
+
+class Kind(Enum):
+    """What a source is asked for."""
+
+    PIECE = "piece"
+    DIGEST = "digest"
+    REST = "rest"  # of the state: all that belongs to no parameter
+
+
+class Ask(NamedTuple):
+    """The next request to a source."""
+
+    kind: Kind
+    number: int = -1  # of the piece
+
+
+class Fate(Enum):
+    """What came of the step before, as a quorum tells."""
+
+    NONE = "nothing is to be done"
+    APPLY = "it was committed: its gradient is applied"
+    AGAIN = "it failed, and is tried again: its gradient is dropped"
+    MISSED = "a step was committed whose gradient is not here: all pieces are asked for again"
+
+
+class _State(Enum):
+    MISSING = "missing"
+    CURRENT = "as the source had it"
+    VERIFIED = "compared with the source's after a step"
+
+
+@dataclass
+class Advance:
+    """What a target does before it votes, in this order.
+
+    Attributes:
+        before: numbers of arrivals that are put in place first.
+        apply: whether the kept gradient is applied to all parameters of :attr:`parameters` then.
+        after: numbers of arrivals that are put in place at last.
+        parameters: that have pieces in place before the gradient is applied.
+    """
+
+    before: list[int] = field(default_factory=list)
+    apply: bool = False
+    after: list[int] = field(default_factory=list)
+    parameters: set[int] = field(default_factory=set)
+
+
+def cut(sizes: Sequence[int], most: int) -> list[Piece]:
+    """The pieces of parameters with so many elements, of at most ``most`` elements each."""
+    return [
+        Piece(number, begin, min(size, begin + most))
+        for number, size in enumerate(sizes)
+        for begin in range(0, max(size, 1), most)
+    ]
+
+
+class Heal:
+    """One heal, as its target sees it.
+
+    Args:
+        pieces: of the whole state.
+        least: elements of a piece that is not cut further.
+
+    Attributes:
+        pieces: as given, and those that came of cutting them.
+        step: that runs, by the latest quorum; None before the first.
+        gave_up: why the state is transferred as a whole; None: it is not.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], least: int = LEAST) -> None:
+        self.pieces = list(pieces)
+        self._least = least
+        self._most = max((piece.end - piece.begin for piece in pieces), default=0)  # elements of the next one
+        self.step: Optional[int] = None
+        self.gave_up: Optional[str] = None
+        self._quorum_id = -1
+        self._states = [_State.MISSING] * len(pieces)
+        self._marks = [-1] * len(pieces)
+        self._kept: Optional[tuple[int, int]] = None  # step and quorum of the gradient that is kept
+        self._kept_of: set[int] = set()  # parameters
+        self._fate = Fate.NONE
+        self._restarts = 0
+        self._failures = 0
+        self._idle_since: Optional[float] = None
+        self._compared = False  # a piece, since the last step
+
+    # Quorums
+
+    def quorum(self, step: int, quorum_id: int, committed_quorum_id: int) -> Fate:
+        """A quorum in which this group is behind.
+
+        Args:
+            step: that runs.
+            quorum_id: of the quorum.
+            committed_quorum_id: in which the step before was committed.
+        """
+        before, self.step, self._quorum_id = self.step, step, quorum_id
+        kept = self._kept
+        if before is None:
+            return Fate.NONE
+        if self._fate is Fate.APPLY:  # the last attempt ended without a vote
+            fate = Fate.APPLY if step == before else Fate.MISSED
+        elif kept is not None and kept[0] == step - 1 and kept[1] == committed_quorum_id:
+            fate = Fate.APPLY
+        elif step == before:
+            fate = Fate.AGAIN if kept is not None else Fate.NONE
+        else:
+            fate = Fate.MISSED
+        self._fate = fate
+        if fate is not Fate.APPLY:
+            self._kept = None
+        if fate is Fate.MISSED:
+            self.miss()
+            self._fate = fate
+        return fate
+
+    def miss(self) -> None:
+        """A gradient that was committed cannot be applied: all pieces are asked for again."""
+        self._fate = Fate.NONE
+        had = any(state is not _State.MISSING for state in self._states)
+        self._states = [_State.MISSING] * len(self.pieces)
+        self._restarts += had
+        if self._restarts > MAX_RESTARTS:
+            self.give_up(f"a committed step was missed {self._restarts} times")
+
+    @property
+    def applies(self) -> bool:
+        """Whether :meth:`advance` applies the kept gradient."""
+        return self._fate is Fate.APPLY
+
+    # The end of a step
+
+    def advance(self, arrivals: Sequence[tuple[int, int]], now: float) -> Advance:
+        """What is done with arrivals, before the vote. Once for each quorum.
+
+        Args:
+            arrivals: number and mark of each piece that has arrived, and was not passed here yet.
+            now: in seconds, of any clock.
+        """
+        assert self.step is not None
+        todo = Advance(apply=self._fate is Fate.APPLY)
+        slow: list[int] = []
+        for index, (number, mark) in enumerate(arrivals):
+            if todo.apply and mark == self.step - 1 and self.pieces[number].parameter in self._kept_of:
+                todo.before.append(index)
+            elif mark == self.step:
+                todo.after.append(index)
+            else:
+                if mark < self.step - 1:
+                    slow.append(number)
+                continue
+            self._states[number] = _State.CURRENT
+            self._marks[number] = mark
+        if slow:
+            longest = max(self.pieces[number].end - self.pieces[number].begin for number in slow)
+            self._most = min(self._most, max(self._least, longest // 2))
+        late = {arrivals[index][0] for index in todo.after}
+        todo.parameters = {
+            piece.parameter
+            for number, piece in enumerate(self.pieces)
+            if self._states[number] is not _State.MISSING and number not in late
+        }
+        self._fate = Fate.NONE
+        self._kept = None
+        if todo.before or todo.after or self._compared or self._idle_since is None:
+            self._idle_since = now
+        self._compared = False
+        if now - self._idle_since > MAX_IDLE_SEC:
+            self.give_up(f"in {now - self._idle_since:.0f} s nothing of the state arrived in the step that it is of")
+        return todo
+
+    def keep(self, asked: set[int]) -> set[int]:
+        """All of this attempt's reductions have succeeded.
+
+        Args:
+            asked: numbers of pieces whose answers have not been passed to :meth:`advance`.
+
+        Returns:
+            the parameters whose gradients are kept: with pieces in place, on their way, or asked for next.
+        """
+        assert self.step is not None
+        self._kept = self.step, self._quorum_id
+        numbers = [number for number, state in enumerate(self._states) if state is not _State.MISSING]
+        ask = self.next(asked)
+        following = [ask.number] if ask is not None and ask.kind is Kind.PIECE else []
+        self._kept_of = {self.pieces[number].parameter for number in (*numbers, *asked, *following)}
+        return self._kept_of
+
+    # Requests
+
+    def next(self, asked: set[int]) -> Optional[Ask]:
+        """What to ask for next; None: nothing before the next step.
+
+        Args:
+            asked: numbers of pieces whose answers have not been passed to :meth:`advance`, or compared.
+        """
+        for number, state in enumerate(self._states):
+            if state is _State.MISSING and number not in asked:
+                self._cut(number)
+                return Ask(Kind.PIECE, number)
+        for number, state in enumerate(self._states):
+            if state is _State.CURRENT and number not in asked and self._marks[number] != self.step:
+                return Ask(Kind.DIGEST, number)
+        return None if self.unverified else Ask(Kind.REST)
+
+    def _cut(self, number: int) -> None:
+        """Leaves so much of a missing piece as is asked for at once."""
+        parameter, begin, end = self.pieces[number]
+        middle = begin + max(self._most, 1)
+        if middle < end:
+            self.pieces[number] = Piece(parameter, begin, middle)
+            self.pieces.append(Piece(parameter, middle, end))
+            self._states.append(_State.MISSING)
+            self._marks.append(-1)
+
+    def comparable(self, number: int, mark: int) -> bool:
+        """Whether this group has the piece as the source had it when it made a digest; after :meth:`advance`."""
+        return self._states[number] is not _State.MISSING and self._marks[number] < mark == self.step
+
+    def compared(self, number: int, equal: bool) -> None:
+        """A digest was compared."""
+        if equal:
+            self._states[number] = _State.VERIFIED
+            self._compared = True
+        else:
+            piece = self.pieces[number]
+            self.give_up(
+                f"elements {piece.begin} to {piece.end} of parameter {piece.parameter}, or of its optimizer state, "
+                f"differ from the source's in step {self.step}"
+            )
+
+    def answered(self) -> None:
+        """A request has been answered, or there is another source."""
+        self._failures = 0
+
+    def failed(self, reason: str) -> float:
+        """A request has failed.
+
+        Returns:
+            seconds until the next one: a source that failed is that of the quorum until the next quorum.
+        """
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            self.give_up(f"{self._failures} requests in a row failed, the last one: {reason}")
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 1))
+
+    def give_up(self, reason: str) -> None:
+        """The state is transferred as a whole; the first reason counts."""
+        self.gave_up = self.gave_up or reason
+
+    # How far it is
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last request has failed."""
+        return self._failures > 0
+
+    @property
+    def missing(self) -> int:
+        """Pieces that are not in place."""
+        return self._states.count(_State.MISSING)
+
+    @property
+    def unverified(self) -> int:
+        """Pieces that were not compared."""
+        return len(self.pieces) - self._states.count(_State.VERIFIED)
+
+    def done(self, rest_mark: Optional[int]) -> bool:
+        """Whether this group has the state of the step that runs, after :meth:`advance`.
+
+        Args:
+            rest_mark: the mark of the rest of the state; None: it is not here.
+        """
+        return self.gave_up is None and self.unverified == 0 and rest_mark is not None and rest_mark == self.step

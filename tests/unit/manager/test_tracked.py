@@ -1,0 +1,146 @@
+"""Pieces of parameters with their optimizer state, stepped along: the same bits as with the whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Callable
+
+import pytest
+import torch
+from torch import nn, optim
+
+from torchft._manager.along import cut
+from torchft._manager.tracked import ELEMENTWISE, Parameters, Unfit
+
+FORMS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
+    (optim.Adam, {"lr": 0.1}),
+    (optim.Adam, {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1}),
+    (optim.AdamW, {"lr": 0.1}),
+    (optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+    (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}),
+    (optim.RMSprop, {"lr": 0.1}),
+    (optim.RMSprop, {"lr": 0.1, "momentum": 0.9, "centered": True}),
+]
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for kind, settings in OPTIMIZERS:
+        for form in FORMS:
+            if "fused" in form and kind is optim.RMSprop:
+                continue  # it has none
+            marked = "-".join(
+                [kind.__name__, *(k for k in settings if k != "lr"), *(f"{k}{v:d}" for k, v in form.items())]
+            )
+            cases.append(pytest.param(kind, {**settings, **form}, id=marked))
+    return cases
+
+
+def _model() -> nn.Module:
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    return nn.Sequential(conv, nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(1, 1, bias=False))
+
+
+def _gradients(of: nn.Module, step: int, from_the_first: bool = False) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for number, parameter in enumerate(of.parameters()):
+        gradient = torch.randn(parameter.shape, generator=generator)
+        # one parameter has no gradient at first, another one now and then
+        late = number == 1 and step < 4 and not from_the_first
+        absent = late or (number == 2 and step % 3 == 1)
+        parameter.grad = None if absent else torch.empty_like(parameter).copy_(gradient)
+
+
+@pytest.mark.parametrize(("kind", "settings"), _cases())
+def test_pieces_that_come_one_by_one_end_equal(kind: Callable[..., optim.Optimizer], settings: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    source, target = _model(), _model()
+    optimizers = kind(source.parameters(), **settings), kind(target.parameters(), **settings)
+    at_once = kind is optim.SGD and "fused" in settings  # PyTorch's fails where some have momentum and others have not
+    theirs, ours = Parameters([optimizers[0]]), Parameters([optimizers[1]])
+    for parameters in (theirs, ours):
+        parameters.check()
+    assert theirs.layout() == ours.layout()
+    for step in range(3):
+        _gradients(source, step, at_once)
+        optimizers[0].step()
+    tracked: set[int] = set()
+    kept: dict[int, torch.Tensor] = {}
+    pieces = cut(ours.sizes(), 6)
+    for step, piece in enumerate(pieces, start=3):
+        state, parts = theirs.read(*piece)
+        state = json.loads(json.dumps(state))
+        raw = torch.cat(parts)
+        assert [part.numel() for part in parts] == ours.bytes_of(*piece, state)
+        ours.write(*piece, state, raw)
+        tracked.add(piece.parameter)
+        optimizers[0].param_groups[0]["lr"] = 0.1 / step
+        said = json.loads(json.dumps(theirs.hyperparameters()))
+        _gradients(source, step, at_once)
+        _gradients(target, step, at_once)
+        kept = ours.gradients(tracked, kept)
+        own = [p.grad for p in target.parameters()]
+        ours.step(tracked, kept, said)
+        assert all(a is b for a, b in zip(own, (p.grad for p in target.parameters())))
+        optimizers[0].step()
+        assert theirs.digest(*piece) == ours.digest(*piece)
+    for one, other in zip(source.parameters(), target.parameters()):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+        mine, its = optimizers[1].state.get(other, {}), optimizers[0].state.get(one, {})
+        assert mine.keys() == its.keys()
+        for key, value in its.items():
+            assert torch.equal(value, mine[key]) if isinstance(value, torch.Tensor) else value == mine[key], key
+    assert {kind for kind, _ in OPTIMIZERS} == set(ELEMENTWISE)
+
+
+class _Own(optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda m: optim.LBFGS(m.parameters()), "LBFGS: known to step each element by itself are SGD, Adam"),
+        (lambda m: _Own(m.parameters()), "the optimizer is _Own"),
+        (lambda m: optim.SGD([m[1].weight, m[1].weight.detach()[:1]]), "parameter 1 shares its memory"),
+        (lambda m: optim.SGD([torch.ones(2, device="meta")]), "parameter 0 is on meta"),
+    ],
+)
+def test_what_falls_back_by_name(make: Callable[[nn.Module], optim.Optimizer], reason: str) -> None:
+    with pytest.raises(Unfit, match=reason):
+        Parameters([make(_model())]).check()
+
+
+def test_hooks_of_steps_and_no_optimizer_fall_back() -> None:
+    optimizer = optim.SGD(_model().parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(Unfit, match="SGD has hooks of its steps"):
+        Parameters([optimizer]).check()
+    with pytest.raises(Unfit, match="no OptimizerWrapper"):
+        Parameters([]).check()
+
+
+def test_sparse_gradients_fall_back() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(Unfit, match="the gradient of parameter 0 is sparse"):
+        Parameters([optim.SGD(embedding.parameters())]).gradients({0}, {})
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ([], "optimizer state that is list"),
+        ({"m": ["range", "qint8x"]}, "is no dtype"),
+        ({"m": ["other", 1]}, "a value of kind 'other'"),
+    ],
+)
+def test_state_that_is_malformed_is_refused(state: Any, reason: str) -> None:
+    parameters = Parameters([optim.SGD(nn.Linear(2, 2).parameters())])
+    with pytest.raises(ValueError, match=reason):
+        parameters.write(0, 0, 4, state, torch.zeros(16, dtype=torch.uint8))

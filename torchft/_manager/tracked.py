@@ -1,0 +1,274 @@
+"""Parameters with their optimizer state, in pieces: read at a source, put in place and stepped along at a target.
+
+A piece is a range of elements of a parameter, in the order in which they lie in memory, and the same range of each
+tensor of its optimizer state that has the parameter's layout; what is small besides, such as Adam's count of steps,
+goes with each piece. That is right for optimizers that compute each element from itself alone, with the hyperparameters
+of its group: those of :data:`ELEMENTWISE`, in each of their forms (foreach, fused).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from torchft._manager.digest import digest, memory_of
+from torchft.checkpointing._encoding import dtype_of
+
+# By exact type: a subclass may do anything. Each is in the table of tests/unit/manager/test_tracked.py.
+ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
+
+_SMALL = 64  # bytes of a tensor that goes with each piece
+
+Json = Any
+
+
+class Unfit(Exception):
+    """Why a heal piece by piece is not possible."""
+
+
+class Parameters:
+    """The parameters of some optimizers.
+
+    Args:
+        optimizers: in the same order in each group.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self.all: list[torch.Tensor] = []
+        self._of: list[Optimizer] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self.all += group["params"]
+                self._of += [optimizer] * len(group["params"])
+
+    def check(self) -> None:
+        """Raises Unfit with the reason if these cannot be healed piece by piece."""
+        if not self.all:
+            raise Unfit("there is no OptimizerWrapper of this Manager, so nobody knows which tensors are parameters")
+        for optimizer in self._optimizers:
+            kind = type(optimizer)
+            if kind not in ELEMENTWISE:
+                known = ", ".join(one.__name__ for one in ELEMENTWISE)
+                raise Unfit(f"the optimizer is {kind.__name__}: known to step each element by itself are {known}")
+            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+                raise Unfit(f"{kind.__name__} has hooks of its steps, which may change anything")
+        seen: set[int] = set()
+        for number, parameter in enumerate(self.all):
+            if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or parameter.layout != torch.strided:
+                raise Unfit(f"parameter {number} is a {type(parameter).__name__}, not a plain tensor")
+            if not parameter.is_cpu:
+                raise Unfit(f"parameter {number} is on {parameter.device}; only memory of the host is healed so")
+            storage = parameter.untyped_storage()
+            if storage.nbytes() != parameter.nbytes or (storage.data_ptr() in seen and parameter.nbytes):
+                raise Unfit(f"parameter {number} shares its memory with another tensor")
+            seen.add(storage.data_ptr())
+
+    def sizes(self) -> list[int]:
+        """Elements of each parameter."""
+        return [parameter.numel() for parameter in self.all]
+
+    def layout(self) -> str:
+        """A digest of what optimizers and parameters look like: groups with the same one give each other pieces."""
+        lines = [
+            f"{type(optimizer).__name__} {[len(g['params']) for g in optimizer.param_groups]}"
+            for optimizer in self._optimizers
+        ]
+        lines += [f"{p.dtype} {list(p.shape)} {list(p.stride())}" for p in self.all]
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+    # Hyperparameters
+
+    def hyperparameters(self) -> Json:
+        """What the parameter groups say, but for the parameters."""
+        return [
+            [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in one.param_groups]
+            for one in self._optimizers
+        ]
+
+    def set_hyperparameters(self, given: Json) -> None:
+        """Sets what :meth:`hyperparameters` gave."""
+        for optimizer, groups in zip(self._optimizers, given, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in values.items():
+                    if key == "params":
+                        raise ValueError("a hyperparameter named params")
+                    group[key] = _value(value)
+
+    # Pieces
+
+    def read(self, number: int, begin: int, end: int) -> tuple[Json, list[torch.Tensor]]:
+        """A copy of a piece: what describes it, and the memory of its ranges."""
+        parameter = self.all[number]
+        parts = [_range(parameter, begin, end).clone()]
+        state: dict[str, Json] = {}
+        for key, value in self._of[number].state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and _alike(value, parameter):
+                state[key] = ["range", _dtype_name(value)]
+                parts.append(_range(value, begin, end).clone())
+            else:
+                state[key] = _plain(key, value)
+        return state, parts
+
+    def bytes_of(self, number: int, begin: int, end: int, state: Json) -> list[int]:
+        """The lengths of the ranges of a piece that is described so.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        if not isinstance(state, dict):
+            raise ValueError(f"optimizer state that is {type(state).__name__}")
+        count = end - begin
+        kinds = [dtype_of(value[1]) for value in state.values() if isinstance(value, list) and value[0] == "range"]
+        return [count * dtype.itemsize for dtype in (self.all[number].dtype, *kinds)]
+
+    @torch.no_grad()
+    def write(self, number: int, begin: int, end: int, state: Json, raw: torch.Tensor) -> None:
+        """Puts a piece in place.
+
+        Args:
+            number, begin, end: of the piece.
+            state: what describes it.
+            raw: the memory of its ranges, one after the other.
+        """
+        parameter = self.all[number]
+        ranges = list(raw.split(self.bytes_of(number, begin, end, state)))
+        _range(parameter, begin, end).copy_(ranges.pop(0))
+        own = self._of[number].state[parameter] if state else self._of[number].state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, list) and value[0] == "range":
+                dtype = dtype_of(value[1])
+                mine = own.get(key)
+                if not (isinstance(mine, torch.Tensor) and _alike(mine, parameter) and mine.dtype == dtype):
+                    mine = own[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                _range(mine, begin, end).copy_(ranges.pop(0))
+            else:
+                own[key] = _value(value)
+
+    def digest(self, number: int, begin: int, end: int) -> Json:
+        """What two groups compare of a piece: equal where all its bits are."""
+        parameter = self.all[number]
+        found: dict[str, Json] = {"": _digest(parameter, begin, end)}
+        for key, value in self._of[number].state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and _alike(value, parameter):
+                found[key] = _digest(value, begin, end)
+            else:
+                found[key] = _plain(key, value)
+        return found
+
+    def storages(self) -> dict[int, tuple[int, str]]:
+        """By address of its memory: which parameter a tensor is, and the key of its optimizer state ("" for itself)."""
+        found: dict[int, tuple[int, str]] = {}
+        for number, parameter in enumerate(self.all):
+            state = self._of[number].state.get(parameter, {})
+            for key, value in {"": parameter, **state}.items():
+                if isinstance(value, torch.Tensor) and _alike(value, parameter) and value.nbytes:
+                    found[value.untyped_storage().data_ptr()] = number, key
+        return found
+
+    def storage(self, number: int, key: str) -> torch.UntypedStorage:
+        """The memory of a parameter, or of a tensor of its optimizer state.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        parameter = self.all[number]
+        tensor = parameter if key == "" else self._of[number].state[parameter][key]
+        return tensor.untyped_storage()
+
+    # Gradients
+
+    def gradients(self, numbers: set[int], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Copies of what the optimizers would read now, of these parameters that have a gradient.
+
+        Args:
+            numbers: of the parameters.
+            into: earlier copies, whose memory is used again.
+
+        Raises:
+            Unfit: a gradient is sparse.
+        """
+        kept: dict[int, torch.Tensor] = {}
+        for number in numbers:
+            gradient = self.all[number].grad
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise Unfit(f"the gradient of parameter {number} is sparse")
+            copy = into.get(number)
+            if copy is None or copy.dtype != gradient.dtype:
+                copy = torch.empty_like(gradient)
+            kept[number] = copy.copy_(gradient.detach())
+        return kept
+
+    def step(self, numbers: set[int], gradients: dict[int, torch.Tensor], hyperparameters: Json) -> None:
+        """Steps these parameters with these gradients, and no others; leaves their own gradients as they are."""
+        self.set_hyperparameters(hyperparameters)
+        own = [parameter.grad for parameter in self.all]
+        try:
+            for number, parameter in enumerate(self.all):
+                parameter.grad = gradients.get(number) if number in numbers else None
+            for optimizer in self._optimizers:
+                # Of the class: a learning rate scheduler counts the calls of the object's.
+                type(optimizer).step(optimizer)
+        finally:
+            for parameter, gradient in zip(self.all, own):
+                parameter.grad = gradient
+
+
+def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an element of one belongs to the element of the other at the same place in memory."""
+    return (
+        value.shape == parameter.shape
+        and value.stride() == parameter.stride()
+        and value.untyped_storage().nbytes() == value.nbytes
+    )
+
+
+def _range(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    size = tensor.element_size()
+    return memory_of(tensor)[begin * size : end * size]
+
+
+def _digest(tensor: torch.Tensor, begin: int, end: int) -> int:
+    size = tensor.element_size()
+    return int(digest(tensor, begin * size, end * size).item())
+
+
+def _plain(key: str, value: Any) -> Json:
+    """A value that goes with each piece, as JSON has it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):
+        return ["tuple", *value]
+    if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL and value.is_cpu:
+        raw = memory_of(value).numpy().tobytes()
+        return ["tensor", _dtype_name(value), list(value.shape), raw.hex()]
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return ["names", *value]
+    kind = f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise Unfit(f"{key!r} of the optimizer is a {kind}, which does not go with one parameter")
+
+
+def _value(plain: Json) -> Any:
+    if not isinstance(plain, list):
+        return plain
+    kind, *rest = plain
+    if kind == "tuple":
+        return tuple(rest)
+    if kind == "names":
+        return rest
+    if kind == "tensor":
+        name, shape, raw = rest
+        flat = torch.frombuffer(bytearray(bytes.fromhex(raw)), dtype=torch.uint8)
+        return flat.view(dtype_of(name)).reshape(shape).clone()
+    raise ValueError(f"a value of kind {kind!r}")
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from contextlib import closing
@@ -19,6 +20,7 @@ from torchft.checkpointing._http_client import Answer, ask, describe
 from torchft.checkpointing._memory import available_memory
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._pieces import PART, Giver, Window
 from torchft.checkpointing._places import moved_into
 from torchft.checkpointing._receive import Abandon, UpstreamHomes, receive
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
@@ -105,7 +107,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._snapshot = snapshot
         self._source = Source(keep=self._timeout)
         self._native = _lending.ServerSlot(self._timeout, bandwidth_limit, background)
-        self._server = _CheckpointServer(self._source, self._native, self._timeout)
+        self._window = Window(bandwidth_limit)
+        self._server = _CheckpointServer(self._source, self._native, self._window, self._timeout)
         self._receiving: Optional[Abandon] = None
         self._hosts = list(hosts or [])
         self._address = ""
@@ -163,7 +166,20 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         self._source.allow(step)
 
+    def prepare_pieces(self) -> None:
+        """Lets requests for parts of the state wait for `offer_pieces`."""
+        self._window.used = True
+
+    def note_step(self, step: int, head: Any) -> None:
+        """Keeps what targets that ask for parts need of each step, as JSON, for some steps."""
+        self._window.note(step, head)
+
+    def offer_pieces(self, step: int, giver: Giver) -> None:
+        """Gives parts of the state of a step, and the whole if a target asks for it, until `disallow_checkpoint`."""
+        self._window.open(step, giver)
+
     def disallow_checkpoint(self) -> None:
+        self._window.close()
         self._source.disallow(self._timeout)
 
     def recv_checkpoint(
@@ -232,6 +248,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 return
             self._down = True
         limit = self._timeout if wait else 0.0
+        self._window.end()
         self._source.close(limit)
         self._native.close()
         self._server.shutdown()
@@ -242,8 +259,9 @@ class HTTPTransport(CheckpointTransport[T]):
 
 
 class _CheckpointServer(_IPv6HTTPServer):
-    def __init__(self, source: Source, native: _lending.ServerSlot, wait_timeout: float) -> None:
+    def __init__(self, source: Source, native: _lending.ServerSlot, window: Window, wait_timeout: float) -> None:
         super().__init__(("", 0), _Handler)
+        self.window = window
         self.source = source
         self.native = native
         self.wait_timeout = wait_timeout
@@ -273,6 +291,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         step, key = request
+        if step is None:
+            self._give(key)
+            return
+        self.server.window.want_whole(step)
         try:
             with self.server.source.reading(step, self.server.wait_timeout) as offer:
                 self._serve(offer, key)
@@ -280,6 +302,25 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Unavailable as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+
+    def _give(self, path: str) -> None:
+        """Answers a request for a part of the state."""
+        try:
+            views = self.server.window.answer(path, self.server.wait_timeout)
+        except ValueError as error:
+            self._refuse(HTTPStatus.NOT_FOUND, f"no such part: {path[:200]}: {error}")
+        except TimeoutError as error:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        else:
+            self._extend_deadline()
+            # Else the end of an answer waits until its beginning is acknowledged, for up to 40 ms.
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(sum(view.nbytes for view in views)))
+            self.end_headers()
+            for view in views:
+                self.connection.sendall(view)
 
     def _serve(self, offer: Offer, key: str) -> None:
         checkpoint = offer.checkpoint
@@ -368,9 +409,11 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug("%s: " + format, self.client_address[0], *args)
 
 
-def _parse(path: str) -> Optional[Tuple[int, str]]:
-    """Step and part of `/checkpoint/{step}/{part}`."""
+def _parse(path: str) -> Optional[Tuple[Optional[int], str]]:
+    """Step and part of `/checkpoint/{step}/{part}`; no step: what follows `/checkpoint/along/`."""
     path = strip(path)
+    if path.startswith(f"{PREFIX}{PART}/"):
+        return None, path.removeprefix(f"{PREFIX}{PART}/")
     parts = path.removeprefix(PREFIX).split("/")
     if not path.startswith(PREFIX) or len(parts) != 2:
         return None

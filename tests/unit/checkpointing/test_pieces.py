@@ -1,0 +1,198 @@
+"""Parts of a state over HTTP: what a source answers in and between its steps, and what a target makes of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from tests.unit.checkpointing.forged_source import server_that_says
+from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing._http_client import Refused
+from torchft.checkpointing._pieces import Asker, Window
+from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
+
+TIMEOUT = timedelta(seconds=20)
+
+
+class Source:
+    """Gives the bytes of its state, which is a number."""
+
+    def __init__(self, state: int) -> None:
+        self.state = state
+        self.wholes = 0
+
+    def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+        if kind not in ("piece", "rest"):
+            raise ValueError(f"kind {kind!r}")
+        return {"of": argument}, [torch.full((5,), self.state, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)]
+
+    def whole(self) -> None:
+        self.wholes += 1
+
+
+@pytest.fixture
+def source() -> Iterator[HTTPTransport[Any]]:
+    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
+    transport.prepare_pieces()
+    yield transport
+    transport.shutdown()
+
+
+@pytest.fixture
+def asker(source: HTTPTransport[Any]) -> Iterator[Asker]:
+    asker = Asker(source.metadata(), "", TIMEOUT.total_seconds())
+    yield asker
+    asker.close()
+
+
+def test_parts_are_marked_with_the_step_that_they_are_of(source: HTTPTransport[Any], asker: Asker) -> None:
+    for step in (7, 8):
+        source.note_step(step, {"lr": step})
+        source.offer_pieces(step, Source(step))
+        answer = asker.ask("piece", "0-0-5")
+        assert (answer.step, answer.value, answer.memory.tolist()) == (step, {"of": "0-0-5"}, [step] * 5)
+        source.disallow_checkpoint()
+    assert asker.ask("head", "7").value == {"lr": 7}, "also after its step"
+
+
+def test_between_two_steps_nothing_is_read(source: HTTPTransport[Any], asker: Asker) -> None:
+    source.offer_pieces(7, Source(7))
+    source.disallow_checkpoint()
+    asked = threading.Event()
+    connect = asker._connect
+
+    def connected() -> Any:
+        asked.set()
+        return connect()
+
+    asker._connect = connected  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asker.ask, "piece", "0-0-5")
+        assert asked.wait(10)
+        source.offer_pieces(8, Source(8))
+        assert answer.result(20).step == 8
+
+
+def test_the_rest_of_a_step_that_is_over_is_none_at_once(source: HTTPTransport[Any], asker: Asker) -> None:
+    """Its target waits for the answer within the step, and the next step begins after that."""
+    source.offer_pieces(7, Source(7))
+    assert asker.ask("rest", "7").memory.tolist() == [7] * 5
+    source.disallow_checkpoint()
+    answer = asker.ask("rest", "7")
+    assert (answer.step, answer.value) == (7, None)
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(asker.ask, "rest", "8")
+        source.offer_pieces(8, Source(8))
+        assert later.result(20).memory.tolist() == [8] * 5
+
+
+def test_the_head_of_a_step_that_a_source_was_not_in_is_none_at_once(source: HTTPTransport[Any], asker: Asker) -> None:
+    source.note_step(8, {"lr": 8})
+    assert asker.ask("head", "7").value is None
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asker.ask, "head", "9")
+        source.note_step(9, {"lr": 9})
+        assert answer.result(20).value == {"lr": 9}
+
+
+def test_heads_of_long_ago_are_forgotten(source: HTTPTransport[Any], asker: Asker) -> None:
+    for step in range(100):
+        source.note_step(step, step)
+    assert asker.ask("head", "99").value == 99
+    assert asker.ask("head", "20").value is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "reason"), [("digits", "1", "kind 'digits'"), ("head", "x", "no such part: head/x")]
+)
+def test_what_is_no_part_is_refused(
+    source: HTTPTransport[Any], asker: Asker, kind: str, argument: str, reason: str
+) -> None:
+    source.offer_pieces(7, Source(7))
+    with pytest.raises(Refused, match=f"404: no such part: .*{reason}|404: {reason}"):
+        asker.ask(kind, argument)
+
+
+def test_a_source_without_the_setting_refuses_at_once() -> None:
+    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
+    asker = Asker(transport.metadata(), "", 20.0)
+    try:
+        with pytest.raises(Refused, match="this source gives its state as a whole"):
+            asker.ask("piece", "0-0-5")
+    finally:
+        asker.close()
+        transport.shutdown()
+
+
+def test_a_source_that_is_shut_down_ends_what_waits_for_it(source: HTTPTransport[Any], asker: Asker) -> None:
+    source.note_step(1, {})
+    asker.ask("head", "1")  # the connection is there
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asker.ask, "piece", "0-0-5")
+        source.shutdown(wait=False)
+        with pytest.raises(CheckpointError):
+            answer.result(20)
+
+
+def test_a_request_ends_at_its_timeout_and_by_an_abort(source: HTTPTransport[Any]) -> None:
+    asker = Asker(source.metadata(), "", 0.2)
+    with pytest.raises(CheckpointTimeout, match=r"piece 0-0-5 from .*timed out after 0.2 s"):
+        asker.ask("piece", "0-0-5")
+    asker = Asker(source.metadata(), "", 20.0)
+    source.note_step(1, {})
+    asker.ask("head", "1")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asker.ask, "piece", "0-0-5")
+        asker.abort()
+        with pytest.raises(CheckpointError):
+            answer.result(20)
+
+
+def test_the_whole_is_offered_when_a_target_asks_for_it() -> None:
+    window, giver = Window(), Source(7)
+    window.open(7, giver)
+    window.want_whole(6)
+    assert giver.wholes == 0, "another step"
+    window.want_whole(7)
+    window.want_whole(7)
+    assert giver.wholes == 1
+    window.close()
+    window.want_whole(7)  # too late: it comes with the next step
+    after = Source(8)
+    window.open(8, after)
+    assert (giver.wholes, after.wholes) == (1, 1)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "long"])
+def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
+    window = Window()
+    window.used = True
+    window.open(7, Source(7))
+    body = bytearray(b"".join(bytes(view) for view in window.answer("piece/0-0-5", 1.0)))
+    if damage == "flipped":
+        body[-1] ^= 1
+    elif damage == "short":
+        del body[-1]
+    else:
+        body[0] = 0x7F  # the length of the JSON
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with server_that_says(bytes(answer)) as metadata:
+        asker = Asker(metadata, "", 20.0)
+        with pytest.raises(CheckpointError, match=r"damaged|ends early|an answer of"):
+            asker.ask("piece", "0-0-5")
+
+
+def test_the_limit_is_that_of_all_targets_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, sleep = MagicMock(return_value=100.0), MagicMock()
+    monkeypatch.setattr("torchft.checkpointing._pieces.time", MagicMock(monotonic=clock, sleep=sleep))
+    window = Window(limit=10)
+    window._pace(5)
+    window._pace(10)
+    assert [call.args[0] for call in sleep.call_args_list] == [0.5, 1.5]

@@ -1,0 +1,287 @@
+"""Small parts of a state over HTTP, each as it is between two steps of the source's optimizer.
+
+A source opens its *window* when a step begins, and closes it before its weights change. Requests are answered from
+what is there while it is open; others wait for the next window. A copy holds the window open, so it must be small.
+The *head* of a step, which says what its pieces are of, can be asked for later as well.
+
+    GET /checkpoint/along/{kind}/{argument}      kind: head, piece, digest, or rest, of the step that is the argument
+    200   lengths and CRC32 (3 * 4 bytes), JSON, memory
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from typing import Any, NamedTuple, Optional, Protocol
+
+import torch
+
+from torchft.checkpointing._http_client import Refused, _connection, _reason
+from torchft.checkpointing._metadata import read
+from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
+from torchft.http import _DeadlineSocket
+
+PART = "along"
+REST = "rest"
+_FRAME = struct.Struct(">III")  # bytes of the JSON, bytes of the memory, CRC32 of both
+_LARGEST = 1 << 30  # bytes of an answer
+# Heads of earlier steps that a source keeps: a target applies a gradient in the step after.
+_HEADS = 64
+
+
+class Giver(Protocol):
+    """What a source gives in one step."""
+
+    def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+        """A copy of a part: JSON, and flat tensors of bytes.
+
+        Raises:
+            ValueError: there is none such.
+        """
+        ...
+
+    def whole(self) -> None:
+        """Offers the state as a whole."""
+        ...
+
+
+class Window:
+    """When a source's state may be read.
+
+    Args:
+        limit: bytes a second that all targets get together; 0: no limit.
+
+    Attributes:
+        used: whether this source ever opens it; if not, requests are refused at once.
+    """
+
+    used = False
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit
+        self._cond = threading.Condition()
+        self._giver: Optional[Giver] = None  # None: not open
+        self._step = -1  # of the state that is read
+        self._noted = -1
+        self._closed = -1  # the step whose state was read last
+        self._heads: dict[int, Any] = {}
+        self._wants_whole: Optional[int] = None  # the step that was asked for as a whole
+        self._offered_whole = False
+        self._closing = False
+        self._ended = False
+        self._paced = threading.Lock()
+        self._free_at = 0.0  # when the next bytes may be sent
+
+    def note(self, step: int, head: Any) -> None:
+        """A step begins.
+
+        Args:
+            step: its number.
+            head: what targets need of it, as JSON.
+        """
+        with self._cond:
+            self._noted = step
+            self._heads[step] = head
+            while len(self._heads) > _HEADS:
+                del self._heads[next(iter(self._heads))]
+            self._cond.notify_all()
+
+    def open(self, step: int, giver: Giver) -> None:
+        """The state of a step may be read."""
+        with self._cond:
+            self._step, self._giver, self._closing = step, giver, False
+            # A target that asked for the whole, and came too late for its step, heals in this one.
+            self._offered_whole = self._wants_whole is not None and step - self._wants_whole <= 2
+            if self._offered_whole:
+                giver.whole()
+            self._cond.notify_all()
+
+    def close(self) -> None:
+        """The state is about to change: nobody reads it from the return on."""
+        self._closing = True  # without the lock: who waits for it shall not read first
+        with self._cond:
+            if self._giver is not None:
+                self._giver, self._closed = None, self._step
+                self._cond.notify_all()
+
+    def end(self) -> None:
+        """Ends all waits."""
+        with self._cond:
+            self._ended = True
+            self._cond.notify_all()
+
+    def want_whole(self, step: int) -> None:
+        """A target asks for the state of a step as a whole."""
+        with self._cond:
+            self._wants_whole = step
+            if self._giver is not None and self._step == step and not self._offered_whole and not self._closing:
+                self._offered_whole = True
+                self._giver.whole()
+
+    def answer(self, path: str, timeout: float) -> list[memoryview]:
+        """What a request is answered with.
+
+        Args:
+            path: of it, after `along/`
+            timeout: seconds until the window must have opened
+
+        Raises:
+            ValueError: there is no such part
+            TimeoutError: no window opened in that time
+        """
+        if not self.used:
+            raise ValueError("this source gives its state as a whole")
+        kind, _, argument = path.partition("/")
+        if kind == "head":
+            with self._cond:
+                step = int(argument)
+                self._wait(lambda: step <= self._noted, timeout)
+                # None of a step that this source was not in: the target must not wait for it.
+                return _framed({"step": step, "value": self._heads.get(step)}, [])
+        with self._cond:
+            # The rest is of use in one step only. Its target ends the step after the answer, and the next window opens
+            # after that: an answer that waited for the next window would wait for itself.
+            missed = int(argument) if kind == REST else None
+            self._wait(lambda: self._is_open() or (missed is not None and missed <= self._closed), timeout)
+            if not self._is_open():
+                return _framed({"step": missed, "value": None}, [])
+            assert self._giver is not None
+            step = self._step
+            value, memory = self._giver.give(kind, argument)
+        answer = _framed({"step": step, "value": value}, memory)
+        self._pace(sum(part.nbytes for part in answer))
+        return answer
+
+    def _is_open(self) -> bool:
+        return self._giver is not None and not self._closing
+
+    def _wait(self, ready: Callable[[], bool], timeout: float) -> None:
+        if not self._cond.wait_for(lambda: self._ended or ready(), timeout) or self._ended:
+            raise TimeoutError("no step of this source gives parts of its state")
+
+    def _pace(self, nbytes: int) -> None:
+        if not self._limit:
+            return
+        with self._paced:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + nbytes / self._limit
+            pause = self._free_at - now
+        time.sleep(pause)
+
+
+class Answer(NamedTuple):
+    """What a source said."""
+
+    step: int
+    value: Any
+    memory: torch.Tensor  # flat bytes
+
+
+class Asker:
+    """Asks one source for parts, on one connection.
+
+    Args:
+        metadata: of its transport
+        token: what it wants to see, if anything
+        timeout: of each request, in seconds
+    """
+
+    def __init__(self, metadata: str, token: str, timeout: float) -> None:
+        self._hosts, self._port, self._path = read(metadata)
+        self._token = token
+        self._timeout = timeout
+        self._open = ExitStack()
+        self._connection: Optional[tuple[HTTPConnection, _DeadlineSocket]] = None
+
+    def ask(self, kind: str, argument: str) -> Answer:
+        """Asks for a part.
+
+        Raises:
+            Refused: the source has no such part, or does not give parts
+            CheckpointError, CheckpointTimeout: it was not reached, or its answer is damaged
+        """
+        what = f"{kind} {argument} from {self._hosts[0]} port {self._port}"
+        with self._errors(what):
+            connection, sock = self._connect()
+            sock.deadline = time.monotonic() + self._timeout
+            headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            connection.request("GET", f"{self._path}{PART}/{kind}/{argument}", headers=headers)
+            response = connection.getresponse()
+            if response.status != HTTPStatus.OK:
+                # A source that is shut down, or gives nothing now, may be another one with the next quorum.
+                error = CheckpointError if response.status == HTTPStatus.SERVICE_UNAVAILABLE else Refused
+                raise error(f"{what}: refused with {response.status}: {_reason(response)}")
+            lengths = _FRAME.unpack(_exactly(response, _FRAME.size))
+            if sum(lengths[:2]) > _LARGEST:
+                raise CheckpointError(f"{what}: an answer of {sum(lengths[:2])} bytes")
+            body = bytearray(sum(lengths[:2]))
+            _fill(response, body)
+            response.read()
+            if zlib.crc32(body) != lengths[2]:
+                raise CheckpointError(f"{what}: the answer is damaged")
+            said = json.loads(body[: lengths[0]])
+            memory = torch.frombuffer(body, dtype=torch.uint8)[lengths[0] :]
+            return Answer(int(said["step"]), said["value"], memory)
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError) and not isinstance(error, CheckpointTimeout):
+                raise CheckpointTimeout(f"{what}: timed out after {self._timeout:g} s") from error
+            if isinstance(error, (OSError, HTTPException, ValueError, KeyError, TypeError)):
+                raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+            raise
+
+    def _connect(self) -> tuple[HTTPConnection, _DeadlineSocket]:
+        if self._connection is None:
+            deadline = time.monotonic() + self._timeout
+            self._connection = self._open.enter_context(
+                _connection(self._hosts, self._port, deadline, lambda sock: None)
+            )
+        return self._connection
+
+    def abort(self) -> None:
+        """Makes an :meth:`ask` on another thread end with an error."""
+        connection = self._connection
+        if connection is not None:
+            connection[1].abort()
+
+    def close(self) -> None:
+        """Closes the connection; the next request opens another one."""
+        self._connection = None
+        self._open.close()
+
+
+def _framed(value: Any, memory: list[torch.Tensor]) -> list[memoryview]:
+    text = json.dumps(value, separators=(",", ":")).encode()
+    views = [memoryview(text), *(memoryview(part.numpy().data).cast("B") for part in memory if part.numel())]
+    crc = 0
+    for view in views:
+        crc = zlib.crc32(view, crc)
+    frame = _FRAME.pack(len(text), sum(view.nbytes for view in views[1:]), crc)
+    return [memoryview(frame), *views]
+
+
+def _exactly(response: Any, nbytes: int) -> bytes:
+    body = bytearray(nbytes)
+    _fill(response, body)
+    return bytes(body)
+
+
+def _fill(response: Any, body: bytearray) -> None:
+    view = memoryview(body)
+    while view:
+        count = response.readinto(view)
+        if not count:
+            raise ConnectionError("the answer ends early")
+        view = view[count:]

@@ -45,6 +45,7 @@ class Training:
     settings: dict[str, Any]
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
+    crashes: dict[int, int] = field(default_factory=dict)  # by group: the step in whose forward pass it ends
     flipped: dict[int, str] = field(default_factory=dict)  # by step: the name of the tensor
     ended: dict[int, int] = field(default_factory=dict)  # by group: the digest of all at the end
 
@@ -66,7 +67,12 @@ class Training:
                 self.flip(left.pop(0), model, inner, step)
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(100 * step + rank.group)
-            ddp(torch.randn(4, 8, generator=generator).to(device)).square().mean().backward()
+            loss = ddp(torch.randn(4, 8, generator=generator).to(device)).square().mean()
+            if self.crashes.get(rank.group) == step:
+                manager.wait_quorum()  # the others count on it in their reductions
+                rank.crash()
+                return None
+            loss.backward()
             try:
                 optimizer.step()
             except Diverged as e:
@@ -109,7 +115,7 @@ def told() -> Iterator[list[Any]]:
 
 
 def run(training: Training, groups: int = GROUPS) -> list[Any]:
-    least = groups if training.settings.get("on_divergence") != "evict" else 1
+    least = groups - len(training.crashes) if training.settings.get("on_divergence") != "evict" else 1
     with Cluster(min_replicas=least, make_pg=training.make_pg) as cluster:
         loops = [cluster.start(training.loop, group) for group in range(groups)]
         return results(*loops)
@@ -150,6 +156,16 @@ def test_flipped_bits_are_healed(told: list[Any]) -> None:
     for flip in flips:
         found = {(*names(r), r.certain) for r in told if flip.step <= r.digested_step < flip.step + SWEEP}
         assert found == {(f"group_{flip.group}", True)}, flip
+
+
+@pytest.mark.parametrize("crash", [8, 10, 11])
+def test_with_replay_a_group_heals_and_another_one_fails(crash: int, told: list[Any]) -> None:
+    """Of four groups one differs from step 7 on, and one fails: in the step that finds it (10), or in one beside it."""
+    settings = {"on_divergence": "heal", "replay_failed_step": True}
+    training = Training([Flip(7, 1, 0, 20)], steps=7 + 2 * WITHIN, settings=settings, crashes={3: crash})
+    run(training, groups=4)
+    assert len(training.ended) == 3 and len(set(training.ended.values())) == 1
+    assert {(*names(record), record.certain) for record in told} == {("group_1", True)}
 
 
 def test_of_two_groups_the_second_heals(told: list[Any]) -> None:

@@ -76,6 +76,33 @@ def train_together(shards: int, steps: int, **options: object) -> None:
     check(got, [[0, 1]] * steps, shards)
 
 
+def flip_and_heal(shards: int, flip: int, **options: object) -> None:
+    """A bit of one rank's shard flips: that rank sees it, and its group takes over the other one's weights.
+
+    Args:
+        shards: ranks of a group.
+        flip: the step before which it does.
+        options: of all workers.
+    """
+    compare = 3
+    last = flip + 3 * compare
+    with Job() as job:
+        _, lighthouse = job.lighthouse(ours_path(), min_replicas=2, join_timeout_ms=60000)
+        first, second = (
+            start(job, lighthouse, group, shards, compare=compare, flip=flip if group else -1, **options)
+            for group in range(2)
+        )
+        train(job, first + second)
+        for child in first + second:
+            child.send(do="finish", step=last)
+        got = weights(job, first + second)
+        steps = committed(first[0])
+        found = {child.name for child in second for e in child.of("step") if "the bits of" in (e["error"] or "")}
+    assert found == {f"group1-{shards - 1}"}, "the rank whose shard differs"
+    assert [e["step"] for e in steps] == list(range(last)), "a step was lost in the other group"
+    check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
+
+
 def _wait_for_death(job: Job, group: list[Child]) -> None:
     for child in group:
         child.expected_to_live = False

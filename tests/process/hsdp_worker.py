@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchft import Manager, Optimizer, process_group
+from torchft._manager.digest import memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.device_mesh import ft_init_device_mesh
 
@@ -39,6 +40,10 @@ parser.add_argument(
     "--kind", default="ProcessGroupGloo", help="of the group over the replica groups, a class of torchft"
 )
 parser.add_argument("--wrap", choices=["fsdp", "ddp"], default="fsdp")
+parser.add_argument(
+    "--compare", type=int, default=0, help="commits in which weights are compared once; differing ones heal"
+)
+parser.add_argument("--flip", type=int, default=-1, help="step before which a bit of the last rank's shard flips")
 parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
 args = parser.parse_args()
 
@@ -88,6 +93,8 @@ manager = Manager(
     quorum_timeout=TIMEOUT,
     connect_timeout=TIMEOUT,
     heartbeat_interval=timedelta(milliseconds=50),
+    compare_commits=args.compare,
+    on_divergence="heal",
 )
 forward: nn.Module = model
 if args.wrap == "ddp":
@@ -122,6 +129,9 @@ while last_step is None or manager.current_step() < last_step:
         last_step = command["step"]
         continue
     step = manager.current_step()
+    if step == args.flip and rank == shards - 1:
+        args.flip = -1
+        memory_of(next(model.parameters()))[0] ^= 16
     optimizer.zero_grad()
     time.sleep(0.02)  # time for a newcomer to heal in
     x, y = (t.to(args.device) for t in batch(step, args.group, rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hsdp_job import kill_and_heal, train_together
+from hsdp_job import flip_and_heal, kill_and_heal, train_together
 from torch.distributed import TCPStore
 
 pytestmark = [
@@ -34,3 +34,7 @@ def test_two_groups_of_two_ranks(kind: str) -> None:
 
 def test_a_group_is_killed_and_comes_back() -> None:
     kill_and_heal(SHARDS)
+
+
+def test_a_flipped_bit_in_a_shard_is_found_by_its_rank_and_healed() -> None:
+    flip_and_heal(SHARDS, flip=4)

@@ -14,8 +14,11 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.bounded import todays
 from torchft._manager.digest import digest_all, memory_of
@@ -328,6 +331,35 @@ def test_numbers_and_tensors_of_any_kind_are_digested() -> None:
     assert digester.digest(2).words != before.words
     del optimizer.state[parameter]["steps"]  # the list is made again in the next sweep
     assert digester.digest(2).words != before.words
+
+
+def test_of_dtensors_this_ranks_part_is_digested() -> None:
+    """The same digests as of plain tensors with the same bits, of parameters and of the state that Adam makes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, sweep = init_device_mesh("cpu", (1,)), 4
+        values = [torch.randn(4, 6), torch.randn(5)]
+        plain = [nn.Parameter(value.clone()) for value in values]
+        sharded = [nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
+        gradients = [torch.randn_like(value) for value in values]
+        digesters = []
+        for shards, parameters in ((False, plain), (True, sharded)):
+            optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if shards else gradient.clone()
+            optimizer.step()
+            state = State()
+            state.add_optimizer(optimizer)
+            digesters.append(Digester(state, sweep))
+        first = [[digester.digest(step).words for step in range(sweep)] for digester in digesters]
+        assert first[0] == first[1]
+        for tensor in (sharded[0], optimizer.state[sharded[1]]["exp_avg_sq"]):
+            before = [digesters[1].digest(step).words for step in range(sweep)]
+            flip(tensor, 77)
+            after = [digesters[1].digest(step).words for step in range(sweep)]
+            assert sum(one != other for one, other in zip(before, after)) == 1, "the part that covers it"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_handles_tell_how_weights_are_compared() -> None:

@@ -6,6 +6,7 @@ Commands come on stdin, each is answered by an event of its name with the times 
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 from contextlib import nullcontext
@@ -38,6 +39,11 @@ class Noise(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randn(768, generator=torch.Generator().manual_seed(index))
+
+
+def _resident_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 class Worker:
@@ -90,7 +96,7 @@ class Worker:
         self.optimizer.load_state_dict(state["adam"])
         self.loaded_at = time.monotonic()
 
-    def do_manager(self, lighthouse: str, kind: str = "plain") -> None:
+    def do_manager(self, lighthouse: str, kind: str = "plain", **settings: Any) -> None:
         from torchft import Manager, ProcessGroupGloo
         from torchft.process_group import ProcessGroupBabyGloo
 
@@ -107,6 +113,7 @@ class Worker:
             timeout=TIMEOUT,
             quorum_timeout=TIMEOUT,
             connect_timeout=TIMEOUT,
+            **settings,
         )
 
     def do_peers(self) -> None:
@@ -303,6 +310,38 @@ class Worker:
             "settled": together[-3],
             "recovery": getattr(self.manager, "recovery_seconds", dict)(),
         }
+
+    # heal_along.py
+
+    def do_train_along(self, lighthouse: str, along: bool, rate: int, compute_ms: float, settle: int) -> dict[str, Any]:
+        """Train the model of `do_adam`: until the parent says stop, or `settle` steps together are done."""
+        from torchft import Optimizer
+        from torchft.checkpointing import HTTPTransport
+
+        transport: Any = HTTPTransport(TIMEOUT, 0, bandwidth_limit=rate * 1_000_000)
+        self.do_manager(lighthouse, heal_along=along, checkpoint_transport=transport)
+        optimizer = Optimizer(self.manager, self.optimizer)
+        parameters = list(self.model.parameters())
+        before = _resident_mb()
+        steps: list[tuple[float, float]] = []
+        joined, together = 0.0, 0
+        emit("training")
+        while together < settle if settle else self.commands.poll() is None:
+            begin = time.monotonic()
+            optimizer.zero_grad()
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            if compute_ms:
+                time.sleep(compute_ms / 1000)  # as a GPU computes
+            for work in [self.manager.allreduce(parameter.grad) for parameter in parameters]:
+                work.wait()
+            optimizer.step()
+            steps.append((begin, time.monotonic()))
+            if self.manager.is_participating() and self.manager.num_participants() == 2:
+                joined = joined or steps[-1][0]
+                together += 1
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+        return {"steps": steps, "joined": joined, "peak_mb": peak - before}
 
     # restart.py
 

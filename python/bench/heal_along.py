@@ -1,0 +1,111 @@
+"""What a survivor feels of a group that joins with a model and Adam, with `heal_along` on and off.
+
+One group trains; a second one joins and heals weights and Adam's state from it, at a limited rate. Each step reduces
+the gradients of the whole model and computes for some time, as a GPU does (the processor is free). The survivor's steps
+between the join and the newcomer's first step as a participant are compared with its steps afterwards, when both reduce
+as much.
+
+    python python/bench/heal_along.py --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from common import START_TIMEOUT_S, Side, Spread, Workers, markdown_table, start_groups, verdict
+from processes import Job, ours_path
+
+ALONE_S = 2.0
+SETTLE = 12  # steps that both train together afterwards
+COMMAND_TIMEOUT_S = 240
+GOAL = 1.1  # of the survivor's median step
+
+Row = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what a survivor feels of a group that heals along.")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--mb", type=int, default=1000, help="of weights and Adam's state; default: %(default)s")
+    parser.add_argument("--rate", type=int, default=200, help="MB a second, 0: no limit; default: %(default)s")
+    parser.add_argument("--compute-ms", type=int, default=100, help="of a step; default: %(default)s")
+    args = parser.parse_args()
+    for name in ("rounds", "mb"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: allowed is 1 or more")
+    for name in ("rate", "compute_ms"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: allowed is 0 or more")
+    rows: dict[bool, list[Row]] = {False: [], True: []}
+    for number in range(args.rounds):
+        for along in (False, True) if number % 2 == 0 else (True, False):
+            rows[along].append(_round(along, args.mb, args.rate, args.compute_ms))
+            print(f"round {number + 1}/{args.rounds}, heal_along={along}: {rows[along][-1]}", flush=True)
+    print(table(rows))
+
+
+def _round(along: bool, mb: int, rate: int, compute_ms: int) -> Row:
+    side = Side("ours", ours_path())
+    with Job() as job:
+        _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
+        both = start_groups(job, side, 2, 1).children
+        survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
+        how: dict[str, Any] = {"lighthouse": address, "along": along, "rate": rate, "compute_ms": compute_ms}
+        for number, group in enumerate((survivor, newcomer)):
+            group.do(START_TIMEOUT_S, do="adam", mb=mb, trained=number == 0)
+        child = survivor.children[0]
+        child.send(do="train_along", settle=0, **how)
+        job.wait(lambda: child.of("training"), COMMAND_TIMEOUT_S, "the survivor trains")
+        time.sleep(ALONE_S)
+        theirs = newcomer.do(COMMAND_TIMEOUT_S, do="train_along", settle=SETTLE, **how)[0]
+        child.send(do="stop")
+        newcomer.do(COMMAND_TIMEOUT_S, do="leave")
+        job.wait(lambda: child.of("train_along"), COMMAND_TIMEOUT_S, "the survivor stops")
+        ours = child.of("train_along")[-1]
+    began, joined = theirs["steps"][0][0], theirs["joined"]
+    during = [end - begin for begin, end, *_ in ours["steps"] if began < end <= joined]
+    after = [end - begin for begin, end, *_ in ours["steps"] if joined < begin and end <= theirs["steps"][-2][1]]
+    median = Spread.of(after).median
+    return {
+        "median": 1000 * median,
+        "longest": 1000 * max(during),
+        "ratio": max(during) / median,
+        "counts_s": joined - began,
+        "newcomer_mb": theirs["peak_mb"],
+        "survivor_mb": ours["peak_mb"],
+    }
+
+
+def table(rows: dict[bool, list[Row]]) -> str:
+    """Return the result as Markdown."""
+    lines = []
+    for along, mine in rows.items():
+        figures = {key: Spread.of(row[key] for row in mine) for key in mine[0]}
+        goal = f" (goal <= {GOAL:g}: {verdict(figures['ratio'].median <= GOAL)})" if along else ""
+        lines.append(
+            [
+                str(along),
+                figures["median"].text(0),
+                figures["longest"].text(0),
+                figures["ratio"].text(2) + goal,
+                figures["counts_s"].text(1),
+                figures["newcomer_mb"].text(0),
+                figures["survivor_mb"].text(0),
+            ]
+        )
+    head = [
+        "heal_along",
+        "survivor's median step together, ms",
+        "longest while the other heals, ms",
+        "ratio",
+        "until the newcomer counts, s",
+        "newcomer's memory grows by, MB",
+        "survivor's, MB",
+    ]
+    return markdown_table(head, lines)
+
+
+if __name__ == "__main__":
+    main()

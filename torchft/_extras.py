@@ -30,11 +30,11 @@ class Extras:
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         """What an optimizer will read: a replay must reach all of it."""
 
-    def compare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The parameters and the state of an optimizer, which all groups have alike."""
+    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its parameters and its state of them have the same bits in all groups: compared, and healed in pieces."""
 
-    def compare_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """The parameters of a model, which all groups have alike."""
+    def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        """The parameters of a model, which have the same bits in all groups: compared."""
 
     @property
     def adds_gradients(self) -> bool:

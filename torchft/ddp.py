@@ -58,7 +58,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             hook = _allreduce_hook if self.gradient_as_bucket_view else _copied_allreduce_hook
             self.register_comm_hook(_Through(manager, extras_of(manager)), hook)
         ignored = set(self.parameters_to_ignore)
-        extras_of(manager).compare_parameters(lambda: [p for p in module.named_parameters() if p[0] not in ignored])
+        extras_of(manager).register_parameters(lambda: [p for p in module.named_parameters() if p[0] not in ignored])
 
 
 class _Through(NamedTuple):
@@ -175,7 +175,7 @@ class PureDistributedDataParallel(nn.Module):
         self._manager = manager
         self._works: Optional[List[dist._Work]] = None  # of the backward pass that runs
         self._syncs = True
-        extras_of(manager).compare_parameters(module.named_parameters)
+        extras_of(manager).register_parameters(module.named_parameters)
         for param in module.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._reduce)

@@ -32,6 +32,7 @@ from torchft._manager.failures import FailureCallback, Failures
 from torchft._manager.group import join_group
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
+from torchft._manager.joining import Along, StillHealing
 from torchft._manager.layout import Layout
 from torchft._manager.loader import Data, Loader, device_of
 from torchft._manager.log import _ManagerLogger
@@ -139,6 +140,9 @@ class Manager(Stateful, Stepping):
             None: as TORCHFT_COMPARE_COMMITS says (0). The same in all groups.
         on_divergence: what a group does whose bits differ from those of most: "report", "heal" (from another group) or
             "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
+        heal_along: a group that joins trains along with weight 0 while its state arrives in pieces, so that the others
+            do not wait for it: docs/healing.md says what it covers. All groups should have it; None: as
+            TORCHFT_HEAL_ALONG says (off).
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -177,6 +181,7 @@ class Manager(Stateful, Stepping):
         reproducible_reduction: bool = False,
         compare_commits: Union[int, str, None] = None,
         on_divergence: Optional[str] = None,
+        heal_along: Optional[bool] = None,
     ) -> None:
         self._peers = as_peers(pg)  # refused before the environment is looked at
         settings = resolve(
@@ -196,6 +201,7 @@ class Manager(Stateful, Stepping):
             reproducible_reduction=reproducible_reduction,
             compare_commits=compare_commits,
             on_divergence=on_divergence,
+            heal_along=heal_along,
         )
         check_limits(min_replica_size, max_retries)
         self._settings = settings
@@ -213,6 +219,7 @@ class Manager(Stateful, Stepping):
         self._server = Server(None, settings.group_rank)  # until the group's own is reached
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
+        self._along: Optional[Along] = None  # None: heal_along is off
         self._signals = Signals()
         try:
             self._join_group(replica_id, hostname)
@@ -286,6 +293,16 @@ class Manager(Stateful, Stepping):
             in_background=self._use_async_quorum,
             logger=self._logger,
         )
+        if settings.heal_along:
+            self._along = self._recovery.along = Along(
+                self._transport,
+                self._replicas.state.optimizers,
+                self._manager_state_dict,
+                self._recovery.locate,
+                self._why_not_along,
+                settings.timeout.total_seconds(),
+                self._logger,
+            )
         self._transfers = Transfers(
             self._recovery,
             self._transport,
@@ -410,7 +427,7 @@ class Manager(Stateful, Stepping):
         plan = self._planner.plan(result, step.request.allow_heal)
         step.follow(plan)
         self._replicas.follow(plan)
-        self._recovery.check(plan)
+        self._recovery.follow(plan)
         self._background.enter_thread()
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, also one whose heal fails.
@@ -425,6 +442,18 @@ class Manager(Stateful, Stepping):
         fetched = self._transfers.run(plan, self._manager_state_dict)
         if fetched is not None:
             self._position = fetched
+
+    def _why_not_along(self) -> Optional[str]:
+        """Why groups of this job must not train along while their state arrives; None: they may."""
+        if not self._use_async_quorum:
+            return "use_async_quorum=False: each step waits for its heals"
+        if not self._transport.gives_pieces:
+            return "the checkpoint transport gives a state as a whole only, HTTPTransport gives it in pieces as well"
+        if self._settings.group_world_size > 1:
+            return f"the group has {self._settings.group_world_size} ranks, which must end their heals together"
+        if self._layout.lines is not None:
+            return "the groups train on units of a data loader, or on their own between two averages"
+        return None
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """The one place where a new quorum's handles reach the process group."""
@@ -673,6 +702,8 @@ class Manager(Stateful, Stepping):
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
+        elif isinstance(self._current.cause, StillHealing):
+            self._commit_failures = 0  # its reductions have succeeded: no new connections are needed
         else:
             self._commit_failures = failures + 1
             self._logger.warn(f"step {step} is lost: {why}")
@@ -701,6 +732,7 @@ class Manager(Stateful, Stepping):
             self._errors.lose(error)
         step = self._current
         if step.healing and arrived:
+            self._position = self._transfers.advance(step) or self._position
             self._transfers.load(step)
         try:
             self._data.verify(step)
@@ -813,6 +845,8 @@ class Manager(Stateful, Stepping):
                 if finished:
                     parts.callback(self._manager._finish)
             parts.callback(self._transport.shutdown, wait=wait)
+            if self._along is not None:
+                parts.callback(self._along.stop)
             if wait:
                 parts.callback(self._leave)
 

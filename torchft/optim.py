@@ -34,7 +34,7 @@ class OptimizerWrapper(WrappedOptimizer):
         self.manager = manager
         extras = extras_of(manager)
         extras.register_gradients(self._gradients)
-        extras.compare_optimizer(optim)
+        extras.register_optimizer(optim)
 
     def _gradients(self) -> List[torch.Tensor]:
         return [p.grad for group in self.optim.param_groups for p in group["params"] if p.grad is not None]

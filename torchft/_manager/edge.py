@@ -23,6 +23,7 @@ from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
 from torchft._torchft import MemberFailure, QuorumResult
+from torchft.checkpointing._pieces import Giver
 from torchft.checkpointing.transport import CheckpointTransport
 from torchft.collectives import allreduce_quantized
 from torchft.process_group._errors import refuse_meta
@@ -193,6 +194,7 @@ class Transport:
 
     Attributes:
         several_sources, takes_target, in_place: as those of :class:`CheckpointTransport`.
+        gives_pieces: whether it can give a state in pieces, by ``offer_pieces``.
     """
 
     def __init__(self, transport: CheckpointTransport[Any]) -> None:
@@ -203,6 +205,7 @@ class Transport:
         self.in_place = getattr(transport, "in_place", False) is True
         self._refuses = hasattr(transport, "refuse_checkpoint")
         self._abandons = hasattr(transport, "abandon_receiving")
+        self.gives_pieces = hasattr(transport, "offer_pieces")
 
     def metadata(self) -> str:
         return self._transport.metadata()
@@ -218,6 +221,18 @@ class Transport:
     def help_checkpoint(self, step: int, state_dict: Any) -> None:
         """Of a transport with several sources."""
         self._transport.help_checkpoint(step, state_dict)
+
+    def prepare_pieces(self) -> None:
+        """Of a transport that gives pieces: it will."""
+        self._transport.prepare_pieces()
+
+    def note_step(self, step: int, head: Any) -> None:
+        """Of a transport that gives pieces."""
+        self._transport.note_step(step, head)
+
+    def offer_pieces(self, step: int, giver: Giver) -> None:
+        """Of a transport that gives pieces."""
+        self._transport.offer_pieces(step, giver)
 
     def disallow_checkpoint(self) -> None:
         self._transport.disallow_checkpoint()

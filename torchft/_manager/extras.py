@@ -46,10 +46,10 @@ class OwnExtras(Extras):
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._replayer.register_gradients(gradients)
 
-    def compare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._replicated.add_optimizer(optimizer)
 
-    def compare_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+    def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         self._replicated.add_parameters(named)
 
     @property

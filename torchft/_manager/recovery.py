@@ -23,6 +23,7 @@ from torchft.checkpointing.transport import Unsendable, bounded
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Transport
+    from torchft._manager.joining import Along
     from torchft._manager.log import _ManagerLogger
     from torchft._torchft import ManagerClient, MemberFailure
 
@@ -54,6 +55,7 @@ class Recovery:
     Attributes:
         pending: what was fetched and is not loaded yet.
         phases: where the seconds of the heal went that is under way, or was the last.
+        along: heals piece by piece, None if that is off.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Recovery:
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
+        self.along: Optional[Along] = None
         self._before: Optional[Position] = None
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, while its state comes
         self._target = Target(self._own, writable=False)  # of the heal that is under way
@@ -97,11 +100,22 @@ class Recovery:
 
     @property
     def fetching(self) -> bool:
-        """Whether a heal has begun, and the state has not come."""
-        return self._before is not None and self.pending is None
+        """Whether a heal has begun, and the others wait for its end."""
+        return self._before is not None and self.pending is None and not self.joining
 
-    def check(self, plan: Plan) -> None:
-        """Raises RuntimeError if the weights are of no step, and there is no group to heal from."""
+    @property
+    def joining(self) -> bool:
+        """Whether this group trains along while its state arrives in pieces."""
+        return self.along is not None and self.along.joining
+
+    def follow(self, plan: Plan) -> None:
+        """A quorum, before anything is done about it.
+
+        Raises:
+            RuntimeError: the weights are of no step, and there is no group to heal from.
+        """
+        if self.along is not None:
+            self.along.follow(plan)
         if self._spoiled and not plan.heal:
             raise RuntimeError(
                 f"a heal of this group did not get to its end, so its weights are of no step, and quorum "
@@ -124,6 +138,17 @@ class Recovery:
         Raises:
             Exception: the transport failed.
         """
+        if self.along is not None and self.along.offer(plan, partial(self._offer_whole, plan, read)):
+            return
+        self._offer(plan, read)
+
+    def _offer_whole(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self._offer(plan, read)
+        except Exception as e:
+            self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
+
+    def _offer(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
         if plan.recover_dst:
             self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
             try:
@@ -163,7 +188,7 @@ class Recovery:
         self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"), bounded(f"healing from {source.manager_address}"):
             metadata = self._ask_source(self._reach(source.manager_address))
-            asked = [partial(self._ask_helper, address) for address in plan.helpers[: self._helpers]]
+            asked = [partial(self.locate, address) for address in plan.helpers[: self._helpers]]
             several: dict[str, Any] = {"helpers": asked} if asked else {}
             self._target = target = Target(self._own, self._may_write(plan))
             if self._transport.takes_target:
@@ -239,12 +264,39 @@ class Recovery:
                 return
             time.sleep(_ABANDON_AGAIN_SEC)
 
-    def _ask_helper(self, manager_address: str) -> str:
+    def locate(self, manager_address: str) -> str:
+        """Where this rank's counterpart in a group offers its state; one attempt, of a few seconds at most."""
         return self._ask(self._connect(manager_address, _HELPER_TIMEOUT), _HELPER_TIMEOUT)
 
     def _ask(self, client: ManagerClient, timeout: timedelta) -> str:
-        """Where this rank's counterpart in a group offers its state. The client closes when it is dropped."""
+        """The client closes when it is dropped."""
         return client._checkpoint_metadata(self._group_rank, timeout=timeout)
+
+    def join(self, plan: Plan) -> bool:
+        """Whether this group trains along while its state arrives; else it is to :meth:`fetch` it."""
+        return self.along is not None and self.along.join(plan)
+
+    def how_far(self) -> str:
+        """How much of a state that arrives in pieces is here, for the log."""
+        assert self.along is not None
+        return self.along.how_far()
+
+    def advance(self, plan: Plan, reduced: bool) -> Optional[Position]:
+        """Ends a step in which this group trains along, before it votes: see :meth:`Along.advance`.
+
+        Returns:
+            what this group has once the state is loaded; None: it is not all here.
+        """
+        assert self.along is not None
+        began = self.along.began
+        state = self.along.advance(reduced)
+        self._spoiled = self._spoiled or self.along.wrote
+        if state is None:
+            return None
+        self.phases.seconds["transfer"] = time.monotonic() - began
+        self.phases.received = tensor_bytes(state)
+        self.pending = state
+        return Position(plan.max_step, state["torchft"]["batches_committed"], plan.committed_quorum_id)
 
     def load(self) -> bool:
         """Loads what was fetched, on the training thread. False if there is nothing.
@@ -266,6 +318,8 @@ class Recovery:
             raise
         self._before = None
         self._spoiled = False
+        if self.along is not None:
+            self.along.healed()
         self._logger.recovery_event(before.step if before else 0, self.phases)
         return True
 

@@ -72,18 +72,22 @@ class Part(NamedTuple):
 
 
 class State:
-    """All that must be alike in all groups, in the same order in each."""
+    """All that must be alike in all groups, in the same order in each.
+
+    Attributes:
+        optimizers: whose parameters and state of them belong to it.
+    """
 
     def __init__(self) -> None:
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         self._parameters: list[Callable[[], Named]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._optimizers or self._parameters)
+        return bool(self.optimizers or self._parameters)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """The parameters that it steps, and its state of each."""
-        self._optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
 
     def add_parameters(self, named: Callable[[], Named]) -> None:
         """Parameters by name: also those that no optimizer steps."""
@@ -93,7 +97,7 @@ class State:
         """Changes when there is more of it, or less: an optimizer makes its state in its first step."""
         return [
             count
-            for optimizer in self._optimizers
+            for optimizer in self.optimizers
             for count in (len(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups))
         ]
 
@@ -104,7 +108,7 @@ class State:
         for named in self._parameters:
             for name, parameter in named():
                 _add(parameter, name, names, parts)
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 given = group.get("param_names")
                 for i, parameter in enumerate(group["params"]):

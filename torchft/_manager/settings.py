@@ -22,6 +22,7 @@ HEAL_SOURCES_ENV: str = "TORCHFT_HEAL_SOURCES"
 REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
 COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
 ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
+HEAL_ALONG_ENV: str = "TORCHFT_HEAL_ALONG"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 
 # The assigned one, and as many more as a quorum names to each group that heals (go/recovery).
@@ -54,6 +55,7 @@ class Settings:
     # In which all weights and optimizer state are compared with those of other groups; 0: never; None: as the size says
     compare_commits: Optional[int] = 0
     on_divergence: OnDivergence = OnDivergence.REPORT
+    heal_along: bool = False
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -83,6 +85,7 @@ def resolve(
     reproducible_reduction: bool = False,
     compare_commits: Union[int, str, None] = None,
     on_divergence: Optional[str] = None,
+    heal_along: Optional[bool] = None,
 ) -> Settings:
     """Fills in what the caller left out from the environment, and checks all of it.
 
@@ -108,6 +111,7 @@ def resolve(
         heal_sources=heal_sources_from_env(),
         compare_commits=_compare_commits(compare_commits),
         on_divergence=_on_divergence(on_divergence),
+        heal_along=switch(heal_along, HEAL_ALONG_ENV, default=False),
     )
     _check(settings)
     return settings
@@ -232,6 +236,12 @@ def _check(settings: Settings) -> None:
             raise ValueError(f"{name}={value}: a port is {lowest} to 65535")
     for name in ("timeout", "quorum_timeout", "connect_timeout", "heartbeat_interval"):
         check_positive(name, getattr(settings, name))
+    if settings.heal_along and settings.replay_failed_step:
+        raise ValueError(
+            "heal_along=True and replay_failed_step=True exclude each other: a group that heals along needs each step "
+            f"to be committed or lost in its quorum. Choose one of them ({HEAL_ALONG_ENV} and {REPLAY_FAILED_STEP_ENV} "
+            "set what is not given)"
+        )
     if settings.quorum_retries < 0:
         raise ValueError(f"quorum_retries={settings.quorum_retries}: allowed are 0 and more")
 

@@ -214,8 +214,13 @@ class Step:
         """Whether it has begun, and the group has not decided on it."""
         return self.state in _RUNNING or self.state in _VOTED
 
+    @property
+    def cause(self) -> Optional[Exception]:
+        """Its first error, as it was raised."""
+        return self.error.original_exception if self.error is not None else None
+
     def why_lost(self) -> str:
         """Why the group did not commit it."""
-        if self.error is not None:
-            return str(self.error.original_exception)
+        if self.cause is not None:
+            return str(self.cause)
         return "another rank of the group voted against it" if self._enough else "too few groups took part"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
+from torchft._manager.joining import StillHealing
+
 if TYPE_CHECKING:
     from torchft._manager.background import Background
     from torchft._manager.edge import Transport
@@ -60,7 +62,7 @@ class Transfers:
         with self._background.running():
             try:
                 self._recovery.serve(plan, state)
-                if plan.heal:
+                if plan.heal and not self._recovery.join(plan):
                     return self._recovery.fetch(plan)
             except Exception as e:
                 self._logger.exception(f"healing failed: {e}")
@@ -75,6 +77,20 @@ class Transfers:
             self._errors.of_collective(e)  # its abort ends them
             return False
         return True
+
+    def advance(self, step: Step) -> Optional[Position]:
+        """Puts in place what has come of a state that arrives in pieces, before the vote.
+
+        Returns:
+            Which state is there to load now; None: none. The step of a group whose state is not all here is lost.
+        """
+        if not self._recovery.joining:
+            return None
+        assert step.plan is not None
+        position = self._recovery.advance(step.plan, step.error is None and step.collectives.usable)
+        if position is None:
+            step.failed(StillHealing(self._recovery.how_far()))
+        return position
 
     def load(self, step: Step) -> bool:
         """Loads what a heal fetched, if there is something. False: nothing, or the user's function failed."""

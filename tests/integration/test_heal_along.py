@@ -1,0 +1,315 @@
+"""A group that joins trains along while its state arrives in pieces: then all groups have the same bits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator, Optional
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from torchft._manager import joining
+from torchft.checkpointing import HTTPTransport
+from torchft.manager import Manager
+from torchft.optim import OptimizerWrapper
+
+State = dict[str, Any]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as built:
+        yield built
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_PIECE", 8)
+
+
+# A piece is compared in a later step than it came in, and the rest of the state comes after that.
+LEAST_ROUNDS = 2
+
+
+def halfway(cluster: Cluster, group: int) -> bool:
+    """Whether some pieces of a group are in place, and some are not."""
+    managers = [rank.manager for rank in cluster.ranks if rank.group == group]
+    target = managers[0]._along._target if managers and managers[0] and managers[0]._along else None
+    return target is not None and target.wrote and target.heal.missing > 5
+
+
+@dataclass
+class Loop:
+    """Trains a small model with Adam until some groups have committed some steps together; keeps what each has then."""
+
+    together: int = 3  # groups
+    steps: int = 5  # that these commit
+    make: Callable[[nn.Module], optim.Optimizer] = lambda model: optim.Adam(model.parameters(), lr=0.01)
+    settings: dict[str, Any] = field(default_factory=dict)
+    begun: Callable[[Rank, int], None] = lambda rank, round: None  # of each round of the loop
+    reduced: Callable[[Rank, int], None] = lambda rank, round: None
+    counts: Callable[[Manager], bool] = lambda manager: True  # whether a step can be the first of these
+    joined: dict[int, int] = field(default_factory=dict)  # rounds until a group committed its first step
+    histories: dict[int, list[tuple[int, bool, int]]] = field(default_factory=dict)
+    rounds: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, rank: Rank) -> Optional[tuple[int, State]]:
+        with_seed = torch.Generator().manual_seed(rank.group)
+        model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=with_seed))
+        inner = self.make(model)
+        schedule = optim.lr_scheduler.ExponentialLR(inner, 0.9)
+
+        def load(state: State) -> None:
+            model.load_state_dict(state["model"])
+            inner.load_state_dict(state["optimizer"])
+            schedule.load_state_dict(state["schedule"])
+
+        def save() -> State:
+            return {"model": model.state_dict(), "optimizer": inner.state_dict(), "schedule": schedule.state_dict()}
+
+        settings = {"heal_along": True, "load_state_dict": load, "state_dict": save, **self.settings}
+        if "bandwidth" in settings:
+            limit = settings.pop("bandwidth")
+            settings["checkpoint_transport"] = HTTPTransport(DEADLINE, 0, bandwidth_limit=limit)
+        manager = rank.start_manager(**settings)
+        optimizer = OptimizerWrapper(manager, inner)
+        log = self.histories[rank.group] = []
+        manager.register_commit_hook(lambda *decision: log.append(decision))
+        final: Optional[int] = None
+        round = 0
+        while final is None or manager.current_step() < final:
+            self.rounds[rank.group] = round
+            self.begun(rank, round)
+            if rank.crashed:
+                return None
+            optimizer.zero_grad()
+            data = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * rank.group + round))
+            model(data).square().mean().backward()
+            works = [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]
+            for work in works:
+                work.wait()
+            self.reduced(rank, round)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = manager.current_step()
+            optimizer.step()
+            if manager.current_step() > before:
+                schedule.step()
+                self.joined.setdefault(rank.group, round)
+                if final is None and manager.num_participants() >= self.together and self.counts(manager):
+                    final = manager.current_step() + self.steps
+            round += 1
+            assert round < 20_000
+        assert manager.recovery_seconds()["load"] > 0 or rank.group == 0 or manager.current_step() < 3
+        return manager.current_step(), {key: value for key, value in save().items() if key != "schedule"}
+
+
+def _same(ours: Any, theirs: Any, path: str = "") -> None:
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), path
+        for key, value in ours.items():
+            if "running_" not in str(key) and key != "num_batches_tracked":  # of each group's own passes
+                _same(value, theirs[key], f"{path}.{key}")
+    elif isinstance(ours, list):
+        for one, other in zip(ours, theirs, strict=True):
+            _same(one, other, path)
+    elif isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), path
+    else:
+        assert ours == theirs, path
+
+
+def _run(cluster: Cluster, loop: Loop, first: int, later: int, gate: Optional[Gate] = None) -> list[Any]:
+    begun = loop.begun
+    steps = gate or Gate()
+
+    def watched(rank: Rank, round: int) -> None:
+        if rank.group == 0 and round == 5:
+            steps.open()
+        if rank.group < first and round == 0:
+            cluster.wait_for_healthy(first)
+        if rank.group < first and round == 6:
+            cluster.wait_for_healthy(first + later)
+        begun(rank, round)
+
+    loop.begun = watched
+    groups = [cluster.start(loop, group=group) for group in range(first)]
+    cluster.wait(steps)
+    groups += [cluster.start(loop, group=first + i) for i in range(later)]
+    found = [one for one in results(*groups) if one is not None]
+    for one in found[1:]:
+        assert one[0] == found[0][0]
+        _same(found[0][1], one[1])
+    return found
+
+
+def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(together=2)
+    with caplog.at_level(logging.INFO):
+        _run(cluster, loop, first=1, later=1)
+    assert loop.joined[1] >= LEAST_ROUNDS, "its state came in pieces over some steps"
+    assert all(committed for _, committed, _ in loop.histories[0])
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "lost" in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True),
+        lambda model: optim.AdamW(model.parameters(), lr=0.01, fused=True),
+        lambda model: optim.Adagrad(model.parameters(), lr=0.01),
+        lambda model: optim.RMSprop(
+            [{"params": model[0].parameters(), "lr": 0.1}, {"params": [*model[1].parameters(), *model[3].parameters()]}]
+        ),
+    ],
+)
+def test_other_optimizers(cluster: Cluster, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    _run(cluster, Loop(together=2, make=make), first=1, later=1)
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_two_groups_join_two(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(together=4)
+    _run(cluster, loop, first=2, later=2)
+    assert loop.joined[2] >= LEAST_ROUNDS and loop.joined[3] >= LEAST_ROUNDS
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_a_step_that_failed_meanwhile_is_not_applied(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """The source reports errors while some pieces are in place."""
+
+    def fails(rank: Rank, round: int) -> None:
+        assert rank.manager is not None
+        if rank.group == 0 and len(failed) < 3 and halfway(cluster, 1):
+            failed.append(round)
+            rank.manager.report_error(RuntimeError("a bad batch"))
+
+    failed: list[int] = []
+    loop = Loop(together=2, reduced=fails)
+    _run(cluster, loop, first=1, later=1)
+    lost = [step for step, committed, _ in loop.histories[0] if not committed]
+    assert len(lost) == len(failed) == 3
+    assert loop.joined[1] >= LEAST_ROUNDS
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_the_source_dies(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """The next quorum names another one; what has come stays."""
+
+    def dies(rank: Rank, round: int) -> None:
+        if rank.group < 2 and halfway(cluster, 2) and not crashed:
+            assert rank.manager is not None
+            plan = rank.manager._current.plan
+            if plan is not None and plan.recover_dst:
+                crashed.append(rank.group)
+                rank.crash()
+
+    def without_it(manager: Manager) -> bool:
+        plan = manager._current.plan
+        return bool(crashed) and plan is not None and len(plan.replica_ids) == 2
+
+    crashed: list[int] = []
+    loop = Loop(together=2, begun=dies, counts=without_it)
+    found = _run(cluster, loop, first=2, later=1)
+    assert len(found) == 2 and len(crashed) == 1
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_weights_of_no_step_are_not_trained_on(cluster: Cluster) -> None:
+    """The only source fails when some pieces are in place: the group that heals ends, as after a transfer in place."""
+
+    def dies(rank: Rank, round: int) -> None:
+        if rank.group == 0 and halfway(cluster, 1):
+            rank.crash()
+
+    with pytest.raises(RuntimeError, match="a heal of this group did not get to its end"):
+        _run(cluster, Loop(together=2, begun=dies), first=1, later=1)
+
+
+class _Own(optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda model: _Own(model.parameters()), "the optimizer is _Own: known to step each element by itself are SGD"),
+    ],
+)
+def test_what_does_not_qualify_is_healed_as_a_whole(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, make: Any, reason: str
+) -> None:
+    loop = Loop(together=2, make=make)
+    _run(cluster, loop, first=1, later=1)
+    assert [r for r in caplog.records if "transferred as a whole" in r.getMessage() and reason in r.getMessage()]
+    assert loop.joined[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"use_async_quorum": False}, "use_async_quorum=False: each step waits for its heals"),
+        ({"checkpoint_transport": None}, "the checkpoint transport gives a state as a whole only"),
+    ],
+)
+def test_settings_with_which_it_has_no_effect(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], reason: str
+) -> None:
+    class WholeOnly(HTTPTransport[Any]):
+        offer_pieces = property()  # type: ignore[assignment]
+
+    class Each(Loop):
+        def __call__(self, rank: Rank) -> Any:
+            if "checkpoint_transport" in settings:
+                self.settings = {"checkpoint_transport": WholeOnly(DEADLINE, 0)}
+            return super().__call__(rank)
+
+    _run(cluster, Each(together=2, settings=settings), first=1, later=1)
+    assert [r for r in caplog.records if "transferred as a whole" in r.getMessage() and reason in r.getMessage()]
+
+
+@pytest.mark.parametrize("along", [0, 1])
+def test_one_group_has_it_and_the_other_has_not(cluster: Cluster, caplog: pytest.LogCaptureFixture, along: int) -> None:
+    class Mixed(Loop):
+        def __call__(self, rank: Rank) -> Any:
+            own = Loop(**{**self.__dict__, "settings": {"heal_along": rank.group == along}})
+            return own(rank)
+
+    _run(cluster, Mixed(together=2), first=1, later=1)
+    said = [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(said) == along, "only a target tries it"
+
+
+def test_a_difference_is_found_and_healed_as_a_whole(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flipped: list[int] = []
+    write = joining.Parameters.write
+
+    def flip(self: Any, number: int, begin: int, end: int, state: Any, raw: torch.Tensor) -> None:
+        if not flipped and number == 0 and begin == 64:
+            flipped.append(number)
+            raw[17] ^= 1
+        write(self, number, begin, end, state, raw)
+
+    monkeypatch.setattr(joining.Parameters, "write", flip)
+    _run(cluster, Loop(together=2), first=1, later=1)
+    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(said) == 1
+    assert "elements 64 to 72 of parameter 0, or of its optimizer state, differ from the source's" in said[0]
+
+
+def test_it_excludes_replay(cluster: Cluster) -> None:
+    def make(rank: Rank) -> None:
+        with pytest.raises(ValueError, match="heal_along=True and replay_failed_step=True exclude each other"):
+            rank.start_manager(heal_along=True, replay_failed_step=True)
+
+    results(cluster.start(make, group=0))

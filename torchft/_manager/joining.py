@@ -1,0 +1,451 @@
+"""Heals piece by piece: gives this group's state to groups that train along, and trains along while a peer's arrives.
+
+What to ask for and what to do with it is decided in along.py; tracked.py does it to the tensors, and _pieces.py of
+checkpointing carries it. A thread of the target asks one request after the other. Nobody waits for it: what has come is
+put in place before the vote, on the training thread, when no forward or backward pass uses the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+
+from torchft._manager.along import Ask, Fate, Heal, Kind, cut
+from torchft._manager.tracked import Parameters, Unfit
+from torchft.checkpointing._encoding import Encoded, decode, storage_bytes
+from torchft.checkpointing._http_client import Refused
+from torchft.checkpointing._pieces import Answer, Asker
+from torchft.checkpointing._token import checkpoint_token
+from torchft.checkpointing.transport import Unsendable
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from torchft._manager.edge import Transport
+    from torchft._manager.log import _ManagerLogger
+    from torchft._manager.plan import Plan
+
+# Elements of a piece: of float32 with the state of Adam 3 MB, which a source copies in 1 ms.
+_PIECE = 1 << 18
+# Bytes that have arrived and wait for the end of a step.
+_WAITING = 64 << 20
+# Bytes of the state that belong to no parameter. They are sent at once.
+_REST = 64 << 20
+# Seconds that a target's step waits for the hyperparameters of the step before.
+_HEAD_SEC = 2.0
+
+ReadState = Callable[[], dict[str, Any]]
+Locate = Callable[[str], str]
+
+
+class StillHealing(RuntimeError):
+    """A step that is not committed because the state of a peer has not come. It is no failure."""
+
+
+class _Giver:
+    """What a source gives in one step."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], read: ReadState, whole: Callable[[], None]) -> None:
+        self._parameters = Parameters(optimizers)
+        self._read = read
+        self.whole = whole
+
+    def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+        try:
+            return self._give(kind, argument)
+        except (Unfit, Unsendable) as e:
+            raise ValueError(str(e)) from e
+
+    def _give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+        if kind == Kind.REST.value:
+            return self._rest()
+        number, begin, end = (int(part) for part in argument.split("-"))
+        if not (0 <= number < len(self._parameters.all) and 0 <= begin <= end <= self._parameters.all[number].numel()):
+            raise ValueError(f"elements {begin} to {end} of parameter {number}")
+        if kind == Kind.PIECE.value:
+            return self._parameters.read(number, begin, end)
+        if kind == Kind.DIGEST.value:
+            return self._parameters.digest(number, begin, end), []
+        raise ValueError(f"kind {kind!r}")
+
+    def _rest(self) -> tuple[Any, list[torch.Tensor]]:
+        encoded = Encoded(self._read())
+        tracked = self._parameters.storages()
+        regions: list[Any] = []
+        others: list[torch.UntypedStorage] = []
+        for storage in encoded.storages:
+            known = tracked.get(storage.data_ptr())
+            regions.append(storage.nbytes() if known is None else list(known))
+            if known is None and storage.nbytes():
+                others.append(storage)
+        size = sum(storage.nbytes() for storage in others)
+        if size > _REST:
+            raise Unfit(f"{size} bytes of the state belong to no parameter of an OptimizerWrapper, more than {_REST}")
+        memory = [storage_bytes(storage).cpu().clone() for storage in others]
+        return {"structure": json.loads(encoded.structure), "regions": regions}, memory
+
+
+def _head(optimizers: Sequence[Optimizer]) -> Any:
+    """What a target needs of each step: whether it has the same parameters, and the hyperparameters."""
+    parameters = Parameters(optimizers)
+    try:
+        parameters.check()
+        return {"layout": parameters.layout(), "hyperparameters": parameters.hyperparameters()}
+    except Unfit as e:
+        return {"unfit": str(e)}
+
+
+class Along:
+    """Heals of one rank, as source and as target.
+
+    Args:
+        transport: whose ``offer_pieces`` carries pieces.
+        optimizers: whose parameters, and state of them, are healed piece by piece. More may be added.
+        read: gives the state that a heal carries.
+        locate: gives where the rank's counterpart in a group, by the address of its manager server, offers its state.
+        refuses: why the groups cannot train along while they heal; None: they can.
+        timeout: of a request, in seconds: one may wait for the next step of its source.
+        logger: of the Manager.
+
+    Attributes:
+        began: when the heal began that goes on, by time.monotonic().
+        wrote: whether that heal, or the last one, has changed weights.
+    """
+
+    began = 0.0
+    wrote = False
+
+    def __init__(
+        self,
+        transport: Transport,
+        optimizers: Sequence[Optimizer],
+        read: ReadState,
+        locate: Locate,
+        refuses: Callable[[], Optional[str]],
+        timeout: float,
+        logger: _ManagerLogger,
+    ) -> None:
+        self._transport = transport
+        self._optimizers = optimizers
+        self._read = read
+        self._refuses = refuses
+        self._logger = logger
+        self._make_target = partial(_Target, locate=locate, timeout=timeout, logger=logger)
+        self._target: Optional[_Target] = None
+        self._gave_up = False  # until the next heal
+        if transport.gives_pieces:
+            transport.prepare_pieces()
+
+    def follow(self, plan: Plan) -> None:
+        """A quorum. All groups that are up to date note its step for the others: each may be the next source."""
+        if not plan.heal:
+            self.stop()
+        if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
+            self._transport.note_step(plan.max_step, _head(self._optimizers))
+
+    def _can(self, plan: Plan) -> bool:
+        return plan.max_step > 0 and plan.in_background and self._refuses() is None
+
+    def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
+        """Gives the state of a step in pieces; ``whole`` offers it all, if a target asks. False: it cannot."""
+        if not self._can(plan):
+            return False
+        self._transport.offer_pieces(plan.max_step, _Giver(self._optimizers, self._read, whole))
+        return True
+
+    def join(self, plan: Plan) -> bool:
+        """Follows a quorum in which this group heals. False: it needs the whole state at once."""
+        if self._gave_up or plan.max_step == 0:
+            return False
+        if self._target is None:
+            parameters = Parameters(self._optimizers)
+            try:
+                if reason := self._refuses():
+                    raise Unfit(reason)
+                parameters.check()
+            except Unfit as e:
+                self._give_up(str(e))
+                return False
+            self.began = time.monotonic()
+            self.wrote = False
+            self._target = self._make_target(parameters)
+        self._target.quorum(plan)
+        return True
+
+    @property
+    def joining(self) -> bool:
+        """Whether this group trains along."""
+        return self._target is not None
+
+    def advance(self, reduced: bool) -> Optional[dict[str, Any]]:
+        """Ends a step of a group that trains along, on the training thread, before it votes.
+
+        Args:
+            reduced: whether all of the step's reductions have succeeded.
+
+        Returns:
+            The state of the step, once all of it is here.
+        """
+        target = self._target
+        if target is None:
+            return None
+        try:
+            state = target.advance(reduced)
+        except Exception as e:
+            target.give_up(str(e) if isinstance(e, Unfit) else repr(e))
+            state = None
+        self.wrote = self.wrote or target.wrote
+        if state is not None or target.heal.gave_up is not None:
+            if target.heal.gave_up is not None:
+                self._give_up(target.heal.gave_up)
+            self.stop()
+        return state
+
+    def _give_up(self, reason: str) -> None:
+        self._gave_up = True
+        self._logger.warn(f"the state is transferred as a whole, and the other groups wait for it: {reason}")
+
+    def how_far(self) -> str:
+        """For the log."""
+        return self._target.how_far() if self._target is not None else "the state of a peer is transferred as a whole"
+
+    def healed(self) -> None:
+        """A state was loaded: the next heal may be piece by piece."""
+        self._gave_up = False
+
+    def stop(self) -> None:
+        """Ends the thread that asks."""
+        target, self._target = self._target, None
+        if target is not None:
+            target.stop()
+
+
+class _Target:
+    """One heal of this rank.
+
+    Attributes:
+        wrote: whether it has changed weights.
+    """
+
+    wrote = False
+
+    def __init__(self, parameters: Parameters, locate: Locate, timeout: float, logger: _ManagerLogger) -> None:
+        self._parameters = parameters
+        self._locate = locate
+        self._timeout = timeout
+        self._logger = logger
+        self.heal = Heal(cut(parameters.sizes(), _PIECE))
+        self._cond = threading.Condition()  # of all below, but for the tensors, which are the training thread's
+        self._plan: Optional[Plan] = None
+        self._asked: set[int] = set()  # pieces that are on their way, or wait for the end of a step
+        self._arrived: list[tuple[Ask, Answer]] = []
+        self._waiting = 0  # bytes of them
+        self._rest: Optional[Answer] = None
+        self._heads: dict[int, Any] = {}  # hyperparameters, by step; None: no source has them
+        self._kept: dict[int, torch.Tensor] = {}
+        self._asker: Optional[Asker] = None
+        self._over = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="torchft_heal_along")
+
+    def quorum(self, plan: Plan) -> None:
+        """A quorum in which this group heals."""
+        with self._cond:
+            before, self._plan = self._plan, plan
+            if before is not None and before.source != plan.source:
+                self.heal.answered()
+                self._abort()
+            fate = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id)
+            if fate is Fate.MISSED:
+                self._logger.warn(f"step {plan.max_step - 1} was committed without this group: its heal begins anew")
+            if before is None:
+                self._logger.info(f"training along from step {plan.max_step} on while the state arrives in pieces")
+                self._thread.start()
+            self._cond.notify_all()
+
+    def how_far(self) -> str:
+        """For the log."""
+        total = len(self.heal.pieces)
+        return f"{total - self.heal.missing} of {total} pieces of the state are here"
+
+    def give_up(self, reason: str) -> None:
+        with self._cond:
+            self.heal.give_up(reason)
+
+    def stop(self) -> None:
+        """Ends the thread; it changes nothing any more."""
+        with self._cond:
+            self._over = True
+            self._cond.notify_all()
+            self._abort()
+
+    def _abort(self) -> None:
+        """Ends the request that runs."""
+        if self._asker is not None:
+            self._asker.abort()
+
+    # The training thread
+
+    def advance(self, reduced: bool) -> Optional[dict[str, Any]]:
+        """Puts in place what has come; the state, once it is all here."""
+        with self._cond:
+            heal, parameters = self.heal, self._parameters
+            assert heal.step is not None
+            before = heal.step - 1
+            if heal.applies and heal.missing < len(heal.pieces):
+                self._cond.wait_for(lambda: before in self._heads or self._gone(), _HEAD_SEC)
+            if heal.applies and self._heads.get(before) is None:
+                heal.miss()
+            if heal.unverified == 0:  # the rest counts in its own step only, which may be shorter than the request
+                self._cond.wait_for(lambda: self._has_rest() or self._gone() or heal.failing, self._timeout)
+            arrived, self._arrived, self._waiting = self._arrived, [], 0
+            pieces = [(ask.number, answer) for ask, answer in arrived if ask.kind is Kind.PIECE]
+            todo = heal.advance([(number, answer.step) for number, answer in pieces], time.monotonic())
+            for index in todo.before:
+                self._write(*pieces[index])
+            if todo.apply:
+                self.wrote = True
+                parameters.step(todo.parameters, self._kept, self._heads[before])
+            for index in todo.after:
+                self._write(*pieces[index])
+            for ask, answer in arrived:
+                if ask.kind is Kind.DIGEST and heal.comparable(ask.number, answer.step):
+                    heal.compared(ask.number, parameters.digest(*heal.pieces[ask.number]) == answer.value)
+                self._asked.discard(ask.number)
+            rest, self._rest = self._rest, None
+            if rest is not None and rest.value is not None and heal.done(rest.step):
+                return self._state(rest)
+            if reduced and heal.gave_up is None:
+                self._kept = parameters.gradients(heal.keep(self._asked), self._kept)
+            self._cond.notify_all()
+            return None
+
+    def _gone(self) -> bool:
+        return self._over or self.heal.gave_up is not None
+
+    def _has_rest(self) -> bool:
+        return self._rest is not None and self._rest.step == self.heal.step
+
+    def _write(self, number: int, answer: Answer) -> None:
+        self.wrote = True
+        self._parameters.write(*self.heal.pieces[number], answer.value, answer.memory)
+
+    def _state(self, rest: Answer) -> dict[str, Any]:
+        """The state as a whole: this group's own parameters, and the rest from the source."""
+        flats: list[torch.Tensor] = []
+        begin = 0
+        for region in rest.value["regions"]:
+            if isinstance(region, int):
+                flats.append(rest.memory[begin : begin + region].clone())
+                begin += region
+            else:
+                flats.append(storage_bytes(self._parameters.storage(*region)))
+        return decode(rest.value["structure"], flats, "the rest of the state")
+
+    # The thread that asks
+
+    def _run(self) -> None:
+        while (plan := self._next_plan()) is not None:
+            try:
+                self._ask(plan)
+            except Exception as e:
+                with self._cond:
+                    self._close()
+                    if self._over:
+                        return
+                    if self._plan is None or self._plan.source != plan.source:
+                        continue  # nobody asks that source any more
+                    if isinstance(e, (Refused, Unfit)):
+                        self.heal.give_up(str(e))
+                    else:
+                        pause = self.heal.failed(str(e))
+                        self._cond.wait_for(lambda: self._gone() or self._plan is not plan, pause)
+                    self._cond.notify_all()
+        with self._cond:
+            self._close()
+
+    def _next_plan(self) -> Optional[Plan]:
+        """Waits until there is something to ask for; None: nothing any more."""
+        with self._cond:
+            self._cond.wait_for(lambda: self._gone() or self._wanted() is not None)
+            if self._gone():
+                return None
+            assert self._plan is not None
+            return self._plan
+
+    def _wanted(self) -> Optional[Ask | int]:
+        """What to ask for now; a number: the head of that step."""
+        assert self._plan is not None
+        step = self._plan.max_step
+        if self.heal.applies and step - 1 not in self._heads:
+            return step - 1
+        if step not in self._heads:
+            return step
+        if self._waiting >= _WAITING or self._has_rest():
+            return None
+        return self.heal.next(self._asked)
+
+    def _close(self) -> None:
+        if self._asker is not None:
+            self._asker.close()
+            self._asker = None
+
+    def _ask(self, plan: Plan) -> None:
+        """Asks a source for one thing."""
+        assert plan.source is not None
+        with self._cond:
+            want = self._wanted()
+            if want is None:
+                return
+            if isinstance(want, Ask) and want.number >= 0:
+                self._asked.add(want.number)
+            asker, source = self._asker, plan.source.manager_address
+            if asker is not None and self._source != source:
+                self._close()
+                asker = None
+        try:
+            if asker is None:
+                asker = Asker(self._locate(source), checkpoint_token(), self._timeout)
+                with self._cond:
+                    self._asker, self._source = asker, source
+            if isinstance(want, int):
+                self._take_head(want, asker.ask("head", str(want)))
+                return
+            piece = self.heal.pieces[want.number] if want.number >= 0 else None
+            answer = asker.ask(want.kind.value, "-".join(map(str, piece or (plan.max_step,))))
+            if want.kind is Kind.PIECE and piece is not None:
+                expected = sum(self._parameters.bytes_of(*piece, answer.value))
+                if answer.memory.numel() != expected:
+                    raise ValueError(f"a piece of {answer.memory.numel()} bytes in place of {expected}")
+        except Exception:
+            with self._cond:
+                if isinstance(want, Ask):
+                    self._asked.discard(want.number)
+            raise
+        with self._cond:
+            self.heal.answered()
+            if want.kind is Kind.REST:
+                self._rest = answer
+                self._cond.notify_all()
+            else:
+                self._arrived.append((want, answer))
+                self._waiting += answer.memory.numel()
+
+    _source = ""
+
+    def _take_head(self, step: int, answer: Answer) -> None:
+        head = answer.value
+        if head is not None and "unfit" in head:
+            raise Unfit(f"the source: {head['unfit']}")
+        if head is not None and head["layout"] != self._parameters.layout():
+            raise Unfit("parameters or optimizers differ from the source's")
+        with self._cond:
+            self._heads[step] = head["hyperparameters"] if head is not None else None
+            for old in [old for old in self._heads if old < step - 1]:
+                del self._heads[old]
+            self._cond.notify_all()

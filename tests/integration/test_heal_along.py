@@ -11,6 +11,8 @@ import torch
 from torch import nn, optim
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
+from tests.integration.test_divergence import told as told
 from torchft._manager import joining
 from torchft.checkpointing import HTTPTransport
 from torchft.manager import Manager
@@ -25,13 +27,17 @@ def cluster() -> Iterator[Cluster]:
         yield built
 
 
+PIECE = 64  # elements; of the model below there are 13
+
+
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_PIECE", 8)
+def one_piece_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_PIECE", PIECE)
+    monkeypatch.setattr(joining, "_WAITING", 1)
 
 
-# A piece is compared in a later step than it came in, and the rest of the state comes after that.
-LEAST_ROUNDS = 2
+# The last piece is compared in a later step than it came in, and the rest of the state comes after that.
+LEAST_ROUNDS = 14
 
 
 def halfway(cluster: Cluster, group: int) -> bool:
@@ -113,7 +119,7 @@ def _same(ours: Any, theirs: Any, path: str = "") -> None:
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys(), path
         for key, value in ours.items():
-            if "running_" not in str(key) and key != "num_batches_tracked":  # of each group's own passes
+            if "running_" not in str(key) and "num_batches" not in str(key):  # of each group's own passes
                 _same(value, theirs[key], f"{path}.{key}")
     elif isinstance(ours, list):
         for one, other in zip(ours, theirs, strict=True):
@@ -201,10 +207,43 @@ def test_a_step_that_failed_meanwhile_is_not_applied(cluster: Cluster, caplog: p
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 
 
-def test_the_source_dies(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_group_that_heals_costs_one_quorum(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """The next quorum has new connections; its later steps, which are not committed because it heals, keep these."""
+
+    def fails(rank: Rank, round: int) -> None:
+        assert rank.manager is not None
+        plan = rank.manager._current.plan
+        if rank.group == 0 and plan is not None and plan.replica_world_size == 2:
+            quorums.add(plan.quorum_id)
+        if rank.group == 1 and not failed and halfway(cluster, 1):
+            failed.append(round)
+            rank.manager.report_error(RuntimeError("a bad batch"))
+
+    failed: list[int] = []
+    quorums: set[int] = set()
+    loop = Loop(together=2, reduced=fails)
+    _run(cluster, loop, first=1, later=1)
+    assert len(failed) == 1 and len(quorums) == 2
+    assert all(committed for _, committed, _ in loop.histories[0])
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_a_group_that_differs_heals_along(told: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """One bit of one of three groups flips; the others find it, and train on while it heals."""
+    settings = {"on_divergence": "heal", "heal_along": True}
+    training = Training([Flip(7, 1, 0, 20)], steps=7 + 12 * WITHIN, settings=settings)
+    with caplog.at_level(logging.INFO):
+        run(training)
+    assert len(set(training.ended.values())) == 1
+    assert {(*names(record), record.certain) for record in told} == {("group_1", True)}
+    assert [r for r in caplog.records if "training along" in r.getMessage()]
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """The next quorum names another one; what has come stays."""
 
-    def dies(rank: Rank, round: int) -> None:
+    def fails(rank: Rank, round: int) -> None:
         if rank.group < 2 and halfway(cluster, 2) and not crashed:
             assert rank.manager is not None
             plan = rank.manager._current.plan
@@ -217,7 +256,7 @@ def test_the_source_dies(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> 
         return bool(crashed) and plan is not None and len(plan.replica_ids) == 2
 
     crashed: list[int] = []
-    loop = Loop(together=2, begun=dies, counts=without_it)
+    loop = Loop(together=2, begun=fails, counts=without_it)
     found = _run(cluster, loop, first=2, later=1)
     assert len(found) == 2 and len(crashed) == 1
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
@@ -226,12 +265,12 @@ def test_the_source_dies(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> 
 def test_weights_of_no_step_are_not_trained_on(cluster: Cluster) -> None:
     """The only source fails when some pieces are in place: the group that heals ends, as after a transfer in place."""
 
-    def dies(rank: Rank, round: int) -> None:
+    def fails(rank: Rank, round: int) -> None:
         if rank.group == 0 and halfway(cluster, 1):
             rank.crash()
 
     with pytest.raises(RuntimeError, match="a heal of this group did not get to its end"):
-        _run(cluster, Loop(together=2, begun=dies), first=1, later=1)
+        _run(cluster, Loop(together=2, begun=fails), first=1, later=1)
 
 
 class _Own(optim.Adam):
@@ -304,7 +343,7 @@ def test_a_difference_is_found_and_healed_as_a_whole(
     _run(cluster, Loop(together=2), first=1, later=1)
     said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert len(said) == 1
-    assert "elements 64 to 72 of parameter 0, or of its optimizer state, differ from the source's" in said[0]
+    assert "elements 64 to 128 of parameter 0, or of its optimizer state, differ from the source's" in said[0]
 
 
 def test_it_excludes_replay(cluster: Cluster) -> None:

@@ -201,7 +201,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                 target.heal.quorum(job.step, job.quorum_id, job.committed_quorum_id)
                 for _ in range(chance.randrange(4)):
                     if chance.random() < trouble:
-                        target.heal.failed("the source is dead")
+                        target.heal.failed("the source has failed")
                         job.quorum_id += chance.random() < 0.1 and target is not present[-1]
                     else:
                         target.ask()

@@ -65,7 +65,8 @@ def _round(along: bool, mb: int, rate: int, compute_ms: int) -> Row:
         job.wait(lambda: child.of("train_along"), COMMAND_TIMEOUT_S, "the survivor stops")
         ours = child.of("train_along")[-1]
     began, joined = theirs["steps"][0][0], theirs["joined"]
-    during = [end - begin for begin, end, *_ in ours["steps"] if began < end <= joined]
+    # Both end a step at about the same time: its middle says on which side of the join it is.
+    during = [end - begin for begin, end, *_ in ours["steps"] if began < end and (begin + end) / 2 <= joined]
     after = [end - begin for begin, end, *_ in ours["steps"] if joined < begin and end <= theirs["steps"][-2][1]]
     median = Spread.of(after).median
     return {

@@ -292,6 +292,24 @@ def test_what_does_not_qualify_is_healed_as_a_whole(
     assert loop.joined[1] == 0
 
 
+def test_an_optimizer_whose_groups_change_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """All groups get a parameter more, each between two of its steps: the state is transferred as a whole."""
+
+    def changes(rank: Rank, round: int) -> None:
+        if halfway(cluster, 1) or changed:
+            assert rank.manager is not None
+            if rank.group not in changed:
+                changed.add(rank.group)
+                (optimizer,) = rank.manager._replicas.state.optimizers
+                optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+    changed: set[int] = set()
+    _run(cluster, Loop(together=2, begun=changes), first=1, later=1)
+    assert changed == {0, 1}
+    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(said) == 1 and "parameters or optimizers differ from the source's" in said[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

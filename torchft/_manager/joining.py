@@ -1,8 +1,8 @@
 """Heals piece by piece: gives this group's state to groups that train along, and trains along while a peer's arrives.
 
 What to ask for and what to do with it is decided in along.py; tracked.py does it to the tensors, and _pieces.py of
-checkpointing carries it. A thread of the target asks one request after the other. Nobody waits for it: what has come is
-put in place before the vote, on the training thread, when no forward or backward pass uses the weights.
+checkpointing carries it. A thread of the target sends one request after the other, and does not hold up the step. What
+has arrived is put in place before the vote, on the training thread, when no forward or backward pass uses the weights.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ _FRAME = struct.Struct(">III")  # bytes of the JSON, bytes of the memory, CRC32 
 _LARGEST = 1 << 30  # bytes of an answer
 # Heads of earlier steps that a source keeps: a target applies a gradient in the step after.
 _HEADS = 64
+# Seconds until a source must have accepted a connection: its host may have vanished, and another source be named.
+_CONNECT_SEC = 5.0
 
 
 class Giver(Protocol):
@@ -104,8 +106,8 @@ class Window:
             self._cond.notify_all()
 
     def close(self) -> None:
-        """The state is about to change: nobody reads it from the return on."""
-        self._closing = True  # without the lock: who waits for it shall not read first
+        """The state is about to change: from the return on it is not read."""
+        self._closing = True  # without the lock, so that no request that waits for the lock reads first
         with self._cond:
             if self._giver is not None:
                 self._giver, self._closed = None, self._step
@@ -244,7 +246,7 @@ class Asker:
 
     def _connect(self) -> tuple[HTTPConnection, _DeadlineSocket]:
         if self._connection is None:
-            deadline = time.monotonic() + self._timeout
+            deadline = time.monotonic() + min(self._timeout, _CONNECT_SEC)
             self._connection = self._open.enter_context(
                 _connection(self._hosts, self._port, deadline, lambda sock: None)
             )

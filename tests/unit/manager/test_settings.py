@@ -181,3 +181,24 @@ def test_what_a_group_does_that_differs(monkeypatch: pytest.MonkeyPatch) -> None
     assert make().on_divergence.value == "heal"
     with pytest.raises(ValueError, match=re.escape("on_divergence='cry': allowed are report, heal, evict")):
         make(on_divergence="cry")
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "on"), [(None, None, False), (True, None, True), (None, "1", True), (False, "1", False)]
+)
+def test_whether_groups_heal_along(
+    given: bool | None, variable: str | None, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("TORCHFT_HEAL_ALONG", variable)
+    assert make(heal_along=given).heal_along is on
+
+
+def test_bad_settings_of_healing_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HEAL_ALONG", "yes")
+    with pytest.raises(ValueError, match=re.escape("TORCHFT_HEAL_ALONG='yes': allowed are 0 (off) and 1 (on)")):
+        make()
+    monkeypatch.setenv("TORCHFT_HEAL_ALONG", "1")
+    with pytest.raises(ValueError, match="heal_along=True and replay_failed_step=True exclude each other"):
+        make(replay_failed_step=True)
+    assert make(replay_failed_step=True, heal_along=False).replay_failed_step

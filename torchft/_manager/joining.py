@@ -153,8 +153,10 @@ class Along:
         return plan.max_step > 0 and plan.in_background and self._refuses() is None
 
     def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
-        """Gives the state of a step in pieces; ``whole`` offers it all, if a target asks. False: it cannot."""
-        if not self._can(plan):
+        """Gives the state of a step in pieces; ``whole`` offers it all, on another thread, if a target asks for it.
+        False: this group gives its state as a whole only, and :meth:`follow` told why.
+        """
+        if not self._can(plan) or "unfit" in _head(self._optimizers):
             return False
         self._transport.offer_pieces(plan.max_step, _Giver(self._optimizers, self._read, whole))
         return True

@@ -25,6 +25,7 @@ import torch
 
 from torchft.checkpointing._http_client import Refused, _connection, _reason
 from torchft.checkpointing._metadata import read
+from torchft.checkpointing._source import Unavailable
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 from torchft.http import _DeadlineSocket
 
@@ -137,6 +138,7 @@ class Window:
         Raises:
             ValueError: there is no such part
             TimeoutError: no window opened in that time
+            Unavailable: the source is shut down
         """
         if not self.used:
             raise ValueError("this source gives its state as a whole")
@@ -165,8 +167,10 @@ class Window:
         return self._giver is not None and not self._closing
 
     def _wait(self, ready: Callable[[], bool], timeout: float) -> None:
-        if not self._cond.wait_for(lambda: self._ended or ready(), timeout) or self._ended:
-            raise TimeoutError("no step of this source gives parts of its state")
+        if not self._cond.wait_for(lambda: self._ended or ready(), timeout):
+            raise TimeoutError(f"timed out after {timeout:g} s: no step of this source gave parts of its state")
+        if self._ended:
+            raise Unavailable("this source is shut down")
 
     def _pace(self, nbytes: int) -> None:
         if not self._limit:

@@ -309,7 +309,7 @@ class _Handler(BaseHTTPRequestHandler):
             views = self.server.window.answer(path, self.server.wait_timeout)
         except ValueError as error:
             self._refuse(HTTPStatus.NOT_FOUND, f"no such part: {path[:200]}: {error}")
-        except TimeoutError as error:
+        except (TimeoutError, Unavailable) as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         else:
             self._extend_deadline()

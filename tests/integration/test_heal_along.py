@@ -60,7 +60,6 @@ class Loop:
     counts: Callable[[Manager], bool] = lambda manager: True  # whether a step can be the first of these
     joined: dict[int, int] = field(default_factory=dict)  # rounds until a group committed its first step
     histories: dict[int, list[tuple[int, bool, int]]] = field(default_factory=dict)
-    rounds: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, rank: Rank) -> Optional[tuple[int, State]]:
         with_seed = torch.Generator().manual_seed(rank.group)
@@ -80,9 +79,6 @@ class Loop:
             return {"model": model.state_dict(), "optimizer": inner.state_dict(), "schedule": schedule.state_dict()}
 
         settings = {"heal_along": True, "load_state_dict": load, "state_dict": save, **self.settings}
-        if "bandwidth" in settings:
-            limit = settings.pop("bandwidth")
-            settings["checkpoint_transport"] = HTTPTransport(DEADLINE, 0, bandwidth_limit=limit)
         manager = rank.start_manager(**settings)
         optimizer = OptimizerWrapper(manager, inner)
         log = self.histories[rank.group] = []
@@ -90,7 +86,6 @@ class Loop:
         final: Optional[int] = None
         round = 0
         while final is None or manager.current_step() < final:
-            self.rounds[rank.group] = round
             self.begun(rank, round)
             if rank.crashed:
                 return None

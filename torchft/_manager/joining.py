@@ -361,7 +361,7 @@ class _Target:
                     if self._over:
                         return
                     if self._plan is None or self._plan.source != plan.source:
-                        continue  # nobody asks that source any more
+                        continue  # that source is not asked any more
                     if isinstance(e, (Refused, Unfit)):
                         self.heal.give_up(str(e))
                     else:

@@ -187,7 +187,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
             if chance.random() < 0.02 and len(targets) < 2:
                 targets.append(Target(job, sizes))
                 job.quorum_id += 1
-            if chance.random() < trouble / 4 and targets:  # a target dies, and comes again with nothing
+            if chance.random() < trouble / 4 and targets:  # a target fails, and is started again with nothing
                 targets[chance.randrange(len(targets))] = Target(job, sizes)
                 job.quorum_id += 1
             job.attempt += 1

@@ -6,38 +6,38 @@ import (
 	"time"
 )
 
-// Several lighthouses may stand ready for one job. They do not know of each other, and each member asks one at a time. What
-// keeps two of them from serving the job at once is this rule, and all of it is in here and in bond.go:
+// A job may have a list of lighthouses. They do not know of each other, and each member asks one at a time. One rule keeps two
+// of them from serving the job at once, and all of it is in this file and in bond.go:
 //
-//	A lighthouse goes on after the last quorum that it knows only with the votes of more than half of that quorum's members,
-//	or of half of them with the first by replica_id; and so of each quorum in its base. A member votes by asking here, or by
-//	having ended while it was bound to this lighthouse.
+//	A lighthouse continues after the last quorum that it knows only with the votes of more than half of that quorum's
+//	members, or of half of them with the first by replica_id; and likewise for each quorum in its base. A member votes by
+//	asking here, or by having ended while it was bound to this lighthouse.
 //
 // Invariants:
 //
 //  1. Two sets that have the votes share a member. (Half with the first, and half without it, is no pair of such sets.)
-//  2. A vote is given at one lighthouse at a time. A member asks one, and takes back what it asked before: terms make a
-//     quorum that was formed with such a request an earlier one, and its member never hears of it. One that ended while it
-//     was bound asks nobody any more (bond.go).
-//     The vote of one that ended is of one branch: the first quorum that is formed with it takes it along (spend).
+//  2. A vote is given at one lighthouse at a time. A member asks one, and withdraws its earlier request by asking another: terms
+//     make a quorum that was formed with the withdrawn request an earlier one, and its member never hears of it. A member that
+//     ended while it was bound asks nobody any more (bond.go). The vote of an ended member counts for one branch: the first
+//     quorum that is formed with it takes it into its base (spend).
 //  3. A quorum commits a step only after all of its members have heard of it: they meet in one process group, and a member
-//     that is missing there fails the step of the others. So whoever votes after a quorum that committed, and was in it,
-//     shows it.
-//  4. Members that heard of a quorum alone cannot outvote those of the quorums before, its base: joint consensus, as when Raft
+//     that is missing there fails the step of the others. So a member of a quorum that committed shows that quorum when it
+//     votes later.
+//  4. Members that alone heard of a quorum cannot outvote those of the quorums before, its base: joint consensus, as when Raft
 //     changes its members. A quorum is in the base of all that come after it until members that know of a later one outvote
 //     it, together with votes that were given before that one was formed. None is left out in between: where A dropped one and kept
 //     the one before, and B the other way round, they would have no member in common. So the base may hold several, as many as can
 //     be carried (tooLong); then the members stay the same until more of them know of the last one.
 //
-// So of two quorums that both commit, the second is a successor of the first. "Gone" is no vote: that a member has ended
-// does not say that it was in no later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go looks at
-// all short histories.
+// So of two quorums that both commit, the second is a successor of the first. That a member has ended is no vote by itself: it
+// may have been in a later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go checks all short
+// histories.
 type succession struct {
 	seat Seat
 	disk bool  // the seat is what a disk remembers: no member has said yet where this lighthouse is
 	term int64 // see begin
 	bonds
-	waived map[string]struct{} // voters that an operator gave up by name
+	waived map[string]struct{} // voters that an operator gave up, by replica_id
 }
 
 // Seat is a lighthouse's place in the list that the members of a job have.
@@ -68,11 +68,12 @@ const maxTerm = maxKnownID >> termBits
 // listed reports whether other lighthouses may serve the job.
 func (s *succession) listed() bool { return s.seat.Of > 1 }
 
-// sit takes the seat that a member's list gives this lighthouse. It says why not if the others have another list.
+// sit takes the seat that a member's list gives this lighthouse, or returns the reason for a refusal: the other members have
+// another list.
 //
-// Where nobody else is alive the new list is taken: so an operator who ends all groups of a job can give them another one,
-// without a restart of the lighthouses. That nobody is alive here does not say that nobody trains elsewhere: while groups do
-// that have the old list, one with another list must not begin (docs/correctness.md, its assumptions).
+// A new list is accepted if no other member is alive here: so an operator who ends all groups of a job can give them another
+// list, without a restart of the lighthouses. This relies on an assumption of docs/correctness.md: no group begins with another
+// list while groups with the old one train, here or at another lighthouse. Otherwise both lists could serve the job.
 func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	switch {
 	case seat.Of == 0:
@@ -85,18 +86,19 @@ func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	return ""
 }
 
-// remember takes the seat that a disk has, until a member says another one. A lighthouse that starts anew would else be the only
-// one for an upstream group, which says nothing of a list: it could go on with that group while the others are elsewhere.
+// remember takes the seat that a disk has, until a member says another one. Without it a restarted lighthouse would count as
+// the only one for an upstream group, which says nothing of a list: it could continue with that group while the others are
+// elsewhere.
 func (s *succession) remember(seat Seat) {
 	if s.seat.Of == 0 && seat.Of != 0 {
 		s.seat, s.disk = seat, true
 	}
 }
 
-// begin takes a term above all that other lighthouses may have used, as far as a member was told of them (told), and above
-// that of the highest id here. It reports whether that is a new one. Each lighthouse has terms of its own, by its place, and
-// ids begin with the term: so a quorum that is formed after a member came is a later one than any that the other lighthouse
-// can have formed with what that member had asked there.
+// begin takes a term above the highest that a member was told by other lighthouses (told), and not below that of the highest id
+// here. It reports whether the term is new. Each lighthouse has terms of its own, by its place, and ids begin with the term: so a
+// quorum that is formed after a member came has a higher id than any that the other lighthouse forms with that member's earlier
+// request.
 func (s *succession) begin(told, highest int64, now time.Time) (begun bool) {
 	least := max(s.term, termOf(highest))
 	if told > s.term {
@@ -108,7 +110,7 @@ func (s *succession) begin(told, highest int64, now time.Time) (begun bool) {
 		return false
 	}
 	s.term = term
-	s.releaseAll(now) // all streams end, and who had one may go elsewhere
+	s.releaseAll(now) // all streams end, and their members may go elsewhere
 	return true
 }
 
@@ -146,8 +148,8 @@ func outvotes(set []Voter, counts func(Voter) bool) bool {
 	return 2*n > len(set) || 2*n == len(set) && first
 }
 
-// given reports whether a vote is this lighthouse's for good: the member ended while it was bound, here or, as its quorum's
-// base says, at the lighthouse that formed the latest quorum; or an operator answers for it.
+// given reports whether a vote is given for good: the member ended while it was bound, to this lighthouse or (v.Given, from the
+// base) to the one that formed the latest quorum; or an operator gave the member up.
 func (s *succession) given(v Voter) bool {
 	_, ended := s.ended[v.ReplicaID]
 	_, waived := s.waived[v.ReplicaID]
@@ -162,7 +164,7 @@ type shortfall struct {
 	missing []Voter
 }
 
-// shortfalls are those of a quorum that is to be formed after p, of the members that ask. Without any, it may be.
+// shortfalls are the sets that the asking members do not outvote. A quorum may be formed after p if there are none.
 func (s *succession) shortfalls(p Past, asks func(id string) bool) (short []shortfall) {
 	for i, set := range p.sets() {
 		votes := func(v Voter) bool { return asks(v.ReplicaID) || s.given(v) }
@@ -195,16 +197,18 @@ func (f shortfall) describe(id int64) string {
 		f.votes, members(len(f.set)), of, f.set[0].ReplicaID, names(missing))
 }
 
-// baseAfter is whom the quorum after the next one has to outvote besides the members of the next one, which comes after p
-// and is of other members if it changed. knows says who of the next one shows that it knows of p.
+// baseAfter returns the base of the next quorum: the sets that the quorum after the next must outvote, besides the members of
+// the next one. The next quorum comes after p; changed says whether its members differ from p's. knows reports which of its
+// members show that they know p.
 //
-// A set of the base is dropped when those that know of p outvote it, together with those whose vote went to p or to a quorum before it:
-// a quorum that is formed elsewhere with the votes of that set is then either an earlier one than p, or comes after p. Until then
-// members that do not know of p may go on after the set elsewhere. A vote that is given only now does not count here: before its member
-// was bound to this lighthouse it may have asked at another one, for a quorum that is later than p and does not come after it.
+// A set of the base is dropped when members that know p outvote it, together with votes that went to p or to a quorum before
+// it: a quorum that is formed elsewhere with the votes of that set then either has a lower id than p, or comes after p. Until
+// then, members that do not know p may continue after that set elsewhere. A vote that is given only now does not count here:
+// before its member was bound to this lighthouse it may have asked another one, for a quorum that is later than p and does not
+// come after it.
 //
-// The members of p come behind the base, since p may have committed, too: without them, those that know of p and those that do not could
-// each find a set of their own to outvote.
+// The members of p are added, since p may have committed too. Without them, the members that know p and those that do not could
+// each outvote a set that the other does not ask.
 func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool) (base [][]Voter) {
 	for _, set := range p.Base {
 		if outvotes(set, func(v Voter) bool { return knows(v.ReplicaID) || v.Given }) {
@@ -224,8 +228,8 @@ func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool)
 	return base
 }
 
-// waive counts the vote of a member that is missing as given, because an operator says so. If it trains at another
-// lighthouse after all, or others do that were in a later quorum with it, the job gets two histories.
+// waive counts the vote of a missing member as given, because an operator says so. It is outside of the proof: if the member
+// trains at another lighthouse after all, or others that were in a later quorum with it do, the job gets two histories.
 func (s *succession) waive(id string) {
 	if s.waived == nil {
 		s.waived = map[string]struct{}{}
@@ -233,21 +237,21 @@ func (s *succession) waive(id string) {
 	s.waived[id] = struct{}{}
 }
 
-// back takes what was concluded of a member's end back: it says something.
+// back withdraws the vote that a member gave by ending: a member that sends something has not ended.
 func (s *succession) back(id string) {
 	delete(s.ended, id)
 	delete(s.waived, id)
 }
 
-// spend forgets the votes that were given here: those that the quorum which was just formed used are in its base (Given), and go with
-// it. If this lighthouse learns of another quorum that does not come after that one, they must not count again: two branches would
-// each have the same vote, and no member in common that knows of both.
+// spend forgets the votes that were given here, once a quorum was formed with them: its base carries them (Given) to its
+// successors. If this lighthouse learns of another quorum that does not come after that one, the votes must not count again:
+// two branches would each have the same vote, and share no member that knows of both.
 func (s *succession) spend() {
 	clear(s.ended)
 	clear(s.waived)
 }
 
-// keep forgets those who vote no more.
+// keep forgets the ends of members that have no vote any more.
 func (s *succession) keep(votes func(id string) bool) {
 	for _, set := range []map[string]struct{}{s.ended, s.waived} {
 		for id := range set {

@@ -118,7 +118,7 @@ func (r *returning) stream(ctx context.Context, stub torchftpb.MemberServiceClie
 
 // measureComeback kills and starts the command, which is that of a lighthouse without its bind.
 func measureComeback(ctx context.Context, command string, groups int, away time.Duration) (c comeback, err error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	bind, err := freePort()
 	if err != nil {
@@ -143,7 +143,7 @@ func measureComeback(ctx context.Context, command string, groups int, away time.
 		all.Wait()
 	}()
 	if err := inParallel(groups, func(i int) (err error) {
-		conns[i], err = rpc.Dial(ctx, nil, "lighthouse", "http://"+bind, patience)
+		conns[i], err = rpc.Dial(ctx, nil, "lighthouse", "http://"+bind, requestTimeout)
 		return err
 	}); err != nil {
 		return c, err

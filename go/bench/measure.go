@@ -12,8 +12,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// patience bounds everything that is not measured.
-const patience = 5 * time.Minute
+// requestTimeout is the timeout of every call and connection of a measurement.
+const requestTimeout = 5 * time.Minute
 
 // group is one replica group's connection to the lighthouse.
 type group interface {
@@ -103,7 +103,7 @@ func measure(ctx context.Context, s settings) (result, error) {
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
 func connect(ctx context.Context, s settings) ([]group, error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	groups := make([]group, s.groups)
 	return groups, inParallel(len(groups), func(i int) (err error) {

@@ -17,8 +17,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ours is a group that keeps a stream, as the manager of this repository does. Unlike that, it keeps the list of members
-// as it came, and rebuilds a quorum of it only when it is asked to: thousands of lists, decoded, fit into no machine.
+// ours is a group that keeps a stream, as the manager server of this repository does. Unlike the manager server, it stores the
+// list of members encoded, and decodes it only in check: thousands of decoded lists would not fit into memory.
 type ours struct {
 	conn     *grpc.ClientConn
 	stream   grpc.ClientStream
@@ -27,7 +27,7 @@ type ours struct {
 	interval time.Duration
 
 	sending sync.Mutex
-	spoke   time.Time // when something was sent last
+	spoke   time.Time // time of the last message sent
 	done    chan struct{}
 	tasks   sync.WaitGroup
 	answers chan answer // to the asks, in order
@@ -37,7 +37,7 @@ type ours struct {
 	states []byte
 }
 
-// answer is what came since the one before, up to a quorum or the end of the stream.
+// answer sums up what was received since the previous answer: up to a quorum, or to the end of the stream.
 type answer struct {
 	bytes int
 	err   error
@@ -64,7 +64,7 @@ func newOurs(ctx context.Context, lighthouse string, member *torchftpb.QuorumMem
 	return o, nil
 }
 
-// speak says that the group is alive whenever it was silent for as long as the lighthouse allows.
+// speak sends a sign of life whenever nothing was sent for the interval that the lighthouse asked for.
 func (o *ours) speak() {
 	timer := time.NewTimer(o.interval)
 	defer timer.Stop()
@@ -79,7 +79,7 @@ func (o *ours) speak() {
 		if wait <= 0 {
 			wait = o.interval
 			o.spoke = time.Now()
-			// An error means that the stream has broken: wait has it.
+			// An error means that the stream has broken; wait returns that error.
 			_ = o.stream.SendMsg(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 		}
 		o.sending.Unlock()
@@ -101,7 +101,7 @@ func (o *ours) greet() error {
 }
 
 func (o *ours) begin(step int64) error {
-	ask := &torchftpb.Ask{Number: uint64(time.Now().UnixNano()), TimeoutUs: patience.Microseconds(), Step: step, Member: o.member}
+	ask := &torchftpb.Ask{Number: uint64(time.Now().UnixNano()), TimeoutUs: requestTimeout.Microseconds(), Step: step, Member: o.member}
 	o.member = nil
 	return o.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
 }
@@ -111,7 +111,7 @@ func (o *ours) wait() (received int, err error) {
 	return a.bytes, a.err
 }
 
-// listen takes what the lighthouse says, also while nobody waits.
+// listen receives the messages of the lighthouse, also while no call of wait is pending.
 func (o *ours) listen() {
 	received := 0
 	for {
@@ -141,7 +141,7 @@ func (o *ours) receive() (message raw, err error) {
 	return message, err
 }
 
-// heard does what a message wants, and returns its field.
+// heard handles a message and returns its field number.
 func (o *ours) heard(message []byte) (protowire.Number, error) {
 	field, err := kindOf(message)
 	if err != nil {
@@ -154,11 +154,11 @@ func (o *ours) heard(message []byte) (protowire.Number, error) {
 		}
 	case quorumField:
 		o.states = message
-	case progressAskedField: // it is always between two rounds, or in one
+	case progressAskedField: // always the same answer: a simulated group computes nothing, it only waits for quorums
 		return field, o.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
 			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
 		}})
-	case memberFailedField, memberStalledField: // of the next round it is a member again
+	case memberFailedField, memberStalledField: // ignored: the member asks again in the next round
 	default:
 		return field, fmt.Errorf("the lighthouse said: %s", text(message))
 	}
@@ -183,7 +183,7 @@ const (
 	progressAskedField = 61
 )
 
-// kindOf is the field of the one message in a LighthouseMessage.
+// kindOf is the field number of the message that a LighthouseMessage contains.
 func kindOf(message []byte) (protowire.Number, error) {
 	for rest := message; len(rest) > 0; {
 		field, _, n := protowire.ConsumeField(rest)
@@ -234,7 +234,7 @@ func (o *ours) check() (members int, steps int64) {
 	return len(q.Members), steps
 }
 
-// alive has nothing to do: speak does it.
+// alive does nothing: speak sends the signs of life.
 func (o *ours) alive(context.Context) (time.Duration, error) { return time.Hour, nil }
 
 func (o *ours) close() {

@@ -35,7 +35,7 @@ func (s *upstream) begin(step int64) error {
 
 func (s *upstream) wait() (int, error) {
 	request := <-s.steps
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	ctx, cancel := context.WithTimeout(context.Background(), requestTimeout)
 	defer cancel()
 	err := s.conn.Invoke(ctx, torchftpb.LighthouseService_Quorum_FullMethodName, request, &s.answer)
 	return s.answer.size, err

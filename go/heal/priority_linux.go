@@ -7,17 +7,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Serving can come after the training of its source. A stream in the background (SCHED_IDLE) runs on processors that are
-// idle, and is put off the moment that anything else wants to run; a nice level alone would let it finish its slice of
-// milliseconds. So that a heal also ends on a host that has no idle processor, one stream of each target keeps the least
-// share that there is (nice 19, about a hundredth of a processor that others use fully). Who helps keeps none: its target
-// has another source.
+// Serving a checkpoint must not slow down the training of the source. A background stream (SCHED_IDLE) runs on idle processors
+// only, and is preempted as soon as anything else can run; with a nice level alone it would keep its time slice of some
+// milliseconds. One stream of each target keeps the smallest share that there is (nice 19, about a hundredth of a busy
+// processor): otherwise a heal would never end on a host without an idle processor. The streams of an additional source are all
+// in the background, since the target has its main source besides.
 
-// background lets this goroutine run only where a processor is idle. The thread that it runs on is its own until it ends,
-// and ends with it.
+// background makes this goroutine run on idle processors only. Its thread is locked to it and ends with it, so the priority
+// affects no other goroutine.
 func background() { yield(unix.SchedAttr{Policy: unix.SCHED_IDLE}) }
 
-// leastShare leaves this goroutine the least share. Its thread ends with it, too.
+// leastShare gives this goroutine the smallest share. Its thread ends with it, too.
 func leastShare() { yield(unix.SchedAttr{Policy: unix.SCHED_NORMAL, Nice: leastNice}) }
 
 const leastNice = 19

@@ -11,11 +11,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Quiet is a logger that keeps nothing.
+// Quiet is a logger that discards everything.
 var Quiet = slog.New(slog.DiscardHandler)
 
-// SendGarbage sends to http://host:port, over real sockets, what a port scanner, a wrong client or a broken
-// one would, and then hangs up.
+// SendGarbage sends to http://host:port, over real sockets, what a port scanner or a broken client would send, and closes the
+// connection.
 func SendGarbage(t testing.TB, address string) {
 	t.Helper()
 	for _, text := range []string{
@@ -32,7 +32,7 @@ func SendGarbage(t testing.TB, address string) {
 		conn, err := net.Dial("tcp", strings.TrimPrefix(address, "http://"))
 		require.NoError(t, err)
 		require.NoError(t, conn.SetDeadline(time.Now().Add(time.Second)))
-		// The server may hang up first; then the rest of the garbage has nowhere to go.
+		// The server may close the connection first, so errors of writing are expected.
 		_, _ = io.WriteString(conn, text)
 		_ = conn.(*net.TCPConn).CloseWrite()
 		_, _ = io.Copy(io.Discard, conn)

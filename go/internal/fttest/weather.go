@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// What a network does to connections without breaking them. TCP sends again what was lost: after a cut, or after a machine
-// stood still, all arrives late, unless somebody has given the connection up meanwhile.
+// This file delays and holds connections without breaking them. TCP retransmits lost data: after a cut, or after a machine
+// stood still, everything arrives late, unless one end has closed the connection meanwhile.
 
 // direction is from one machine to another.
 type direction struct{ from, to string }
@@ -19,20 +19,20 @@ func machineOf(host string) string {
 	return machine
 }
 
-// Delays says how long what one host sends takes to another, from now on, and a connection to be made. It may be
-// called at any time, from many goroutines.
+// Delays sets the one-way delay between hosts, for new connections; making one takes a delay each way. delay may be called at
+// any time, from many goroutines.
 func (n *Network) Delays(delay func(from, to string) time.Duration) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.delay = delay
 }
 
-// Sever cuts what one machine sends from another, until Heal as often.
+// Sever holds all data from one machine to another until Heal was called as often as Sever.
 func (n *Network) Sever(from, to string) {
 	n.hold(1, func() { n.cuts[direction{from, to}]++ }, isBetween(from, to))
 }
 
-// Heal is the end of Sever.
+// Heal undoes one Sever.
 func (n *Network) Heal(from, to string) {
 	n.hold(-1, func() {
 		n.cuts[direction{from, to}]--
@@ -44,18 +44,18 @@ func isBetween(from, to string) func(direction) bool {
 	return func(d direction) bool { return d == direction{from, to} }
 }
 
-// Pause lets a machine stand still, as seen from outside, until Resume as often: its kernel takes connections, and nothing
-// is read or sent. Inside, time goes on.
+// Pause stops a machine as seen from outside, until Resume was called as often: its kernel accepts connections, but nothing is
+// read or sent. Timers of its processes go on.
 func (n *Network) Pause(machine string) { n.hold(1, func() { n.paused[machine]++ }, isAt(machine)) }
 
-// Resume is the end of Pause.
+// Resume undoes one Pause.
 func (n *Network) Resume(machine string) { n.hold(-1, func() { n.paused[machine]-- }, isAt(machine)) }
 
 func isAt(machine string) func(direction) bool {
 	return func(d direction) bool { return d.from != d.to && (d.from == machine || d.to == machine) }
 }
 
-// hold changes how often pipes are held, and what those have that are made from now on.
+// hold changes how often the existing pipes are held; change does the same for pipes made later.
 func (n *Network) hold(by int, change func(), which func(direction) bool) {
 	n.mu.Lock()
 	change()
@@ -71,11 +71,11 @@ func (n *Network) hold(by int, change func(), which func(direction) bool) {
 	}
 }
 
-// off is how often a pipe is held whose host has no power.
+// off is how often the pipes of a host without power are held: more than any number of Heal and Resume releases.
 const off = 1 << 30
 
-// Vanish is a power cut of a host: nothing more comes from it, no end of a connection either, and nothing answers there
-// until Refuse.
+// Vanish is a power cut of a host: it sends nothing any more, not even the end of a connection, and answers nothing until
+// Refuse.
 func (h *Host) Vanish() {
 	n := h.net
 	n.mu.Lock()
@@ -93,28 +93,28 @@ func (h *Host) Vanish() {
 	h.Kill()
 }
 
-// Refuse is that the machine of a host that vanished is there again, without its process: connections are refused.
+// Refuse restarts the machine of a vanished host without its process: it refuses connections.
 func (h *Host) Refuse() {
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
 	h.net.answer(h.name)
 }
 
-// answer lets a host answer again. The caller holds mu.
+// answer makes a silent host answer again. The caller holds mu.
 func (n *Network) answer(host string) {
 	if !n.silent[host] {
 		return
 	}
 	delete(n.silent, host)
 	n.tellDialers()
-	for c := range n.conns { // what comes on a connection of before is answered with its end
+	for c := range n.conns { // the host has forgotten its earlier connections: it answers data on them with a reset
 		if to, _, _ := net.SplitHostPort(c.remote.String()); to == host {
 			c.out.change(func() { c.out.unknown = true })
 		}
 	}
 }
 
-// tellDialers lets those look again that wait for a connection. The caller holds mu.
+// tellDialers wakes the pending handshakes, which check the network again. The caller holds mu.
 func (n *Network) tellDialers() {
 	close(n.healed)
 	n.healed = make(chan struct{})
@@ -136,7 +136,7 @@ func (n *Network) Reset(a, b string) {
 	}
 }
 
-// handshake waits as long as it takes to begin a connection.
+// handshake returns once a connection can begin: neither host is silent, no direction is cut, and both delays have passed.
 func (n *Network) handshake(ctx context.Context, from, to string) error {
 	d := direction{machineOf(from), machineOf(to)}
 	for {

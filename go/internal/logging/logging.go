@@ -1,4 +1,4 @@
-// Package logging writes the log, so that nobody who logs waits for whoever reads it.
+// Package logging writes the log without blocking: a reader of the log that stops reading must not stop a server.
 package logging
 
 import (
@@ -11,10 +11,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// mostBytes is how much may wait to be written: some thousand lines.
+// mostBytes limits the pending lines, to some thousand.
 const mostBytes = 1 << 20
 
-// LastLines is how long the end of a process may take to write its last lines.
+// LastLines is how long a process that ends waits for its last lines to be written.
 const LastLines = time.Second
 
 var dropped atomic.Int64
@@ -22,31 +22,31 @@ var dropped atomic.Int64
 // Metric counts the lines that this process could not write.
 func Metric() prometheus.Collector {
 	return prometheus.NewCounterFunc(prometheus.CounterOpts{
-		Name: "torchft_log_lines_dropped_total", Help: "Lines of the log that were dropped, since nobody read those before them.",
+		Name: "torchft_log_lines_dropped_total", Help: "Lines of the log that were dropped because the reader of the log did not keep up.",
 	}, func() float64 { return float64(dropped.Load()) })
 }
 
-// Writer passes lines on to another one that may block, such as a pipe that nobody reads. What it cannot keep until then it
-// drops, and says so in the next line that gets through.
+// Writer passes lines on to another writer that may block, such as a pipe that nobody reads. It keeps up to mostBytes; further
+// lines are dropped, and their number is logged once the other writer accepts lines again.
 type Writer struct {
 	out io.Writer
 
 	mu      sync.Mutex
 	pending []byte
-	untold  int             // lines dropped since the last that got through
+	untold  int             // dropped lines whose number has not been logged
 	ended   chan struct{}   // closed when nothing is pending; nil: nothing is
-	told    func(lines int) // writes to out that so many were dropped
+	told    func(lines int) // logs to out how many lines were dropped
 }
 
-// To makes a Writer.
+// To makes a Writer for out.
 func To(out io.Writer) *Writer {
 	log := slog.New(slog.NewTextHandler(out, nil))
 	return &Writer{out: out, told: func(lines int) {
-		log.Warn("torchft: lines of the log were dropped: nobody read those before them", "lines", lines)
+		log.Warn("torchft: lines of the log were dropped: its reader did not keep up", "lines", lines)
 	}}
 }
 
-// Write takes a line and returns at once.
+// Write queues a line and returns at once.
 func (w *Writer) Write(line []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -58,7 +58,7 @@ func (w *Writer) Write(line []byte) (int, error) {
 	w.pending = append(w.pending, line...)
 	if w.ended == nil {
 		w.ended = make(chan struct{})
-		go w.pass() // ends with what is pending, unless the reader never reads
+		go w.pass() // returns when nothing is pending; blocks for as long as the reader does not read
 	}
 	return len(line), nil
 }
@@ -78,14 +78,14 @@ func (w *Writer) pass() {
 		untold := w.untold
 		w.untold = 0
 		w.mu.Unlock()
-		_, _ = w.out.Write(lines) // what the reader does not take is lost
+		_, _ = w.out.Write(lines) // an error loses these lines: there is no other place to report it
 		if untold > 0 {
 			w.told(untold)
 		}
 	}
 }
 
-// Flush returns when all lines of before are written, or after a while.
+// Flush returns when all earlier lines are written, or after the timeout.
 func (w *Writer) Flush(timeout time.Duration) {
 	w.mu.Lock()
 	ended := w.ended

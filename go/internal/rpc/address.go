@@ -9,13 +9,13 @@ import (
 	"strings"
 )
 
-// Address is where a server of ours, or an upstream one, is reached.
+// Address is the address of a server, ours or upstream's.
 type Address struct {
 	HostPort string
 	TLS      bool // https://
 }
 
-// ParseAddress reads "http://host:port" or "https://host:port". setting names, in the error, what the user set.
+// ParseAddress parses "http://host:port" or "https://host:port". Errors call the value by the name of the setting.
 func ParseAddress(setting, address string) (Address, error) {
 	bad := func(why string) error {
 		return fmt.Errorf("%s is %q: it must be http://host:port or https://host:port, but %s", setting, address, why)
@@ -41,10 +41,10 @@ func ParseAddress(setting, address string) (Address, error) {
 	return Address{HostPort: u.Host, TLS: u.Scheme == "https"}, nil
 }
 
-// MaxLighthouses is how many a list may have. More than a few only make a takeover slower.
+// MaxLighthouses is how many lighthouses a list may have. More than a few only make a failover slower.
 const MaxLighthouses = 16
 
-// ParseAddresses reads a list of addresses, separated by commas, tried in this order.
+// ParseAddresses parses addresses separated by commas. Members try them in this order.
 func ParseAddresses(setting, addresses string) (list []string, err error) {
 	for _, address := range strings.Split(addresses, ",") {
 		address = strings.TrimSpace(address)
@@ -62,7 +62,7 @@ func ParseAddresses(setting, addresses string) (list []string, err error) {
 	return list, nil
 }
 
-// Announce is the address under which others reach what listens at bound. IPv6 hosts get their brackets.
+// Announce is the address under which others reach the server that listens at bound. It puts IPv6 addresses in brackets.
 func Announce(hostname string, bound net.Addr, security Security) string {
 	_, port, err := net.SplitHostPort(bound.String())
 	if err != nil { // a network without ports
@@ -75,7 +75,7 @@ func Announce(hostname string, bound net.Addr, security Security) string {
 	return scheme + net.JoinHostPort(strings.Trim(hostname, "[]"), port)
 }
 
-// ValidateBind reports whether bind is host:port, where an empty host means every interface and port 0 a free one.
+// ValidateBind returns an error unless bind is host:port. An empty host stands for all interfaces, port 0 for a free port.
 func ValidateBind(setting, bind string) error {
 	_, port, err := net.SplitHostPort(bind)
 	if err == nil {
@@ -88,7 +88,7 @@ func ValidateBind(setting, bind string) error {
 	return nil
 }
 
-// ValidateHostname reports whether hostname can be part of an address.
+// ValidateHostname returns an error unless hostname can be part of an address.
 func ValidateHostname(setting, hostname string) error {
 	host := strings.TrimSuffix(strings.TrimPrefix(hostname, "["), "]")
 	if net.ParseIP(host) != nil {

@@ -20,7 +20,7 @@ var kinds = map[round.Kind]codes.Code{
 	round.KindInternal:    codes.Internal,
 }
 
-// ToStatus is the error that a call gets for a failure.
+// ToStatus converts a failure to the error that a call returns.
 func ToStatus(f round.Failure) error {
 	code, known := kinds[f.Kind]
 	if !known {
@@ -29,7 +29,7 @@ func ToStatus(f round.Failure) error {
 	return status.Error(code, f.Reason)
 }
 
-// FromError is the failure behind the error of a call.
+// FromError converts the error of a call to a failure.
 func FromError(err error) round.Failure {
 	if IsTimeout(err) {
 		return round.Failure{Kind: round.KindTimeout, Reason: Message(err)}
@@ -43,8 +43,8 @@ func FromError(err error) round.Failure {
 	return round.Failure{Kind: round.KindInternal, Reason: Message(err)}
 }
 
-// IsTimeout reports whether a call ended because its time was up. Published servers answer an expired call
-// with CANCELLED, so that counts too.
+// IsTimeout reports whether a call ended because its deadline had passed. Upstream servers answer an expired call with
+// CANCELLED, so that counts too.
 func IsTimeout(err error) bool {
 	if err == nil {
 		return false
@@ -59,8 +59,8 @@ func IsTimeout(err error) bool {
 // IsUnavailable reports whether the peer was not reached, is shutting down, or went away during the call.
 func IsUnavailable(err error) bool { return status.Code(err) == codes.Unavailable }
 
-// Message is the text of an error for people, without gRPC's "rpc error: code = …", and without the code that
-// CallError adds: whoever hands the message on adds its own.
+// Message is the text of an error for people, without gRPC's "rpc error: code = …", and without the code that CallError adds:
+// an error that quotes the message has a code of its own.
 func Message(err error) string {
 	if call, ok := err.(*CallError); ok { //nolint:errorlint // an error around it has more to say, and its own text
 		return call.message()
@@ -71,7 +71,7 @@ func Message(err error) string {
 	return err.Error()
 }
 
-// CallError says which call to whom failed. The status code stays reachable for IsTimeout and status.Code.
+// CallError says which call failed, and to which server. IsTimeout and status.Code still find the status code in it.
 type CallError struct {
 	Call string // such as "quorum"
 	Peer string // such as "manager at http://host:1234"
@@ -92,7 +92,7 @@ func (e *CallError) message() string {
 
 func (e *CallError) Unwrap() error { return e.Err }
 
-// Wrap is a CallError, or nil when there is no error.
+// Wrap returns a CallError, or nil if err is nil.
 func Wrap(call, peer string, err error) error {
 	if err == nil {
 		return nil

@@ -14,9 +14,8 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Dial connects to a server of kind what ("lighthouse", "manager") and returns once it is connected. It tries
-// again until connectTimeout is over; the error then names the address and the time. Later, the connection
-// comes back by itself whenever it broke.
+// Dial connects to a server of kind what ("lighthouse", "manager") and returns once it is connected. It retries until
+// connectTimeout is over; the error then names the address and the timeout. If the connection breaks later, gRPC reconnects it.
 func (s Security) Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
 	addr, err := ParseAddress(what+" address", address)
 	if err != nil {
@@ -54,7 +53,7 @@ func (s Security) Dial(ctx context.Context, network Network, what, address strin
 	if protected.tokens != nil {
 		options = append(options, grpc.WithPerRPCCredentials(token{protected.tokens}))
 	}
-	// The passthrough resolver leaves the name to the dialer, so that it is resolved anew at each attempt.
+	// The passthrough resolver leaves the name to the dialer, so that each attempt resolves it again: an address may have changed.
 	conn, err := grpc.NewClient("passthrough:///"+addr.HostPort, options...)
 	if err != nil {
 		return nil, status.Errorf(codes.InvalidArgument, "%s address is %q: %v", what, address, err)
@@ -77,12 +76,12 @@ func (s Security) Dial(ctx context.Context, network Network, what, address strin
 	return conn, nil
 }
 
-// Dial is Security.Dial without any.
+// Dial is Security.Dial without TLS and tokens.
 func Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
 	return Security{}.Dial(ctx, network, what, address, connectTimeout)
 }
 
-// WithDefaultDeadline gives a call without a deadline the longest one.
+// WithDefaultDeadline gives a call without a deadline one of MaxWait from now.
 func WithDefaultDeadline(ctx context.Context) (context.Context, context.CancelFunc) {
 	if _, ok := ctx.Deadline(); ok {
 		return ctx, func() {}
@@ -90,8 +89,8 @@ func WithDefaultDeadline(ctx context.Context) (context.Context, context.CancelFu
 	return context.WithTimeout(ctx, MaxWait)
 }
 
-// Sooner is a little before a caller's deadline, at most by the given time and by a twentieth of what is left:
-// an answer at the deadline itself is not heard any more.
+// Sooner is a time before a caller's deadline, earlier by the given time or by a twentieth of the remaining time, whichever is
+// less. A server that answers at the deadline itself answers too late: the caller's own timer ends the call first.
 func Sooner(deadline time.Time, most time.Duration) time.Time {
 	return deadline.Add(-max(0, min(most, time.Until(deadline)/20)))
 }

@@ -8,11 +8,11 @@ import (
 	"time"
 )
 
-// lookAgain is how long something read from files is believed without a look at them.
-const lookAgain = time.Second
+// statEvery is how long a value read from files is used before the files are checked for changes.
+const statEvery = time.Second
 
-// watched is what was read from files. It is read again when they change, so that tokens and certificates can be
-// renewed under a running job. While they cannot be used (a file that is being written), what was read before holds.
+// watched is a value read from files. It is read again when they change, so that tokens and certificates can be renewed under a
+// running job. While the files are invalid, the last valid value is used: a file that is being written must not break calls.
 type watched[T any] struct {
 	log   *slog.Logger
 	paths []string
@@ -25,7 +25,7 @@ type watched[T any] struct {
 	failed bool
 }
 
-// watch reads for the first time, which must succeed.
+// watch reads the files for the first time. If that fails, the error says why.
 func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*watched[T], error) {
 	w := &watched[T]{log: log, paths: paths, read: read, seen: stat(paths), looked: time.Now()}
 	var err error
@@ -36,7 +36,7 @@ func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*wa
 func (w *watched[T]) get() T {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if time.Since(w.looked) < lookAgain {
+	if time.Since(w.looked) < statEvery {
 		return w.value
 	}
 	w.looked = time.Now()
@@ -47,17 +47,17 @@ func (w *watched[T]) get() T {
 	value, err := w.read()
 	if err != nil {
 		if !w.failed {
-			w.log.Error("torchft: what was read before is used on", "error", err)
+			w.log.Error("torchft: files changed and cannot be read; their last valid content stays in use", "error", err)
 		}
 		w.failed = true
 		return w.value
 	}
 	w.value, w.seen, w.failed = value, found, false
-	w.log.Info("torchft: read again", "files", w.paths)
+	w.log.Info("torchft: files changed and were read again", "files", w.paths)
 	return w.value
 }
 
-// stat has nil in place of a file that is not there.
+// stat returns nil in the place of a file that does not exist.
 func stat(paths []string) []os.FileInfo {
 	found := make([]os.FileInfo, len(paths))
 	for i, path := range paths {
@@ -72,7 +72,7 @@ func unchanged(a, b os.FileInfo) bool {
 	return a != nil && b != nil && os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) && a.Size() == b.Size()
 }
 
-// warned are the secrets whose permissions were complained about, once in a process.
+// warned holds the paths of secrets for which this process has logged a warning.
 var warned sync.Map
 
 // checkPermissions warns about a secret that others on this host can read.

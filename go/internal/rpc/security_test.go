@@ -167,7 +167,7 @@ func TestFilesAreReadAgain(t *testing.T) {
 	replace(t, token, "second, and more\n")
 	require.Eventually(t, func() bool {
 		_ = beat(t, client, address, "a")
-		return log.Count("what was read before is used on") > 0
+		return log.Count("their last valid content stays in use") > 0
 	}, time.Minute, 50*time.Millisecond)
 	require.Equal(t, codes.Unauthenticated, status.Code(beat(t, client, address, "a")))
 

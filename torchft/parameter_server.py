@@ -1,9 +1,9 @@
-"""A server that talks to each of its clients over a process group of their own: push, pull, or whatever it implements.
+"""A server that communicates with each client over a process group of two ranks, one such session per client.
 
-A client asks over HTTP for a session, and both connect a group of two: the server is rank 0, the client rank 1. The
-HTTP connection stays open as long as the client holds on to the group. When it breaks, because the client let go of the
-group or died, the server aborts the session's group: so a session that its client abandons ends, wherever `forward`
-waits, and nothing of it stays behind.
+A client requests a session over HTTP, and both configure a process group: the server is rank 0, the client rank 1. The
+HTTP connection stays open as long as the client keeps the process group. When the connection breaks, because the client
+released the process group or failed, the server aborts its side. So an abandoned session ends wherever `forward` waits,
+and leaves no thread or socket behind.
 
     class Pull(ParameterServer):
         @classmethod
@@ -78,24 +78,24 @@ class ParameterServer(ABC):
         self._thread.start()
 
     def address(self) -> str:
-        """Where clients ask for sessions: ``http://host:port/new_session``."""
+        """The address for `new_session`: ``http://host:port/new_session``."""
         return f"http://{host_port(announced_host(), self._server.server_port)}{_PATH}"
 
     @classmethod
     @abstractmethod
     def new_process_group(cls) -> ProcessGroup:
-        """A group without peers, for one session; called by the server and by its clients.
+        """Makes a process group without peers, for one session; called by the server and by its clients.
 
-        Its timeout is how long either waits for the other one to connect.
+        Its timeout limits how long server and client wait for each other to connect.
         """
 
     @abstractmethod
     def forward(self, session_id: str, pg: ProcessGroup) -> None:
-        """Serves a session, on a thread of its own. When it returns or raises, the session is over.
+        """Serves a session, on a thread of its own. When it returns or raises, the session ends.
 
         Args:
-            session_id: of the session, unlike any other.
-            pg: of two: the server is rank 0, the client rank 1. Its operations fail once the client is gone.
+            session_id: unique.
+            pg: with two ranks: the server is rank 0, the client rank 1. Its operations fail once the client has failed.
         """
 
     @classmethod
@@ -103,25 +103,25 @@ class ParameterServer(ABC):
         """Called by a client: opens a session.
 
         Args:
-            address: of the server, as its `address` says.
+            address: as the server's `address` returns it.
 
         Returns:
-            The group of the session, whose rank 1 is the caller. The session ends with its `shutdown`, and at the
-            latest when nobody holds on to it.
+            The process group of the session; the caller is rank 1. The session ends with its `shutdown`, and at the
+            latest when it is garbage collected.
 
         Raises:
-            ValueError: the address is none.
-            RuntimeError: the server cannot be reached, or has no session for us.
+            ValueError: the address is malformed.
+            RuntimeError: the server cannot be reached, or refuses the session.
         """
-        lease, session_id, store = _ask(address)
+        connection, session_id, store = _ask(address)
         pg = cls.new_process_group()
         try:
             pg.configure(f"{store}/session/{session_id}", "client", 1, 2)
         except BaseException:
-            lease.close()
+            connection.close()
             pg.shutdown()
             raise
-        weakref.finalize(pg, lease.close)
+        weakref.finalize(pg, connection.close)
         return pg
 
     def sessions(self) -> list[str]:
@@ -130,7 +130,7 @@ class ParameterServer(ABC):
             return list(self._sessions)
 
     def shutdown(self) -> None:
-        """Ends the server and its sessions: what waits in them gets an error. Safe to call twice."""
+        """Ends the server and its sessions: their pending operations fail. Safe to call twice."""
         self._server.shutdown()
         with self._lock:
             groups = list(self._sessions.values())
@@ -140,21 +140,21 @@ class ParameterServer(ABC):
         self._thread.join(_REQUEST_TIMEOUT_SEC)
 
     def _serve(self, session_id: str, connection: socket.socket) -> None:
-        """A session, from connecting to its end."""
+        """Runs a session from connecting to its end."""
         pg = self.new_process_group()
         with self._lock:
             self._sessions[session_id] = pg
         over = threading.Event()
         watcher = threading.Thread(
-            target=self._watch, args=(session_id, connection, over), name="torchft_session_lease", daemon=True
+            target=self._watch, args=(session_id, connection, over), name="torchft_session_watch", daemon=True
         )
         watcher.start()
         try:
             pg.configure(f"localhost:{self._store.port}/session/{session_id}", "server", 0, 2)
             self.forward(session_id, pg)
         except Exception as e:
-            gone = session_id not in self._sessions
-            _logger.warning("session %s %s: %s", session_id, "was abandoned" if gone else "failed", e)
+            abandoned = session_id not in self._sessions
+            _logger.warning("session %s %s: %s", session_id, "was abandoned" if abandoned else "failed", e)
         finally:
             with self._lock:
                 self._sessions.pop(session_id, None)
@@ -165,14 +165,14 @@ class ParameterServer(ABC):
 
     def _watch(self, session_id: str, connection: socket.socket, over: threading.Event) -> None:
         """Aborts the session when the client's connection breaks."""
-        lease = select.poll()
+        poll = select.poll()
         with suppress(OSError, ValueError):  # it is closed already
-            lease.register(connection, select.POLLIN)
-            lease.poll()  # a client sends nothing more: what can be read is the end
+            poll.register(connection, select.POLLIN)
+            poll.poll()  # a client sends nothing more, so a readable connection has ended
         with self._lock:
             pg = self._sessions.pop(session_id, None)
         while pg is not None and not over.is_set():
-            pg.abort()  # once is not enough: the session may be about to connect
+            pg.abort()  # repeated: an abort before the session has begun to connect ends nothing
             over.wait(0.1)
 
 
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        if self.headers.get("Origin") is not None:  # a web page's script
+        if self.headers.get("Origin") is not None:  # a script of a web page must not open sessions (CSRF)
             self.send_error(403, "sessions are not for browsers")
             return
         if self.path != _PATH:
@@ -214,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _ask(address: str) -> tuple[HTTPConnection, str, str]:
-    """The open connection that holds the session, its id, and the store to meet at."""
+    """Requests a session. Returns the open connection that keeps it, its id, and the address of its store."""
     parts = urllib.parse.urlsplit(address)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
         raise ValueError(f"address={address!r}: http://host:port{_PATH} is needed")
@@ -224,7 +224,7 @@ def _ask(address: str) -> tuple[HTTPConnection, str, str]:
         response = connection.getresponse()
         body = response.read()
         if response.status != 200:
-            raise RuntimeError(f"{address} has no session for us: {response.status} {response.reason}")
+            raise RuntimeError(f"{address} refused the session: {response.status} {response.reason}")
         answer = json.loads(body)
         return connection, answer["session_id"], answer["store_addr"]
     except (OSError, HTTPException, ValueError, KeyError) as e:
@@ -236,5 +236,5 @@ def _ask(address: str) -> tuple[HTTPConnection, str, str]:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):  # the client was faster
+    with suppress(OSError):  # the client has closed it already
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Work that is done before anybody asks."""
+"""A ``Work`` that is complete from the start, for operations that need no communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _DummyWork(dist._Work):
     def get_future(self) -> torch.futures.Future[object]:
         return self.future_
 
-    # Without these, PyTorch's own answers describe an operation that has not begun.
+    # What dist._Work inherits from C++ describes an operation that has not begun, so all of it is overridden.
 
     def is_completed(self) -> bool:
         return True

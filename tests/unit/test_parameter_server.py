@@ -72,7 +72,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def session_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name in ("torchft_session_lease", "torchft-http-request")]
+    return [t.name for t in threading.enumerate() if t.name in ("torchft_session_watch", "torchft-http-request")]
 
 
 def test_clients_have_sessions_of_their_own(server: Sums) -> None:

@@ -1,13 +1,13 @@
-"""Which part of the weights is digested in which step, and what the digests of the groups say. Pure, and free of torch.
+"""Which part of the weights is digested in which step, and whether the digests of the groups agree. Free of torch.
 
-All weights and optimizer state of a rank are one row of words of 32 bits. A *sweep* of n commits goes over it once: the
-part of a step is a function of its number and the sizes alone, so all groups digest the same words between the same two
-steps of their optimizers. Digests of :data:`EXCHANGE` steps travel together, in the first reduction of the step after
-them; a bit that differs from step s on is found before step ``s + n + EXCHANGE`` is committed.
+All weights and optimizer state of a rank form one sequence of 32-bit words. A *sweep* of n commits digests each word
+once. Which words belong to a step depends on the step's number and the tensor sizes only, so all groups digest the same
+words between the same two optimizer steps. The digests of :data:`EXCHANGE` steps are sent together, in the first
+reduction of the next step; a bit that differs from step s on is found before step ``s + n + EXCHANGE`` is committed.
 
-A message has a row for each group, and a row an entry for each step: a header, and :data:`BUCKETS` digests. The header
-says what was digested (names, shapes, the length of the sweep): digests are compared where it is the same. It is 0
-where a group has nothing to compare: it healed, began, or is a spare.
+A message has one row per group, and a row one entry per step: a header and :data:`BUCKETS` digests. The header
+identifies what was digested (names, shapes, the length of the sweep); only digests with equal headers are compared. The
+header is 0 if a group has nothing to compare, because it healed, has just begun, or is a spare.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from itertools import accumulate
 from typing import NamedTuple, Optional
 
 WORD = 4  # bytes
-EXCHANGE = 10  # steps between two messages: each costs as much as any small collective
-BUCKETS = 8  # digests of a step: with the default settings mostly one for each tensor
-LEAST_SWEEP = 100  # commits, if the setting does not say: of a small model few tensors a step
-# Bytes that a step digests, if the setting does not say.
+EXCHANGE = 10  # steps between two messages: each message costs as much as a small collective
+BUCKETS = 8  # digests per step: with the default settings mostly one per tensor
+LEAST_SWEEP = 100  # default minimum of commits in a sweep, so that small models digest only few tensors per step
+# Default number of bytes that a step digests.
 CPU_PIECE = 1 << 17
 DEVICE_PIECE = 32 << 20
 
@@ -34,9 +34,9 @@ NOTHING: tuple[int, ...] = (0,) * (1 + BUCKETS)
 
 
 class OnDivergence(Enum):
-    """What a group does that differs from most others.
+    """What a group does if its weights differ from those of most others.
 
-    REPORT: it trains on; log, events and metrics name it.
+    REPORT: it continues; log, events and metrics name it.
     HEAL: it takes over the state of another group.
     EVICT: ``should_commit`` raises in it, so that it ends.
     """
@@ -56,15 +56,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """Groups that should have been alike.
+    """A difference between groups whose weights should be equal.
 
     Attributes:
         step: in which the weights were digested.
-        buckets: whose digests differ.
-        diverged: the replica ranks of the groups that differ from most; of two classes of groups of one size, those of
-            which the first group is not.
+        buckets: the indices of the digests that differ.
+        diverged: the replica ranks of the groups that differ from the largest class of equal groups; of two classes of
+            the same size, the one with the lowest replica rank counts as the largest.
         compared: the replica ranks of all groups that were compared.
-        certain: whether more than half of these are alike.
+        certain: whether more than half of the compared groups are equal.
     """
 
     step: int
@@ -78,9 +78,9 @@ def sweep_commits(setting: Optional[int], total_bytes: int, on_device: bool) -> 
     """The commits of a sweep.
 
     Args:
-        setting: the user's; None: as many as pieces of :data:`CPU_PIECE` or :data:`DEVICE_PIECE` take.
+        setting: the user's; None: the total divided by :data:`CPU_PIECE` or :data:`DEVICE_PIECE`.
         total_bytes: of weights and optimizer state.
-        on_device: whether they lie on another device than the CPU.
+        on_device: whether they are on another device than the CPU.
     """
     if setting is not None:
         return setting
@@ -106,7 +106,9 @@ class Sweep:
         self._ends = list(accumulate((-(-size // WORD) for size in sizes), initial=0))
 
     def spans(self, step: int) -> list[Span]:
-        """What a step digests. Parts of one sweep cover each byte once; two of them differ by at most a word."""
+        """The spans that a step digests. The parts of a sweep cover each byte once; their sizes differ by at most a
+        word.
+        """
         words, part = self._ends[-1], step % self.commits
         begin, end = words * part // self.commits, words * (part + 1) // self.commits
         spans = []
@@ -122,12 +124,12 @@ class Sweep:
 
 
 def bucket_of(span: int, spans: int) -> int:
-    """The bucket of a span of a step: its own where there are enough, else one that it shares with its neighbours."""
+    """The bucket of a span of a step. If there are more spans than buckets, neighbouring spans share one."""
     return span if spans <= BUCKETS else span * BUCKETS // spans
 
 
 def header(lines: Sequence[str], commits: int) -> int:
-    """What digests are of, in 63 bits and never 0. They are compared where it is the same.
+    """Identifies what is digested, in 63 bits, and is never 0. Only digests with the same header are compared.
 
     Args:
         lines: name, dtype, shape and strides of each tensor.
@@ -138,14 +140,14 @@ def header(lines: Sequence[str], commits: int) -> int:
 
 
 def compare(step: int, entries: Mapping[int, Entry]) -> Optional[Difference]:
-    """What the entries of the groups for a step say; None if they are alike, or cannot be compared.
+    """Compares the entries of the groups for a step. None: they are equal, or there is nothing to compare.
 
     Args:
         step: of the entries.
         entries: by replica rank.
     """
     alike = {rank: tuple(entries[rank]) for rank in comparable(entries)}
-    classes = Counter(alike.values())  # in the order of ranks: the first of the largest is that of the least rank
+    classes = Counter(alike.values())  # in the order of ranks, so a tie goes to the class with the lowest rank
     if len(classes) < 2:
         return None
     most, count = classes.most_common(1)[0]
@@ -161,12 +163,13 @@ def compare(step: int, entries: Mapping[int, Entry]) -> Optional[Difference]:
 def acts(action: OnDivergence, difference: Difference, rank: int, groups: int) -> bool:
     """Whether a group does more about a difference than to report it.
 
-    Where nobody is more than half, a heal makes groups equal, if not right: in a quorum of more groups than those that
-    were compared, the next sweep will tell. No group ends for it.
+    Without a majority of equal groups it is not known which of them is right, so no group is evicted. A heal makes them
+    equal, though possibly wrong; it is done only if all groups of the quorum were compared. Otherwise the
+    next sweep compares more groups and may find a majority.
 
     Args:
-        action: of the group.
-        difference: that was found.
+        action: the setting of the group.
+        difference: the one that was found.
         rank: of the group.
         groups: in the quorum.
     """
@@ -176,7 +179,7 @@ def acts(action: OnDivergence, difference: Difference, rank: int, groups: int) -
 
 
 def comparable(entries: Mapping[int, Entry]) -> list[int]:
-    """The replica ranks of the groups that are compared: with the header that most of them have."""
+    """The replica ranks of the groups that are compared: those with the most frequent header."""
     headers = Counter(entries[rank][0] for rank in sorted(entries) if entries[rank][0] != 0)
     if not headers:
         return []

@@ -1,7 +1,7 @@
-"""The edge: what may be another project's, as the parts of the Manager want it.
+"""Adapters for clients, transports, process groups and works that may come from another project.
 
-A client, a transport and a process group may have the upstream methods, and no more. What each can do is asked here,
-where the Manager is made, and nowhere behind it: what it cannot do is left out, or done without.
+Such an object may have upstream's methods only. Its further abilities are detected here, once, when the Manager is
+made; the rest of the Manager calls the adapters, which do without what the object lacks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchft.process_group.wrapper import abortable
 
 _logger = logging.getLogger("torchft.manager")
 
-# Fields of a quorum's result that other clients' results have too.
+# The fields that the quorum result of an upstream client has.
 _PUBLISHED_FIELDS = (
     "quorum_id",
     "replica_rank",
@@ -65,11 +65,11 @@ class Server:
     """The manager server of a rank's group, through any client.
 
     Args:
-        client: has the methods of the published ``ManagerClient``.
+        client: has the methods of upstream's ``ManagerClient``.
         group_rank: of this rank.
 
     Attributes:
-        client: may be replaced.
+        client: the same; assigning another one detects its abilities again.
     """
 
     def __init__(self, client: Any, group_rank: int) -> None:
@@ -87,7 +87,7 @@ class Server:
         self._ends = hasattr(client, "shutdown")
 
     def rounds(self) -> Rounds:
-        """What asks for quorums."""
+        """The object that requests quorums from this server."""
         return ThreadRounds(lambda **request: _whole(self.client._quorum(**request)))
 
     def vote(self, step: int, yes: bool, timeout: timedelta) -> bool:
@@ -95,12 +95,12 @@ class Server:
         return self.client.should_commit(self._group_rank, step, yes, timeout=timeout)
 
     def leave(self, timeout: timedelta) -> None:
-        """Says that this group has ended its last step, and waits until no other group needs it any more."""
+        """Tells the lighthouse that this group has ended its last step, and waits until no other group needs it."""
         if self._leaves:
             self.client._leave(timeout)
 
     def close(self) -> None:
-        """Ends the client, and all that waits for an answer."""
+        """Shuts the client down, which ends its pending calls."""
         if self._ends:
             self.client.shutdown()
 
@@ -110,20 +110,20 @@ class Server:
         stalled: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str]],
     ) -> None:
-        """Begins to hear of other members: see :class:`FailureListener`."""
+        """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has none."""
 
     def join(self) -> None:
-        """Returns when nothing more is heard; close the client before."""
+        """Returns when no notice is received any more; close the client before."""
 
     def suspect(self, quorum_id: int, others: list[str]) -> None:
-        """Tells that a collective with these groups failed; whom to suspect is known only where there is one."""
+        """Reports that a collective with these groups failed. With several, the failed one is not known."""
 
     def say(self, call: str, *args: Any, **kwargs: Any) -> None:
-        """Tells what people want to see, by a method of the client; nothing depends on it."""
+        """Reports something for logs, page and metrics by a method of the client. Training does not depend on it."""
 
 
 class _NativeServer(Server):
-    """The same, through torchft's own client."""
+    """The manager server through torchft's own client, which can do more than upstream's."""
 
     _listener: FailureListener | None = None
 
@@ -132,7 +132,7 @@ class _NativeServer(Server):
 
     def vote(self, step: int, yes: bool, timeout: timedelta) -> bool:
         committed = super().vote(step, yes, timeout)
-        if committed and not yes:  # this rank's gradients are not those of the step: to go on would fork the weights
+        if committed and not yes:  # this rank lacks the step's gradients: if it continued, its weights would differ
             raise RuntimeError(f"the manager server committed step {step}, which this rank voted against")
         return committed
 
@@ -170,14 +170,14 @@ class _NativeServer(Server):
 def as_server(client: Any, group_rank: int) -> Server:
     """The manager server behind a client.
 
-    A subclass of torchft's client is another project's: it may override the upstream methods, and only
-    :class:`Server` calls all of them. It has no failure bus then.
+    A subclass of torchft's client counts as upstream's: it may override upstream's methods, and only :class:`Server`
+    goes through them (torchft's own path bypasses ``_quorum``, for example). It then receives no notices of failures.
     """
     return (_NativeServer if type(client) is _torchft.ManagerClient else Server)(client, group_rank)
 
 
 def _whole(result: Any) -> QuorumResult:
-    """A quorum's result with all fields; one of another class has the published ones."""
+    """A quorum's result with all fields. A result of another class has upstream's; the others get their defaults."""
     if type(result) is QuorumResult:
         return result
     return QuorumResult(**{name: getattr(result, name) for name in _PUBLISHED_FIELDS if hasattr(result, name)})
@@ -190,7 +190,7 @@ class Transport:
     """A checkpoint transport with all methods that a Manager calls.
 
     Args:
-        transport: has those that the published ``CheckpointTransport`` has.
+        transport: has at least the methods of upstream's ``CheckpointTransport``.
 
     Attributes:
         several_sources, takes_target, in_place: as those of :class:`CheckpointTransport`.
@@ -199,7 +199,7 @@ class Transport:
 
     def __init__(self, transport: CheckpointTransport[Any]) -> None:
         self._transport: Any = transport
-        # Compared, because a double may have an object of its own for each name.
+        # `is True`, because a test double may return an object of its own, which is true, for any attribute.
         self.several_sources = getattr(transport, "several_sources", False) is True
         self.takes_target = getattr(transport, "takes_target", False) is True
         self.in_place = getattr(transport, "in_place", False) is True
@@ -214,12 +214,12 @@ class Transport:
         self._transport.send_checkpoint(**what)
 
     def refuse_checkpoint(self, **what: Any) -> None:
-        """Without it the targets wait until their timeout."""
+        """Tells targets that no state will come. Without this method they wait until their timeout."""
         if self._refuses:
             self._transport.refuse_checkpoint(**what)
 
     def help_checkpoint(self, step: int, state_dict: Any) -> None:
-        """Of a transport with several sources."""
+        """Serves the state as an additional source; called only with ``several_sources``."""
         self._transport.help_checkpoint(step, state_dict)
 
     def prepare_pieces(self) -> None:
@@ -241,7 +241,7 @@ class Transport:
         return self._transport.recv_checkpoint(**what)
 
     def abandon_receiving(self, reason: Exception) -> bool:
-        """Ends the transfer that goes on, if one does. False: this transport cannot."""
+        """Ends the running transfer, if there is one. False: this transport cannot do that."""
         if not self._abandons:
             return False
         self._transport.abandon_receiving(reason)
@@ -258,12 +258,12 @@ class Peers:
     """A process group whose peers change with the quorum: torchft's, or another project's.
 
     Args:
-        pg: stays the same object.
+        pg: the process group, which stays the same object.
 
     Attributes:
-        error: tells what the group noticed that went wrong, None if nothing.
-        at_once: how many collectives hold all threads of the group, also for its next peers; None: new peers come with
-            new threads.
+        error: returns the error that the process group has noticed, or None.
+        at_once: the number of hanging collectives that block all threads of the process group, even after it was
+            connected with other peers; None: it gets new threads with new peers.
     """
 
     at_once: Optional[int] = None
@@ -271,20 +271,20 @@ class Peers:
     def __init__(self, pg: Any) -> None:
         self.pg = pg
         self.error = errors_of(pg)
-        self._abortable = abortable(pg)  # whose collectives let all go that wait for them, at an abort
+        self._abortable = abortable(pg)  # an abort ends all waits for its collectives
         self._takes_rank_info = hasattr(pg, "set_rank_info")
         self._announces_layouts = hasattr(pg, "announce_layout")
         self._takes_stores = hasattr(pg, "configure")
         self._shares_buffers = hasattr(pg, "share_buffer")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
-        """Tells the group whose it is, for its handle; a native one has handles of its own kind."""
+        """Tells the process group which rank it belongs to, for its handle. Native handles do not contain that."""
         if self._takes_rank_info:
             number = global_rank(replica_id, group_rank, group_world_size)
             self.pg.set_rank_info(replica_id, group_rank, group_world_size, number)
 
     def announce_layout(self, digest: str, lines: str) -> None:
-        """What this rank reduces, for its handle."""
+        """Adds a description of what this rank reduces to the handle."""
         if self._announces_layouts:
             self.pg.announce_layout(digest, lines)
 
@@ -294,16 +294,16 @@ class Peers:
             self.pg.share_buffer(buffer)
 
     def handle(self, compares: str = "") -> str:
-        """By which peers find this rank.
+        """The reconfigure handle by which peers connect with this rank.
 
         Args:
-            compares: how weights are compared, for it to tell; empty: they are not.
+            compares: added to the handle: how weights are compared; empty: they are not.
         """
         handle = self.pg.get_reconfigure_handle()
         return announce_comparison(handle, compares) if compares else handle
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
-        """Connects with the peers whose handles these are."""
+        """Connects with the peers that the handles in ``opts`` name."""
         reconfigure_and_wait(self.pg, opts)
 
     def configure_by_store(self, plan: Plan, replica_id: str, settings: Settings) -> None:
@@ -348,12 +348,12 @@ class Peers:
         return self._abortable.allreduce([tensor], options)
 
     def abort(self) -> None:
-        """Ends what is in flight. The group is of no use until it has other peers."""
+        """Ends all collectives in flight. The process group must be reconfigured before its next use."""
         self.pg.abort()
 
 
 class _NativePeers(Peers):
-    """The same of PyTorch's own group, which is aborted and reconfigured by functions of torchft."""
+    """The peers of PyTorch's own process group, which functions of torchft abort and reconfigure."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         super().__init__(pg)
@@ -393,23 +393,23 @@ def as_peers(pg: dist.ProcessGroup) -> Peers:
     return (_NativePeers if is_native(pg) else Peers)(pg)
 
 
-# What a collective gives back
+# The works that collectives return
 
 
 class WorkKind(NamedTuple):
-    """What the works of a class do."""
+    """What the works of a class can do."""
 
-    drains: bool  # they have ``drain(timeout)``: their waits end at an abort, whatever the backend still does
-    polls: bool  # a wait with a timeout may keep the host until the device has finished, as that of PyTorch's NCCL
-    order: Optional[Callable[[Any, Optional[timedelta]], object]]  # puts the current stream behind one, also on a CPU
-    future: Callable[[Any], Optional[torch.futures.Future[Any]]]  # of one; None: that of a stand-in, which never ends
+    drains: bool  # they have ``drain(timeout)``: an abort ends their waits, whatever the backend still does
+    polls: bool  # a wait with a timeout may block the host until the device has finished, as with PyTorch's NCCL
+    order: Optional[Callable[[Any, Optional[timedelta]], object]]  # makes the current stream wait for a work
+    future: Callable[[Any], Optional[torch.futures.Future[Any]]]  # of a work; None: of a test double, which never ends
 
 
 _PYTORCHS_ORDER = getattr(dist._Work, "block_current_stream", None)  # PyTorch 2.7 has none
 
 
 def work_kind(work: dist._Work) -> WorkKind:
-    """What works as this one do. It is asked once for each class: a process group gives few of them."""
+    """The abilities of a work, detected once for each class. The cache stays small: a process group has few classes."""
     return _kind_of(type(work), hasattr(work, "block_current_stream"))
 
 
@@ -435,7 +435,7 @@ def _order(work: Any, timeout: Optional[timedelta]) -> object:
 
 
 def _wait(work: Any, timeout: Optional[timedelta]) -> object:
-    """Of a work of PyTorch 2.7, or a double of one, whose wait ends at once."""
+    """For works of PyTorch 2.7 and test doubles, which have no ``block_current_stream``."""
     return work.wait() if timeout is None else work.wait(timeout)
 
 
@@ -449,6 +449,6 @@ def _future_if_any(work: Any) -> Optional[torch.futures.Future[Any]]:
 
 
 def timeout_of(manager: Any) -> Optional[timedelta]:
-    """The timeout of whoever began a work; None: of a stand-in, which has none."""
+    """The timeout of the Manager that began a work; None for a test double without one."""
     timeout = getattr(manager, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None

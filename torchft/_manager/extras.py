@@ -1,4 +1,4 @@
-"""What torchft's wrappers ask of a Manager beyond its public methods."""
+"""What torchft's own wrappers (optimizers, DDP, LocalSGD, loaders) call on a Manager beyond its public methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OwnExtras(Extras):
-    """The extras of a Manager, by its parts."""
+    """Implements :class:`Extras` by passing each call on to the part of the Manager that does it."""
 
     def __init__(
         self,

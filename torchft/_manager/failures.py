@@ -1,4 +1,4 @@
-"""Failures of peers, as the lighthouse tells them before anybody runs into one, and what they end here."""
+"""Failures of peers that the lighthouse reports, and the end of collectives that would wait for those peers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torchft.manager")
 
-# After this long without a failure the wait for one begins anew; nothing depends on it.
+# The timeout of one call that waits for a notice; the call is repeated. Its length does not matter.
 _LONGEST_WAIT = timedelta(hours=1)
-# After a notice that could not be read: so errors that do not end fill no disk.
+# The pause after a notice that could not be read, so that a permanent error does not fill the disk with log lines.
 _LISTEN_AGAIN_SEC = 1.0
-# Between two aborts of a group that connects.
+# Between two aborts of a process group that connects.
 _ABORT_AGAIN_SEC = 0.05
 
 FailureCallback = Callable[[MemberFailure], None]
 
 
 class PeerFailed(RuntimeError):
-    """A collective was given up because a peer of it failed."""
+    """A collective was aborted because one of its peers failed."""
 
     def __init__(self, failure: MemberFailure) -> None:
         super().__init__(f"{failure.replica_id} of quorum {failure.quorum_id} failed: {failure.reason}")
@@ -38,16 +38,17 @@ class PeerFailed(RuntimeError):
 
 
 class FailureListener:
-    """Speaks with the lighthouse about failures, until the client is shut down: listens on a thread of its own.
+    """Receives notices of the lighthouse on a thread of its own, until the client is shut down, and answers questions
+    about progress.
 
-    The thread is a daemon, as that of the quorum is: it must not keep a process from ending.
+    The thread is a daemon, like that of the quorum: it must not keep a process from ending.
 
     Args:
         client: of this rank's manager server.
         group_rank: of this rank.
-        failed: called for each member that failed; what it raises is logged.
+        failed: called for each member that failed; its exceptions are logged.
         stalled: called for each member that makes no progress while the others wait for it.
-        progress: tells whether this rank waits for other groups, and what it does, when the lighthouse asks.
+        progress: returns whether this rank waits for other groups, and what it does; called when the lighthouse asks.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class FailureListener:
         while True:
             try:
                 notice = self._client._wait_notice(_LONGEST_WAIT)
-            except RuntimeError as e:  # the client is shut down: by `end`, or by somebody else
+            except RuntimeError as e:  # the client is shut down, after `end` or unexpectedly
                 if not self._ending.is_set():
                     _logger.warning("no more notices of the lighthouse are heard: %s", e)
                 return
@@ -97,19 +98,20 @@ class FailureListener:
                 else:
                     self._about[kind](failure)
             except Exception:
-                _logger.exception("a notice of the lighthouse could not be taken")
+                _logger.exception("a notice of the lighthouse could not be handled")
 
 
 class Failures:
-    """What the lighthouse told of the quorum that this rank is in, and the end of what waits for them.
+    """The failures that the lighthouse reported for the quorum of this rank. A failure ends the collectives, or the
+    connecting, that would wait for the failed member.
 
     Args:
-        enabled: whether a failure ends anything here (``enable_error_bus``).
-        step: the one before the first.
-        abort: aborts the process group, in whatever it does.
-        report: learns of the error that a failure is to the collectives that run, and of which step they are.
-        fetching: whether this rank waits for the state of a peer.
-        transferring: whether a device has still to send or receive a state.
+        enabled: whether failures end anything (``enable_error_bus``).
+        step: the placeholder before the first step.
+        abort: aborts the process group.
+        report: called with the error and the running collectives that it ends.
+        fetching: returns whether this rank waits for the state of a peer.
+        transferring: returns whether a device has still to send or receive a state.
         logger: of the Manager.
     """
 
@@ -131,17 +133,17 @@ class Failures:
         self._fetching = fetching
         self._transferring = transferring
         self._logger = logger
-        # Held while the collectives of a step are ended for a failure, and while a step begins: so those of the next
-        # step are never ended for it.
+        # Held while a failure ends the collectives of a step, and while a step begins. Otherwise a failure of an old
+        # quorum could end the collectives of a step that has just begun with other peers.
         self._lock = threading.Lock()
-        self._quorum_id = -1  # that is followed
-        self._connecting = False  # the process group gets the peers of that quorum
-        # Of each quorum that is followed, or may be yet, the first member that failed.
+        self._quorum_id = -1  # the quorum that the process group is connected with, or connects with
+        self._connecting = False  # whether it connects with that quorum now
+        # The first failed member by quorum, for this quorum and later ones: a notice may arrive before its quorum does.
         self._told: dict[int, MemberFailure] = {}
         self._callbacks: list[FailureCallback] = []
 
     def begin(self, step: Step) -> None:
-        """A step begins: what is told from now on is about its collectives."""
+        """A step begins: failures that are reported from now on end its collectives."""
         with self._lock:
             self._step = step
 
@@ -151,7 +153,7 @@ class Failures:
 
     @contextmanager
     def connecting(self, quorum_id: int) -> Iterator[None]:
-        """While the process group gets the peers of a new quorum."""
+        """Surrounds the connecting of the process group with the members of a new quorum."""
         with self._lock:
             self._quorum_id = quorum_id
             self._connecting = True
@@ -168,8 +170,8 @@ class Failures:
             raise PeerFailed(failure)
 
     def member_failed(self, failure: MemberFailure) -> None:
-        """Ends what waits for a peer that failed, and tells the subscribers. What one of them raises is logged, and
-        the others hear of it all the same.
+        """Ends what waits for a peer that failed, and calls the subscribers. An exception of one is logged, so that
+        the others are still called.
         """
         if not self.enabled:
             return
@@ -177,12 +179,14 @@ class Failures:
             try:
                 tell(failure)
             except Exception as e:
-                self._logger.exception(f"the failure of {failure.replica_id} could not be taken: {e}")
+                self._logger.exception(f"the failure of {failure.replica_id} could not be handled: {e}")
 
     def _end_collectives(self, failure: MemberFailure) -> None:
-        """A step whose collectives and transfers have all ended is none the worse for a failure."""
+        """Ends the running collectives and transfers of the step. If all have ended, their results are complete on this
+        rank and the failure changes nothing: the step may be committed.
+        """
         with self._lock:
-            if failure.quorum_id >= self._quorum_id:  # one that is to come is looked at when it is followed
+            if failure.quorum_id >= self._quorum_id:  # `check` finds that of a later quorum when this rank joins it
                 self._told.setdefault(failure.quorum_id, failure)
             mine = failure.quorum_id == self._quorum_id
             collectives = self._step.collectives
@@ -193,7 +197,7 @@ class Failures:
                 self._report(error, collectives)
 
     def _end_connecting(self, failure: MemberFailure) -> None:
-        # An abort that comes before the group has begun to connect finds nothing to end.
+        # Repeated: an abort that comes before the process group has begun to connect ends nothing.
         while self._connecting and failure.quorum_id == self._quorum_id:
             self._abort()
             time.sleep(_ABORT_AGAIN_SEC)
@@ -203,7 +207,7 @@ class Failures:
         self._logger.warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
 
     def progress(self) -> tuple[bool, str]:
-        """Whether this rank waits for other groups, and what it does; asked only when a step takes very long."""
+        """Whether this rank waits for other groups, and what it does. The lighthouse asks only if a step takes long."""
         collectives = self._step.collectives
         running = collectives.running()
         if self._connecting:

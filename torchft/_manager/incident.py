@@ -1,4 +1,4 @@
-"""What a failure cost, phase by phase: from the first sign of it to the next commit."""
+"""Measures what a failure costs, by phase: from when this rank notices it to the next commit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ if TYPE_CHECKING:
 
 
 class Incident:
-    """A failure, from when this rank knew of it until it commits again. Each phase counts once, when it first ends.
+    """A failure, from when this rank notices it until its next commit. Phases follow one another without a gap; the
+    times of a phase that occurs several times are added up.
 
     Args:
-        cause: what was noticed, in words.
-        step: that it happened in.
-        quorum_id: that it happened in.
+        cause: the error that was noticed, as text.
+        step: in which it was noticed.
+        quorum_id: in which it was noticed.
     """
 
     def __init__(self, cause: str, step: int, quorum_id: int) -> None:
@@ -27,7 +28,7 @@ class Incident:
         self._phases: dict[str, float] = {}
 
     def ended(self, phase: str) -> None:
-        """Ends a phase: the time since the one before, or since the failure was noticed, is its."""
+        """Ends a phase, which began when the previous one ended, or when the failure was noticed."""
         now = time.monotonic()
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
         self._last = now
@@ -45,11 +46,11 @@ class Incident:
 
 
 class Incidents:
-    """The failure after which nothing was committed yet, if there is one: what comes meanwhile belongs to it.
+    """The failure since which no step was committed, if there is one. Errors before the next commit are part of it.
 
     Args:
-        place: where the rank is.
-        over: is given one that has ended.
+        place: the step and quorum of the rank.
+        over: called with an incident when it has ended.
     """
 
     def __init__(self, place: Place, over: Callable[[Incident], None]) -> None:
@@ -63,13 +64,13 @@ class Incidents:
             self._incident = Incident(str(cause), self._place.step, self._place.quorum_id)
 
     def ended(self, phase: str) -> None:
-        """A phase of it has ended, on any thread."""
+        """A phase of the incident has ended, on any thread."""
         incident = self._incident  # read once: the training thread ends it
         if incident is not None:
             incident.ended(phase)
 
     def step_ended(self, committed: bool) -> None:
-        """A step was decided on: one that is committed ends the incident, which is told then."""
+        """The vote on a step has ended. A committed step ends the incident."""
         incident = self._incident
         if incident is None:
             return

@@ -1,12 +1,13 @@
-"""Whether the groups of a quorum reduce the same tensors, asked before any of them is sent.
+"""Checks that the groups of a quorum reduce the same tensors, before any tensor is sent.
 
-LocalSGD and DiLoCo describe what they reduce in lines of text (``Manager.register_layout``). A digest of them travels
-in each group's reconfigure handle; the lines themselves lie in the store that the handle names, and are only read when
-digests differ. Groups that announce nothing (upstream, native groups) are not compared.
+LocalSGD and DiLoCo describe what they reduce in lines of text (``Manager.register_layout``). Each group's reconfigure
+handle carries a digest of its lines; the lines themselves are in the store that the handle names, and are only read if
+digests differ. Groups that announce nothing (upstream and native groups) are not compared.
 
-So do the loaders of :mod:`torchft.data`, with one rule more: if one group has such a loader, all must have. The digest
-says so by a prefix. A handle that announces nothing then differs. A native handle is PyTorch's own text: with a loader
-the digest follows it, and is taken off before the handle reaches the group.
+The loaders of :mod:`torchft.data` use the same mechanism, with one more rule: if one group has such a loader, all must
+have one. A prefix of the digest says that a group has a loader; then a handle without a digest counts as different. A
+native handle is text made by PyTorch: with a loader the digest is appended to it, and removed before PyTorch gets the
+handle of a peer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LayoutDiffers(ValueError):
     """Another group reduces other tensors, or trains on other data.
 
     Attributes:
-        ours_to_mend: whether it is this group that does not fit into the job, and has to go.
+        ours_to_mend: whether this group is the one that does not fit into the job, so that its process must end.
     """
 
     def __init__(self, message: str, ours_to_mend: bool) -> None:
@@ -49,21 +50,21 @@ def digest(lines: Sequence[str]) -> str:
 
 
 def announce(handle: str, layout: str) -> str:
-    """A native handle that tells the digest of a group with a loader."""
+    """A native handle, with the digest appended if this group has a loader."""
     return handle + _AFTER_NATIVE + layout if _has_loader(layout) else handle
 
 
 def bare(handle: str) -> str:
-    """A native handle as PyTorch made it."""
+    """A native handle without what torchft appended."""
     return handle.partition(_AFTER_NATIVE)[0].partition(f" {_COMPARES}=")[0]
 
 
 def announce_comparison(handle: str, compares: str) -> str:
-    """A handle that tells how this group's weights are compared with those of others (replicas.py).
+    """A handle that announces how this group compares its weights with those of others (replicas.py).
 
     Args:
         handle: torchft's own, or a native one; any other kind stays as it is.
-        compares: letters of a URL.
+        compares: what is announced, in characters that a URL may contain.
     """
     if handle.startswith("{") and handle.endswith("}"):
         return f'{handle[:-1]}, "{_COMPARES}": "{compares}"}}'
@@ -76,7 +77,7 @@ def announce_native_comparison(handle: str, compares: str) -> str:
 
 
 def comparison_of(handle: str) -> str:
-    """What a handle tells of it, empty if nothing."""
+    """What a handle announces about the comparison of weights; empty if nothing."""
     if not handle.startswith("{"):
         return handle.partition(f" {_COMPARES}=")[2].partition(" ")[0]
     with contextlib.suppress(ValueError):
@@ -86,7 +87,7 @@ def comparison_of(handle: str) -> str:
 
 
 class Layout:
-    """What a rank reduces, as it tells the other groups.
+    """What a rank reduces, announced to the other groups.
 
     Args:
         announce: puts the digest and the lines into this rank's handle.
@@ -105,7 +106,7 @@ class Layout:
         self._announce(digest(self.lines), "\n".join(self.lines))
 
     def check(self, plan: Plan, new_here: bool) -> None:
-        """As :func:`check_layouts`, with the lines that the other groups have in their stores."""
+        """Calls :func:`check_layouts`, which reads the lines of other groups from their stores."""
         check_layouts(plan, self.lines, new_here=new_here, read=read_layout)
 
 
@@ -114,8 +115,8 @@ def check_layouts(
 ) -> None:
     """Raises LayoutDiffers if another group of this quorum announces other lines than ``ours``.
 
-    The group to mend is the one that came last: at step 0 all but the first one, later whoever heals from a group that
-    differs or has not trained with the others yet.
+    The error tells which group has to change: the one that joined last. At step 0 this is each group that differs from
+    the first one; later, a group that differs from its source and heals, or has committed no step yet.
 
     Args:
         plan: of this rank.
@@ -127,8 +128,8 @@ def check_layouts(
     if _has_loader(mine) and not plan.handles and plan.replica_world_size > 1:
         without = ", ".join(plan.without_handles or plan.replica_ids)
         raise LayoutDiffers(
-            f"this group trains with an {LOADER}, which torchft 0.2.0 has not: among {without} is a group that "
-            "announces nothing, and would divide the sum of weighted gradients by the number of groups",
+            f"this group trains with an {LOADER}, which torchft 0.2.0 does not have: among {without} is a group that "
+            "announces nothing, so it would divide the sum of weighted gradients by the number of groups",
             ours_to_mend=plan.heal or new_here,
         )
     peers = [_decode(text) for text in plan.handles]
@@ -166,7 +167,7 @@ def _say(name: str, ours: Optional[Sequence[str]], peer: Handle, read: Callable[
 
 
 def read_layout(peer: Handle) -> Optional[list[str]]:
-    """The lines that a group announces, from its own store; None if it is not reached in a few seconds."""
+    """The lines of a group, from its own store; None if the store is not reached within a few seconds."""
     with contextlib.suppress(Exception):
         store = create_store_client(peer.store, timeout=_FETCH_TIMEOUT)
         return store.get(f"layout/{peer.layout}").decode().splitlines()
@@ -176,13 +177,13 @@ def read_layout(peer: Handle) -> Optional[list[str]]:
 def _decode(text: str) -> Handle:
     try:
         return Handle.decode(text)
-    except ValueError:  # a native group's
+    except ValueError:  # the handle of a native group, which is no JSON
         return Handle(id=bare(text), store="", layout=text.partition(_AFTER_NATIVE)[2] or None)
 
 
 def _describe(ours: Sequence[str], theirs: Optional[list[str]]) -> str:
     if theirs is None:
-        return "what that one announces could not be read"
+        return "its lines could not be read from its store"
     here = [line for line in ours if line not in set(theirs)]
     there = [line for line in theirs if line not in set(ours)]
     if not here and not there:

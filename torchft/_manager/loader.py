@@ -46,35 +46,37 @@ class Loader(Protocol):
 
     @property
     def stamp(self) -> Stamp:
-        """Its settings and position: after a heal was loaded, those of the job."""
+        """Its settings and position. After a heal it has the position of the job."""
         ...
 
     @property
     def settings(self) -> list[str]:
-        """What all groups must have alike, a line each, for :meth:`Manager.register_layout`."""
+        """The settings that must be equal in all groups, a line each, for :meth:`Manager.register_layout`."""
         ...
 
     def check_samples(self, counted: int, participants: int) -> None:
-        """Raises an error unless a reduction of so many samples has those of this data rank, over all groups."""
+        """Raises an error unless ``counted`` is the number of samples that all groups together must have reduced for
+        this data rank.
+        """
         ...
 
     @property
     def digest(self) -> str:
-        """64 bits in hex of what all groups must have alike: the stamp, and what else is state of its sums."""
+        """A digest of 64 bits, in hex, of what must be equal in all groups: the stamp and the state of its sums."""
         ...
 
     def units_added(self) -> bool:
-        """Whether gradients are those of this rank's units; False before the first. Raises an error if they are those
-        of some of them.
+        """Whether the gradients hold all units of this rank; False before its first unit. Raises an error if they
+        hold only some of the units.
         """
         ...
 
     def send_samples(self) -> int:
-        """A comparison begins; gives the samples of this rank that are in what is reduced."""
+        """A comparison begins. Returns how many samples of this rank are in the tensors that are reduced."""
         ...
 
     def samples_averaged(self, counted: int) -> None:
-        """LocalSGD and DiLoCo: so many samples are in the average, if it is committed."""
+        """LocalSGD and DiLoCo: the average holds ``counted`` samples, if it is committed."""
         ...
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
@@ -82,60 +84,61 @@ class Loader(Protocol):
         ...
 
     def inner_step_ended(self) -> None:
-        """They have done a step of their optimizer."""
+        """This group has done a step of its optimizer between two averages."""
         ...
 
     def verify(self) -> None:
-        """Raises an error unless the gradients of the step are what they should be, as far as this rank can tell."""
+        """Raises an error if this rank knows that the gradients of the step are wrong or incomplete."""
         ...
 
 
 class BatchDiffers(RuntimeError):
     """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed.
 
-    If their batches differ, the first group that is up to date is right, and the others heal.
+    If their batches differ, the first group that is up to date counts as right, and the groups that differ from it heal.
     """
 
 
 class BatchCheck:
-    """Compares what the groups of a quorum train on, once a quorum.
+    """Compares once per quorum which batch its groups train on.
 
     Args:
         loader: of this rank.
 
     Attributes:
-        verdict: on this group, in the last step that ended.
+        verdict: of the last comparison, on this group.
     """
 
     verdict = Verdict.ALIKE
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._whole: Optional[Step] = None  # the last one in which this rank's gradients are those of all its units
-        self._checked = -1  # the quorum in which the reduction was begun
+        self._whole: Optional[Step] = None  # the last step in which the gradients hold all units of this rank
+        self._checked = -1  # the id of the last quorum in which the comparison was begun
         self._sums: Optional[torch.Tensor] = None
         self._work: Optional[_ManagedWork] = None
 
     def reduces(self, step: Step) -> None:
-        """Something is reduced, perhaps gradients: peers see only in the first step of a quorum that some are missing.
+        """A tensor is about to be reduced, perhaps gradients. Each rank checks in every step that its units are
+        complete, because peers compare sample counts in the first step of a quorum only.
 
         Raises:
-            UnitsSkipped: this rank has left some of its units out.
+            UnitsSkipped: this rank has left out some of its units.
         """
         if self._whole is not step and self._loader.units_added():
             self._whole = step
 
     def is_due(self, step: Step) -> bool:
-        """Whether the quorum has not been compared, in this step or an earlier one."""
+        """Whether the groups of this quorum have still to be compared."""
         return step.plan is not None and self._checked != step.plan.quorum_id
 
     def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
-        """What this rank adds to the reduction; a group that does not take part adds zeros in its place."""
+        """What this rank adds to the reduction. In a group that does not participate, the Manager sends zeros."""
         self._checked = plan.quorum_id
         return torch.tensor(entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device)
 
     def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
-        """The reduction runs; None: it could not be begun, and the step has failed."""
+        """The reduction was begun. ``work`` is None if that failed; the step has failed then, too."""
         self._sums, self._work = (sums, work) if work is not None else (None, None)
 
     def verify(self, step: Step) -> None:
@@ -143,7 +146,7 @@ class BatchCheck:
 
         Raises:
             BatchDiffers: the step must not be committed.
-            Exception: nor for what the loader itself has found.
+            Exception: the loader itself refuses the step.
         """
         self._compare(step)
         if step.error is None:
@@ -156,7 +159,9 @@ class BatchCheck:
     def _compare(self, step: Step) -> None:
         sums, work, self._sums, self._work = self._sums, self._work, None, None
         self.verdict = Verdict.ALIKE
-        # Also after an error: a group that has nothing to reduce, as it is at the end of the data, ends what follows.
+        # The comparison is evaluated after an error, too: a group at the end of its data reduces nothing more and
+        # aborts the collectives of the others, and only the comparison tells them that the positions differ, and who
+        # has to heal. A healing group with an error may not have loaded the job's position, so it is not judged.
         if sums is None or work is None or not work.wait() or (step.healing and step.error is not None):
             return
         counted = sums.tolist()
@@ -191,7 +196,7 @@ class AverageCheck(BatchCheck):
         self._step: Optional[Step] = None
 
     def reduces(self, step: Step) -> None:
-        pass  # an average is of weights, and counts what was trained
+        pass  # weights are averaged: their sample count covers all inner steps, so no unit can be missing unnoticed
 
     def is_due(self, step: Step) -> bool:
         due, self._step = self._step is not step, step
@@ -205,11 +210,11 @@ Reduce = Callable[[torch.Tensor, ReduceOp, bool], Optional["_ManagedWork"]]
 
 
 class Data:
-    """What a rank trains on, as far as its Manager knows: nothing, until a loader is attached.
+    """The Manager's part for the loader of a rank; it checks nothing until a loader is attached.
 
     Args:
-        layout: announces what all groups must have alike.
-        planner: learns whether groups heal before their first step.
+        layout: announces the settings that must be equal in all groups.
+        planner: its ``heal_first`` is set when a loader is attached.
         settings: of the Manager.
         init_sync: of the Manager.
     """
@@ -227,17 +232,17 @@ class Data:
     # Before the first step
 
     def attach(self, loader: Loader, begun: bool) -> None:
-        """All groups of the job train on the units of such loaders, whose losses are weighted.
+        """Attaches the loader of this rank. All groups of the job must have one: it weights losses by samples.
 
         Args:
             loader: of this rank.
-            begun: whether the first step has.
+            begun: whether the first step has begun.
 
         Raises:
-            ValueError: something that does not go together with a loader.
+            ValueError: a setting excludes a loader, or it is attached too late.
         """
         if self._batches is not None:
-            raise ValueError(f"this Manager has an {NAME} already: a job has one, which all of its epochs come from")
+            raise ValueError(f"this Manager has an {NAME} already: one loader serves all epochs of a job")
         if begun:
             raise ValueError(f"the first step has begun: make the {NAME} before, in all groups")
         if self._replays:
@@ -253,12 +258,14 @@ class Data:
         self._layout.add(NAME, [*loader.settings, f"reproducible_reduction={self._reproducible}"])
 
     def attach_local_steps(self, local_steps: LocalSteps) -> None:
-        """Groups train on their own between two steps of the Manager, which are averages."""
+        """LocalSGD or DiLoCo: each group trains alone between two steps of the Manager, and a step averages weights."""
         self._local_steps = local_steps
         self._choose_check()
 
     def _choose_check(self) -> None:
-        """Sets what is compared, as soon as it is known whether gradients are added, or weights averaged."""
+        """Chooses the comparison: gradients are added, or weights are averaged. Loader and LocalSGD may be attached in
+        either order.
+        """
         if self._loader is None:
             return
         if self._local_steps is None:
@@ -270,7 +277,7 @@ class Data:
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether gradients are weighted, so that a sum over groups is not divided."""
+        """Whether gradients are weighted by samples, so that their sum over the groups is not divided."""
         return self._loader is not None and self._local_steps is None
 
     # What is refused
@@ -301,11 +308,11 @@ class Data:
     # In a step
 
     def began(self, step: Step) -> bool:
-        """Whether a step was begun by the loader, and nothing has been reduced in it."""
+        """Whether a loader is attached, and nothing has been reduced in this step."""
         return self.adds_gradients and step.undecided and not len(step.collectives)
 
     def inner_step_ended(self) -> None:
-        """A group that trains on its own has done a step of its optimizer."""
+        """LocalSGD or DiLoCo: this group has done a step of its optimizer between two averages."""
         if self._loader is not None:
             self._loader.inner_step_ended()
 
@@ -314,7 +321,7 @@ class Data:
         return self._batches is not None and self._batches.is_due(step)
 
     def compare(self, step: Step, device: torch.device, reduce: Reduce) -> None:
-        """Reduces what tells whether all train on the same batch, before the first tensor of a quorum."""
+        """Begins the comparison of the groups, before the first tensor of a quorum is reduced."""
         batches = self._batches
         if batches is None:
             return
@@ -330,11 +337,13 @@ class Data:
             self._batches.verify(step)
 
     def step_to_say(self, step: int) -> int:
-        """The step that this group says in the next quorum, after it has lost this one."""
+        """The step that this group announces for the next quorum, after it has lost ``step``. A group with the wrong
+        position announces a smaller one, so that it heals.
+        """
         return step if self._batches is None else step_to_say(step, self._batches.verdict)
 
 
-# Where backends that are not Gloo reduce.
+# The device type of the tensors that a backend other than Gloo reduces.
 _DEVICES = {"nccl": "cuda", "xccl": "xpu"}
 
 

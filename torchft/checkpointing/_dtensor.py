@@ -1,16 +1,16 @@
-"""What makes a DTensor of a local part, as plain JSON: its mesh, its placements, and the whole tensor's shape.
+"""Encodes as JSON what turns a local tensor into a DTensor: mesh, placements, and the shape of the whole tensor.
 
     ["spec", mesh, [placement, ...], [shape, strides, dtype] or null, [[tensor dim, [mesh dim, ...]], ...] or null]
     mesh       [device type, nested ranks, [name, ...] or null, groups, [name, ...] or null]
     groups     names of the process groups by dimension, or null; in PyTorch 2.7 their [tag, [rank, ...], name]
     placement  ["S", dim], ["SS", dim, split factor], ["R"], ["+", reduction]
 
-A mesh that was cut out of another one is described by that one and the names of its dimensions (the last item of a
-mesh), because PyTorch counts it as equal only to one cut out of the same. Process groups are found by their names,
-which are the same on every replica group that runs the same program. Nothing is asked of the network.
+A submesh (``mesh["tp"]``) is described by its root mesh and the names of its dimensions (the last item of a mesh),
+because PyTorch counts it as equal only to a submesh of the same root. Process groups are found by their names, which
+are equal in all replica groups that run the same program. Neither encoding nor decoding communicates.
 
-Private names of PyTorch are in use here, and differ from release to release. So what was encoded is decoded at once and
-compared: where the two differ, and for placements of other types, the caller has to find another way.
+This module uses private names of PyTorch, which differ between releases. So the encoder decodes its result at once and
+compares: if the two differ, or a placement has another type, `encode` returns None and the caller falls back.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class SpecEncoder:
     """Describes the specs of the DTensors of one state."""
 
     def __init__(self) -> None:
-        self._meshes: Dict[int, Tuple[Any, Any]] = {}  # by id: the mesh, so that it stays, and what describes it
+        # By id: the mesh, kept alive so that its id stays unique, and its description.
+        self._meshes: Dict[int, Tuple[Any, Any]] = {}
         self._decoder = SpecDecoder()
 
     def encode(self, spec: Any) -> Optional[List[Any]]:
-        """What describes a `DTensorSpec`; None if there is something about it that this cannot say."""
+        """The description of a `DTensorSpec`; None if it cannot be described completely."""
         try:
             if id(spec.mesh) not in self._meshes:
                 self._meshes[id(spec.mesh)] = spec.mesh, _mesh(spec.mesh)
@@ -45,7 +46,7 @@ class SpecEncoder:
                 None if order is None else [[entry.tensor_dim, list(entry.mesh_dims)] for entry in order],
             ]
             return node if self._decoder.decode(node) == spec else None
-        except Exception:  # whatever is unlike what is known here
+        except Exception:  # this release of PyTorch differs from those that are known here
             return None
 
 
@@ -84,7 +85,7 @@ def _placement(placement: Any) -> List[Any]:
 
 
 class SpecDecoder:
-    """Makes specs of what describes them. Tensors on the same mesh share it."""
+    """Decodes descriptions. Tensors with the same description of the mesh share one mesh."""
 
     def __init__(self) -> None:
         self._meshes: Dict[str, Any] = {}
@@ -93,7 +94,7 @@ class SpecDecoder:
         """A `DTensorSpec`.
 
         Raises:
-            ValueError, TypeError, ...: it is malformed, or torch.distributed is not initialized here
+            ValueError, TypeError, ...: the description is malformed, or torch.distributed is not initialized here.
         """
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -145,7 +146,7 @@ def _made_mesh(device_type: str, ranks: Any, names: Any, groups: Any, cut: Any) 
 
 
 def _find_groups(mesh: Any, groups: List[Any]) -> None:
-    """Does to a mesh what unpickling does: it looks its groups up."""
+    """Gives a mesh its process groups as unpickling does: it looks them up by name."""
     state = {_GROUPS[0] if all(isinstance(group, str) for group in groups) else _GROUPS[1]: groups}
     if hasattr(mesh, "__setstate__"):
         mesh.__setstate__(state)

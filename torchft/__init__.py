@@ -1,5 +1,5 @@
 """torchft: a training job made of replica groups, each of which may fail, restart and heal while the others
-train on.
+continue.
 
 The names below are resolved on first use, so that `import torchft` costs neither torch nor the native
 library: `torchft_lighthouse` starts at once, and isolated worker processes stay small.

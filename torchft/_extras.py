@@ -1,4 +1,4 @@
-"""What torchft's wrappers ask of a Manager beyond its public methods: the optimizer, DDP, LocalSGD, process groups.
+"""The calls of torchft's wrappers (optimizer, DDP, LocalSGD, process groups) on a Manager beyond its public methods.
 
 Scripts' tests give the wrappers stand-ins for a Manager, which need not have it. A wrapper asks once, when it is made,
 for the extras of its Manager, and calls those.

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, so that the package itself costs nothing: PEP 562."""
+"""Names of a package that are imported on first use (PEP 562), so that importing the package stays cheap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that send 8-bit codes instead of numbers: a quarter of float32's bytes.
+"""Collectives that send 8-bit codes: a quarter of the bytes of float32.
 
 Each rank sends each peer the codes of one slice of its tensors, adds up the slices that it gets, and (for an allreduce)
 sends everybody the codes of the sum. So values are rounded twice in an allreduce and once in a reduce_scatter; by how

@@ -1,4 +1,4 @@
-"""Deadlines for things that have none: futures, blocks of code, streams.
+"""Deadlines for futures, blocks of code and streams, which have none of their own.
 
 All timers of a process share one daemon thread, which starts with the first timer. A timer that
 fires runs its callback on that thread, so callbacks must be short: abort something, fail a future.

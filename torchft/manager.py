@@ -1,4 +1,4 @@
-"""The Manager: what a training loop talks to.
+"""The Manager: the object that a training loop calls.
 
 A step of a rank is ``start_quorum`` (who takes part?), a forward and a backward pass with ``allreduce``, and
 ``should_commit`` (did everybody finish?). Errors of other groups never raise into the model: they are kept, and the

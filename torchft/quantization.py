@@ -1,4 +1,4 @@
-"""8-bit codes for what travels between replica groups.
+"""8-bit codes for tensors that are sent between replica groups.
 
 Tensors are cut into one slice for each rank, and these into blocks of BLOCK_SIZE_T elements. A block has a scale, a
 power of two, and each element an 8-bit code: its value divided by the scale, rounded to even. (As in the

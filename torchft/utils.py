@@ -1,4 +1,4 @@
-"""Streams and events of whatever accelerator there is; without one these do nothing."""
+"""Streams and events of the accelerator of this process; without one they do nothing."""
 
 from __future__ import annotations
 

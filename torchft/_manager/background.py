@@ -1,4 +1,4 @@
-"""Where a heal runs on a device: on a stream of its own, while the training thread's stream goes on.
+"""The CUDA stream of a heal, separate from that of the training thread, which continues to compute.
 
 The device is the training thread's current one when the step begins: a training loop may choose it after the Manager is
 made, and the thread that follows a quorum has another one. Where nothing uses a device, nothing is made there.

@@ -1,4 +1,4 @@
-"""The collectives of one step, from the first to the end of the last, and those that outlive theirs in the backend.
+"""The collectives of one step, and those of earlier steps that still run in the backend after an abort.
 
 On a device a collective has ended when the device has finished it. Whoever waits for one only queues what comes after:
 then its mark stays here until the vote, and its tensors do not.

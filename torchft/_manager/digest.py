@@ -1,4 +1,4 @@
-"""Digests of tensors: 64 bits, made where a tensor lies, without a copy of the whole and without a wait of the host.
+"""Digests of tensors, 64 bits each, computed on the tensor's device without copying it and without blocking the host.
 
 The bytes of a tensor are words of 32 bits, in the order in which they lie in memory. A chunk of 2**15 words has the sum
 of ``word[i] * weight[i]`` modulo 2**64, and a tensor of several the sum of ``chunk[c] * weight[c]``. Weights are odd

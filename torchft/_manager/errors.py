@@ -1,4 +1,4 @@
-"""Errors of the step that runs: what is kept of them, and what ends for them."""
+"""Errors of the current step: which of them is kept, and which collectives it ends."""
 
 from __future__ import annotations
 

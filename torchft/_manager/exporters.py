@@ -1,4 +1,4 @@
-"""Which OpenTelemetry exporters the environment asks for; nothing of OpenTelemetry is imported to know it."""
+"""Which OpenTelemetry exporters the environment asks for, found out without importing OpenTelemetry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: rank 0 starts the manager server, the group's store tells where it is."""
+"""How the ranks of a group find their manager server: rank 0 starts it and puts its address into the group's store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank gave to the collectives of a step, kept so that they can be done again."""
+"""The inputs of a step's collectives, kept so that a failed step can be replayed."""
 
 from __future__ import annotations
 

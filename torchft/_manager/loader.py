@@ -1,4 +1,4 @@
-"""What a Manager does for an :class:`~torchft.data.ElasticDataLoader`: all groups train on the same batch.
+"""The Manager's part for an :class:`~torchft.data.ElasticDataLoader`: checks that all groups train on the same batch.
 
 The loader weights each loss by its samples, so gradients are added, and not divided by the number of groups. That is
 right only if each sample of the batch is in the sum once. In the first step of a quorum the groups therefore reduce 24

@@ -1,4 +1,4 @@
-"""Where the seconds of a recovery went."""
+"""Measures how long each phase of a recovery takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the result of a quorum to what this rank does about it. Pure, and free of torch."""
+"""Turns the result of a quorum into what this rank has to do. Pure, and free of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges of the Manager in a profile of PyTorch's, under the names that upstream gives them."""
+"""The Manager's ranges in the PyTorch profiler, with the same names as upstream's."""
 
 from __future__ import annotations
 

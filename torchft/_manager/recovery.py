@@ -1,4 +1,4 @@
-"""Healing: this group's state goes to those that are behind, a peer's state comes here when this group is.
+"""Healing: sends this group's state to groups that are behind, and receives a peer's state when this group is behind.
 
 A heal has three moments. It is *fetched* on the quorum thread, while the model runs. It is *loaded* on the training
 thread, because the model is its own. Until then it can be *discarded*, and the group is again where its weights are.

@@ -1,4 +1,4 @@
-"""Whether a step that was not committed is reduced again, with the groups that are left. Pure, and free of torch.
+"""Decides whether a failed step is replayed: reduced again with the remaining groups. Pure, and free of torch.
 
 A rank decides three times. Can it (:func:`why_not`)? The ranks of a group vote on that: all replay, or none. What does
 the next quorum say (:func:`why_anew`)? If nobody there has committed the step, all have the weights that the gradients

@@ -1,4 +1,4 @@
-"""Reduces a step that lost a peer again, with the groups that are left: docs/replay.md. Off, it does nothing.
+"""Replays a step that failed because of a peer: reduces it again with the remaining groups (docs/replay.md).
 
 What is decided is in replay.py, what is kept in inputs.py; this carries it out, on the training thread.
 """

@@ -1,4 +1,4 @@
-"""Compares weights and optimizer state among the groups, while they train: docs/divergence.md.
+"""Compares weights and optimizer state between the groups during training (docs/divergence.md).
 
 What is digested when, and what digests mean, is in divergence.py; this makes them, and sends them with a small
 reduction in the first step of every ten. Digests are made before the vote, when all that was reduced has ended and the

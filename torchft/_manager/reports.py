@@ -1,4 +1,4 @@
-"""What a rank tells its manager server for people to see: how far a heal is, what recoveries cost, and what it counts.
+"""What a rank reports to its manager server for display: the progress of heals, the cost of recoveries, and counts.
 
 It goes to the server's metrics and to the lighthouse's page. Nothing depends on it, and nothing of it is said in a step
 that is as it should be.

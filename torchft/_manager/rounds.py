@@ -1,4 +1,4 @@
-"""Quorum rounds: begun by the training thread, which goes on and asks for the result when it needs it.
+"""Quorum rounds: the training thread starts one, continues, and waits for the result when it needs it.
 
 What follows from a quorum that brings a change (new peers, a heal) must not wait until the training thread asks: others
 are waiting for it. So a thread of its own follows such quorums. One that brings nothing new is followed by whoever asks

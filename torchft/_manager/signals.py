@@ -1,4 +1,4 @@
-"""SIGTERM means drain: the group leaves at the end of a step, and a process that takes too long ends at once.
+"""SIGTERM drains the group: it leaves at the end of a step. A process that exceeds the deadline is ended.
 
 The handler sets a flag and does nothing else; the next request for a quorum carries it to the manager server, which
 lets all ranks of the group leave after the same step. Python runs handlers on the main thread, between two of its

@@ -1,4 +1,4 @@
-"""Which state a group has, by the Manager's count, and the user's state that goes with it: what a heal carries."""
+"""The state that a heal transfers: the Manager's counters, and the state dicts of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of one rank: what belongs to it alone, and the states that it goes through.
+"""One step of one rank: its data, and the states that it goes through.
 
 ``start_quorum`` makes one, and so does each attempt of a replay. The Manager drops it when the next one begins: until
 then the training loop may ask what came of it, and reduce something else, such as a loss for the log.

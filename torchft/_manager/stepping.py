@@ -1,4 +1,4 @@
-"""What a training loop may ask of the step that runs: a base of the Manager, which begins and ends the steps."""
+"""The methods that a training loop calls during a step: a base class of the Manager, which begins and ends steps."""
 
 from __future__ import annotations
 

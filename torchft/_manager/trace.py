@@ -1,4 +1,4 @@
-"""The steps of a rank as OpenTelemetry traces, which go on in the manager server and in the lighthouse.
+"""The steps of a rank as OpenTelemetry traces, which the manager server and the lighthouse continue.
 
 Off unless OpenTelemetry's own variables ask for traces; nothing of it is imported then.
 """

@@ -1,4 +1,4 @@
-"""The transfers of state in a rank's steps: begun when a quorum is followed, over before its weights change."""
+"""The transfers of state in a step: they begin once a quorum is known, and end before the weights change."""
 
 from __future__ import annotations
 

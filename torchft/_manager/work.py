@@ -1,4 +1,4 @@
-"""What :meth:`torchft.manager.Manager.allreduce` gives back: work that never raises into the model."""
+"""The work that :meth:`torchft.manager.Manager.allreduce` returns: its waits raise no error of a collective."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How numbers become 8-bit codes: see `torchft.quantization`."""
+"""The conversion of numbers to 8-bit codes: see `torchft.quantization`."""

@@ -1,4 +1,4 @@
-"""How codes get from rank to rank.
+"""The exchange of quantized codes between ranks.
 
 On a device (NCCL, XCCL) collectives are queued on a stream, so all of them are queued at once, and the host goes on.
 

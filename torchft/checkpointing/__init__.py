@@ -1,4 +1,4 @@
-"""How a replica group that comes back gets the weights of one that stayed."""
+"""How a healing replica group receives the state of another group."""
 
 from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.checkpointing.transport import CheckpointTransport

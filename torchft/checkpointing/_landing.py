@@ -1,4 +1,4 @@
-"""What arrives for a device: window by window through two blocks of host memory, see go/heal/windows.go."""
+"""Receives tensors of a device: window by window through two blocks of host memory, see go/heal/windows.go."""
 
 from __future__ import annotations
 

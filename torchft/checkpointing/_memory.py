@@ -1,4 +1,4 @@
-"""Memory of the host: what arrives is put there, and how much of it this process may still take."""
+"""Host memory for received tensors, and how much of it this process may still allocate."""
 
 from __future__ import annotations
 

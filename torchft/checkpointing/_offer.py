@@ -1,4 +1,4 @@
-"""A checkpoint that readers may read: the tensors as they lie, and copies of them."""
+"""A checkpoint offered to readers: the live tensors, or copies of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors that are here already a checkpoint is received into."""
+"""Chooses the existing tensors that a checkpoint is received into."""
 
 from __future__ import annotations
 

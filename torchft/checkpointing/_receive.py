@@ -1,4 +1,4 @@
-"""Healing over the native data plane, seen from the target: handshake, transfer, and again where it was cut short."""
+"""The target's side of the native data plane: handshake, transfer, and resuming after a broken connection."""
 
 from __future__ import annotations
 

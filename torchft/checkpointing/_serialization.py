@@ -1,4 +1,4 @@
-"""PyTorch's streaming format, and what may be in it.
+"""PyTorch's streaming format, and the types that are allowed in it.
 
 The names with an underscore are PyTorch's own save and load. Whatever comes from the network is read by PyTorch's
 restricted unpickler, which makes objects of listed types only and never looks a name up: `allow_checkpoint_types` lists

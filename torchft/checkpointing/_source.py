@@ -1,4 +1,4 @@
-"""Which checkpoint is offered at this moment, who reads it, and who waits for the next."""
+"""The checkpoint that is offered now, its readers, and the requests that wait for the next one."""
 
 from __future__ import annotations
 

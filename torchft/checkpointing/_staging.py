@@ -1,4 +1,4 @@
-"""Device memory on its way to or from the network: through two blocks of host memory, one filled while one is emptied.
+"""Moves device memory to or from the network through two blocks of host memory: one is filled while one is emptied.
 
 What that needs of a kind of device is `Copies`; `copies_for` finds it.
 """

@@ -1,4 +1,4 @@
-"""The state of the group that heals: where what arrives belongs, and on which devices it may lie."""
+"""The state of the healing group: the tensors and devices that received values belong to."""
 
 from __future__ import annotations
 

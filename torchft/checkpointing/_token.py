@@ -1,4 +1,4 @@
-"""The job's token, as checkpoint servers want to see it: weights are secrets.
+"""The job's token, which checkpoint servers require, since weights are secrets.
 
 These connections are not encrypted, so what is shown on them is made from the token and is not the token itself:
 whoever listens can fetch weights with it, which he saw anyway, and cannot end a group or join the job.

@@ -1,4 +1,4 @@
-"""Checkpoints over a process group: the source sends to each target, nothing is served."""
+"""Checkpoints over a process group: the source sends the state to each target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Manager asks of whatever moves a checkpoint from one replica group to another."""
+"""The interface of a checkpoint transport, which moves a state from one replica group to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``torchft`` command: run a job on this machine, look at one anywhere, find out what is wrong.
+"""The ``torchft`` command: runs a job on this machine, shows the state of any job, and diagnoses problems.
 
 Nothing here imports torch, so that every command starts at once; only ``torchft doctor`` looks whether it loads.
 """

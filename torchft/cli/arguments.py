@@ -1,4 +1,4 @@
-"""Arguments that are not understood: the error names what comes nearest. And the kinds of values that commands take."""
+"""Parses arguments: types of values, and errors that suggest the nearest known option or command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torchft doctor``: what is wrong here, or on the way to the lighthouse and the other groups, and what to do."""
+"""``torchft doctor``: checks this machine, and the way to the lighthouse and other groups, and says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torchft give-up``: tell one lighthouse of a list that groups have ended, and look first whether that can be so."""
+"""``torchft give-up``: tells a lighthouse of a list that missing groups have ended, after plausibility checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which command was given, and what it exits with."""
+"""The entry point of ``torchft``: chooses the command and its exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torchft status``: who is in the job, and why there is no quorum."""
+"""``torchft status``: the members of the job, and why there is no quorum."""
 
 from __future__ import annotations
 

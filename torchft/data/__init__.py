@@ -1,13 +1,13 @@
 """Which rank reads which part of the data.
 
-``loader``: :class:`ElasticDataLoader`, each sample once an epoch, in batches that do not depend on who is there
+``loader``: :class:`ElasticDataLoader`, each sample once an epoch, in batches that do not depend on the groups
 ``sampler``: :class:`DistributedSampler`, a fixed part for each rank of each group
 ``position``: the samples of each step, and the part of each rank in them
-``workers``: worker processes of a group that a signal lets leave
+``workers``: worker processes that survive the SIGTERM which drains their group
 ``agreement``: whether the groups of a quorum are at the same position
 ``permutation``: the order of an epoch
 ``local_steps``: the samples of LocalSGD's and DiLoCo's inner steps
-``exact_sum``: sums of gradients that depend neither on their order nor on who computes them
+``exact_sum``: sums of gradients that depend neither on their order nor on the ranks that compute them
 
 ``position``, ``agreement``, ``permutation`` and ``local_steps`` are pure and free of torch, so names are resolved on
 first use.

@@ -1,4 +1,4 @@
-"""Reads units ahead with PyTorch's DataLoader, although who computes which may change at any step.
+"""Reads units ahead with PyTorch's DataLoader, although the rank that computes a unit may change at any step.
 
 The DataLoader takes its batches from a forecast: the units that this rank computes if nobody comes or goes. When that
 turns out wrong there is another forecast. What it has in common with what is under way is not read again; the rest is

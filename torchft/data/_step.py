@@ -1,4 +1,4 @@
-"""What a training loop gets of an ElasticDataLoader: a step of the optimizer, and the units that a rank computes in it.
+"""What an ElasticDataLoader yields: an optimizer step, and the units that this rank computes in it.
 
 A step is right only if the gradients of all its units are in the reduction. So each unit notes that it went through
 :meth:`Unit.accumulate`, and :meth:`Step.check` is asked before gradients are reduced, and before the group votes.

@@ -1,4 +1,4 @@
-"""Whether the groups of a quorum train on the same batch, which give way if not, and when they end. Pure; no torch.
+"""Whether the groups of a quorum train on the same batch, which of them heal if not, and when they end. Pure; no torch.
 
 In the first reduction of a quorum each participant adds an :func:`entry`: its samples, and a digest of its settings and
 position. All get the same sum, and each judges alone. If all digests are alike, their sum is a multiple of each: by the

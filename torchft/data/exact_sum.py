@@ -1,4 +1,4 @@
-"""Sums of gradients whose bits depend neither on the order of the additions nor on who computed which part.
+"""Sums of gradients whose bits depend neither on the order of the additions nor on which rank computed which part.
 
 A float sum depends on the order of its terms; a sum of integers does not. :class:`ExactSum` turns the gradients of each
 unit into integers at a scale per tensor, adds these into int64 buffers, and turns the sum over all units of all ranks

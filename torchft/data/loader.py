@@ -1,4 +1,4 @@
-"""A loader whose groups come and go: each sample counts once an epoch, in batches that do not depend on who is there.
+"""A data loader for groups that fail and join: each sample counts once per epoch, in batches independent of the groups.
 
 :mod:`torchft.data.position` says what each step trains on, and who computes which part of it; the Manager, who is there
 and whether a step is committed (``torchft/_manager/loader.py``). This module is the part between them and PyTorch's

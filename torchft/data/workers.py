@@ -1,4 +1,4 @@
-"""Worker processes of a data loader in a group that a signal lets leave.
+"""Worker processes of a data loader that survive the SIGTERM which drains their group.
 
 torchrun and Slurm send SIGTERM to all processes of a rank, its workers included. PyTorch's workers end then, and the
 rank with them, before it has read what its last steps need.

@@ -1,4 +1,4 @@
-"""A dataset whose next sample is decided by who takes part: indices are those of ElasticDataLoader's position."""
+"""A dataset whose next sample depends on the participating groups: indices follow ElasticDataLoader's position."""
 
 from __future__ import annotations
 

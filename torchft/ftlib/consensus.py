@@ -1,4 +1,4 @@
-"""What a consensus has to do for FTLib, and how it answers."""
+"""The interface of a consensus for FTLib, and its results."""
 
 from __future__ import annotations
 

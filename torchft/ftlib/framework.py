@@ -1,4 +1,4 @@
-"""What a communication library has to do for FTLib, and torchft's process groups as one."""
+"""The interface of a communication library for FTLib, and its implementation by torchft's process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who the members are, which rank each has, and whose state the others take over. Pure, and free of torch."""
+"""The members of a view, their ranks, and the member whose state the others take over. Pure, and free of torch."""
 
 from __future__ import annotations
 

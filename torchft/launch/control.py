@@ -1,4 +1,4 @@
-"""How another process of the same user changes a running job: `torchft scale`.
+"""The control socket by which another process of the same user changes a running job (`torchft scale`).
 
 A socket of the job's own in a folder that only this user can enter; one line of JSON each way.
 """

@@ -1,4 +1,4 @@
-"""One line for each replica group: updated in place on a terminal, printed now and then elsewhere."""
+"""One status line per replica group: updated in place on a terminal, printed periodically elsewhere."""
 
 from __future__ import annotations
 

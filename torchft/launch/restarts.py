@@ -1,4 +1,4 @@
-"""When a replica group that ended is started again."""
+"""When a replica group that has ended is restarted."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@
 | ``local_sgd`` | parameters are averaged every so many steps |
 | ``diloco`` | when which fragment of a model is synchronised; the checks of the arguments |
 | ``fragment`` | one fragment: its last global parameters, what it sends, the outer step |
-| ``buckets`` | what travels in one collective |
-| ``inner_steps`` | being called after each step of the inner optimizer |
+| ``buckets`` | the buffers of the collectives |
+| ``inner_steps`` | hooks that run after each step of the inner optimizer |
 | ``parameters`` | which parameters take part, and their local parts (DTensor) |
 
-docs/local_sgd.md says how to choose the settings and what happens when a group dies.
+docs/local_sgd.md says how to choose the settings and what happens when a group fails.
 """
 
 from torchft.local_sgd.buckets import USE_BUCKETIZATION_ENV

@@ -1,4 +1,4 @@
-"""What travels in one collective: each parameter for itself, or all of a type laid end to end and cut in pieces.
+"""The buffers of the collectives: each parameter alone, or all of one dtype concatenated and cut into buckets.
 
 A collective costs some tenths of a millisecond whatever its size, so that a model of many small parameters is faster
 in buckets. Where a piece begins depends on the sizes alone: all groups cut alike.

@@ -1,4 +1,4 @@
-"""Being called after each step of an inner optimizer, for as long as a ``with`` block lasts, and counts of steps."""
+"""Hooks that run after each step of an inner optimizer within a ``with`` block, and counts of steps."""
 
 from __future__ import annotations
 

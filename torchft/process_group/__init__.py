@@ -1,12 +1,13 @@
 """Process groups whose peers change from quorum to quorum.
 
 - `base`: the interface, and how new peers are given to a group; `reconfigure`: how they find each other
-- `gloo`, `nccl`, `xccl`: groups in this process, built by `wrapper` anew for each set of peers; `accelerator`: what the
-  last two share, `nccl2`: PyTorch's newer NCCL
+- `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers; `accelerator`: the common
+  part of the last two; `nccl2`: PyTorch's newer NCCL backend
 - `native`, `torchcomms`: groups that stay the same object: PyTorch's own, and torchcomms' communicators
 - `isolated`: groups in a process of their own, which can be killed
-- `managed`: Manager's group for user code, `device_mesh`: for HSDP; `error_swallowing`, `fake`, `dummy`: see there
-- `checked`: the ranks compare what they are about to do
+- `managed`: the Manager's group for user code; `device_mesh`: a DeviceMesh for HSDP
+- `error_swallowing`: keeps errors instead of raising them; `fake`, `dummy`: for tests
+- `checked`: ranks compare their next operation
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connecting with new peers, which an abort can end.
+"""Connecting with new peers in a way that an abort can end.
 
 PyTorch's stores and Gloo wait in C++ for a peer that does not come, until a timeout, and nothing ends that: a peer
 that dies between the quorum and the connection would hold up the others for as long.

@@ -1,4 +1,4 @@
-"""What a caller reads of an operation that failed, and the tensors of its arguments; for all backends."""
+"""The error messages of failed operations, and the tensors among the arguments of an operation, for all backends."""
 
 from __future__ import annotations
 

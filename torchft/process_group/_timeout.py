@@ -1,4 +1,4 @@
-"""The timeout of a send or a receive: PyTorch's have no options, and a transfer has a limit of its own."""
+"""Timeouts of single sends and receives: PyTorch's calls take none, but a transfer of state has its own."""
 
 from __future__ import annotations
 

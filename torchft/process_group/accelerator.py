@@ -1,4 +1,4 @@
-"""What NCCL and XCCL have in common: their operations run on a device, where nobody can wait with a deadline.
+"""The common part of NCCL and XCCL, whose operations run on a device, where a wait has no deadline.
 
 "Done" has two meanings there. `wait` returns once the current stream will wait for the operation, which
 may still hang on the device. So the deadline is watched from the timer thread: when the stream has not

@@ -1,4 +1,4 @@
-"""TORCHFT_CHECK_COLLECTIVES=1: ranks compare what they are about to do, and say who differs, instead of hanging.
+"""TORCHFT_CHECK_COLLECTIVES=1: ranks compare their next operation, and report the one that differs instead of hanging.
 
 Before each collective every rank writes a line about it to the store where the group met, and reads those of the
 others. When they differ, all ranks raise the same error, from the very call that differs, before the backend sees it:

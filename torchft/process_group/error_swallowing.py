@@ -1,4 +1,4 @@
-"""A group whose operations never fail: the first error is kept, and nothing is done until new peers come."""
+"""A process group whose operations never fail: it keeps the first error, and does nothing until it is reconfigured."""
 
 from __future__ import annotations
 

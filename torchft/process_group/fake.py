@@ -1,4 +1,4 @@
-"""A group that fails when told to: for tests of what stands on a group."""
+"""A process group that fails on request, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group that user code sees: its allreduce goes through Manager."""
+"""A process group for user code, whose allreduce goes through the Manager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL in this process: fast, but a GPU that hangs in it for good takes the process along."""
+"""NCCL in this process: fast, but a GPU that hangs in NCCL for good can only be freed by ending the process."""
 
 from __future__ import annotations
 

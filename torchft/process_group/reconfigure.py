@@ -1,4 +1,4 @@
-"""How peers of a new quorum find each other: handles, and the store they meet at.
+"""How the members of a new quorum connect: their handles, and the store of the rendezvous.
 
 Every group has a handle, a JSON object that travels to the peers with the quorum:
 

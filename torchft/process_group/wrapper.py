@@ -1,4 +1,4 @@
-"""A group that builds a real one of PyTorch for each set of peers, or stands in front of another group."""
+"""A process group that creates one of PyTorch's for each set of peers, or forwards to another group."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Ends what Gloo's event loop makes of a connection that was cut while it still held data.
+"""Stops Gloo's event loop from spinning on a connection that was cut while it still held unread data.
 
-Gloo reads from a connection only what it has a place for. A receive that was given up, or an operation that failed
-because of one peer, has none any more for what another peer sends: Gloo leaves that in the socket, and so never sees
-that the connection was cut behind it. Epoll tells the loop of both again and again, and its thread turns at full speed
-for as long as the group lives: until nobody refers to it any more, not even a traceback. (PyTorch 2.15)
+Gloo reads from a connection only data that it has a buffer for. After an aborted receive, or an operation that failed
+because of one peer, there is no buffer for the data of another peer. Gloo leaves that data in the socket, and so never
+reads the end of the connection behind it. Epoll reports both again and again, and the event loop spins for as long as
+the process group exists: until nothing refers to it any more, not even a traceback. (Seen with PyTorch 2.15)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Destroys groups that nobody needs any more, on threads of their own.
+"""Destroys unused process groups on threads of their own.
 
 Destroying a Gloo group joins its threads, and those stay in an operation until its timeout when a peer
 is silent. Nobody who builds the next group may wait for that.

@@ -1,21 +1,21 @@
 """Isolated groups: the real group, Gloo or NCCL, lives in a worker, a process that can be killed.
 
-    parent     the group as the trainer sees it; `groups`: by backend; `call`, `work`: one operation, there and back
-    channel    the trainer's end of one worker: operations in flight; `leader`: which of the threads that wait reads the
-               answers; `completer`: futures; `devices`: what the two share; `wire`: the descriptors between them,
-               `messages`: through a socket
-    standby    gives out workers, one of which stands by; `server`: the process that forks them
+    parent     the process group in the trainer; `groups`: one class per backend; `call`, `work`: a request, its result
+    channel    the trainer's end of one worker: operations in flight; `leader`: the thread that reads the answers for
+               all; `completer`: futures; `devices`: shared memory and events; `wire`: socket and pipe; `messages`:
+               what goes through the socket
+    standby    hands out workers and keeps a spare one; `server`: the process that forks them
     worker     runs the operations
-    protocol   what travels between trainer and worker
-    sharing    the seam to a kind of device; `host`, `cuda`: behind it
+    protocol   the messages between trainer and worker
+    sharing    the interface to a device type; `host`, `cuda`: its implementations
 
 When an operation is *done*, that is when its `wait` returns and its future has a value:
 
 - on a CPU it has finished, and the result is in the caller's tensor;
 - on a device the stream that waits, or on which the future's callback runs, sees the result.
 
-The trainer never blocks longer than the operation's timeout for a worker that hangs: when it does not answer, it is
-killed, and whoever waits gets an error. A worker ends with its trainer, however that ends.
+The trainer never blocks longer than the operation's timeout for a worker that hangs: a worker that does not answer in
+time is killed, and all waits for it fail. A worker ends with its trainer, however the trainer ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An operation on its way to the worker: its tensors lent, its options as bytes."""
+"""An operation on its way to the worker: its tensors as registered memory, its options as bytes."""
 
 from __future__ import annotations
 

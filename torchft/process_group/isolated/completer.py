@@ -1,4 +1,4 @@
-"""Completes the futures of operations, on a thread that begins with the first one that is asked for."""
+"""Completes the futures of operations, on a thread that starts when the first future is requested."""
 
 from __future__ import annotations
 

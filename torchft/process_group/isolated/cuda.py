@@ -1,4 +1,4 @@
-"""CUDA: a worker uses the trainer's device memory itself, and events order what the two queue on the device.
+"""CUDA: a worker uses the trainer's device memory directly, and CUDA events order the work that the two queue.
 
 **Memory.** A storage is shared once in the life of the process, whatever the number of workers that come and go, and is
 known by weak reference, never by address. PyTorch counts who uses shared memory, and frees it only when a counter says

@@ -1,4 +1,4 @@
-"""What one trainer shares with one worker: the sharing of each kind of device, and operations queued there."""
+"""What a trainer shares with a worker: memory and events of each device type, and the operations queued there."""
 
 from __future__ import annotations
 

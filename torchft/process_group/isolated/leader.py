@@ -1,4 +1,4 @@
-"""Which of the threads that wait for a worker's answers reads them, for all of them."""
+"""Leader/follower: one of the threads that wait for a worker's answers reads the answers of all."""
 
 from __future__ import annotations
 

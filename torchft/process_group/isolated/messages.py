@@ -1,4 +1,4 @@
-"""Messages through a socket that keeps them apart, with file descriptors; long ones travel as memory."""
+"""Messages with file descriptors over a SOCK_SEQPACKET socket; long ones are sent as shared memory."""
 
 from __future__ import annotations
 

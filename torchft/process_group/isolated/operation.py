@@ -1,4 +1,4 @@
-"""An operation in the worker, as the trainer knows it: who waits for it, and what it gives back when it ends."""
+"""The trainer's record of an operation in the worker: the threads that wait for it, and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between an isolated group and its worker, as bytes.
+"""The binary messages between an isolated group and its worker.
 
 Requests go to the worker by a socket that keeps them apart, answers come back through a pipe. Neither holds
 tensors or pickles: a tensor is the ref of a lease (see `sharing`), options are their fields. An operation

@@ -1,4 +1,4 @@
-"""The seam between an isolated group and a kind of device: memory, and the order of what is queued on it.
+"""The interface to a device type: sharing its memory between processes, and ordering the work queued on it.
 
 A trainer and its worker are two processes. What an operation needs of both, that the worker sees the trainer's
 tensors and that neither touches them before the other's device is done with them, is behind `Sharing`. Each

@@ -1,4 +1,4 @@
-"""The trainer's end of what connects it with one worker: a socket for requests, a pipe for answers."""
+"""The trainer's end of the connection with a worker: a socket for requests, a pipe for answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation of an isolated group gives back to its caller."""
+"""The ``Work`` that an operation of an isolated group returns."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-// Command bench puts load on a lighthouse: replica groups, each with a connection of its own, that ask for one quorum
-// after the other as fast as they come. It prints a line of JSON for each number of groups.
+// Command bench puts load on a lighthouse. Simulated replica groups, each with a connection of its own, request the next quorum
+// as soon as they have received one. It prints a line of JSON for each number of groups.
 //
 //	go run ./bench -lighthouse http://localhost:29510 -kind upstream -groups 1000 -pid PID
 //	go run ./bench -comeback ./torchft_lighthouse -groups 10000
 //
-// The second kills a lighthouse under its groups, starts it again, and measures how they come back.
-// Groups of kind upstream speak as the upstream manager does, those of kind ours as the one of this repository. The
-// lighthouse must wait for all groups: its min_replicas is their number.
+// The second command kills the lighthouse of running groups, restarts it, and measures how long the groups take to reconnect.
+// Groups of kind upstream behave like upstream's manager, those of kind ours like the one of this repository. The min_replicas
+// of the lighthouse must be the number of groups, so that it waits for all of them.
 package main
 
 import (

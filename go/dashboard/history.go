@@ -1,7 +1,7 @@
-// Package dashboard is what people see of a job: its members now, what happened to it, and how fast it went.
+// Package dashboard shows a job to people: its present members, its events, and its speed.
 //
-// History and Board keep it, bounded however long the job runs; Handler serves it as JSON, as a stream of events and as a
-// page that draws both.
+// History and Board keep these in bounded memory, however long the job runs; Handler serves them as JSON, as a stream of
+// events, and as a web page that draws both.
 package dashboard
 
 import (

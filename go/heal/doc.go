@@ -1,10 +1,10 @@
 // Package heal moves the memory of one replica group's state into the memory of another's, over several TCP streams.
 //
-// A source offers some regions of memory. Laid end to end they are one range of bytes, cut into blocks of one size: a
-// large region is many blocks, and many small ones share a block. A target asks for blocks, each on whichever stream is
-// free, and reads them straight to where they belong. Every block carries a CRC32C; a block that fails it, or was on a
-// stream that broke, is asked for again, of any source that has the same bytes.
+// A source offers regions of memory. Concatenated, they form one range of bytes, which is cut into blocks of equal size: a
+// large region spans many blocks, and many small ones share a block. A target requests blocks, each on a stream that is free,
+// and reads them directly into their final place. Every block carries a CRC32C. A block with a wrong checksum, or on a stream
+// that broke, is requested again from any source that has the same bytes.
 //
-// What the memory means (shapes, names, plain values) is Python's business and travels before, with the secret that
-// opens a data connection.
+// The meaning of the memory (shapes, names, plain values) is known to Python only. Python sends it before the transfer,
+// together with the secret that opens a data connection.
 package heal

@@ -2,6 +2,6 @@
 // lighthouse: the shells around the machine in package round and around package recovery.
 //
 // RPCs, cancelled calls and broken connections become events; actions answer the calls that wait. The machine
-// takes one event at a time, under the server's lock: that lock is the machine's single thread. So a rank
-// that lives in the server's process, as group rank 0 does, gets its answer without a switch of threads.
+// takes one event at a time, under the server's lock: that lock is the machine's single thread. So a rank in the server's own
+// process, such as group rank 0, gets its answer without a switch of threads.
 package manager

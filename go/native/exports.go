@@ -1,5 +1,5 @@
-// Package main is the c-shared library that Python loads: the generated binding of pyapi (torchft_go.go
-// and torchft_go.c, see python/binding/generate.py), these exports, and csrc/.
+// Package main is the c-shared library that Python loads. It consists of the generated binding of pyapi (torchft_go.go and
+// torchft_go.c, see python/binding/generate.py), the exports of this package, and csrc/.
 package main
 
 /*

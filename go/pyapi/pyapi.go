@@ -1,10 +1,10 @@
-// Package pyapi is what Python sees of the Go core: package-level functions over int64, bool, string and
-// float64, each returning (T, error). Structs, slices, callbacks and bare errors do not cross the boundary,
-// because gopy's code for them leaks or crashes.
+// Package pyapi is the interface of the Go core for Python: package-level functions over int64, bool, string and float64,
+// each returning (T, error). Structs, slices, callbacks and bare errors do not cross the boundary, because gopy's code for
+// them leaks or crashes.
 //
-// No function here waits: Python's global lock is held. One whose name ends in Start begins an operation and
-// returns its number; csrc/wait.c waits for the result without the lock, and Ctrl-C ends the wait. Objects are integer handles (package ops), rich
-// results JSON text. Durations are microseconds, the resolution of Python's timedelta.
+// No function blocks, because the caller holds Python's global interpreter lock. A function whose name ends in Start begins an
+// operation and returns its number; csrc/wait.c waits for the result without the lock, and Ctrl-C ends the wait. Objects are
+// integer handles (package ops), structured results are JSON. Durations are in microseconds, the resolution of timedelta.
 package pyapi
 
 import (

@@ -1,4 +1,5 @@
-// Package quorum is the lighthouse's machine: who is alive, who waits, who is in the next quorum, and why.
+// Package quorum is the lighthouse's machine: which members are alive, which of them wait, which are in the next quorum, and
+// why.
 //
 // It is pure. Time is an argument, requests and timers are events, answers are actions; sockets, clocks and
 // goroutines live in package lighthouse. The same machine runs in production and in the simulation.

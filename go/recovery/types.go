@@ -1,5 +1,5 @@
-// Package recovery turns a quorum into what one rank has to do: its ranks, its rendezvous store, and who
-// heals from whom. It is a pure function of its arguments, so every member of a quorum computes the same plan.
+// Package recovery computes from a quorum what one rank has to do: its ranks, its rendezvous store, and the source or targets
+// of its heal. It is a pure function of its arguments, so every member of a quorum computes the same plan.
 package recovery
 
 import "slices"

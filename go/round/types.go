@@ -1,5 +1,5 @@
-// Package round is the manager server's machine: it gathers the ranks of one replica group for a quorum and
-// for a commit vote, and sees to it that every rank that waits is answered.
+// Package round is the manager server's machine: it gathers the ranks of one replica group for a quorum and for a commit
+// vote, and answers every waiting rank, whether the round succeeds, fails or times out.
 //
 // It is pure: time is an argument, RPCs and broken connections are events, answers are actions.
 package round

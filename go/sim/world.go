@@ -1,6 +1,6 @@
 // Package sim runs the machines of the lighthouse and of the manager servers, and a model of the ranks, on one
 // thread with a clock and a network of its own. A run depends on its Setup and on nothing else: no goroutine, no
-// select, no order of a map, no clock. So a failure is a seed, and the seed replays it to the byte.
+// select, no order of a map, no clock. So the seed of a failed run replays it to the byte.
 //
 // After every event the rules of docs/correctness.md are checked.
 package sim

@@ -1,4 +1,5 @@
-// Package lobby holds connections that have shown nothing yet, so that strangers take no places of those that have.
+// Package lobby limits the connections that have not proved themselves yet, so that strangers cannot use up the connections
+// that a server allows.
 package lobby
 
 import (
@@ -7,8 +8,9 @@ import (
 	"sync"
 )
 
-// Lobby has room for some connections, and for some of each address. Where it is full the oldest goes, of that address or of
-// all: one that means to say something says it at once.
+// Lobby has room for a number of connections, and for a smaller number of each address. If it is full, the oldest connection is
+// closed, of that address or of all: a client of the job sends its first message at once, so an old connection is most likely
+// none of the job's.
 type Lobby struct {
 	most, ofOne int
 
@@ -17,7 +19,7 @@ type Lobby struct {
 	hosts map[string]*list.List // the same by address
 }
 
-// New makes a Lobby with room for so many, and for so many of one address.
+// New makes a Lobby with room for most connections, and for ofOne of one address.
 func New(most, ofOne int) *Lobby {
 	return &Lobby{most: most, ofOne: ofOne, all: list.New(), hosts: map[string]*list.List{}}
 }

@@ -1,4 +1,4 @@
-// Package testmain runs the tests of a package. No goroutine may outlive them.
+// Package testmain runs the tests of a package, and fails if a goroutine outlives them.
 package testmain
 
 import (

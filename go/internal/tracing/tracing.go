@@ -1,4 +1,4 @@
-// Package tracing makes spans of OpenTelemetry for work that somebody traces already: a rank, whose step it is part of.
+// Package tracing makes OpenTelemetry spans for work that is part of a traced step: the parent span comes from the rank.
 //
 // It is off, and costs a comparison, unless the standard OTEL variables of this process ask for it.
 package tracing

@@ -1,5 +1,5 @@
-// Package transcript runs tests that are text: commands, each followed by what a machine did about it, indented. Lines that
-// begin with # are for the reader. After a change of behaviour: go test ./PACKAGE -update, and read the difference.
+// Package transcript runs tests written as text: each command is followed by the machine's actions, indented. Lines that begin
+// with # are comments. After a change of behaviour run go test ./PACKAGE -update, and review the difference.
 package transcript
 
 import (

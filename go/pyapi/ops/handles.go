@@ -1,7 +1,7 @@
-// Package ops holds what Python has handles to: servers, clients, and operations in progress.
+// Package ops holds the objects that Python has handles to: servers, clients, and operations in progress.
 //
-// Only integers cross the language boundary. A handle is never used twice, so a stale one is an error
-// and never somebody else's object.
+// Only integers cross the language boundary. A handle is never reused, so a stale handle is an error and can never refer to
+// another object.
 package ops
 
 import (

@@ -1,4 +1,5 @@
-// Package rank is the client of one rank that does the same step after step, and remembers what the last one brought.
+// Package rank is the client of one rank. It remembers the last request and answer, so that a step that changes nothing is
+// cheap.
 package rank
 
 import (
@@ -11,12 +12,12 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// Client is a rank's client and what it has to remember between quorum rounds.
+// Client is a rank's client, with its state between quorum rounds.
 type Client struct {
 	*manager.Client
 	// Closed is closed by Close.
 	Closed chan struct{}
-	// Change holds a value while a changed quorum waits to be looked at.
+	// Change holds a value while a changed quorum has not been read.
 	Change chan struct{}
 
 	// Trace is the trace context of the step, from its quorum on; nil unless the rank traces.

@@ -44,9 +44,9 @@ func newRand(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-func listen(t *testing.T, patience time.Duration, limit int64) *Server {
+func listen(t *testing.T, timeout time.Duration, limit int64) *Server {
 	t.Helper()
-	s, err := Listen(patience, limit, false)
+	s, err := Listen(timeout, limit, false)
 	require.NoError(t, err)
 	t.Cleanup(s.Close)
 	return s

@@ -105,14 +105,14 @@ func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, err
 			return got, err
 		}
 		if expired == nil {
-			expired = time.After(c.server.patience)
+			expired = time.After(c.server.timeout)
 		}
 		select {
 		case <-arrived:
 		case <-c.ended:
 			return memory, net.ErrClosed
 		case <-expired:
-			return memory, fmt.Errorf("timed out: the source did not copy its state from the device within %v", c.server.patience)
+			return memory, fmt.Errorf("timed out: the source did not copy its state from the device within %v", c.server.timeout)
 		}
 	}
 }

@@ -26,7 +26,7 @@ const (
 // Server serves offers to whoever shows a secret that one of them has granted.
 type Server struct {
 	listener net.Listener
-	patience time.Duration
+	timeout  time.Duration
 	limit    limiter
 
 	background bool // serving comes after all else that the host does
@@ -51,16 +51,16 @@ type Grant struct {
 	steady bool // a connection of it is; server.mu guards it
 }
 
-// Listen starts a server on every address of this host, on a free port. patience is how long a target may take for one
+// Listen starts a server on every address of this host, on a free port. timeout is how long a target may take for one
 // piece; bytesPerSecond bounds what all targets get together, 0 does not. inBackground puts serving after everything else
 // that this host does, as helping always is.
-func Listen(patience time.Duration, bytesPerSecond int64, inBackground bool) (*Server, error) {
+func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Server, error) {
 	listener, err := net.Listen("tcp", ":0")
 	if err != nil {
 		return nil, err
 	}
 	s := &Server{
-		listener: listener, patience: patience, background: inBackground, limit: limiter{bytesPerSecond: bytesPerSecond},
+		listener: listener, timeout: timeout, background: inBackground, limit: limiter{bytesPerSecond: bytesPerSecond},
 		grants: map[[secretSize]byte]*Grant{}, connections: map[*connection]bool{},
 		strangers: lobby.New(mostStrangers, strangersOfOne),
 	}
@@ -248,7 +248,7 @@ func (c *connection) serve() (err error) {
 	var b [requestSize]byte
 	for {
 		// A target asks ahead, so that a pause is its own.
-		_ = c.SetDeadline(time.Now().Add(c.server.patience))
+		_ = c.SetDeadline(time.Now().Add(c.server.timeout))
 		if _, err := io.ReadFull(c, b[:]); err != nil {
 			if errors.Is(err, io.EOF) {
 				return nil
@@ -399,7 +399,7 @@ func (c *connection) flush() error {
 }
 
 func (c *connection) put(b []byte) error {
-	_ = c.SetWriteDeadline(time.Now().Add(c.server.patience))
+	_ = c.SetWriteDeadline(time.Now().Add(c.server.timeout))
 	_, err := c.Write(b)
 	return err
 }

@@ -190,12 +190,12 @@ func TestWhoeverWaitsForADeviceCopyHearsOfItsEnd(t *testing.T) {
 		"late":    {func(*Offer) {}, "timed out: the source did not copy its state from the device within 2s"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			patience := time.Minute
+			timeout := time.Minute
 			if name == "late" {
-				patience = 2 * time.Second
+				timeout = 2 * time.Second
 			}
 			memory := onDevices(filled(newRand(t), 1<<16), 0)
-			s, o := listen(t, patience, 0), offer(t, memory.lent, small)
+			s, o := listen(t, timeout, 0), offer(t, memory.lent, small)
 			f := newFetch(t, empty(1<<16), Settings{BlockSize: small, Streams: 2})
 			require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
 			c.end(o)

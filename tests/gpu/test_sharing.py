@@ -13,7 +13,7 @@ import torch
 from tests.gpu import peer
 from tests.gpu.device import BUSY_S, DEVICE, HOST_S, MB, busy, settled_mb, wait_until
 from torchft.process_group.isolated import cuda
-from torchft.process_group.isolated.sharing import Lease
+from torchft.process_group.isolated.sharing import Registration
 
 COUNT = 1 << 18
 # A kernel that nobody waits for: whoever takes half as long has waited for it.
@@ -47,17 +47,17 @@ class Pair:
         self.connection.send(("note", note))
         self.imports = self._answer()  # type: ignore[assignment]
 
-    def start(self, tensors: list[torch.Tensor], seconds: float = 0.0) -> tuple[bytes, list[Lease]]:
+    def start(self, tensors: list[torch.Tensor], seconds: float = 0.0) -> tuple[bytes, list[Registration]]:
         """Doubles the tensors on the worker's device; returns when that is queued there."""
-        leases = [self.end.lend(tensor, True, True) for tensor in tensors]
-        self.connection.send(("double", seconds, self.end.mark(), [lease.ref for lease in leases]))
-        return self._answer(), leases  # type: ignore[return-value]
+        registrations = [self.end.register(tensor, True, True) for tensor in tensors]
+        self.connection.send(("double", seconds, self.end.mark(), [registration.ref for registration in registrations]))
+        return self._answer(), registrations  # type: ignore[return-value]
 
     def double(self, *tensors: torch.Tensor) -> None:
-        mark, leases = self.start(list(tensors))
+        mark, registrations = self.start(list(tensors))
         self.end.follow(mark)
-        for lease in leases:
-            lease.release()
+        for registration in registrations:
+            registration.release()
 
     def kill(self) -> None:
         self.process.kill()
@@ -132,14 +132,14 @@ def test_memory_is_not_reused_before_the_worker_is_through(pair: Pair) -> None:
     tensor = torch.full((COUNT,), 3.0, device=DEVICE)
     torch.cuda.synchronize()
     address = tensor.data_ptr()
-    mark, leases = pair.start([tensor], seconds=0.3)
+    mark, registrations = pair.start([tensor], seconds=0.3)
     del tensor
     other = torch.full((COUNT,), 7.0, device=DEVICE)
     assert other.data_ptr() != address
     wait_until(lambda: pair.end.reached(mark))
     assert other.eq(7).all()
-    for lease in leases:
-        lease.release()
+    for registration in registrations:
+        registration.release()
 
 
 def test_freed_memory_goes_back_while_the_worker_lives(pair: Pair) -> None:

@@ -94,7 +94,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(shared: bool) -> Non
     trainer = cuda.TrainerEnd(lambda note, descriptor: None)
     tensor = ones(3 << 20)
     if shared:
-        trainer.lend(tensor, True, True).release()
+        trainer.register(tensor, True, True).release()
     torch.cuda.synchronize()
     address = tensor.data_ptr()
     with torch.cuda.stream(side):

@@ -18,7 +18,7 @@ from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 _TICK_SEC = 0.1
 _ANSWER_SEC = 1.0
-# An order is worth more patience: a group that cannot be told is ended in mid-step.
+# The timeout of an order is longer, because a group that does not receive it is ended in mid-step.
 _TELL_SEC = 4.0
 _ASK_EVERY_SEC = 0.5
 # A group that was told to end does so by itself after TORCHFT_GRACE_S. This much later it is killed.

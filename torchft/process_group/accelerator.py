@@ -256,12 +256,12 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         if not hasattr(opts, "timeout"):
             return opts
         # A copy: the caller may use its options again, and _wrap_work reads the deadline in them.
-        patient = type(opts)()
+        unlimited = type(opts)()
         for name in dir(opts):
             if not name.startswith("_"):
-                setattr(patient, name, getattr(opts, name))
-        patient.timeout = _NEVER
-        return patient
+                setattr(unlimited, name, getattr(opts, name))
+        unlimited.timeout = _NEVER
+        return unlimited
 
     def _wrap_work(self, work: Optional[Work], opts: object) -> Work:
         # Read from the package: a replacement put there must take effect.

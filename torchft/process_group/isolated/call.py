@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.devices import Devices
-from torchft.process_group.isolated.sharing import Lease
+from torchft.process_group.isolated.sharing import Registration
 from torchft.utils import refuse_capture
 
 
@@ -20,30 +20,30 @@ class Call:
 
     Attributes:
         parts: what the worker reads.
-        leases: (device, lease) of every tensor.
+        registrations: (device, registration) of every tensor.
         result: what its future gives.
         seconds: its timeout.
         stream: the current one; None where there are only CPU tensors.
     """
 
-    __slots__ = ("_devices", "leases", "on_device", "parts", "result", "seconds", "stream")
+    __slots__ = ("_devices", "on_device", "parts", "registrations", "result", "seconds", "stream")
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self.parts: list[bytes] = []
-        self.leases: list[tuple[int, Lease]] = []
+        self.registrations: list[tuple[int, Registration]] = []
         self.result: list[torch.Tensor] = []
         self.seconds = 0.0
         self.on_device = False
         self.stream: Optional[torch.Stream] = None
 
     def add(self, name: str, arguments: Sequence[Any], access: Optional[str]) -> None:
-        """The operation and its arguments, as `protocol.OPERATIONS` has them; tensors are lent."""
+        """The operation and its arguments, as `protocol.OPERATIONS` has them; tensors are registered."""
         parts = self.parts
         parts.append(protocol.code(name))
         for kind, argument in zip(protocol.OPERATIONS[name], arguments):
             if type(kind) is tuple:
-                parts.append(self.lend(kind[0], argument, access or kind[1]))
+                parts.append(self.register(kind[0], argument, access or kind[1]))
             elif type(kind) is str:
                 parts.append(protocol.integer(argument) if kind == "integer" else protocol.integers(argument))
             else:
@@ -52,7 +52,7 @@ class Call:
                 parts.append(argument[0])
                 self.seconds = argument[1]
 
-    def lend(self, kind: str, argument: Any, access: str) -> bytes:
+    def register(self, kind: str, argument: Any, access: str) -> bytes:
         read, write = "r" in access, "w" in access
         if kind == "tensors":
             return protocol.tensors(self._lend(argument, read, write))
@@ -67,9 +67,9 @@ class Call:
                 raise TypeError(f"{tensor!r} is no tensor")
             # Cheaper than to ask for the device's type.
             device = 0 if tensor.is_cpu else self._device_of(tensor)
-            lease = self._devices.sharing(device).lend(tensor, read, write)
-            self.leases.append((device, lease))
-            items.append((device, lease.ref))
+            registration = self._devices.sharing(device).register(tensor, read, write)
+            self.registrations.append((device, registration))
+            items.append((device, registration.ref))
         return items
 
     def _device_of(self, tensor: torch.Tensor) -> int:
@@ -80,8 +80,8 @@ class Call:
         return protocol.DEVICES.index(kind)
 
     def release(self) -> None:
-        for _, lease in self.leases:
-            lease.release()
+        for _, registration in self.registrations:
+            registration.release()
 
 
 def made_call(
@@ -90,7 +90,7 @@ def made_call(
     """An operation that can be sent.
 
     Args:
-        devices: that lend the tensors.
+        devices: that register the tensors.
         group: its name, for errors.
         name: of the operation, see `protocol.OPERATIONS`.
         arguments: as PyTorch's group takes them.
@@ -98,7 +98,7 @@ def made_call(
         timeout: of the group.
 
     Raises:
-        Exception: it cannot be; no tensor is lent then.
+        Exception: it cannot be; no tensor is registered then.
     """
     call = Call(devices)
     try:
@@ -115,7 +115,7 @@ def made_call(
         raise
     if call.seconds <= 0:
         call.seconds = (given_timeout() or timeout).total_seconds()
-    if call.leases:
+    if call.registrations:
         call.result = flat(arguments[0])
     if call.on_device:
         call.stream = torch.accelerator.current_stream()

@@ -22,8 +22,8 @@ from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.completer import Completer
 from torchft.process_group.isolated.devices import Devices, MakeSharing
 from torchft.process_group.isolated.leader import Leadership
-from torchft.process_group.isolated.operation import WorkerDied, _FutureMetadata, _OpMetadata, release
-from torchft.process_group.isolated.sharing import Lease
+from torchft.process_group.isolated.operation import WorkerFailed, _FutureMetadata, _OpMetadata, release
+from torchft.process_group.isolated.sharing import Registration
 from torchft.process_group.isolated.wire import Wire
 from torchft.utils import poll
 
@@ -85,9 +85,9 @@ class Channel:
         self,
         kind: int,
         body: Sequence[bytes],
-        leases: list[tuple[int, Lease]],
+        registrations: list[tuple[int, Registration]],
         result: Any,
-        patience: float,
+        timeout_sec: float,
         stream: Optional[torch.Stream] = None,
     ) -> _OpMetadata:
         """Sends an operation.
@@ -95,13 +95,13 @@ class Channel:
         Raises:
             Exception: why the worker is of no use.
         """
-        op = _OpMetadata(next(self._ids), leases, result, patience, stream)
+        op = _OpMetadata(next(self._ids), registrations, result, timeout_sec, stream)
         if self._broken is not None:
             # Here, too: in a forked child the lock may be another thread's, for ever.
             release(op)
             raise self._error()
         if kind == protocol.RUN:
-            body = (self.devices.marks(leases), *body)
+            body = (self.devices.marks(registrations), *body)
         if len(self._ops) > _READ_ABOVE:
             self._read_what_is_there()
         if self.devices.queued:
@@ -113,7 +113,7 @@ class Channel:
         if broken:
             release(op)
             raise self._error()
-        self._send(patience, kind, op.op_id, *body)
+        self._send(timeout_sec, kind, op.op_id, *body)
         return op
 
     def tell(self, kind: int, rest: bytes = b"") -> None:
@@ -146,7 +146,7 @@ class Channel:
                 signal = self._leadership.join(op)
             if signal is None:
                 try:
-                    while not op.done and self._read(_first_wait(op.patience, deadline)):
+                    while not op.done and self._read(_first_wait(op.timeout_sec, deadline)):
                         pass
                     if not op.done:
                         self._lead(lambda: op.done, op, deadline)
@@ -202,10 +202,10 @@ class Channel:
 
     def _ping_at(self, op: Optional[_OpMetadata]) -> float:
         if op is not None:
-            return max(op.started + op.patience, self._heard) + _PING_EVERY_SEC
+            return max(op.started + op.timeout_sec, self._heard) + _PING_EVERY_SEC
         # Whoever completes futures waits for all of them.
         with self._lock:
-            first = min((o.started + o.patience for o in self._ops.values()), default=time.monotonic() + 3600.0)
+            first = min((o.started + o.timeout_sec for o in self._ops.values()), default=time.monotonic() + 3600.0)
         return max(first, self._heard) + _PING_EVERY_SEC
 
     def _read(self, timeout: float) -> bool:
@@ -253,8 +253,8 @@ class Channel:
         try:
             if marks:
                 op.marks = protocol.read_marks(marks)[0]
-            for _, lease in op.leases:
-                lease.fetch()
+            for _, registration in op.registrations:
+                registration.fetch()
         except Exception as e:
             op.error = e
         except BaseException as e:  # of the thread that leads: whoever waits for this operation has no part in it
@@ -281,7 +281,7 @@ class Channel:
 
     def _fail(self, op: _OpMetadata) -> None:
         op.error = self._error()
-        op.leases = []
+        op.registrations = []
         self._end(op)
 
     # Devices
@@ -365,7 +365,7 @@ class Channel:
     # The end
 
     def _worker_died(self) -> Exception:
-        return WorkerDied(f"{self._name}: the worker process died")
+        return WorkerFailed(f"{self._name}: the worker process died")
 
     def _why_it_died(self) -> Exception:
         """For whoever could not send: what it said last may not have been read yet."""
@@ -439,9 +439,9 @@ class Channel:
         self.wire.forget()
 
 
-def _first_wait(patience: float, deadline: Optional[float]) -> float:
+def _first_wait(timeout_sec: float, deadline: Optional[float]) -> float:
     """Seconds that a leader waits for the first answer before it looks around."""
-    return patience if deadline is None else min(patience, max(0.0, deadline - time.monotonic()))
+    return timeout_sec if deadline is None else min(timeout_sec, max(0.0, deadline - time.monotonic()))
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

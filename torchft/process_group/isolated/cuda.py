@@ -33,7 +33,7 @@ from typing import Any, Optional
 
 import torch
 
-from torchft.process_group.isolated.sharing import Lease, Sharing, Tell
+from torchft.process_group.isolated.sharing import Registration, Sharing, Tell
 
 _DEVICE = "cuda"
 
@@ -262,15 +262,15 @@ class _Marks:
 # The two ends
 
 
-class _Lease:
+class _Registration:
     """The tensor is kept from being freed, and so its memory from being used again, until `release`."""
 
     __slots__ = ("_all", "_tensor", "ref")
 
-    def __init__(self, tensor: torch.Tensor, ref: bytes, all_: set[_Lease]) -> None:
+    def __init__(self, tensor: torch.Tensor, ref: bytes, all_: set[_Registration]) -> None:
         self._tensor: Optional[torch.Tensor] = tensor
         self.ref = ref
-        # Kept by its end too: who forgets a lease when the worker is killed does not free the memory.
+        # Kept by its end too: who forgets a registration when the worker is killed does not free the memory.
         self._all = all_
         all_.add(self)
 
@@ -296,7 +296,7 @@ class TrainerEnd:
         self._marks = _Marks()
         # The device of the first tensor: a worker has one.
         self._device: Optional[torch.device] = None
-        self._leases: set[_Lease] = set()
+        self._registrations: set[_Registration] = set()
         self._held: dict[int, _Export] = {}
         self._doomed: deque[_Export] = deque()
         # What the worker was told to drop, by the number of the note.
@@ -306,7 +306,7 @@ class TrainerEnd:
         self._lock = threading.RLock()
         self._closed = False
 
-    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
+    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
         device = _check(tensor)
         if self._device is None:
             with self._lock:
@@ -326,7 +326,7 @@ class TrainerEnd:
         if closed:
             _leave([export], self)
             raise RuntimeError("the worker of this group has ended")
-        return _Lease(tensor, _encode(tensor, export), self._leases)
+        return _Registration(tensor, _encode(tensor, export), self._registrations)
 
     def _drop(self) -> None:
         """Tells the worker about memory that the user has freed."""
@@ -397,7 +397,7 @@ class TrainerEnd:
             self._held.clear()
             self._told.clear()
             self._doomed.clear()
-        self._leases.clear()
+        self._registrations.clear()
         _leave(held, self)
         self._marks.clear()
 
@@ -416,8 +416,8 @@ class WorkerEnd:
         self._notes = 0
         self._lock = threading.Lock()
 
-    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
-        raise RuntimeError("only a trainer lends")
+    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
+        raise RuntimeError("only a trainer registers")
 
     def borrow(self, ref: bytes) -> torch.Tensor:
         export, device, dtype, shape, stride, offset, size, at, handle = _decode(ref)

@@ -7,7 +7,7 @@ from typing import Callable, Optional
 
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.operation import _OpMetadata, release
-from torchft.process_group.isolated.sharing import Lease, Sharing, is_plain
+from torchft.process_group.isolated.sharing import Registration, Sharing, is_plain
 
 # Makes the sharing of a device, by its number, given how to tell the worker's end.
 MakeSharing = Callable[[int, Callable[[bytes, Optional[int]], None]], Sharing]
@@ -29,7 +29,7 @@ class Devices:
         self._sharings: dict[int, Sharing] = {}
         # Whether some device has marks.
         self._marking = False
-        # Operations whose leases are released when the worker's device has reached the mark.
+        # Operations whose registrations are released when the worker's device has reached the mark.
         self._queued: list[_OpMetadata] = []
 
     def sharing(self, device: int) -> Sharing:
@@ -49,11 +49,11 @@ class Devices:
 
     # Order
 
-    def marks(self, leases: list[tuple[int, Lease]]) -> bytes:
-        """What is queued so far on the devices of these leases, for the worker."""
+    def marks(self, registrations: list[tuple[int, Registration]]) -> bytes:
+        """What is queued so far on the devices of these registrations, for the worker."""
         if not self._marking:
             return protocol.NO_MARKS
-        marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in leases}]
+        marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in registrations}]
         return protocol.marks([item for item in marks if item[1]])
 
     def follow(self, op: _OpMetadata) -> None:
@@ -65,14 +65,14 @@ class Devices:
         """Whether the worker's device has done an operation."""
         return all(self._sharings[device].reached(mark) for device, mark in op.marks)
 
-    # Leases of operations that have ended, but not on the device
+    # Registrations of operations that have ended, but not on the device
 
     @property
     def queued(self) -> bool:
         return bool(self._queued)
 
     def hold(self, op: _OpMetadata) -> None:
-        """Keeps the operation's leases until the worker's device has done it."""
+        """Keeps the operation's registrations until the worker's device has done it."""
         with self._lock:
             self._queued.append(op)
 
@@ -89,11 +89,11 @@ class Devices:
             self._queued += waiting
 
     def abandon(self) -> None:
-        """The worker is lost: leases keep their memory until `close`."""
+        """The worker is lost: registrations keep their memory until `close`."""
         with self._lock:
             queued, self._queued = self._queued, []
         for op in queued:
-            op.leases = []
+            op.registrations = []
 
     # The end
 

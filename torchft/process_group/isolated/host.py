@@ -1,8 +1,8 @@
 """Sharing of CPU memory.
 
-A caller's storage stays where it is: other views of it, numpy's say, must see the results. So a tensor is copied
-into memory that both processes see, and back. That memory is kept and used again: its pages are there already,
-and the worker has it mapped. A tensor that lies in shared memory of PyTorch's (`share_memory_()`) is lent as it is.
+A caller's storage cannot be moved: other views of it, for example in NumPy, must see the results. So a tensor is copied
+into memory that both processes map, and back. That memory is kept and reused: its pages are allocated, and the worker
+has it mapped. A tensor in shared memory of PyTorch (`share_memory_()`) is registered without a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchft.process_group.isolated._native import copy
-from torchft.process_group.isolated.sharing import Lease, Sharing, Tell
+from torchft.process_group.isolated.sharing import Registration, Sharing, Tell
 
 # note: map or unmap, region, bytes
 _NOTE = struct.Struct("<BQQ")
@@ -72,7 +72,7 @@ def share(tensor: torch.Tensor) -> bool:
 
 
 class _Slot:
-    """A piece of memory that one lease uses at a time."""
+    """A piece of memory that one registration uses at a time."""
 
     __slots__ = ("address", "kind", "memory", "offset", "ref", "region")
 
@@ -87,7 +87,7 @@ class _Slot:
 
 
 class _Staged:
-    """A lease of a copy.
+    """A registration of a copy.
 
     Args:
         tensor: the caller's.
@@ -113,7 +113,7 @@ class _Staged:
 
 
 class _Converted(_Staged):
-    """A lease of a copy whose bytes are not those of the tensor's memory."""
+    """A registration of a copy whose bytes are not those of the tensor's memory."""
 
     __slots__ = ("_view",)
 
@@ -131,7 +131,7 @@ class _Converted(_Staged):
 
 
 class _Shared:
-    """A lease of the memory itself."""
+    """A registration of the memory itself."""
 
     __slots__ = ("ref",)
 
@@ -172,7 +172,7 @@ class _Trainer(_Host):
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._sweep_at = _SWEEP_AT
 
-    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
+    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
         contiguous = tensor.is_contiguous()
         size = tensor.nbytes if contiguous else _span(tensor) * tensor.element_size()
         if size >= _ASK_ABOVE and contiguous:
@@ -224,7 +224,7 @@ class _Trainer(_Host):
         return [_Slot(region, at, memory[at : at + size]) for at in range(0, total, size)]
 
     def _share(self, tensor: torch.Tensor) -> Optional[int]:
-        """The region that the tensor's storage is, None when it does not lie in memory that can be lent."""
+        """The region that the tensor's storage is, None when it does not lie in memory that can be registered."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
@@ -287,8 +287,8 @@ class _Worker(_Host):
             return rest[: torch.Size(numbers).numel()].view(numbers)
         return rest.as_strided(numbers[:dimensions], numbers[dimensions:])
 
-    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
-        raise AssertionError("only the trainer lends")
+    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
+        raise AssertionError("only the trainer registers")
 
     def close(self) -> None:
         self._regions = {}

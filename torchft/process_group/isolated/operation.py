@@ -10,11 +10,11 @@ from typing import Any, Generator, Optional, Sequence
 import torch
 
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.sharing import Lease
+from torchft.process_group.isolated.sharing import Registration
 from torchft.utils import get_stream_context
 
 
-class WorkerDied(RuntimeError):
+class WorkerFailed(RuntimeError):
     """The worker's process has ended without a word."""
 
 
@@ -37,28 +37,28 @@ class _OpMetadata:
 
     Args:
         op_id: its number.
-        leases: (device, lease) of every tensor.
+        registrations: (device, registration) of every tensor.
         result: what its future gives: the caller's tensors.
-        patience: seconds until a silent worker is asked whether it lives.
+        timeout_sec: seconds until a silent worker is asked whether it lives.
         stream: the current one when it was called.
     """
 
     __slots__ = (
-        "done", "error", "future", "leases", "marks", "op_id", "patience", "result", "started", "stream",
+        "done", "error", "future", "marks", "op_id", "registrations", "result", "started", "stream", "timeout_sec",
     )  # fmt: skip
 
     def __init__(
         self,
         op_id: int,
-        leases: list[tuple[int, Lease]],
+        registrations: list[tuple[int, Registration]],
         result: Any,
-        patience: float,
+        timeout_sec: float,
         stream: Optional[torch.Stream] = None,
     ) -> None:
         self.op_id = op_id
-        self.leases = leases
+        self.registrations = registrations
         self.result = result
-        self.patience = patience
+        self.timeout_sec = timeout_sec
         self.stream = stream
         self.started = time.monotonic()
         self.done = False
@@ -75,6 +75,6 @@ class _OpMetadata:
 
 
 def release(op: _OpMetadata) -> None:
-    leases, op.leases = op.leases, []
-    for _, lease in leases:
-        lease.release()
+    registrations, op.registrations = op.registrations, []
+    for _, registration in registrations:
+        registration.release()

@@ -286,7 +286,7 @@ class ProcessGroupBaby(ProcessGroup):
         if self._checker is not None:
             self._checker.check(name, arguments, arguments[-1])
         call = made_call(channel.devices, self._name, name, arguments, access, self._timeout)
-        op = channel.start(protocol.RUN, call.parts, call.leases, call.result, call.seconds, call.stream)
+        op = channel.start(protocol.RUN, call.parts, call.registrations, call.result, call.seconds, call.stream)
         return self._work(channel, op, call.stream)
 
     def _connected(self) -> Worker:

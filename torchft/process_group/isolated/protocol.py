@@ -1,7 +1,7 @@
 """The binary messages between an isolated group and its worker.
 
 Requests go to the worker by a socket that keeps them apart, answers come back through a pipe. Neither holds
-tensors or pickles: a tensor is the ref of a lease (see `sharing`), options are their fields. An operation
+tensors or pickles: a tensor is the ref of a registration (see `sharing`), options are their fields. An operation
 without its number and marks (`body`) is the same bytes each time it is repeated, so the worker decodes it once.
 
     request  kind u8, operation u64, rest
@@ -80,7 +80,7 @@ _ATOMIC = 4096
 _TENSOR, _TENSORS, _LISTS, _INTEGER, _INTEGERS, _OPTIONS = range(6)
 _ONE_TENSOR = bytes((_TENSOR,))
 
-# The devices whose tensors can be lent, as numbers in a ref. Tests add their own.
+# The devices whose tensors can be registered, as numbers in a ref. Tests add their own.
 DEVICES = ("cpu", "cuda", "xpu")
 
 # (device, ref or mark)

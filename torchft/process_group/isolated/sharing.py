@@ -1,28 +1,28 @@
 """The interface to a device type: sharing its memory between processes, and ordering the work queued on it.
 
-A trainer and its worker are two processes. What an operation needs of both, that the worker sees the trainer's
-tensors and that neither touches them before the other's device is done with them, is behind `Sharing`. Each
-kind of device is a module with two functions:
+A trainer and its worker are two processes. The worker must see the trainer's tensors, and neither may touch them before
+the other's device has finished with them: both is the task of a `Sharing`. Each device type has a module with these
+functions:
 
     def trainer(tell: Tell) -> Sharing: ...   # the trainer's end, one for each worker
     def worker() -> Sharing: ...              # the worker's end
     def prepare(device) -> None: ...          # optional; worker: this is the current device, and has a context
     def share(tensor) -> bool: ...            # optional; trainer: see `ProcessGroup.share_buffer`
 
-`ProcessGroupBaby._sharing` names the module for each `tensor.device.type`. An operation goes:
+`ProcessGroupBaby._sharing` names the module for each `tensor.device.type`. The course of an operation:
 
-    trainer   lend(tensor) for each tensor; mark(), and the operation is sent with the leases' refs and the mark
+    trainer   register(tensor) for each tensor; mark(); the operation is sent with the refs of the registrations and
+              the mark
     worker    follow(mark); borrow(ref) for each tensor; the collective; mark(), sent with the answer
-    trainer   whoever waits: fetch() of every lease, follow(mark) on its own current stream;
-              release() of every lease as soon as reached(mark)
+    trainer   a waiting thread: fetch() of every registration, follow(mark) on its own current stream;
+              release() of every registration as soon as reached(mark)
 
-After an error of the operation there is no fetch. After the worker's death there is only close(), and that when the
-worker has been reaped: a device goes on writing for a process that is only about to die. Leases that were not released
-keep their memory until then, also when nobody refers to them.
+If the operation fails, fetch is left out. If the worker fails, only close() follows, after the worker has been reaped:
+a device may write on behalf of a process until that process has ended. Until then, registrations that were not released
+keep their memory, even if nothing refers to them: memory that was freed earlier could be overwritten.
 
-A stream that waits for a process that is then killed may wait for ever. So `follow` of the trainer's end may wait on
-the host, and raises when this end is closed meanwhile: whoever has a deadline asks `reached` until then, and follows
-after.
+A stream that waits for a killed process may wait for ever. So the trainer's `follow` may block on the host, and raises
+when this end is closed meanwhile. A caller with a deadline polls `reached` until the deadline, and calls `follow` then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 Tell = Callable[[bytes, Optional[int]], None]
 
 
-class Lease(Protocol):
+class Registration(Protocol):
     """A tensor of the trainer that the worker may use."""
 
     # What the worker's `borrow` needs. Small and complete: it is sent with every operation.
@@ -59,7 +59,7 @@ class Sharing(Protocol):
 
     # Memory
 
-    def lend(self, tensor: torch.Tensor, read: bool, write: bool) -> Lease:
+    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
         """Trainer: makes the tensor visible to the worker.
 
         Args:
@@ -70,7 +70,7 @@ class Sharing(Protocol):
         ...
 
     def borrow(self, ref: bytes) -> torch.Tensor:
-        """Worker: the tensor behind a lease's ref. A storage is imported once and kept."""
+        """Worker: the tensor behind a registration's ref. A storage is imported once and kept."""
         ...
 
     # Order

@@ -27,7 +27,7 @@ from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.devices import MakeSharing
 from torchft.process_group.isolated.messages import send
-from torchft.process_group.isolated.operation import WorkerDied
+from torchft.process_group.isolated.operation import WorkerFailed
 
 # Where nobody has started a worker yet, PyTorch is imported first.
 _START_SEC = 60.0
@@ -242,7 +242,7 @@ class Worker:
                 self._spawn(message, requests.fileno(), answers)
         except OSError as e:
             # The server died in this moment, say.
-            channel.close(WorkerDied(f"{name}: the worker could not be started: {e}"))
+            channel.close(WorkerFailed(f"{name}: the worker could not be started: {e}"))
         except BaseException as e:
             channel.close(RuntimeError(f"{name}: the worker could not be started: {e}"))
             raise
@@ -265,7 +265,7 @@ class Worker:
             meanwhile: called when it is sent.
 
         Raises:
-            WorkerDied: it has no answer for that reason.
+            WorkerFailed: it has no answer for that reason.
             WorkerTimedOut: nor for that.
             Exception: the worker's own error.
         """
@@ -389,7 +389,7 @@ def started(get: Callable[[], Worker]) -> Worker:
         try:
             worker.ask(protocol.PING, b"", max(0.0, deadline - time.monotonic()), "start")
             break
-        except WorkerDied:
+        except WorkerFailed:
             if attempt == _ATTEMPTS:
                 raise
         except WorkerTimedOut as e:

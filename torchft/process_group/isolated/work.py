@@ -48,9 +48,9 @@ class _BabyWork(Work):
         if op.marks:
             # NCCL knows the group's timeout alone: who has none of his own waits for that of the operation, and then
             # the worker is ended.
-            deadline = op.started + op.patience if seconds is None else began + seconds
+            deadline = op.started + op.timeout_sec if seconds is None else began + seconds
             if not self._channel.reach(op, deadline):
-                error = _timed_out(op.patience if seconds is None else seconds)
+                error = _timed_out(op.timeout_sec if seconds is None else seconds)
                 if seconds is None:
                     self._channel.close(error)
                 raise error

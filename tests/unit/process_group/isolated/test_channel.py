@@ -118,7 +118,7 @@ def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None
 
 
 class Broken:
-    """A lease whose methods raise, if they are told to."""
+    """A registration whose methods raise, if they are told to."""
 
     ref = b""
 

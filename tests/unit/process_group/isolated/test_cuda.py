@@ -166,7 +166,7 @@ def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[bytes]]:
 def test_the_worker_sees_the_tensor_itself(fake: Cuda, make: Any) -> None:
     trainer, worker, _ = ends()
     tensor = make()
-    borrowed = worker.borrow(trainer.lend(tensor, True, True).ref)
+    borrowed = worker.borrow(trainer.register(tensor, True, True).ref)
     assert borrowed.shape == tensor.shape and borrowed.dtype == tensor.dtype and borrowed.stride() == tensor.stride()
     assert borrowed.data_ptr() == tensor.data_ptr()
     assert not borrowed.requires_grad
@@ -176,10 +176,10 @@ def test_a_storage_is_shared_and_imported_once(fake: Cuda) -> None:
     trainer, worker, _ = ends()
     tensor = torch.arange(8.0)
     for view in (tensor, tensor[2:], tensor.view(2, 4)):
-        assert worker.borrow(trainer.lend(view, True, False).ref).tolist() == view.tolist()
+        assert worker.borrow(trainer.register(view, True, False).ref).tolist() == view.tolist()
     # Another worker, after a new quorum say.
     other, other_worker, _ = ends()
-    other_worker.borrow(other.lend(tensor, True, True).ref)
+    other_worker.borrow(other.register(tensor, True, True).ref)
     assert fake.shared == [32]
     assert len(fake.imported) == 2
 
@@ -190,36 +190,36 @@ def test_memory_is_known_by_its_storage_not_by_its_address(fake: Cuda) -> None:
     for value in range(20):
         # The allocator gives the same address again and again.
         tensor = torch.full((1000,), float(value))
-        lease = trainer.lend(tensor, True, True)
+        registration = trainer.register(tensor, True, True)
         while notes:
             worker.told(notes.pop(0), None)
-        assert worker.borrow(lease.ref)[0].item() == value
-        refs.append(cuda._decode(lease.ref)[0])
-        lease.release()
+        assert worker.borrow(registration.ref)[0].item() == value
+        refs.append(cuda._decode(registration.ref)[0])
+        registration.release()
     assert len(set(refs)) == 20 and len(fake.shared) == 20
     assert len(worker._imports) == 1
 
 
-def test_a_lease_keeps_the_memory(fake: Cuda) -> None:
+def test_a_registration_keeps_the_memory(fake: Cuda) -> None:
     trainer, _, _ = ends()
     tensor = torch.ones(4)
     died: list[int] = []
     weakref.finalize(tensor.untyped_storage(), died.append, 1)
-    lease = trainer.lend(tensor, True, True)
-    lease.fetch()
+    registration = trainer.register(tensor, True, True)
+    registration.fetch()
     del tensor
     assert not died
-    lease.release()
-    lease.release()
+    registration.release()
+    registration.release()
     assert died
 
 
-def test_a_forgotten_lease_keeps_the_memory_until_the_worker_is_reaped(fake: Cuda) -> None:
+def test_a_forgotten_registration_keeps_the_memory_until_the_worker_is_reaped(fake: Cuda) -> None:
     trainer, _, _ = ends()
     tensor = torch.ones(4)
     died: list[int] = []
     weakref.finalize(tensor.untyped_storage(), died.append, 1)
-    trainer.lend(tensor, True, True)
+    trainer.register(tensor, True, True)
     del tensor
     assert not died, "the device may still write for a worker that is about to die"
     trainer.close()
@@ -229,12 +229,12 @@ def test_a_forgotten_lease_keeps_the_memory_until_the_worker_is_reaped(fake: Cud
 def test_memory_goes_back_when_the_worker_has_dropped_it(fake: Cuda) -> None:
     trainer, worker, notes = ends()
     tensor, other = torch.ones(4), torch.ones(5)
-    lease = trainer.lend(tensor, True, True)
-    worker.borrow(lease.ref)
-    lease.release()
+    registration = trainer.register(tensor, True, True)
+    worker.borrow(registration.ref)
+    registration.release()
     del tensor
     assert not notes, "nobody is told from within the garbage collector"
-    worker.borrow(trainer.lend(other, True, True).ref)
+    worker.borrow(trainer.register(other, True, True).ref)
     assert len(notes) == 1 and not fake.released
     assert trainer.reached(worker.mark()) is False
     assert not fake.released, "the worker has not read the note yet"
@@ -242,7 +242,7 @@ def test_memory_goes_back_when_the_worker_has_dropped_it(fake: Cuda) -> None:
     assert len(worker._imports) == 1
     trainer.reached(worker.mark())
     assert fake.released == [(b"counters", 0)]
-    trainer.lend(other, True, True)
+    trainer.register(other, True, True)
     assert not notes
     trainer.close()
     del other
@@ -253,7 +253,7 @@ def test_memory_of_a_killed_worker_goes_back(fake: Cuda) -> None:
     trainer, worker, _ = ends()
     freed, kept = torch.ones(4), torch.ones(5)
     for tensor in (freed, kept):
-        worker.borrow(trainer.lend(tensor, True, True).ref)
+        worker.borrow(trainer.register(tensor, True, True).ref)
     del freed, tensor
     assert not fake.released
     trainer.close()
@@ -261,21 +261,21 @@ def test_memory_of_a_killed_worker_goes_back(fake: Cuda) -> None:
     assert fake.released == [(b"counters", 0)]
     # What the user still has is of use to the next worker, shared as it is.
     after, _, _ = ends()
-    after.lend(kept, True, True)
+    after.register(kept, True, True)
     assert len(fake.shared) == 2
     after.close()
     del kept
     assert fake.released == [(b"counters", 0), (b"counters", 1)]
     with pytest.raises(RuntimeError, match="worker of this group has ended"):
-        trainer.lend(torch.ones(3), True, True)
+        trainer.register(torch.ones(3), True, True)
 
 
 def test_memory_waits_for_all_workers_that_use_it(fake: Cuda) -> None:
     one, _, _ = ends()
     two, _, _ = ends()
     tensor = torch.ones(4)
-    one.lend(tensor, True, True)
-    two.lend(tensor, True, True)
+    one.register(tensor, True, True)
+    two.register(tensor, True, True)
     del tensor
     one.close()
     assert not fake.released
@@ -289,7 +289,7 @@ def test_memory_goes_back_when_all_streams_are_done_with_it(fake: Cuda, monkeypa
     trainer, _, _ = ends()
     fake.finished.clear()
     tensor = torch.ones(4)
-    trainer.lend(tensor, True, True).release()
+    trainer.register(tensor, True, True).release()
     trainer.close()
     del tensor
     time.sleep(0.02)
@@ -305,7 +305,7 @@ def test_a_storage_may_die_while_the_books_are_open(fake: Cuda) -> None:
     """The garbage collector runs wherever it likes, also in a thread that holds the lock."""
     trainer, _, _ = ends()
     tensor = torch.ones(4)
-    trainer.lend(tensor, True, True)
+    trainer.register(tensor, True, True)
     trainer.close()
     with cuda._lock:
         del tensor
@@ -317,7 +317,7 @@ def test_a_storage_may_die_while_the_books_are_open(fake: Cuda) -> None:
 def test_a_forked_child_leaves_the_counters_alone(fake: Cuda) -> None:
     trainer, _, _ = ends()
     tensor = torch.ones(4)
-    trainer.lend(tensor, True, True)
+    trainer.register(tensor, True, True)
     cuda._forget_all()
     trainer.close()
     del tensor
@@ -332,7 +332,7 @@ def test_a_worker_that_is_gone_may_be_noticed_while_lending(fake: Cuda) -> None:
     trainer = cuda.TrainerEnd(tell)
     tensor = torch.ones(4)
     with pytest.raises(RuntimeError, match="died"):
-        trainer.lend(tensor, True, True)
+        trainer.register(tensor, True, True)
     del tensor
     assert not cuda._exports
 
@@ -348,24 +348,24 @@ def test_a_worker_that_is_gone_may_be_noticed_while_lending(fake: Cuda) -> None:
 def test_what_cannot_be_lent_is_refused(fake: Cuda, tensor: Any, error: type[Exception], says: str) -> None:
     trainer, _, _ = ends()
     with pytest.raises(error, match=says):
-        trainer.lend(tensor(), True, True)
+        trainer.register(tensor(), True, True)
 
 
 def test_without_a_device_a_tensor_is_refused_by_name() -> None:
     trainer = cuda.TrainerEnd(lambda note, descriptor: None)
     with pytest.raises(RuntimeError, match=r"tensor on cpu: .* memory of CUDA"):
-        trainer.lend(torch.ones(2), True, True)
+        trainer.register(torch.ones(2), True, True)
     trainer.close()
 
 
 def test_a_worker_has_one_device(fake: Cuda) -> None:
     trainer, _, _ = ends()
-    trainer.lend(torch.ones(2), True, True)
-    trainer.lend(torch.ones(2), True, True)
+    trainer.register(torch.ones(2), True, True)
+    trainer.register(torch.ones(2), True, True)
     assert fake.devices == [0]
     trainer._device = torch.device("cpu", 1)
     with pytest.raises(ValueError, match=r"tensor on cpu: the other operations of this group were on cpu:1"):
-        trainer.lend(torch.ones(2), True, True)
+        trainer.register(torch.ones(2), True, True)
 
 
 # Order

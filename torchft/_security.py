@@ -33,7 +33,7 @@ def security() -> str:
 def tokens() -> list[str]:
     """The job's tokens, one a line of their file: the first is shown to others, each is accepted.
 
-    Without TORCHFT_TOKEN_FILE there are none. The file is read anew each time, so that a token can be changed under a
+    Without TORCHFT_TOKEN_FILE there are none. The file is read each time, so that a token can be changed under a
     running job.
 
     Raises:

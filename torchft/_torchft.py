@@ -196,7 +196,7 @@ class QuorumRequest:
     traceparent: str = field(default="", compare=False)
 
     def published(self) -> dict[str, Any]:
-        """Those that the published ``ManagerClient._quorum`` takes."""
+        """Those that upstream's ``ManagerClient._quorum`` takes."""
         return {name: getattr(self, name) for name in _PUBLISHED_REQUEST}
 
     def _to_json(self) -> str:
@@ -577,7 +577,7 @@ class LighthouseServer(_Server):
         min_replicas (int): least number of replica groups in a quorum, at least 1.
         join_timeout_ms (int): how long a quorum waits for groups that are alive and have not asked yet;
             default 100.
-        quorum_tick_ms (int): how often the quorum is decided anew without a request; default 100.
+        quorum_tick_ms (int): how often a quorum is decided on without a request; default 100.
         heartbeat_timeout_ms (int): age of a heartbeat from which a group counts as failed; default 5000.
         state_dir (str): where to keep the last quorum of each job on disk, for a lighthouse that is started there
             again; default: nowhere.

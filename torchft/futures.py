@@ -60,7 +60,7 @@ def _watchdog_timeout_sec() -> float:
 
 
 def _give_up(callback: Callable[[], None], seconds: float) -> None:
-    """Ends the process: a timer's callback has hung, no deadline would fire any more."""
+    """Ends the process: a timer's callback hangs, and no deadline would fire any more."""
     print(
         f"torchft: the timeout callback {callback!r} did not return within {seconds} s "
         f"({WATCHDOG_TIMEOUT_SEC}); exiting, the stacks of all threads follow",
@@ -70,7 +70,7 @@ def _give_up(callback: Callable[[], None], seconds: float) -> None:
     try:
         faulthandler.dump_traceback(all_threads=True)
     finally:
-        # sys.exit would end this thread only, and a normal exit would wait for the hung one.
+        # sys.exit would end this thread only, and a normal exit would wait for the hanging one.
         os._exit(1)
 
 

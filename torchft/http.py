@@ -194,7 +194,7 @@ _servers: weakref.WeakSet[_IPv6HTTPServer] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    # A forked child (the worker of a data loader) would hold port and connections open after its parent's death: peers
+    # A forked child (the worker of a data loader) would keep port and connections open after its parent: peers
     # would wait for an answer instead of seeing that the source is gone.
     for server in list(_servers):
         for sock in [server.socket, *server._connections]:

@@ -130,7 +130,7 @@ class Manager(Stateful, Stepping):
         quorum_retries: how often an error of the lighthouse is tried again.
         enable_error_bus: end collectives as soon as the lighthouse tells that a peer of them failed, without waiting
             for their timeout; None: as TORCHFT_FAILURE_BUS says (on).
-        replay_failed_step: when a peer dies in mid-step, reduce this group's own gradients again with those that are
+        replay_failed_step: when a peer fails in mid-step, reduce this group's own gradients again with those that are
             left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All groups must have
             it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
         reproducible_reduction: with a :class:`torchft.data.ElasticDataLoader`, add gradients as integers: weights have
@@ -591,7 +591,7 @@ class Manager(Stateful, Stepping):
         """
         self.wait_quorum()
         self._current.collectives.abort()  # a group that heals does not know yet that there is nothing to reduce
-        self._commit_failures += 1  # so the next quorum connects anew
+        self._commit_failures += 1  # so the next quorum gets an id of its own, and its members connect again
         if self._current.undecided:
             self._current.dropped()
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class _MonitoredPipe:
-    """One end of a pipe whose other end may die, hang or fail.
+    """One end of a pipe whose other process may end, hang or fail.
 
     Args:
         pipe: the connection; this object closes it.

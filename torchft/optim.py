@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class OptimizerWrapper(WrappedOptimizer):
-    """Makes a step of a training loop a step of the Manager.
+    """Wraps an optimizer so that each of its steps is a step of the Manager.
 
-    ``zero_grad`` starts the quorum, ``step`` asks whether all finished and steps only then. Everything else is the
-    wrapped optimizer's, hooks too: those of a step run when it was committed, and get the wrapped optimizer.
+    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. Everything else is the
+    wrapped optimizer's. Its hooks run only for committed steps, and get the wrapped optimizer.
 
-    The helpers of ``torch.distributed.checkpoint.state_dict`` make the state of a new optimizer by a step with zero
-    gradients and no learning rate. When they call, the wrapped optimizer does that step: there is nothing to agree on.
+    The functions of ``torch.distributed.checkpoint.state_dict`` initialize the state of a new optimizer by a step with
+    zero gradients and a learning rate of 0. Such a step needs no vote, since it changes no weights.
 
     Args:
         manager: of this rank.
@@ -54,15 +54,15 @@ class OptimizerWrapper(WrappedOptimizer):
         if closure is not None:  # no assert statement: it must hold under python -O too
             raise AssertionError(
                 f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: the groups "
-                "agree on a step before it is applied, and a closure would compute it anew"
+                "agree on a step before it is applied, and a closure would compute it again"
             )
         if _makes_state() or self.manager.should_commit():
             self.optim.step()
 
 
 def _makes_state() -> bool:
-    """Whether PyTorch's checkpoint helpers call the method that calls this, perhaps through a learning rate scheduler,
-    which replaces an optimizer's `step`.
+    """Whether a function of PyTorch's state_dict module calls the method that calls this, directly or through a
+    learning rate scheduler, which replaces an optimizer's `step`.
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch.optim."):

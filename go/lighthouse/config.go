@@ -23,7 +23,7 @@ type Config struct {
 	MinReplicas int
 	// JoinTimeout is how long a quorum waits for replicas that are alive and have not asked yet.
 	JoinTimeout time.Duration
-	// QuorumTick is how often it is decided anew without a request.
+	// QuorumTick is how often the machine decides without a request.
 	QuorumTick time.Duration
 	// HeartbeatTimeout is the age of a heartbeat from which a replica counts as failed.
 	HeartbeatTimeout time.Duration
@@ -68,9 +68,9 @@ func DefaultConfig() Config {
 		// Long enough for every group of a large job to load its model; a quorum of all comes without it.
 		JoinTimeout: time.Minute,
 		QuorumTick:  100 * time.Millisecond,
-		// Fifty heartbeats of 100 ms: a group is not given up for a pause of its garbage collector.
+		// Fifty heartbeats of 100 ms: a pause of its garbage collector does not make a group fail.
 		HeartbeatTimeout: 5 * time.Second,
-		// A connection is made anew within some 50 ms; a process that was killed never is.
+		// A broken connection is replaced within some 50 ms, that of a killed process never.
 		SuspectGrace: 200 * time.Millisecond,
 		// Several times the largest job that was measured; each costs some 55 kB.
 		MaxConnections: 50_000,

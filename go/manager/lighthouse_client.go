@@ -131,7 +131,7 @@ func (c *LighthouseClient) Heartbeat(ctx context.Context, replicaID string) erro
 	return rpc.Wrap("heartbeat", c.peer, err)
 }
 
-// comesBack waits until a connection that broke has been made anew, and reports whether it was by some time.
+// comesBack waits for a broken connection to be connected again, and reports whether that succeeded in time.
 func (c *LighthouseClient) comesBack(ctx context.Context, until time.Time) bool {
 	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()

@@ -186,10 +186,10 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	return stream, nil
 }
 
-// reopenTime is how long a stream that broke is opened anew without being asked to.
+// reopenTime is how long a broken stream is retried without a pending request.
 const reopenTime = 10 * time.Second
 
-// reopen lets the server know soon that it was the connection that broke, and not the rank that died.
+// reopen opens a broken stream again soon, so that the server knows that the connection broke and the rank has not failed.
 func (s *session) reopen(broken *clientStream) {
 	if status.Code(broken.err) == codes.Unimplemented {
 		return

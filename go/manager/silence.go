@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// silence is how long a member has said nothing, on whatever stream. A stream that is made anew does not end it before something
+// silence is how long a member has said nothing, on whatever stream. A new stream alone does not end it before something
 // is said there: the lighthouse may have taken the member for failed meanwhile, and the others may have gone on.
 type silence struct {
 	since  time.Time

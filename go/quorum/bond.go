@@ -130,7 +130,7 @@ func (b *bonds) set(id string, one bond) {
 //
 // Our members make calls where something between them and the lighthouse answers UNIMPLEMENTED to streams. They say how many
 // lighthouses they know: with none that greets, this one could not know that there are others. A list of one, where others
-// have more, is no safer by what it says. Published members say nothing, and are let in: they ask one lighthouse only.
+// have more, is no safer by what it says. Upstream members say nothing, and are let in: they ask one lighthouse only.
 func (m *Machine) streamless(e Asked) string {
 	var list string
 	switch {

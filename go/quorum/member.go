@@ -19,7 +19,7 @@ type Member struct {
 	// CommittedQuorumID is the quorum in which the weights of Step were made; -1 if that was in none since the
 	// group began, 0 if it does not say, as peers of upstream versions.
 	CommittedQuorumID int64
-	// ReplaysFailedSteps: its ranks keep what they reduce, and reduce it again with who is left when a peer dies.
+	// ReplaysFailedSteps: its ranks keep what they reduce, and reduce it again with the remaining groups when a peer fails.
 	ReplaysFailedSteps bool
 	Handles            []string // reconfigure handles, one per group rank; empty for peers of 0.2.0
 	Unknown            []byte   // wire fields this version does not know, handed on as they are

@@ -111,8 +111,8 @@ func newest(members []quorum.Member, step int64) int64 {
 // others compare nothing: whoever is at max_step has equal weights, so that gradients kept there and gradients just made
 // may be averaged.
 //
-// A peer that does not announce it computes the step anew. Nobody keeps it waiting, or is kept waiting by it, in a
-// collective for as long as that takes: then all compute anew. At the first step the ranks of a group have different
+// A peer that does not announce it computes the step again from its data. Nobody keeps it waiting, or is kept waiting by it, in a
+// collective for as long as that takes: then all compute it again. At the first step the ranks of a group have different
 // primaries, and would decide differently.
 func replays(members []quorum.Member, r Result, initSync bool) bool {
 	silent := slices.ContainsFunc(members, func(m quorum.Member) bool { return !m.ReplaysFailedSteps })
@@ -158,7 +158,7 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 	}
 }
 
-// maxHelpers bounds the sources of one group: with four of them its own network is the limit.
+// maxHelpers limits the additional sources of one target: with four sources its own network is the bottleneck.
 const maxHelpers = 3
 
 // helpersOf are those that follow the assigned source, so that each source has about as many to help as others have.

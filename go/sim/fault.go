@@ -28,7 +28,7 @@ func (s Slots) String() string {
 type FaultKind int
 
 const (
-	Crash            FaultKind = iota // processes of groups die; their hosts close the connections
+	Crash            FaultKind = iota // processes of groups are killed; their hosts close the connections
 	Vanish                            // hosts of groups are gone, and nobody is told
 	RankDies                          // rank N of groups; its group follows
 	Leave                             // groups shut down in order

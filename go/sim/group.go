@@ -107,7 +107,7 @@ func (w *world) startGroup(i int) {
 	}
 }
 
-// crash ends the group. A process that dies breaks its connections, a host that vanishes does not.
+// crash ends the group. The end of a process breaks its connections, a host that vanishes leaves them open.
 func (g *group) crash(silent bool, why string) {
 	w := g.w
 	if g.killed {

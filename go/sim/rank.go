@@ -404,7 +404,7 @@ func (r *rank) undoHeal() {
 }
 
 // failed ends a call that got an error: Python raises. Some training loops catch that and go on, a few times in a row;
-// in others the process dies, and its group with it.
+// in others the process ends, and its group with it.
 func (r *rank) failed() {
 	g, w := r.g, r.g.w
 	wasVoting, phase := r.phase == voting, r.phase

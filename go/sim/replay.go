@@ -5,7 +5,7 @@ import "github.com/torchft/torchft/go/recovery"
 // mostReplays is of one step, as in torchft/_manager/replay.py.
 const mostReplays = 5
 
-// replay is what a rank keeps of a step, to reduce it again when a peer dies in it: Manager(replay_failed_step=True).
+// replay is what a rank keeps of a step, to reduce it again when a peer fails in it: Manager(replay_failed_step=True).
 type replay struct {
 	batch    uint64 // of the gradients: another one each time that they are computed
 	gradient uint64

@@ -12,7 +12,7 @@ import (
 type Setup struct {
 	Seed   uint64
 	Rounds int // quorums until the faults end, all is repaired, and the run with it
-	Slots  int // places for groups; a group may die and another begin in its place, under a new replica_id
+	Slots  int // places for groups; a group may fail and another begin in its place, under a new replica_id
 	Ranks  int // of each group
 
 	Lighthouses int  // in the list of the groups; 0 is 1
@@ -54,7 +54,7 @@ type Setup struct {
 	OnlyBoasts bool
 	// CountLosses: no rank loses more steps than the faults up to then may cost. For faults that are far apart.
 	CountLosses bool
-	// ReplayFailure: in this phase of a replay some groups die, as long as others live.
+	// ReplayFailure: in this phase of a replay some groups fail, as long as others live.
 	ReplayFailure phase
 
 	mistake mistake

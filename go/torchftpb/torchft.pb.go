@@ -45,7 +45,7 @@ type QuorumMember struct {
 	// The quorum in which the weights of this step were made; -1: in none since the group began, 0: it does not say.
 	// Where all members say it, those that reached the largest step in an older quorum count as behind.
 	CommittedQuorumId int64 `protobuf:"varint,100,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
-	// Its ranks keep what they reduce, and reduce it again with who is left when a peer dies in mid-step.
+	// Its ranks keep what they reduce, and reduce it again with the remaining groups when a peer fails in mid-step.
 	ReplaysFailedSteps bool `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache

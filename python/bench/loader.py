@@ -2,7 +2,7 @@
 
 Throughput: two replica groups train with torchft on Gloo, with two loader processes each. One job reads its batches
 with an ElasticDataLoader, the other with PyTorch's DataLoader and DistributedSampler; they take turns. The order: a
-step asks for its quorum at its begin, and waits for it in the first allreduce (as published) or at once, as the loader
+step asks for its quorum at its begin, and waits for it in the first allreduce (upstream) or at once, as the loader
 does. Both orders run in the same processes, in turns.
 """
 

@@ -121,7 +121,7 @@ def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -
 
 
 def _in_shards(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
-    """In the published style: a shard for each group, whose part is missing while it is away."""
+    """In the style of upstream: a shard for each group, whose part is missing while it is away."""
     sampler = torchft.DistributedSampler(data, GROUP, GROUPS, group_rank=0, num_replicas=1, shuffle=True, seed=0)
     batches = _for_ever(DataLoader(data, OF_A_GROUP, sampler=sampler), sampler)
     samples = 0

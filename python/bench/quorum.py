@@ -1,7 +1,7 @@
 """Measure how a quorum round grows with the number of replica groups, ours and upstream: `make bench-quorum`.
 
-go/bench plays the groups, each with a connection of its own, against one lighthouse after the other: the published
-one and ours with groups that speak as published managers do, and ours with groups that speak as ours do. The
+go/bench plays the groups, each with a connection of its own, against one lighthouse after the other: upstream's
+and ours with groups that speak as upstream's managers do, and ours with groups that speak as ours do. The
 generator runs on the same machine and is part of each time. Prints a table, writes it into docs/scaling.md and draws
 a plot beside it.
 """

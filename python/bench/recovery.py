@@ -1,7 +1,7 @@
-"""From a failure to the survivors' next commit: one of the groups gets SIGKILL (it dies) or SIGSTOP (it hangs).
+"""From a failure to the survivors' next commit: one of the groups gets SIGKILL (it ends) or SIGSTOP (it hangs).
 
 Steps of 50 ms on plain and on isolated Gloo, with two groups and with four, and the lighthouse's own defaults for
-heartbeats (5 s); its join timeout is 10 s. "Replay" is plain Gloo with `replay_failed_step`, which published lacks.
+heartbeats (5 s); its join timeout is 10 s. "Replay" is plain Gloo with `replay_failed_step`, which upstream lacks.
 Measured from the signal to the end of the first step that a survivor commits without the victim; of several survivors
 the slowest counts. All processes of a round are new.
 """
@@ -23,7 +23,7 @@ COMPUTE_MS = 50
 TRAIN_S = 2.0
 CASES = {"kill": [(2, "plain"), (4, "plain"), (2, "isolated"), (4, "isolated"), (4, "replay")], "stop": [(2, "plain")]}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-# A hung peer of upstream holds the others until the collective's timeout: 30 s here.
+# With upstream, a stopped peer delays the others until the collective's timeout: 30 s here.
 PATIENCE_S = 90
 
 

@@ -64,7 +64,7 @@ def _round(side: Side) -> dict[str, float]:
         _wait_for_commit(job, survivor, 2)
         victim.kill()
         _wait_for_commit(job, survivor, 1)
-        # torch was just imported twice: its files are in the page cache, as they are on a host where a process died
+        # torch was just imported twice: its files are in the page cache, as they are on a host where a process failed
         began = time.monotonic()
         (back,) = start_group(job, side, 1, 1, free_port())
         back.send(do="state", mb=STATE_MB)

@@ -1,6 +1,6 @@
 """Throughput of training with torchft beside plain PyTorch: DistributedDataParallel on Gloo, two processes.
 
-The batch is chosen so that a plain step takes about 100 ms on this machine. Plain PyTorch, ours and published take
+The batch is chosen so that a plain step takes about 100 ms on this machine. Plain PyTorch, ours and upstream take
 turns, so the ratios compare steps that ran within seconds of each other.
 
 Two settings decide how the gradients travel, and their defaults differ. `gradient_as_bucket_view` saves a copy: True in

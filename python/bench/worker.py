@@ -385,5 +385,5 @@ class Worker:
         self.loaded_at = time.monotonic()
 
 
-if __name__ == "__main__":  # the published isolated groups start a process that imports this file
+if __name__ == "__main__":  # upstream's isolated groups start a process that imports this file
     Worker().serve()

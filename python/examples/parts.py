@@ -41,7 +41,7 @@ def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool
 def average_in_group(net: nn.Module) -> None:
     """Averages the gradients over the ranks of this replica group.
 
-    torchft averages over the groups, each rank with the ranks of its number. A rank that dies here
+    torchft averages over the groups, each rank with the ranks of its number. A rank that fails here
     makes this raise: torchrun then restarts the whole group, and the group heals.
     """
     if dist.get_world_size() == 1:

@@ -3,7 +3,7 @@
     pip install 'torchft[train,ray]'
     python python/examples/ray_ddp.py --kill-at 50
 
-Ray starts processes and says when one has died; torchft keeps the training together. When an actor dies, its whole
+Ray starts processes and says when one has ended; torchft keeps the training together. When an actor fails, its whole
 group is replaced, in the same placement group: the ranks of a group share a model step by step, so none can go on
 without the others. The other groups train on meanwhile, and the new group heals from them. The lighthouse is an actor.
 
@@ -36,7 +36,7 @@ POLL_SEC = 0.2
 
 @ray.remote(num_cpus=0)
 class Lighthouse:
-    """Outlives the groups. Should it die, the groups wait for one at the same address, and fail after some time."""
+    """Outlives the groups. If it fails, they wait for another one at the same address, and fail after a timeout."""
 
     def __init__(self) -> None:
         from torchft.coordination import LighthouseServer
@@ -116,10 +116,10 @@ class Group:
         """Of all ranks at the end; None while one of them trains.
 
         Raises:
-            RayError: a rank died, or raised.
+            RayError: a rank has ended, or raised.
         """
         done, running = ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
-        ends = ray.get(done)  # a rank that died shows at once, also when its siblings wait for it
+        ends = ray.get(done)  # a failed rank shows at once, even if its siblings wait for it
         return None if running else ends
 
     def end(self) -> None:
@@ -133,7 +133,7 @@ class Group:
 
 
 def train(steps: int, journal: Any) -> str:
-    """A rank's training, in the published style: a shard of the data for each rank."""
+    """A rank's training, in the style of upstream: a shard of the data for each rank."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A helper that is not reached in this time helps nobody.
+# The timeout for reaching an additional source; a later one would not shorten the transfer.
 _HELPER_TIMEOUT = timedelta(seconds=3)
 # The first try to reach a source; each further one takes twice as long. Between two of them its failure may be told.
 _FIRST_TRY = timedelta(seconds=0.5)

@@ -196,7 +196,7 @@ class Digester:
         return Digests(self._header, torch.stack(words), names)
 
     def _list(self, step: int) -> None:
-        """Lists the state anew when a sweep begins, or there is more of it."""
+        """Lists the state again when a sweep begins, or when tensors were added."""
         counts = self._state.counts()
         if self._listed is not None and self._listed == (step // self._sweep.commits, counts):
             return

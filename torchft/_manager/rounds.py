@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Follow = Callable[["QuorumResult"], None]
 
-# After this long without a change the wait for one begins anew; nothing depends on it.
+# The timeout of one call that waits for a change; the call is repeated. Its length does not matter.
 _LONGEST_WAIT = timedelta(hours=1)
 
 

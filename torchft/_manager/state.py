@@ -39,7 +39,7 @@ class Place:
         self.step = 0
         self.quorum_id = -1
 
-    # The same, as a Manager tells it: the published _ManagerLogger is made with one.
+    # The same, as a Manager tells it: upstream's _ManagerLogger is made with one.
 
     def current_step(self) -> int:
         return self.step

@@ -70,7 +70,7 @@ class HTTPTransport(CheckpointTransport[T]):
             groups that help; for the assigned source the whole job waits. Where sources train on while a group heals,
             as with LocalSGD and DiLoCo, it keeps their steps fast, and the heal takes the time that is left.
         hosts: the addresses of this host to announce, the best first; a target takes the first that answers, a
-            published one the first. Default: the one of `torchft.addresses.announced_host`
+            upstream one the first. Default: the one of `torchft.addresses.announced_host`
 
     Raises:
         ValueError: a timeout that is not positive, a negative number of chunks or bandwidth

@@ -39,7 +39,7 @@ def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
         try:
             for name, data in lighthouse.stream(f"/api/v1/events?after={last}"):
                 if name == "whole" and data["last"] < last:
-                    last = 0  # another lighthouse, which counts anew
+                    last = 0  # another lighthouse, whose events are numbered from the start
                 for event in data["events"] if name == "whole" else [data] if name == "event" else []:
                     if event["id"] > last:
                         last = event["id"]

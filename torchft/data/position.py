@@ -2,7 +2,7 @@
 
 An epoch is a permutation of the dataset. A *batch* is a slice of it, and a *unit* a slice of a batch: so units depend
 on nothing but the :class:`Plan` and the :class:`Position`. The groups of a quorum cut the units of one batch among
-themselves (:meth:`Plan.share`); a step that is not committed is cut anew, in the next quorum, from the same units.
+themselves (:meth:`Plan.share`); a step that is not committed is divided again in the next quorum, from the same units.
 The position is state like the weights: it advances when a step is committed, it arrives with a heal, and a checkpoint
 holds both. This is what makes each sample part of exactly one step of the weights that a job ends with, once an
 epoch.

@@ -16,7 +16,7 @@ from torchft.process_group.native import abort_group, errors_of
 
 
 class Framework(ABC):
-    """A communicator that can be built anew. Collectives change tensors in place, block, and raise if they fail."""
+    """A communicator that can be rebuilt for other members. Collectives work in place, block, and raise errors."""
 
     @property
     def device(self) -> torch.device:

@@ -1,7 +1,7 @@
 """Connecting with new peers in a way that an abort can end.
 
-PyTorch's stores and Gloo wait in C++ for a peer that does not come, until a timeout, and nothing ends that: a peer
-that dies between the quorum and the connection would hold up the others for as long.
+PyTorch's stores and Gloo wait in C++ for missing peers until a timeout, and offer no way to end that wait. A peer that
+fails between the quorum and the connection would delay the others until that timeout.
 """
 
 from __future__ import annotations

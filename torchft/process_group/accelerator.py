@@ -201,7 +201,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         """Connects a backend with its peers, and returns when all of them are.
 
         A communicator that does not block is only on its way when `eager_connect_single_device` returns. The next call,
-        if it is the first operation, waits for the peers, and holds the lock that an abort needs: a peer that dies
+        if it is the first operation, waits for the peers, and holds the lock that an abort needs: a peer that fails
         meanwhile would cost the training thread the whole timeout. So the first operation is one of ours, on the thread
         that connects, which nobody waits for after an abort. Only where all peers are known to do the same.
 

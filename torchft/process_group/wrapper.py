@@ -168,7 +168,7 @@ class ProcessGroupWrapper(ProcessGroup):
 
         def discard(made: tuple[BaseProcessGroup, Optional[Operations], Store]) -> None:
             if made[1] is not None:
-                made[1].end(RuntimeError("the connection was given up"))
+                made[1].end(RuntimeError("the connection was aborted"))
             self._drop([made[0]])
 
         self._attempt = attempt = Attempt(connect, discard)

@@ -30,7 +30,7 @@ type Network struct {
 	cuts   map[direction]int
 	paused map[string]int
 	silent map[string]bool // hosts that do not even refuse a connection
-	healed chan struct{}   // closed and made anew whenever a cut is over
+	healed chan struct{}   // closed and replaced whenever a cut is over
 	delay  func(from, to string) time.Duration
 }
 
@@ -116,7 +116,7 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 }
 
 // Kill is kill -9 of the host: its connections break, on both ends, nothing listens on it any more, and what is left
-// of its processes in the test reaches nobody, until something is started on it anew.
+// of its processes in the test reaches nobody, until something is started on it again.
 func (h *Host) Kill() {
 	h.net.mu.Lock()
 	if h.net.killed == nil {

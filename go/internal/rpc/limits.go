@@ -16,7 +16,7 @@ import (
 const (
 	// MaxMessage is the largest answer that a client takes, in bytes. gRPC's own 4 MiB end at about 4,000 groups with 8 handles.
 	MaxMessage = 256 << 20
-	// maxRequest is the largest message that a server takes: what one group says of itself. Published servers end there
+	// maxRequest is the largest message that a server takes: what one group says of itself. Upstream servers end there
 	// too. Whatever it says is sent to every other group.
 	maxRequest = 4 << 20
 	// maxHeader bounds the headers of a request, HTTP's and gRPC's.

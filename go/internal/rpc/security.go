@@ -146,7 +146,7 @@ func (s Security) serverTLS() (*tls.Config, error) {
 		MinVersion:             tls.VersionTLS12,
 		Certificates:           []tls.Certificate{cert},
 		NextProtos:             []string{"http/1.1", "h2"},
-		SessionTicketsDisabled: true, // each connection shows its certificate anew
+		SessionTicketsDisabled: true, // so that each connection presents its certificate
 	}
 	if s.TLSClientCA != "" {
 		if config.ClientCAs, err = readCA("tls_client_ca", TLSClientCAEnv, s.TLSClientCA); err != nil {

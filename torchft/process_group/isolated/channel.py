@@ -27,7 +27,7 @@ from torchft.process_group.isolated.sharing import Registration
 from torchft.process_group.isolated.wire import Wire
 from torchft.utils import poll
 
-# A worker whose operation is overdue is asked for a sign of life this often, and given up without one. It
+# A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. It
 # reads its requests all the time, whatever its operations do.
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
@@ -448,7 +448,7 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    # A child that kept them open would hide the trainer's death from the workers.
+    # A child that kept them open would hide the end of the trainer from the workers.
     for channel in list(_channels):
         channel._forget()
     _channels.clear()

@@ -151,7 +151,7 @@ _dead: deque[_Export] = deque()
 
 
 def _settle() -> None:
-    """Deals with the storages that died, unless somebody else is at it, who does so when he is through."""
+    """Handles freed storages. If another thread is handling them, that thread handles the new ones, too."""
     while _dead and _lock.acquire(blocking=False):
         try:
             _bury()
@@ -176,7 +176,7 @@ def _hold(storage: torch.UntypedStorage, holder: TrainerEnd) -> _Export:
     with _lock:
         _bury()
         export = _exports.get(id(storage))
-        # An address comes back, also that of a storage whose death was not noticed yet.
+        # An address comes back, also that of a freed storage that was not handled yet.
         if export is None or export.storage() is not storage:
             export = _exports[id(storage)] = _Export(storage)
         export.holders.add(holder)

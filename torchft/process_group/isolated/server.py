@@ -23,7 +23,7 @@ from typing import Any, Callable
 
 _PR_SET_PDEATHSIG = 1
 
-# Where the trainer's death cannot be waited for (Linux < 5.3), it is looked for this often.
+# Without pidfd_open (Linux < 5.3) the end of the trainer is polled for this often.
 _LOOK_EVERY_MS = 500
 
 
@@ -125,7 +125,7 @@ class _Server:
             self._control.close()
             for descriptor in (self._wake, ended, *(pipe for _, pipe in self._workers.values())):
                 os.close(descriptor)
-            # The server died between the fork and prctl.
+            # The server ended between the fork and prctl.
             if os.getppid() == server:
                 self._worker.main(requests, answers, message)
             status = 0

@@ -32,7 +32,7 @@ from torchft.process_group.isolated.operation import WorkerFailed
 # Where nobody has started a worker yet, PyTorch is imported first.
 _START_SEC = 60.0
 
-# So many workers may die in a row before the first of them has answered.
+# How many workers may fail in a row before one of them has answered.
 _ATTEMPTS = 5
 
 # A group that is shut down is often followed by another. Until then the server costs memory, but no time.
@@ -241,7 +241,7 @@ class Worker:
                 servers.retire(self._server)
                 self._spawn(message, requests.fileno(), answers)
         except OSError as e:
-            # The server died in this moment, say.
+            # For example, the fork server has ended at this moment.
             channel.close(WorkerFailed(f"{name}: the worker could not be started: {e}"))
         except BaseException as e:
             channel.close(RuntimeError(f"{name}: the worker could not be started: {e}"))
@@ -372,16 +372,16 @@ class Workers:
 
 
 def started(get: Callable[[], Worker]) -> Worker:
-    """A worker that has answered: one that dies before is replaced.
+    """A worker that has answered: one that ends before is replaced.
 
-    A worker that stands by dies with its server, all of them in the same moment, but nobody is told at once. One
+    A spare worker ends with its server, all of them at the same moment, but the trainer is not told at once. One
     that answers was not among them.
 
     Args:
-        get: gives one, another one after the last has died.
+        get: gives one, another one after the last has ended.
 
     Raises:
-        Exception: the worker's own error; or too many have died, or 60 s passed.
+        Exception: the worker's own error; or too many have ended, or 60 s passed.
     """
     deadline = time.monotonic() + _START_SEC
     for attempt in itertools.count(1):

@@ -5,31 +5,32 @@ import (
 	"time"
 )
 
-// A member binds itself to the lighthouse that serves it. The lighthouse sends stamps on the member's stream, and what the
-// member says next answers the newest: it asks no other lighthouse before BondTime has passed since it received the stamp, on
-// its own clock, or the lighthouse has let it go. The stamp was sent before it was received. So a lighthouse that learns, less
-// than BondTime after it sent a stamp that was answered, that the member's process has ended, knows that the member asked
-// nobody else since its stream began, and never will: its vote is given here.
+// A member binds itself to the lighthouse that serves it. The lighthouse sends stamps on the member's stream, and the member's
+// next message answers the newest one. From when it received the stamp the member asks no other lighthouse for BondTime, on its
+// own clock, unless the lighthouse releases it earlier. The stamp was sent before it was received. So if a lighthouse learns,
+// less than BondTime after it sent a stamp that was answered, that the member's process has ended, then the member has asked no
+// other lighthouse since its stream began, and never will: its vote is given here.
 //
 // Invariants:
 //
-//  1. What was learned is never used for a bond that has run out, by the monotonic clock or by the wall clock: one of them
-//     may stand still while a host sleeps. (Where both do, as in a virtual machine that is stopped and goes on, nothing helps.)
-//  2. A lighthouse that lets a member go has forgotten the bond before: it may have left by the time that it is gone. A stamp
-//     from before that binds nobody.
-//  3. A member binds itself only with all that it knows: while it knows of a quorum that the lighthouse does not, its end is
-//     no vote.
-//  4. Bonds are not kept on disk: a lighthouse that starts has none. (So whoever finds that the process of its lighthouse is
-//     gone may leave at once.)
+//  1. The end of a process is no vote once its bond has run out, by the monotonic clock or by the wall clock: one of them may
+//     stand still while a host sleeps. (If both do, as in a virtual machine that is stopped and continued, the bond may be
+//     taken for valid while the member is at another lighthouse; docs/correctness.md assumes that this does not happen.)
+//  2. A lighthouse forgets the bond before it tells a member to go: the member may ask another lighthouse at once. A stamp that
+//     was sent before the release does not bind it again.
+//  3. While a member knows of a quorum that the lighthouse does not know, its end is no vote: the lighthouse would form a quorum
+//     that does not come after it.
+//  4. Bonds are not kept on disk: a lighthouse that starts has none. (So a member that learns of the end of its lighthouse's
+//     process may leave at once.)
 
-// BondTime is for how long a member that answered a stamp asks no other lighthouse. A member whose lighthouse is away goes to
-// the next one after that much at the latest; the end of a process is learned in milliseconds.
+// BondTime is how long a member that answered a stamp asks no other lighthouse. It is also the longest delay of a failover to the
+// next lighthouse. The end of a process is learned within milliseconds, so most ends become votes.
 const BondTime = 5 * time.Second
 
-// bondHolds is how much of it counts here: the clocks of two hosts do not run equally fast.
+// bondHolds is how long the lighthouse counts on a bond: less than BondTime, since the clocks of two hosts differ in speed.
 const bondHolds = BondTime - BondTime/10
 
-// bonds are those of a lighthouse.
+// bonds are the bonds of all members to this lighthouse.
 type bonds struct {
 	bound map[string]bond
 	ended map[string]struct{} // voters that ended, or left for good, while they were bound
@@ -37,13 +38,13 @@ type bonds struct {
 }
 
 type bond struct {
-	stamp time.Time // when the newest one was sent that was answered; zero: none was
-	let   time.Time // when the member was let go last
+	stamp time.Time // when the newest answered stamp was sent; zero: none was answered
+	let   time.Time // when the member was released last
 	known int64     // quorum_id that its greeting showed
 }
 
-// greets notes what a member knows that begins a stream. If it comes from another lighthouse, what it promised before is
-// void.
+// greets notes what a member knows when it begins a stream. If it comes from another lighthouse, an earlier bond to this one has
+// ended.
 func (b *bonds) greets(id string, known int64, fromElsewhere bool, now time.Time) {
 	if fromElsewhere {
 		b.release(id, now)
@@ -53,7 +54,8 @@ func (b *bonds) greets(id string, known int64, fromElsewhere bool, now time.Time
 	b.set(id, one)
 }
 
-// answered notes which stamp a member answered last.
+// answered notes which stamp a member answered last. It ignores a stamp that was sent before a release, which may still be on
+// its way: the member may be bound to another lighthouse by now.
 func (b *bonds) answered(id string, stamp time.Time) {
 	one, greeted := b.bound[id]
 	if !greeted || !stamp.After(one.stamp) || !stamp.After(one.let) {
@@ -63,7 +65,8 @@ func (b *bonds) answered(id string, stamp time.Time) {
 	b.set(id, one)
 }
 
-// release lets a member go. What tells it so must not be sent before.
+// release ends a member's bond. The message that sends the member away must be sent after it: otherwise a vote could count here
+// while the member asks elsewhere.
 func (b *bonds) release(id string, now time.Time) {
 	if one, bound := b.bound[id]; bound {
 		one.stamp, one.let = time.Time{}, now
@@ -77,14 +80,14 @@ func (b *bonds) releaseAll(now time.Time) {
 	}
 }
 
-// promised reports whether a member answered a stamp, and knows no quorum after the latest one here. Of one that says that
-// it leaves, or ends, for good, that is enough.
+// promised reports whether a member answered a stamp, and knows no quorum after the latest one here. If such a member says that
+// it leaves or ends for good, that is a vote at any time: it has not asked elsewhere, and never will.
 func (b *bonds) promised(id string, latest int64) bool {
 	one := b.bound[id]
 	return !one.stamp.IsZero() && one.known <= latest
 }
 
-// holds reports whether a member asks nobody else now.
+// holds reports whether a member is bound now, so that it asks no other lighthouse.
 func (b *bonds) holds(id string, latest int64, now time.Time) bool {
 	return b.promised(id, latest) && elapsed(b.bound[id].stamp, now) < bondHolds
 }
@@ -94,8 +97,8 @@ func elapsed(then, now time.Time) time.Duration {
 	return max(now.Sub(then), now.Round(0).Sub(then.Round(0)))
 }
 
-// end notes that a member has ended, or left for good, bound to this lighthouse. The bond is used up: a second word of that end, when
-// the vote has been spent, is none.
+// end notes that a member has ended, or left for good, while it was bound to this lighthouse. The bond is deleted, so that a second
+// report of the same end, after the vote was spent, does not give the vote again.
 func (b *bonds) end(id string) {
 	delete(b.bound, id)
 	if b.ended == nil {
@@ -104,7 +107,7 @@ func (b *bonds) end(id string) {
 	b.ended[id] = struct{}{}
 }
 
-// sweep forgets members of which nothing was heard for long.
+// sweep forgets the bonds of members that are not here, once they have run out.
 func (b *bonds) sweep(now time.Time, here func(id string) bool) {
 	if now.Sub(b.swept) < BondTime {
 		return
@@ -124,13 +127,15 @@ func (b *bonds) set(id string, one bond) {
 	b.bound[id] = one
 }
 
-// streamless says why a call is refused of a member whose lighthouse is one of a list; empty if it is not. A call tells it no
-// term: what it asked here may wait when it goes to another lighthouse, and that one would not know that its quorums come
-// later. Also one that greeted before makes no calls: the term may be another one since.
+// streamless returns why a call is refused because its member has a list of lighthouses; empty if it is accepted. The answer to a
+// call carries no term. So a request that waits here could still be answered after the member went to another lighthouse, and
+// that one would not know that its quorums have to come later. A member that had a stream before is refused as well, since the
+// term may have changed.
 //
-// Our members make calls where something between them and the lighthouse answers UNIMPLEMENTED to streams. They say how many
-// lighthouses they know: with none that greets, this one could not know that there are others. A list of one, where others
-// have more, is no safer by what it says. Upstream members say nothing, and are let in: they ask one lighthouse only.
+// Our members make calls if something between them and the lighthouse answers UNIMPLEMENTED to streams. They say how many
+// lighthouses they have: without greetings, this lighthouse could not know that there are others. This does not help if a member
+// has a list of one lighthouse while others have more; all groups of a job must have the same list. Upstream members do not say
+// the number, and are accepted: they ask one lighthouse only.
 func (m *Machine) streamless(e Asked) string {
 	var list string
 	switch {

@@ -95,7 +95,7 @@ class Loader(Protocol):
 class BatchDiffers(RuntimeError):
     """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed.
 
-    If their batches differ, the first group that is up to date counts as right, and the groups that differ from it heal.
+    If their batches differ, the first group that is up to date counts as right, and groups that differ from it heal.
     """
 
 

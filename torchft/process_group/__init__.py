@@ -1,8 +1,8 @@
 """Process groups whose peers change from quorum to quorum.
 
 - `base`: the interface, and how new peers are given to a group; `reconfigure`: how they find each other
-- `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers; `accelerator`: the common
-  part of the last two; `nccl2`: PyTorch's newer NCCL backend
+- `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers; `accelerator`: the
+  common part of the last two; `nccl2`: PyTorch's newer NCCL backend
 - `native`, `torchcomms`: groups that stay the same object: PyTorch's own, and torchcomms' communicators
 - `isolated`: groups in a process of their own, which can be killed
 - `managed`: the Manager's group for user code; `device_mesh`: a DeviceMesh for HSDP

@@ -153,6 +153,10 @@ def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
             gc.collect()
             gc.freeze()
         importlib.import_module(name)
+    # The registry of rendezvous, below torch.distributed.checkpoint, has loaded the torchft that is installed here;
+    # a child takes that of its own path.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchft"]:
+        del sys.modules[name]
     control.send(str(len(os.listdir("/proc/self/task"))).encode())
     poll = select.poll()
     poll.register(control, select.POLLIN)

@@ -38,8 +38,8 @@ func (c Config) rendezvousTiming() rendezvous.Timing {
 // serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). As with the calls of members, the token decides who
 // may; without one, everybody may who is no browser.
 func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
-	switch check := s.gate.CheckToken(r.Header.Values("Authorization")); check {
-	case rpc.TokenMissing, rpc.TokenWrong:
+	check := s.gate.CheckToken(r.Header.Values("Authorization"))
+	if check == rpc.TokenMissing || check == rpc.TokenWrong {
 		s.log.Warn("torchft: a request was refused", "request", "rendezvous", "from", r.RemoteAddr, "reason", check)
 		w.Header().Set("WWW-Authenticate", "Bearer")
 		dashboard.Refuse(w, http.StatusUnauthorized, errors.New(check.String()))

@@ -38,7 +38,7 @@ func (a *agent) poll(ctx context.Context) (int, string) {
 	transport := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
 		return a.c.Net.Host(a.name).Dial(ctx, addr)
 	}}
-	req, err := http.NewRequestWithContext(ctx, "POST", fttest.LighthouseAddr+"/rendezvous?job=red", strings.NewReader(string(said)))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, fttest.LighthouseAddr+"/rendezvous?job=red", strings.NewReader(string(said)))
 	require.NoError(a.t, err)
 	resp, err := transport.RoundTrip(req)
 	if err != nil {

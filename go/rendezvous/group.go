@@ -187,7 +187,7 @@ func (g *group) largest(n, others int) int {
 }
 
 // decide releases a round if it is time for one.
-func (g *group) decide(now time.Time, t Timing, others int, any bool) *Released {
+func (g *group) decide(now time.Time, t Timing, others int, there bool) *Released {
 	g.forget(now, t)
 	var ready []*node
 	var trains, again, known, coming int
@@ -222,7 +222,7 @@ func (g *group) decide(now time.Time, t Timing, others int, any bool) *Released 
 		return nil
 	}
 	if !g.over {
-		if others == 0 && any {
+		if others == 0 && there {
 			others = g.size // a group that is between two rounds must be able to have the size of this one
 		}
 		g.grow(now, len(ready), trains, others)

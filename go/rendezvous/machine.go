@@ -162,8 +162,8 @@ func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 	for again := true; again; {
 		again = false
 		for _, g := range groups {
-			others, any := m.others(g)
-			if round := g.decide(now, m.timing, others, any); round != nil {
+			others, there := m.others(g)
+			if round := g.decide(now, m.timing, others, there); round != nil {
 				do(*round)
 				again = true
 			}
@@ -219,20 +219,20 @@ func (m *Machine) sorted() []*group {
 	return slices.SortedFunc(maps.Values(m.groups), func(a, b *group) int { return cmp.Compare(a.name, b.name) })
 }
 
-// others looks at the other groups of the job: size is the number of nodes of each that trains now, 0 if none does; any
+// others looks at the other groups of the job: size is the number of nodes of each that trains now, 0 if none does; there
 // reports whether one has trained, and may again.
-func (m *Machine) others(g *group) (size int, any bool) {
+func (m *Machine) others(g *group) (size int, there bool) {
 	name := ""
 	for _, other := range m.groups {
 		if other == g || !other.stood.counts {
 			continue
 		}
-		any = true
+		there = true
 		if other.stood.size > 0 && (name == "" || other.name < name) {
 			size, name = other.stood.size, other.name
 		}
 	}
-	return size, any
+	return size, there
 }
 
 // State is what a restart goes on after.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from causes import SILENCE_MS
 from processes import HERE, START_TIMEOUT_S, Child, Job, ours_path
 
@@ -10,6 +11,7 @@ STEPS = 3
 JOINS = "group_2"
 
 
+@pytest.mark.slow  # 25 s; tests/integration/test_heal_along.py lets a source fail in threads
 def test_the_source_is_killed() -> None:
     with Job() as job:
         _, lighthouse = job.lighthouse(

@@ -36,5 +36,6 @@ def test_a_group_is_killed_and_comes_back() -> None:
     kill_and_heal(SHARDS)
 
 
+@pytest.mark.slow  # 15 s; tests/integration/test_divergence.py flips bits of whole parameters
 def test_a_flipped_bit_in_a_shard_is_found_by_its_rank_and_healed() -> None:
     flip_and_heal(SHARDS, flip=4)

@@ -40,6 +40,7 @@ def test_two_members_of_ftlib_end_with_equal_weights(tmp_path: Path) -> None:
     assert 1 <= len(weights(*said)) <= 2  # two, if one had ended before the other one began
 
 
+@pytest.mark.slow  # 20 s; tests/unit/dlrover/test_optimizer.py has the same in threads
 @pytest.mark.timeout(240)
 def test_two_groups_with_distributed_optimizer_end_with_equal_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchft.cli", "run", "--replicas", "2", "--min-replicas", "2"]

@@ -31,6 +31,7 @@ def test_four_groups_and_five_kills_end_with_the_bits_of_one_process(tmp_path: P
     assert job.killed == 5
 
 
+@pytest.mark.slow  # 30 s; test_four_groups_and_five_kills has groups of one rank
 @has_hsdp
 def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
     job = Elastic(tmp_path, [Part(2, 1), Part(2)], samples=35, kind="fsdp", ranks=2, seed=3)

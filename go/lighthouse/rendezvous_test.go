@@ -83,6 +83,8 @@ func TestNodesMeetThroughTheLighthouse(t *testing.T) {
 		go b.poll(broken)
 		synctest.Wait()
 		breaks()
+		// If a asked before that is noticed, b would be answered first, and awaited for the heartbeat timeout.
+		synctest.Wait()
 		start := time.Now()
 		a.placed(ctx)
 		assert.Equal(t, rendezvous.View{Ask: 2, Round: 2, Rank: 0, Size: 1, Store: "a:1"}, a.view)

@@ -142,8 +142,7 @@ def test_an_agent_is_killed_at_a_moment(lighthouse: Lighthouse, moment: str, mon
                 return sorted((info.result(100).rank, info.result().world_size) for info in infos)
 
             met = meet()
-            if met == [(1, 3), (2, 3)]:  # it met all, and was killed then
-                assert moment == "met"
+            if moment == "met" and met != [(0, 2), (1, 2)]:  # it was killed when all had met, or one of them had
                 job.wait(lambda: first.returncode is not None, 60, "the first node ends")
                 met = meet()  # as their workers fail
         assert met == [(0, 2), (1, 2)]

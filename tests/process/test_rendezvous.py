@@ -119,7 +119,10 @@ def test_a_node_fails_and_another_one_comes(nodes: Nodes, lighthouse: Lighthouse
     assert nodes.sizes("c") == [2]
 
 
-@pytest.mark.parametrize("moment", ["started", "asked", "released", "met"])
+# Each costs a start of PyTorch; go/rendezvous/testdata has a transcript of each moment.
+@pytest.mark.parametrize(
+    "moment", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("started", "asked", "met")), "released"]
+)
 def test_an_agent_is_killed_at_a_moment(lighthouse: Lighthouse, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of three nodes, which gets rank 0: the others train without it."""
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 2.0)

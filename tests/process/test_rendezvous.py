@@ -119,7 +119,7 @@ def test_a_node_fails_and_another_one_comes(nodes: Nodes, lighthouse: Lighthouse
     assert nodes.sizes("c") == [2]
 
 
-# Each costs a start of PyTorch; go/rendezvous/testdata has a transcript of each moment.
+# Each costs a start of PyTorch; go/rendezvous has failure.txt and lost_connection.txt for other moments.
 @pytest.mark.parametrize(
     "moment", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("started", "asked", "met")), "released"]
 )

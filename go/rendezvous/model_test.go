@@ -16,7 +16,7 @@ import (
 func TestRandomHistories(t *testing.T) {
 	histories := uint64(200)
 	if testmain.Full() {
-		histories = 20_000
+		histories = 500
 	}
 	for seed := range histories {
 		if why := history(seed); why != "" {

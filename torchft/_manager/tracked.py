@@ -17,7 +17,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from torchft._manager.digest import digest, memory_of
-from torchft.checkpointing._encoding import dtype_of
+from torchft.checkpointing._encoding import dtype_name, dtype_of
 
 # By exact type: a subclass may do anything. Each is in the table of tests/unit/manager/test_tracked.py.
 ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
@@ -109,7 +109,7 @@ class Parameters:
         state: dict[str, Json] = {}
         for key, value in self._of[number].state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and _alike(value, parameter):
-                state[key] = ["range", _dtype_name(value)]
+                state[key] = ["range", dtype_name(value.dtype)]
                 parts.append(_range(value, begin, end).clone())
             else:
                 state[key] = _plain(key, value)
@@ -248,7 +248,7 @@ def _plain(key: str, value: Any) -> Json:
         return ["tuple", *value]
     if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL and value.is_cpu:
         raw = memory_of(value).numpy().tobytes()
-        return ["tensor", _dtype_name(value), list(value.shape), raw.hex()]
+        return ["tensor", dtype_name(value.dtype), list(value.shape), raw.hex()]
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return ["names", *value]
     kind = f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -268,7 +268,3 @@ def _value(plain: Json) -> Any:
         flat = torch.frombuffer(bytearray(bytes.fromhex(raw)), dtype=torch.uint8)
         return flat.view(dtype_of(name)).reshape(shape).clone()
     raise ValueError(f"a value of kind {kind!r}")
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

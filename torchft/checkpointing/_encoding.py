@@ -91,7 +91,7 @@ class Encoded:
         if kind is complex:
             return ["c", value.real, value.imag]
         if kind is torch.dtype:
-            return ["dtype", _dtype_name(value)]
+            return ["dtype", dtype_name(value)]
         if kind is torch.device:
             return ["device", str(value)]
         return self._encode_numpy(value) or self._pickle(value, path)
@@ -110,7 +110,7 @@ class Encoded:
 
     def _encode_memory(self, tensor: torch.Tensor, flags: int) -> Any:
         region = self._region(tensor.untyped_storage())
-        dtype = _dtype_name(tensor.dtype)
+        dtype = dtype_name(tensor.dtype)
         return ["T", region, dtype, tensor.storage_offset(), list(tensor.shape), list(tensor.stride()), flags]
 
     def _encode_numpy(self, value: Any) -> Any:
@@ -343,7 +343,7 @@ def _numpy_dtype(name: str) -> Any:
     return dtype
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

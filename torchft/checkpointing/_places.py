@@ -14,6 +14,7 @@ from torchft.checkpointing._encoding import (
     Path,
     Replace,
     decode,
+    dtype_name,
     dtype_of,
     is_dtensor,
     is_plain,
@@ -138,7 +139,7 @@ def _difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> 
         return f"{show_path(path)} is a DTensor on one side only"
     local = local_part(tensor)
     plain = node[1] if node[0] == "D" else node
-    theirs, mine = (plain[2], plain[4]), (str(local.dtype).removeprefix("torch."), list(local.shape))
+    theirs, mine = (plain[2], plain[4]), (dtype_name(local.dtype), list(local.shape))
     return f"{show_path(path)} is {_show(*theirs)} there and {_show(*mine)} in this group" if theirs != mine else None
 
 

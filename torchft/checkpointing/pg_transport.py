@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, 
 
 import torch
 
-from torchft.checkpointing._encoding import Encoded, Path, decode, dtype_of, is_dtensor, with_flags
+from torchft.checkpointing._encoding import Encoded, Path, decode, dtype_name, dtype_of, is_dtensor, with_flags
 from torchft.checkpointing._handshake import Structure, pack_structure, parse_structure, read_frame
 from torchft.checkpointing._memory import HostMemory, check_room
 from torchft.checkpointing._places import local_part, tensor_nodes, tensors_by_path
@@ -405,7 +405,7 @@ class _Header(Encoded):
         place = _ON_CPU
         if tensor.device.type != "cpu":
             place = _ON_DEVICE - self._devices.setdefault(str(tensor.device), len(self._devices))
-        return ["T", place, str(tensor.dtype).removeprefix("torch."), 0, list(tensor.shape), [], flags]
+        return ["T", place, dtype_name(tensor.dtype), 0, list(tensor.shape), [], flags]
 
 
 def _source_device(said: Structure, node: List[Any]) -> str:

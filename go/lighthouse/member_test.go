@@ -261,7 +261,7 @@ func TestAShutdownIsToldOnEveryStream(t *testing.T) {
 	})
 }
 
-func TestSilenceOnAStreamIsDeath(t *testing.T) {
+func TestSilenceOnAStreamIsAFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := attend(t, c, "a", 0)

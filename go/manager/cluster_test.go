@@ -151,7 +151,7 @@ func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 	})
 }
 
-func TestADeadRankFailsItsSiblingsAtOnce(t *testing.T) {
+func TestARankThatEndsFailsItsSiblingsAtOnce(t *testing.T) {
 	for _, waits := range []string{"for a quorum", "for a vote"} {
 		t.Run(waits, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -314,7 +314,7 @@ func TestANewcomerIsInWithinTwoRounds(t *testing.T) {
 	})
 }
 
-func TestSurvivorsGoOnWithoutADeadGroup(t *testing.T) {
+func TestSurvivorsGoOnWithoutAFailedGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)

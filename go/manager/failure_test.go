@@ -33,7 +33,7 @@ func heard(t *testing.T, g *fttest.Group, rank int) manager.Notice {
 	}
 }
 
-func TestADeathIsToldToAllAndNobodyWaitsForTheDead(t *testing.T) {
+func TestAFailureIsToldToAllAndNobodyWaitsForIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		groups := []*fttest.Group{c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)}
@@ -88,7 +88,7 @@ func TestASilentHostIsToldWhenItsHeartbeatIsTooOld(t *testing.T) {
 }
 
 // Once a second for ten minutes nobody reaches the lighthouse for 100 ms, and a step begins: that is half of the grace.
-func TestAFlappingNetworkIsNoDeath(t *testing.T) {
+func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
@@ -140,7 +140,7 @@ func TestAQuorumThatGotLostOnTheWayIsSentAgain(t *testing.T) {
 	})
 }
 
-func TestADeadRankIsTheDeathOfItsGroup(t *testing.T) {
+func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
@@ -182,7 +182,7 @@ func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 	})
 }
 
-func TestALiarPutsOutNobody(t *testing.T) {
+func TestALiarEvictsNobody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)

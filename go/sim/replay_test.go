@@ -26,7 +26,7 @@ func onlyFailures(seed uint64) Setup {
 
 // No step is lost that a live group had computed: whenever groups die, alone or at once, in each phase of a replay, and
 // when others join meanwhile.
-func TestADeathCostsNoStep(t *testing.T) {
+func TestAFailureCostsNoStep(t *testing.T) {
 	joins := 0
 	for p, name := range map[phase]string{
 		idle: "in a step", agreeing: "while its ranks agree", awaiting: "before the quorum", working: "while it connects",
@@ -52,7 +52,7 @@ func TestADeathCostsNoStep(t *testing.T) {
 }
 
 // Without it the same failures cost steps.
-func TestWithoutReplayADeathCostsSteps(t *testing.T) {
+func TestWithoutReplayAFailureCostsSteps(t *testing.T) {
 	lost := 0
 	for seed := range uint64(10) {
 		s := onlyFailures(seed)

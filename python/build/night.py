@@ -164,7 +164,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
 
 
 def unplanned(parts: Sequence[Part], seed: int, targets: Sequence[tuple[str, str]]) -> list[Result]:
-    """What a longer night would run besides, for the page."""
+    """The parts that a longer night has besides, for the page."""
     planned = {part.name for part in parts}
     more = [part for part in plan(ALL_S, seed, 0, targets) if part.name not in planned]
     return [Result(part, tuple(part.command), 0.0, None) for part in more]

@@ -54,7 +54,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HTTPTranspor
 
 @pytest.fixture
 def upstream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What came in the upstream format."""
+    """The objects that were received in the upstream format."""
     seen: list[str] = []
     original = _checkpoint.Checkpoint.stream
     monkeypatch.setattr(_checkpoint.Checkpoint, "stream", lambda self, key: seen.append(key) or original(self, key))

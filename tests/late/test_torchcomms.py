@@ -84,7 +84,7 @@ def test_an_operation_that_hangs_on_the_device_has_a_deadline(
 
 
 def test_it_is_in_flight_until_the_device_has_finished(group: Any, backend: OneRank) -> None:
-    """Whoever looks for what still writes, after an abort, asks for that."""
+    """After an abort, whether an operation may still write to its tensors is asked by `is_completed`."""
     backend.hang()
     work = group.allreduce([torch.ones(2, device="late")], ReduceOp.SUM)
     assert work.wait() and not work.is_completed()

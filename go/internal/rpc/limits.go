@@ -42,10 +42,11 @@ const (
 	// window is the flow control window of a stream and a connection. A fixed one spares the pings with which
 	// gRPC would estimate it, and lets the quorum of a large job travel without waiting for the receiver.
 	window = 4 << 20
-	// readBuffer and writeBuffer are those of a server's connection. gRPC's own, 32 KiB each, are 640 MB for 10,000
-	// groups: requests are small, and a write buffer is held while it is not yet written, by all who join at once.
-	readBuffer  = 2 << 10
-	writeBuffer = 8 << 10
+	// readBuffer is that of a server's connection: requests are small. gRPC's own, 32 KiB, is 320 MB for 10,000 groups.
+	readBuffer = 2 << 10
+	// writeBuffer is a system call's worth of an answer. It is shared: a connection has one only while it writes, and
+	// large answers are written to a bounded number of members at once (mostLists of the lighthouse).
+	writeBuffer = 32 << 10
 	// stopGrace is how long a stopping server waits for peers to take the answers it already gave.
 	stopGrace = time.Second
 )
@@ -72,6 +73,7 @@ func serverLimits() []grpc.ServerOption {
 		grpc.StaticConnWindowSize(window),
 		grpc.ReadBufferSize(readBuffer),
 		grpc.WriteBufferSize(writeBuffer),
+		grpc.SharedWriteBuffer(true),
 		grpc.MaxHeaderListSize(maxHeader),
 		grpc.MaxConcurrentStreams(maxStreams),
 		grpc.ConnectionTimeout(sniffTimeout),

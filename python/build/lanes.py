@@ -73,7 +73,8 @@ class Running:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=part.cwd,
-                env={**os.environ, **part.env},
+                # Images of containers often forbid it: each child would compile the package again.
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **part.env},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -48,6 +48,8 @@ def ours_path() -> Path:
 # What changes how torchft of either package, its runtime or PyTorch behaves.
 _SETTINGS = ("TORCHFT_", "TORCHELASTIC_", "RUST_", "GODEBUG", "GOGC", "GOMAXPROCS", "GOMEMLIMIT")
 _SETTINGS += ("GRPC_", "OTEL_", "MALLOC_", "OMP_", "MKL_")
+# scikit-learn sets two of these in a process that imports it.
+_SETTINGS += ("KMP_",)
 # Of each child: what it prints comes at once, and it leaves processors to the others.
 _CHILD = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 

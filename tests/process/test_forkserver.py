@@ -147,6 +147,14 @@ def test_what_is_read_at_the_start_of_a_process_makes_it_start_by_itself(server:
     assert not server.can_start({name: value for name, value in usual.items() if name != "OMP_NUM_THREADS"})
 
 
+def test_what_a_test_imports_does_not_make_children_start_by_themselves(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.can_start(child_environment(ours_path()))
+    monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")  # scikit-learn sets it in the process that imports it
+    assert server.can_start(child_environment(ours_path()))
+
+
 def test_pytorch_starts_no_thread_when_it_is_imported() -> None:
     """Else children would start by themselves, and tests would take long without a word."""
     server = processes.fork_server

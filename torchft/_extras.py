@@ -58,7 +58,7 @@ class Extras:
             self._share_buffer(buffer)
 
     def counted(self, name: str, number: int = 1) -> None:
-        """The manager server counts it: ``rankCounters`` in go/manager/metrics.go has the names."""
+        """The manager server counts it: ``Counters`` in go/rankclient/counted.go has the names."""
 
 
 def extras_of(manager: Any) -> Extras:

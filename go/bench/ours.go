@@ -12,7 +12,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
-	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -212,7 +212,7 @@ func (o *ours) check() (members int, steps int64) {
 	var change quorum.Change
 	for _, part := range o.parts {
 		var m torchftpb.LighthouseMessage
-		if proto.Unmarshal(part, &m) != nil || rpc.AddPart(&change, m.GetListChange()) != nil {
+		if proto.Unmarshal(part, &m) != nil || wire.AddPart(&change, m.GetListChange()) != nil {
 			return 0, 0
 		}
 	}
@@ -224,7 +224,7 @@ func (o *ours) check() (members int, steps int64) {
 	if proto.Unmarshal(o.states, &m) != nil {
 		return 0, 0
 	}
-	q, err := rpc.QuorumFromStates(m.GetQuorum(), list)
+	q, err := wire.QuorumFromStates(m.GetQuorum(), list)
 	if err != nil || q.Revision != quorum.RevisionOf(list) {
 		return 0, 0
 	}

@@ -66,7 +66,8 @@ func isStandard(path string) bool {
 
 func TestWhoMayImportWhom(t *testing.T) {
 	pure := []string{"quorum", "recovery", "rendezvous", "round"}
-	shared := append([]string{"torchftpb", "internal/logging", "internal/rpc", "internal/tracing"}, pure...)
+	shared := append([]string{"torchftpb", "internal/auth", "internal/logging", "internal/rpc", "internal/tracing", "internal/wire"}, pure...)
+	client := append([]string{"membership"}, shared...)
 	allowed := map[string][]string{
 		"quorum":                 nil,
 		"recovery":               {"quorum"},
@@ -74,16 +75,21 @@ func TestWhoMayImportWhom(t *testing.T) {
 		"round":                  {"quorum", "recovery"},
 		"sim":                    pure,
 		"torchftpb":              nil,
-		"internal/rpc":           append([]string{"internal/lobby", "torchftpb"}, pure...),
+		"internal/auth":          nil,
+		"internal/rpc":           {"internal/auth", "internal/lobby"},
+		"internal/wire":          append([]string{"internal/rpc", "membership", "torchftpb"}, pure...),
 		"internal/tracing":       nil,
 		"internal/lobby":         nil,
 		"internal/logging":       nil,
 		"heal":                   {"internal/lobby"},
 		"dashboard":              {"internal/logging", "quorum"},
 		"lighthouse":             append([]string{"dashboard"}, shared...),
-		"manager":                shared,
+		"membership":             pure,
+		"membership/lighthouses": client,
+		"rankclient":             client,
+		"manager":                append([]string{"membership/lighthouses", "rankclient"}, client...),
 		"internal/transcript":    nil,
-		"internal/fttest":        append([]string{"lighthouse", "manager"}, shared...),
+		"internal/fttest":        append([]string{"lighthouse", "manager", "rankclient"}, shared...),
 		"cmd/torchft_lighthouse": {"internal/logging", "lighthouse"},
 	}
 	all := packages(t)

@@ -8,7 +8,7 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/auth"
 )
 
 // Help is the error of ParseArgs for --help. It is no failure: print Usage and exit with 0.
@@ -33,16 +33,16 @@ func ParseArgs(args []string) (Config, error) {
 	grace := flags.Int64("suspect_grace_ms", def.SuspectGrace.Milliseconds(), "how long a replica group whose connection broke may take to come back before it counts as failed")
 	stalled := flags.Int64("stalled_after_ms", def.StalledAfter.Milliseconds(), "how long a replica group may make no progress while others wait for it, before it is named (0: ten median steps, at least 5 s, and 1 ms a group)")
 	eject := flags.Int64("eject_stalled_after_ms", def.EjectStalledAfter.Milliseconds(), "how long, before it is evicted from the quorum (0: never)")
-	security := rpc.SecurityFromEnv()
+	security := auth.SecurityFromEnv()
 	for _, file := range []struct {
 		to               *string
 		name, env, usage string
 	}{
-		{&security.TokenFile, "token_file", rpc.TokenFileEnv, "file with the job's token: who does not show it is refused"},
-		{&security.TLSCert, "tls_cert", rpc.TLSCertEnv, "certificate of this server in PEM, which makes it speak TLS"},
-		{&security.TLSKey, "tls_key", rpc.TLSKeyEnv, "key of tls_cert in PEM"},
-		{&security.TLSClientCA, "tls_client_ca", rpc.TLSClientCAEnv, "certificates in PEM that sign clients: who has none of theirs is refused"},
-		{&security.TLSCA, "tls_ca", rpc.TLSCAEnv, "certificates in PEM that sign managers, to reach them for a kill; default: the system's"},
+		{&security.TokenFile, "token_file", auth.TokenFileEnv, "file with the job's token: who does not show it is refused"},
+		{&security.TLSCert, "tls_cert", auth.TLSCertEnv, "certificate of this server in PEM, which makes it speak TLS"},
+		{&security.TLSKey, "tls_key", auth.TLSKeyEnv, "key of tls_cert in PEM"},
+		{&security.TLSClientCA, "tls_client_ca", auth.TLSClientCAEnv, "certificates in PEM that sign clients: who has none of theirs is refused"},
+		{&security.TLSCA, "tls_ca", auth.TLSCAEnv, "certificates in PEM that sign managers, to reach them for a kill; default: the system's"},
 	} {
 		flags.StringVar(file.to, file.name, *file.to, file.usage+" (environment: "+file.env+")")
 	}

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
-	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 )
 
@@ -30,7 +30,7 @@ func TestParseArgs(t *testing.T) {
 	cfg, err = lighthouse.ParseArgs([]string{"--min-replicas=3", "--bind", "0.0.0.0:0", "--join_timeout_ms=1", "--quorum_tick_ms=2", "--heartbeat_timeout_ms", "3", "--suspect_grace_ms=0", "--token-file", other, "--allow-remote-kill", "--max_connections=4", "--max-joins-per-second=5", "--state-dir=/s", "--forbid_regression", "--max_jobs=7", "--max-calls-per-job=8"})
 	require.NoError(t, err)
 	assert.Equal(t, lighthouse.Config{Bind: "0.0.0.0:0", MinReplicas: 3, JoinTimeout: time.Millisecond, QuorumTick: 2 * time.Millisecond, HeartbeatTimeout: 3 * time.Millisecond,
-		Security: rpc.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4, MaxJoinsPerSecond: 5, StateDir: "/s", ForbidRegression: true, MaxJobs: 7, MaxCallsPerJob: 8}, cfg)
+		Security: auth.Security{TokenFile: other}, AllowRemoteKill: true, MaxConnections: 4, MaxJoinsPerSecond: 5, StateDir: "/s", ForbidRegression: true, MaxJobs: 7, MaxCallsPerJob: 8}, cfg)
 }
 
 func TestHelpIsUsage(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 )
@@ -46,7 +47,7 @@ type Config struct {
 	// StateOptional lets the lighthouse go on without StateDir, with a warning, where it cannot be used.
 	StateOptional bool
 	// Security names the files with the job's token and certificates.
-	Security rpc.Security
+	Security auth.Security
 	// AllowRemoteKill lets everybody who can connect end a replica group, where there is no token to know who may.
 	AllowRemoteKill bool
 	// MaxConnections are open at once.

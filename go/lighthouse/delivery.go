@@ -6,6 +6,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -27,11 +28,11 @@ func newDelivery(q, before *quorum.Quorum) *delivery {
 		d.before = before.Revision
 	}
 	d.answer = sync.OnceValues(func() (rpc.Encoded, error) {
-		return proto.Marshal(&torchftpb.LighthouseQuorumResponse{Quorum: rpc.QuorumToProto(q)})
+		return proto.Marshal(&torchftpb.LighthouseQuorumResponse{Quorum: wire.QuorumToProto(q)})
 	})
 	d.states = sync.OnceValues(func() (rpc.Encoded, error) {
 		return proto.Marshal(&torchftpb.LighthouseMessage{
-			Message: &torchftpb.LighthouseMessage_Quorum{Quorum: rpc.StatesToProto(q)},
+			Message: &torchftpb.LighthouseMessage_Quorum{Quorum: wire.StatesToProto(q)},
 		})
 	})
 	d.change = sync.OnceValues(func() ([]rpc.Encoded, error) { return encodeChange(q.Since(d.before, before)) })
@@ -53,8 +54,8 @@ func (d *delivery) lacks(held quorum.Revision) ([]rpc.Encoded, error) {
 
 func encodeChange(c quorum.Change) ([]rpc.Encoded, error) {
 	var encoded []rpc.Encoded
-	for _, part := range rpc.ChangeToProto(c) {
-		part, err := rpc.Pack(part)
+	for _, part := range wire.ChangeToProto(c) {
+		part, err := wire.Pack(part)
 		if err != nil {
 			return nil, err
 		}

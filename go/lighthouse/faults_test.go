@@ -18,21 +18,21 @@ import (
 
 // A bug in the machine ends the waits, and nothing else: wherever it shows itself, the next quorum is as good as any.
 func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
-	for name, meet := range map[string]func(t *testing.T, c *fttest.Cluster, x *wire){
-		"a call": func(t *testing.T, c *fttest.Cluster, x *wire) {
+	for name, meet := range map[string]func(t *testing.T, c *fttest.Cluster, x *rawStream){
+		"a call": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			got := <-ask(dial(t, c, "y"), quorum.Member{ReplicaID: "y"}, time.Minute)
 			assert.Equal(t, codes.Internal, status.Code(got.Err))
 			assert.ErrorContains(t, got.Err, "internal error in the lighthouse")
 		},
-		"a heartbeat": func(t *testing.T, c *fttest.Cluster, x *wire) {
+		"a heartbeat": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			assert.Equal(t, codes.Internal, status.Code(dial(t, c, "y").Heartbeat(t.Context(), "y")))
 		},
-		"an ask on a stream": func(t *testing.T, c *fttest.Cluster, x *wire) {
+		"an ask on a stream": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			x.ask(1, time.Minute)
 			code, _ := x.failed()
 			assert.Equal(t, codes.Internal, code)
 		},
-		"the beginning of a stream": func(t *testing.T, c *fttest.Cluster, x *wire) {
+		"the beginning of a stream": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			before := c.Lighthouse.Streams()
 			w := open(t, c, "y")
 			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "y"}}})
@@ -45,20 +45,20 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 			synctest.Wait()
 			assert.Equal(t, before, c.Lighthouse.Streams(), "it is forgotten")
 		},
-		"the end of a stream": func(t *testing.T, c *fttest.Cluster, x *wire) {
+		"the end of a stream": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			x.hangUp()
 			synctest.Wait()
 		},
-		"a deadline on a stream": func(t *testing.T, c *fttest.Cluster, x *wire) {
+		"a deadline on a stream": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			code, _ := x.failed()
 			assert.Equal(t, codes.Internal, code)
 		},
-		"the page": func(t *testing.T, c *fttest.Cluster, x *wire) {
+		"the page": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			code, body := get(t, browser(t, c, "far"), "/status")
 			assert.Equal(t, 200, code)
 			assert.Contains(t, body, "internal error")
 		},
-		"a tick": func(*testing.T, *fttest.Cluster, *wire) { time.Sleep(time.Second) },
+		"a tick": func(*testing.T, *fttest.Cluster, *rawStream) { time.Sleep(time.Second) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

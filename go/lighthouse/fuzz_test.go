@@ -14,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
@@ -21,7 +22,7 @@ import (
 )
 
 // start makes a lighthouse that lives as long as the fuzzing.
-func start(f *testing.F, security rpc.Security) (*fttest.Network, *lighthouse.Server, *fttest.Log) {
+func start(f *testing.F, security auth.Security) (*fttest.Network, *lighthouse.Server, *fttest.Log) {
 	network, log := fttest.NewNetwork(), &fttest.Log{}
 	cfg := lighthouse.DefaultConfig()
 	cfg.MinReplicas, cfg.Hostname, cfg.Network, cfg.Security = 1, "lighthouse", network.Host("lighthouse"), security
@@ -41,7 +42,7 @@ func FuzzHTTP(f *testing.F) {
 	f.Add("POST", "/replica/a/kill?job=x", "[::1]", "Content-Type", "multipart/form-data", "--")
 	f.Add("GET", "/api/v1/history?from=-1&to=zz", "x", "Accept", "text/event-stream", "")
 	f.Add("DELETE", "/jobs", "x", "Content-Length", "-1", "")
-	_, server, log := start(f, rpc.Security{TokenFile: fttest.File(f, "secret")})
+	_, server, log := start(f, auth.Security{TokenFile: fttest.File(f, "secret")})
 	handler := server.Handler()
 	f.Fuzz(func(t *testing.T, method, target, host, header, value, body string) {
 		u, err := url.ParseRequestURI(target)
@@ -69,7 +70,7 @@ func FuzzHTTP(f *testing.F) {
 // FuzzMemberStream sends messages of any kind on a member's stream.
 func FuzzMemberStream(f *testing.F) {
 	greeting := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Revision: 3}}}
-	network, _, log := start(f, rpc.Security{})
+	network, _, log := start(f, auth.Security{})
 	conn, err := rpc.Dial(context.Background(), network.Host("x"), "lighthouse", "http://lighthouse:29510", 10*time.Second)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })

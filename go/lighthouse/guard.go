@@ -5,7 +5,7 @@ import (
 	"mime"
 	"net/http"
 
-	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/auth"
 )
 
 // guarded serves a route that changes something. A page of another site must not be able to use it, not even in a
@@ -30,18 +30,18 @@ func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why 
 	if err := http.NewCrossOriginProtection().Check(r); err != nil {
 		return http.StatusForbidden, "it comes from another site (" + err.Error() + ")"
 	}
-	ending := rpc.Ending{
+	ending := auth.Ending{
 		Token:       s.gate.CheckToken(authorization(w, r)),
-		Loopback:    rpc.IsLoopback(r.RemoteAddr) && !rpc.Forwarded(r.Header.Values),
+		Loopback:    auth.IsLoopback(r.RemoteAddr) && !auth.Forwarded(r.Header.Values),
 		AllowRemote: s.cfg.AllowRemoteKill,
 	}
 	if why := ending.Refusal(); why != "" {
-		if ending.Token == rpc.TokenMissing || ending.Token == rpc.TokenWrong {
+		if ending.Token == auth.TokenMissing || ending.Token == auth.TokenWrong {
 			return http.StatusUnauthorized, why
 		}
 		return http.StatusForbidden, why + ", or start the lighthouse with --allow_remote_kill"
 	}
-	if ending.Token != rpc.TokenOK && !rpc.IsOwnHost(r.Host, s.cfg.Hostname, machineName()) {
+	if ending.Token != auth.TokenOK && !auth.IsOwnHost(r.Host, s.cfg.Hostname, machineName()) {
 		return http.StatusForbidden, fmt.Sprintf("the host it asks for, %q, is no name of this server: use its address, localhost or %q", r.Host, s.cfg.Hostname)
 	}
 	return 0, ""
@@ -57,14 +57,14 @@ func authorization(w http.ResponseWriter, r *http.Request) []string {
 	}
 	r.Body = http.MaxBytesReader(w, r.Body, 4<<10)
 	if token := r.PostFormValue("token"); token != "" {
-		return []string{rpc.Bearer(token)}
+		return []string{auth.Bearer(token)}
 	}
 	return nil
 }
 
 // security is what the lighthouse shows and wants when it calls a manager. Whoever signs its clients also signs its
 // managers, unless it is told otherwise.
-func (s *Server) security() rpc.Security {
+func (s *Server) security() auth.Security {
 	security := s.cfg.Security
 	if security.TLSCA == "" {
 		security.TLSCA = security.TLSClientCA

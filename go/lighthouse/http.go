@@ -186,7 +186,7 @@ func (j *job) kill(ctx context.Context, replicaID, why string) error {
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
 	// A manager on this host knows by the loopback address that it may trust this lighthouse.
-	conn, err := s.security().Dial(ctx, rpc.PreferLoopback(s.cfg.Network), "manager", j.addressOf(replicaID), killTimeout)
+	conn, err := rpc.DialSecurely(ctx, s.security(), rpc.PreferLoopback(s.cfg.Network), "manager", j.addressOf(replicaID), killTimeout)
 	if err != nil {
 		return err
 	}

@@ -16,10 +16,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
-	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -164,7 +165,7 @@ func TestKill(t *testing.T) {
 		{name: "remote kill, another site", open: true, remote: true, from: "far", group: "lighthouse", headers: map[string]string{"Origin": "null"}, want: 403, says: "another site"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			var security rpc.Security
+			var security auth.Security
 			if !tc.open {
 				security.TokenFile = fttest.File(t, "secret")
 			}
@@ -219,7 +220,7 @@ func TestOnePort(t *testing.T) {
 	defer func() { require.NoError(t, silent.Close()) }()
 	fttest.SendGarbage(t, server.Address())
 
-	client, err := manager.DialLighthouse(t.Context(), server.Address(), 5*time.Second)
+	client, err := lighthouses.Dial(t.Context(), server.Address(), 5*time.Second)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, client.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rendezvous"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -301,7 +302,7 @@ func (j *job) deliver(waiters []quorum.WaiterID, d *delivery) {
 
 // recalled takes what a member knows of the last quorum.
 func (j *job) recalled(from string, p *torchftpb.PastQuorum) error {
-	past := rpc.PastFromProto(p)
+	past := wire.PastFromProto(p)
 	if err := past.Validate(); err != nil {
 		return status.Errorf(codes.InvalidArgument, "the quorum that the member remembers: %s", err)
 	}

@@ -22,13 +22,14 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-func dialJob(t *testing.T, c *fttest.Cluster, host, job string) *manager.LighthouseClient {
+func dialJob(t *testing.T, c *fttest.Cluster, host, job string) *lighthouses.Client {
 	t.Helper()
-	client, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host(host)), manager.WithJob(job))
+	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host(host)), lighthouses.WithJob(job))
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	return client
@@ -221,7 +222,7 @@ func TestBadJobsAreNamed(t *testing.T) {
 		for _, job := range []string{"default", "x", "Run_2026-11.3", strings.Repeat("x", 128)} {
 			assert.NoError(t, heartbeat("torchft-job", job))
 		}
-		_, err = manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host("x")), manager.WithJob("a/b"))
+		_, err = lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host("x")), lighthouses.WithJob("a/b"))
 		assert.ErrorContains(t, err, `TORCHFT_JOB_ID is "a/b"`)
 		cfg := c.ServerConfig("g", 1)
 		cfg.Job = "a/b"
@@ -239,7 +240,7 @@ func TestTheStatesOfJobsAreApart(t *testing.T) {
 		return s
 	}
 	askAs := func(s *lighthouse.Server, job string) int64 {
-		client, err := manager.DialLighthouse(t.Context(), s.Address(), 10*time.Second, manager.WithJob(job))
+		client, err := lighthouses.Dial(t.Context(), s.Address(), 10*time.Second, lighthouses.WithJob(job))
 		require.NoError(t, err)
 		defer func() { require.NoError(t, client.Close()) }()
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)

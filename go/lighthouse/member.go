@@ -14,6 +14,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -290,7 +291,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		if m.GetReplicaId() != s.replicaID {
 			return status.Errorf(codes.InvalidArgument, "replica_id is %q: the stream is that of %q", m.GetReplicaId(), s.replicaID)
 		}
-		s.said = rpc.MemberFromProto(m)
+		s.said = wire.MemberFromProto(m)
 	} else if s.said.ReplicaID == "" {
 		return status.Error(codes.InvalidArgument, "the first ask of a stream does not say who asks")
 	}
@@ -298,7 +299,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		return status.Errorf(codes.InvalidArgument, "timeout_us is %d: an ask needs a deadline, above 0", ask.GetTimeoutUs())
 	}
 	member := s.said
-	member.SetState(rpc.StateFromProto(ask))
+	member.SetState(wire.StateFromProto(ask))
 	timeout := rpc.MaxWait
 	if us := ask.GetTimeoutUs(); us < rpc.MaxWait.Microseconds() {
 		timeout = time.Duration(us) * time.Microsecond

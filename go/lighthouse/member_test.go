@@ -14,12 +14,13 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// wire is a member's stream as it is on the wire.
-type wire struct {
+// rawStream is a member's stream, message by message.
+type rawStream struct {
 	t      *testing.T
 	id     string
 	stream torchftpb.MemberService_AttendClient
@@ -28,7 +29,7 @@ type wire struct {
 }
 
 // attend opens a stream and greets. It holds the list of a revision.
-func attend(t *testing.T, c *fttest.Cluster, id string, held uint64) *wire {
+func attend(t *testing.T, c *fttest.Cluster, id string, held uint64) *rawStream {
 	t.Helper()
 	w := open(t, c, id)
 	w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
@@ -38,7 +39,7 @@ func attend(t *testing.T, c *fttest.Cluster, id string, held uint64) *wire {
 	return w
 }
 
-func open(t *testing.T, c *fttest.Cluster, id string) *wire {
+func open(t *testing.T, c *fttest.Cluster, id string) *rawStream {
 	t.Helper()
 	conn, err := rpc.Dial(t.Context(), c.Net.Host(id), "lighthouse", fttest.LighthouseAddr, time.Second)
 	require.NoError(t, err)
@@ -49,12 +50,12 @@ func open(t *testing.T, c *fttest.Cluster, id string) *wire {
 		cancel()
 		require.NoError(t, conn.Close())
 	})
-	return &wire{t: t, id: id, stream: stream, hangUp: cancel}
+	return &rawStream{t: t, id: id, stream: stream, hangUp: cancel}
 }
 
-func (w *wire) send(m *torchftpb.MemberMessage) { require.NoError(w.t, w.stream.Send(m)) }
+func (w *rawStream) send(m *torchftpb.MemberMessage) { require.NoError(w.t, w.stream.Send(m)) }
 
-func (w *wire) receive() *torchftpb.LighthouseMessage {
+func (w *rawStream) receive() *torchftpb.LighthouseMessage {
 	w.t.Helper()
 	m, err := w.stream.Recv()
 	for err == nil && m.GetMessage() == nil && m.GetStamp() != 0 {
@@ -65,7 +66,7 @@ func (w *wire) receive() *torchftpb.LighthouseMessage {
 }
 
 // ask asks for a step, and says who asks only the first time.
-func (w *wire) ask(step int64, timeout time.Duration) {
+func (w *rawStream) ask(step int64, timeout time.Duration) {
 	ask := &torchftpb.Ask{Number: w.number + 1, TimeoutUs: timeout.Microseconds(), Step: step}
 	if w.number == 0 {
 		ask.Member = &torchftpb.QuorumMember{ReplicaId: w.id, Address: "http://" + w.id}
@@ -76,7 +77,7 @@ func (w *wire) ask(step int64, timeout time.Duration) {
 }
 
 // answered takes the answer to the last ask: what of the list it was sent, and the quorum.
-func (w *wire) answered() (*quorum.Change, *torchftpb.QuorumStates) {
+func (w *rawStream) answered() (*quorum.Change, *torchftpb.QuorumStates) {
 	w.t.Helper()
 	var change *quorum.Change
 	for {
@@ -85,7 +86,7 @@ func (w *wire) answered() (*quorum.Change, *torchftpb.QuorumStates) {
 			if change == nil {
 				change = &quorum.Change{}
 			}
-			require.NoError(w.t, rpc.AddPart(change, part))
+			require.NoError(w.t, wire.AddPart(change, part))
 			continue
 		}
 		require.NotNil(w.t, m.GetQuorum(), "%v", m)
@@ -94,7 +95,7 @@ func (w *wire) answered() (*quorum.Change, *torchftpb.QuorumStates) {
 	}
 }
 
-func (w *wire) failed() (codes.Code, string) {
+func (w *rawStream) failed() (codes.Code, string) {
 	w.t.Helper()
 	m := w.receive()
 	require.Equal(w.t, w.number, m.GetNumber(), "%v", m)
@@ -108,7 +109,7 @@ func TestOnlyWhatChangedIsSent(t *testing.T) {
 		a, b := attend(t, c, "a", 0), attend(t, c, "b", 0)
 		a.ask(1, time.Minute)
 		b.ask(1, time.Minute)
-		for _, w := range []*wire{a, b} {
+		for _, w := range []*rawStream{a, b} {
 			list, states := w.answered()
 			require.NotNil(t, list)
 			assert.True(t, list.Whole)
@@ -119,7 +120,7 @@ func TestOnlyWhatChangedIsSent(t *testing.T) {
 		}
 		a.ask(2, time.Minute)
 		b.ask(2, time.Minute)
-		for _, w := range []*wire{a, b} {
+		for _, w := range []*rawStream{a, b} {
 			list, states := w.answered()
 			assert.Nil(t, list, "everybody is who they were")
 			assert.EqualValues(t, 2, states.GetStep())
@@ -130,7 +131,7 @@ func TestOnlyWhatChangedIsSent(t *testing.T) {
 		n.ask(0, time.Minute)
 		a.ask(3, time.Minute)
 		b.ask(3, time.Minute)
-		for _, w := range []*wire{a, b, n} {
+		for _, w := range []*rawStream{a, b, n} {
 			list, states := w.answered()
 			require.NotNil(t, list)
 			assert.Equal(t, w == n, list.Whole)
@@ -145,7 +146,7 @@ func TestOnlyWhatChangedIsSent(t *testing.T) {
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 		a.ask(4, time.Minute)
 		b.ask(4, time.Minute)
-		for _, w := range []*wire{a, b} {
+		for _, w := range []*rawStream{a, b} {
 			list := leftOf(t, w)
 			assert.Equal(t, []int{2}, list.Left)
 			assert.Empty(t, list.Set)
@@ -154,13 +155,13 @@ func TestOnlyWhatChangedIsSent(t *testing.T) {
 }
 
 // leftOf takes the answer of a round in which somebody left, past the news of it.
-func leftOf(t *testing.T, w *wire) quorum.Change {
+func leftOf(t *testing.T, w *rawStream) quorum.Change {
 	t.Helper()
 	var change quorum.Change
 	for {
 		m := w.receive()
 		if m.GetListChange() != nil {
-			require.NoError(t, rpc.AddPart(&change, m.GetListChange()))
+			require.NoError(t, wire.AddPart(&change, m.GetListChange()))
 		}
 		if m.GetQuorum() != nil {
 			return change
@@ -252,7 +253,7 @@ func TestAShutdownIsToldOnEveryStream(t *testing.T) {
 		code, text := waits.failed()
 		assert.Equal(t, codes.Unavailable, code)
 		assert.Contains(t, text, "shutting down")
-		for _, w := range []*wire{waits, idle} {
+		for _, w := range []*rawStream{waits, idle} {
 			assert.True(t, w.receive().GetClosing())
 			w.hangUp()
 		}
@@ -320,7 +321,7 @@ func TestWhatAStreamRefuses(t *testing.T) {
 func TestMembersAreSentBackTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		greet := func(id string, known int64) *wire {
+		greet := func(id string, known int64) *rawStream {
 			w := open(t, c, id)
 			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
 				Greeting: &torchftpb.Greeting{ReplicaId: id, Place: 1, Lighthouses: 2, KnownQuorumId: known},
@@ -339,7 +340,7 @@ func TestMembersAreSentBackTogether(t *testing.T) {
 		synctest.Wait()
 		assert.Equal(t, 2, c.Lighthouse.Status().Healthy)
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: 1}})
-		for _, w := range []*wire{a, b} {
+		for _, w := range []*rawStream{a, b} {
 			back, ok := w.receive().GetMessage().(*torchftpb.LighthouseMessage_GoBack)
 			require.True(t, ok)
 			assert.Zero(t, back.GoBack)

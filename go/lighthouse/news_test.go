@@ -19,7 +19,7 @@ func TestAStormOfFailuresIsToldInFew(t *testing.T) {
 		const ended = 100
 		c := fttest.NewCluster(t, ended+1)
 		survivor := attend(t, c, "survivor", 0)
-		all := []*wire{survivor}
+		all := []*rawStream{survivor}
 		for i := range ended {
 			all = append(all, attend(t, c, fmt.Sprintf("ended-%03d", i), 0))
 		}
@@ -59,7 +59,7 @@ func TestAStormOfStalledMembersIsToldInFew(t *testing.T) {
 		const hung = 100
 		c := fttest.NewCluster(t, hung+1, func(cfg *lighthouse.Config) { cfg.StalledAfter = time.Second })
 		waiting := attend(t, c, "waiting", 0)
-		all := []*wire{waiting}
+		all := []*rawStream{waiting}
 		for i := range hung {
 			all = append(all, attend(t, c, fmt.Sprintf("hung-%03d", i), 0))
 		}

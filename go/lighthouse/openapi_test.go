@@ -19,6 +19,7 @@ import (
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 )
 
@@ -78,7 +79,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 			cfg.Hostname, cfg.Network, cfg.Exit = "lighthouse", c.Net.Host("lighthouse"), func(int) {}
 		})
 		require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
-		g.Ranks[0].SayHealing(manager.HealProgress{Received: 1, Total: 2})
+		g.Ranks[0].SayHealing(membership.HealProgress{Received: 1, Total: 2})
 		synctest.Wait()
 		seen := map[string]bool{}
 		ask := func(method, path, body string, want int, headers ...string) {
@@ -119,7 +120,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 				ask("POST", path, `{"replica_id": "a"}`, 200)
 			}
 		}
-		g.Ranks[0].SayRecovered(manager.Recovered{Healed: true, Bytes: 5, Phases: []manager.PhaseTime{{Phase: "load", Seconds: 1}}})
+		g.Ranks[0].SayRecovered(membership.Recovered{Healed: true, Bytes: 5, Phases: []membership.PhaseTime{{Phase: "load", Seconds: 1}}})
 		synctest.Wait()
 		ask("GET", "/api/v1/history", "", 200)
 		g.Server.Shutdown()

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/rendezvous"
 )
@@ -39,7 +40,7 @@ func (c Config) rendezvousTiming() rendezvous.Timing {
 // may; without one, everybody may who is no browser.
 func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	check := s.gate.CheckToken(r.Header.Values("Authorization"))
-	if check == rpc.TokenMissing || check == rpc.TokenWrong {
+	if check == auth.TokenMissing || check == auth.TokenWrong {
 		s.log.Warn("torchft: a request was refused", "request", "rendezvous", "from", r.RemoteAddr, "reason", check)
 		w.Header().Set("WWW-Authenticate", "Bearer")
 		dashboard.Refuse(w, http.StatusUnauthorized, errors.New(check.String()))

@@ -18,7 +18,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -26,9 +26,9 @@ import (
 func TestMain(m *testing.M) { testmain.Run(m) }
 
 // dial connects a client on a host of its own to the cluster's lighthouse.
-func dial(t *testing.T, c *fttest.Cluster, host string) *manager.LighthouseClient {
+func dial(t *testing.T, c *fttest.Cluster, host string) *lighthouses.Client {
 	t.Helper()
-	client, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host(host)))
+	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host(host)))
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	return client
@@ -36,7 +36,7 @@ func dial(t *testing.T, c *fttest.Cluster, host string) *manager.LighthouseClien
 
 type result = fttest.Answer[*quorum.Quorum]
 
-func ask(client *manager.LighthouseClient, m quorum.Member, timeout time.Duration) <-chan result {
+func ask(client *lighthouses.Client, m quorum.Member, timeout time.Duration) <-chan result {
 	return fttest.Start(func() (*quorum.Quorum, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), timeout)
 		defer cancel()

@@ -12,6 +12,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -72,7 +73,7 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 	span := tracing.Continue(tracing.Incoming(ctx), "lighthouse.quorum", req.GetRequester().GetStep(),
 		attribute.String("torchft.replica_id", req.GetRequester().GetReplicaId()))
 	d, err := job.quorum(ctx, quorum.Asked{
-		Member:        rpc.MemberFromProto(req.GetRequester()),
+		Member:        wire.MemberFromProto(req.GetRequester()),
 		KnownQuorumID: req.GetKnownQuorumId(),
 		Number:        req.GetRequestNumber(),
 		Lighthouses:   int(req.GetLighthouses()),

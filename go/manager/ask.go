@@ -8,6 +8,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
 )
@@ -28,7 +29,7 @@ func (s *Server) ask(a round.AskLighthouse) {
 		span.End(err)
 		known := round.QuorumKnown{Round: a.Round, Quorum: q}
 		if err != nil {
-			failure := rpc.FromError(err)
+			failure := wire.FromError(err)
 			known.Failure = &failure
 		}
 		s.mu.Lock()
@@ -46,7 +47,7 @@ func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q
 	start := time.Now()
 	last, _ := ctx.Deadline()
 	unreached := func(err error) error {
-		return rpc.ToStatus(round.Failure{Kind: round.KindTimeout, Reason: s.unreachable(start, err)})
+		return wire.ToStatus(round.Failure{Kind: round.KindTimeout, Reason: s.unreachable(start, err)})
 	}
 	refused := int64(0)
 	var before error // why the attempt before did not reach it

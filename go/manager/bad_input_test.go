@@ -15,20 +15,22 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 )
 
-func dialLighthouse(t *testing.T, c *fttest.Cluster, host string) *manager.LighthouseClient {
+func dialLighthouse(t *testing.T, c *fttest.Cluster, host string) *lighthouses.Client {
 	t.Helper()
-	client, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host(host)))
+	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host(host)))
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	return client
 }
 
 // call asks as an upstream manager does, without a stream.
-func call(client *manager.LighthouseClient, m quorum.Member) <-chan fttest.Answer[*quorum.Quorum] {
+func call(client *lighthouses.Client, m quorum.Member) <-chan fttest.Answer[*quorum.Quorum] {
 	return fttest.Start(func() (*quorum.Quorum, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
@@ -74,7 +76,7 @@ func TestAPublishedGroupOfAnotherSizeIsLetIn(t *testing.T) {
 		a := c.StartGroup("a", 3)
 		var ours answers
 		for rank := range int64(3) {
-			ours = append(ours, a.QuorumWith(manager.Request{GroupRank: rank, Handle: fmt.Sprint("a", rank)}, time.Minute))
+			ours = append(ours, a.QuorumWith(rankclient.Request{GroupRank: rank, Handle: fmt.Sprint("a", rank)}, time.Minute))
 		}
 		synctest.Wait()
 		published := call(dialLighthouse(t, c, "p"), quorum.Member{ReplicaID: "p", StoreAddress: "p:1", WorldSize: 2, Handles: []string{"p0", "p1"}})
@@ -121,7 +123,7 @@ func TestMuchDataReachesEverybody(t *testing.T) {
 		}
 		var ours answers
 		for _, id := range []string{"a", "b"} {
-			ours = append(ours, c.StartGroup(id, 1).QuorumWith(manager.Request{Handle: id + much}, time.Minute))
+			ours = append(ours, c.StartGroup(id, 1).QuorumWith(rankclient.Request{Handle: id + much}, time.Minute))
 		}
 		for _, asked := range calls {
 			got := <-asked
@@ -150,7 +152,7 @@ func TestTooMuchDataIsNamedAndHarmsNobodyElse(t *testing.T) {
 		for range 2 { // again and again
 			var asked answers
 			for rank := range int64(2) {
-				asked = append(asked, big.QuorumWith(manager.Request{GroupRank: rank, Handle: strings.Repeat("x", 3<<20)}, time.Minute))
+				asked = append(asked, big.QuorumWith(rankclient.Request{GroupRank: rank, Handle: strings.Repeat("x", 3<<20)}, time.Minute))
 			}
 			for _, asked := range asked {
 				got := <-asked

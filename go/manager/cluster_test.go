@@ -16,8 +16,9 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 )
 
@@ -94,7 +95,7 @@ func TestHealingComesOverTheWire(t *testing.T) {
 		assert.Equal(t, a.Server.Address(), got[1].Sources[0].ManagerAddress)
 		assert.Nil(t, got[1].MaxReplicaRank)
 
-		source, err := manager.Dial(t.Context(), got[1].Sources[0].ManagerAddress, time.Second, manager.WithNetwork(c.Net.Host("b")))
+		source, err := rankclient.Dial(t.Context(), got[1].Sources[0].ManagerAddress, time.Second, rankclient.WithNetwork(c.Net.Host("b")))
 		require.NoError(t, err)
 		defer func() { require.NoError(t, source.Close()) }()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -114,7 +115,7 @@ func TestHelpComesOverTheWire(t *testing.T) {
 		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)
 		ask := func(g *fttest.Group, step, committed int64) (asked answers) {
 			for rank := range int64(2) {
-				asked = append(asked, g.QuorumWith(manager.Request{GroupRank: rank, Step: step, CommittedQuorumID: committed}, time.Minute))
+				asked = append(asked, g.QuorumWith(rankclient.Request{GroupRank: rank, Step: step, CommittedQuorumID: committed}, time.Minute))
 			}
 			return asked
 		}
@@ -135,7 +136,7 @@ func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		ask := func(g *fttest.Group, committed int64) <-chan fttest.Answer[recovery.Result] {
-			return g.QuorumWith(manager.Request{Step: 7, CommittedQuorumID: committed}, time.Minute)
+			return g.QuorumWith(rankclient.Request{Step: 7, CommittedQuorumID: committed}, time.Minute)
 		}
 		got := answers{ask(a, 1000), ask(b, 1001)}.results(t)
 		require.True(t, got[0].Heal)
@@ -378,7 +379,7 @@ func TestAGhostIsNoCandidate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 1)
-		ghost, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host("ghost")))
+		ghost, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host("ghost")))
 		require.NoError(t, err)
 		defer func() { require.NoError(t, ghost.Close()) }()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -445,7 +446,7 @@ func TestAWrongWorldSizeFailsTheGroup(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		sibling := g.Quorum(0, 1, time.Minute)
 		synctest.Wait()
-		wrong := <-g.QuorumWith(manager.Request{GroupRank: 1, Step: 1, GroupWorldSize: 4}, time.Minute)
+		wrong := <-g.QuorumWith(rankclient.Request{GroupRank: 1, Step: 1, GroupWorldSize: 4}, time.Minute)
 		for _, err := range []error{wrong.Err, (<-sibling).Err} {
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
 			assert.ErrorContains(t, err, "4")
@@ -462,7 +463,7 @@ func TestReconfigureHandlesReachTheirRank(t *testing.T) {
 		for i, g := range []*fttest.Group{a, b} {
 			for rank := range int64(2) {
 				handle := fmt.Sprintf("%d/%d", i, rank)
-				all = append(all, g.QuorumWith(manager.Request{GroupRank: rank, Handle: handle, GroupWorldSize: 2}, time.Minute))
+				all = append(all, g.QuorumWith(rankclient.Request{GroupRank: rank, Handle: handle, GroupWorldSize: 2}, time.Minute))
 			}
 		}
 		for i, r := range all.results(t) {

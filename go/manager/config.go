@@ -2,13 +2,17 @@ package manager
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"log/slog"
 	"os"
 	"time"
 	"unicode/utf8"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 )
 
 // ServerConfig is what a manager server is started with.
@@ -37,7 +41,7 @@ type ServerConfig struct {
 	// lighthouse is away, requests are repeated until the deadline regardless.
 	QuorumRetries int64
 	// Security names the files with the job's token and certificates, for this server and for its calls to the lighthouse.
-	Security rpc.Security
+	Security auth.Security
 	// Exit ends the process for kill; os.Exit if nil.
 	Exit func(code int)
 	// Logger is slog.Default() if nil.
@@ -45,7 +49,7 @@ type ServerConfig struct {
 	// Network is real TCP if nil.
 	Network rpc.Network
 	// Membership is asked for quorums in place of the lighthouse at LighthouseAddr, if not nil. The server closes it.
-	Membership Membership
+	Membership membership.Membership
 }
 
 // Validate names the setting that cannot be used, its value, and what is allowed.
@@ -88,6 +92,16 @@ func (c ServerConfig) Validate() error {
 		return fmt.Errorf("quorum_retries is %d: it must be at least 0", c.QuorumRetries)
 	}
 	return c.Security.Validate()
+}
+
+// Join makes a group a member at the lighthouses that its configuration names: what NewServer does where Membership is nil.
+func Join(ctx context.Context, cfg ServerConfig) (membership.Membership, error) {
+	m, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
+		lighthouses.WithNetwork(cfg.Network), lighthouses.WithSecurity(cfg.Security), lighthouses.WithJob(cfg.job()))
+	if err != nil { // and no member in an interface that is not nil
+		return nil, err
+	}
+	return m, nil
 }
 
 func (c ServerConfig) job() string { return cmp.Or(c.Job, os.Getenv(rpc.JobEnv), rpc.DefaultJob) }

@@ -8,6 +8,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 )
@@ -17,13 +19,13 @@ type direct struct {
 	server *Server
 	conn   *connection
 	closed atomic.Bool
-	heard  <-chan Notice
+	heard  <-chan membership.Notice
 	deaf   func()
 }
 
 func (s *Server) direct() *direct {
 	d := &direct{server: s, conn: &connection{}}
-	d.heard, d.deaf = s.notices.listen()
+	d.heard, d.deaf = s.notices.Listen()
 	return d
 }
 
@@ -34,7 +36,7 @@ func (d *direct) err() error {
 	return nil
 }
 
-func (d *direct) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
+func (d *direct) Quorum(ctx context.Context, req rankclient.Request) (recovery.Result, error) {
 	if err := d.err(); err != nil {
 		return recovery.Result{}, err
 	}
@@ -46,7 +48,7 @@ func (d *direct) CheckpointMetadata(ctx context.Context, groupRank int64) (strin
 	if err := d.err(); err != nil {
 		return "", err
 	}
-	a := d.server.do(ctx, rankCall{kind: metadataCall, Request: Request{GroupRank: groupRank}})
+	a := d.server.do(ctx, rankCall{kind: metadataCall, Request: rankclient.Request{GroupRank: groupRank}})
 	return a.metadata, a.err
 }
 
@@ -55,7 +57,7 @@ func (d *direct) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 		return false, err
 	}
 	a := d.server.do(ctx, rankCall{
-		kind: voteCall, Request: Request{GroupRank: groupRank, Step: step}, vote: vote, conn: d.conn, traceparent: tracing.ParentOf(ctx),
+		kind: voteCall, Request: rankclient.Request{GroupRank: groupRank, Step: step}, vote: vote, conn: d.conn, traceparent: tracing.ParentOf(ctx),
 	})
 	return a.commit, a.err
 }
@@ -67,7 +69,7 @@ func (d *direct) Leave(ctx context.Context) error {
 	return d.server.leave(ctx)
 }
 
-func (d *direct) Notices() <-chan Notice { return d.heard }
+func (d *direct) Notices() <-chan membership.Notice { return d.heard }
 
 func (d *direct) Suspect(quorumID int64, replicaID string) { d.server.suspect(quorumID, replicaID) }
 
@@ -75,11 +77,11 @@ func (d *direct) SayProgress(groupRank int64, waits bool, what string) {
 	d.server.feed(round.RankProgressed{GroupRank: groupRank, Waits: waits, What: what})
 }
 
-func (d *direct) SayHealing(p HealProgress) { d.server.healing(p) }
+func (d *direct) SayHealing(p membership.HealProgress) { d.server.healing(p) }
 
-func (d *direct) SayRecovered(r Recovered) { d.server.recovered(r) }
+func (d *direct) SayRecovered(r membership.Recovered) { d.server.recovered(r) }
 
-func (d *direct) SayCounted(c Counted) { d.server.counted(c) }
+func (d *direct) SayCounted(c rankclient.Counted) { d.server.counted(c) }
 
 // Close ends the calls that wait, as the end of a connection does.
 func (d *direct) Close() error {

@@ -1,7 +1,7 @@
-// Package manager holds the manager server, one per replica group, its client, and the client of the
-// lighthouse: the shells around the machine in package round and around package recovery.
+// Package manager is the manager server, one in each replica group: the shell around the machine in package round and around
+// package recovery. It serves ranks (package rankclient is their side), and is a member of the job (package membership).
 //
-// RPCs, cancelled calls and broken connections become events; actions answer the calls that wait. The machine
+// RPCs, cancelled calls and broken connections become events; actions answer the pending calls. The machine
 // takes one event at a time, under the server's lock: that lock is the machine's single thread. So a rank in the server's own
 // process, such as group rank 0, gets its answer without a switch of threads.
 package manager

@@ -14,7 +14,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/fttest"
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/membership/lighthouses"
+	"github.com/torchft/torchft/go/rankclient"
 )
 
 // drain asks the lighthouse to let a group leave.
@@ -61,7 +63,7 @@ func noFailure(t *testing.T, g *fttest.Group, rank int) {
 	for {
 		select {
 		case notice := <-g.Ranks[rank].Notices():
-			require.NotEqual(t, manager.MemberFailed, notice.Kind, "%+v", notice)
+			require.NotEqual(t, membership.MemberFailed, notice.Kind, "%+v", notice)
 		default:
 			return
 		}
@@ -119,7 +121,7 @@ func TestARankLetsItsGroupLeaveAndNobodyLosesAStep(t *testing.T) {
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		round(t, 0, a, b)
 		// Not rank 0, where the server is, and rank 0 asks before it.
-		wishes := manager.Request{GroupRank: 1, Step: 1, Drain: true}
+		wishes := rankclient.Request{GroupRank: 1, Step: 1, Drain: true}
 		all := answers{a.Quorum(0, 1, time.Minute), a.QuorumWith(wishes, time.Minute)}
 		for i, result := range append(all, b.QuorumOfAll(1, time.Minute)...).results(t) {
 			assert.Equal(t, i < 2, result.Draining)
@@ -210,7 +212,7 @@ func TestTheEndOfARunIsNoFailure(t *testing.T) {
 		assert.Less(t, time.Since(began), 10*time.Millisecond)
 		// It may have gone too early: b would wait for it in vain.
 		notice := heard(t, b, 0)
-		assert.Equal(t, manager.Notice{Kind: manager.MemberFailed, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
+		assert.Equal(t, membership.Notice{Kind: membership.MemberFailed, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
 		assert.InDelta(t, grace, time.Since(began), float64(10*time.Millisecond))
 
 		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
@@ -290,7 +292,7 @@ func TestWhoCannotBeDrained(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		assert.Equal(t, http.StatusNotFound, drain(t, c, "nobody"))
-		client, err := manager.DialLighthouse(t.Context(), fttest.LighthouseAddr, time.Second, manager.WithNetwork(c.Net.Host("old")))
+		client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host("old")))
 		require.NoError(t, err)
 		defer func() { _ = client.Close() }()
 		require.NoError(t, client.Heartbeat(t.Context(), "old")) // as an upstream one, which has no stream

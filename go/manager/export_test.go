@@ -6,12 +6,3 @@ func (s *Server) BreakMachine() {
 	defer s.mu.Unlock()
 	s.machine = nil
 }
-
-// RankCounters has the metric of each name that ranks may say.
-func RankCounters() map[string]string {
-	metrics := map[string]string{}
-	for name, c := range rankCounters {
-		metrics[name] = c.metric
-	}
-	return metrics
-}

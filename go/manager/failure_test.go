@@ -11,24 +11,24 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
 )
 
 const grace = 200 * time.Millisecond
 
 // heard is the next failure that a rank hears of.
-func heard(t *testing.T, g *fttest.Group, rank int) manager.Notice {
+func heard(t *testing.T, g *fttest.Group, rank int) membership.Notice {
 	t.Helper()
 	deadline := time.After(time.Minute)
 	for {
 		select {
 		case notice := <-g.Ranks[rank].Notices():
-			if notice.Kind == manager.MemberFailed {
+			if notice.Kind == membership.MemberFailed {
 				return notice
 			}
 		case <-deadline:
 			require.Fail(t, "nothing was heard")
-			return manager.Notice{}
+			return membership.Notice{}
 		}
 	}
 }
@@ -108,7 +108,7 @@ func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 		for _, g := range []*fttest.Group{a, b} {
 			select {
 			case notice := <-g.Ranks[0].Notices():
-				assert.NotEqual(t, manager.MemberFailed, notice.Kind, "a false failure: %+v", notice)
+				assert.NotEqual(t, membership.MemberFailed, notice.Kind, "a false failure: %+v", notice)
 			default:
 			}
 		}
@@ -210,9 +210,9 @@ func TestALighthouseThatDiesBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *t
 		again := b.Quorum(0, 1, time.Minute)
 		for told := false; !told; {
 			switch notice := <-a.Ranks[0].Notices(); notice.Kind {
-			case manager.ProgressAsked:
+			case membership.ProgressAsked:
 				a.Ranks[0].SayProgress(0, true, "waits in allreduce")
-			case manager.MemberFailed:
+			case membership.MemberFailed:
 				assert.Equal(t, before.QuorumID, notice.QuorumID)
 				assert.Equal(t, "b", notice.ReplicaID)
 				assert.Contains(t, notice.Reason, "it asks for the quorum of step 1, in which its peers wait for it")
@@ -244,7 +244,7 @@ func TestWhoMakesNoProgressIsNamedAndPutOut(t *testing.T) {
 				for {
 					select {
 					case notice := <-r.g.Ranks[r.rank].Notices():
-						if notice.Kind == manager.ProgressAsked {
+						if notice.Kind == membership.ProgressAsked {
 							r.g.Ranks[r.rank].SayProgress(r.rank, true, "waits in allreduce")
 						}
 					case <-done:
@@ -253,13 +253,13 @@ func TestWhoMakesNoProgressIsNamedAndPutOut(t *testing.T) {
 				}
 			}()
 		}
-		var named, out manager.Notice
+		var named, out membership.Notice
 		for out.Reason == "" {
 			switch notice := <-b.Ranks[1].Notices(); notice.Kind {
-			case manager.Stalled:
+			case membership.Stalled:
 				named = notice
 				assert.InDelta(t, 5500*time.Millisecond, time.Since(began), float64(800*time.Millisecond))
-			case manager.MemberFailed:
+			case membership.MemberFailed:
 				out = notice
 			default:
 			}

@@ -4,18 +4,20 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/assert"
+
+	"github.com/torchft/torchft/go/membership"
 )
 
 func TestAGroupsHealIsTheSumOfItsRanks(t *testing.T) {
 	var h groupHeal
 	h.drop(3) // it has told nothing
-	h.add(HealProgress{GroupRank: 0, Received: 1, Total: 10})
-	h.add(HealProgress{GroupRank: 1, Received: 2, Total: 20})
-	h.add(HealProgress{GroupRank: 0, Received: 5, Total: 10})
-	assert.Equal(t, HealProgress{Received: 7, Total: 30}, h.group)
+	h.add(membership.HealProgress{GroupRank: 0, Received: 1, Total: 10})
+	h.add(membership.HealProgress{GroupRank: 1, Received: 2, Total: 20})
+	h.add(membership.HealProgress{GroupRank: 0, Received: 5, Total: 10})
+	assert.Equal(t, membership.HealProgress{Received: 7, Total: 30}, h.group)
 	h.drop(0)
 	h.drop(0)
-	assert.Equal(t, HealProgress{Received: 2, Total: 20}, h.group)
+	assert.Equal(t, membership.HealProgress{Received: 2, Total: 20}, h.group)
 }
 
 // A group that heals has as many ranks as the one it heals from.

@@ -73,7 +73,7 @@ func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 			if !tc.direct {
 				address = proxyTo(t, address)
 			}
-			conn, err := security(t, tc.sent).Dial(t.Context(), rpc.TCP, "manager", address, time.Minute)
+			conn, err := rpc.DialSecurely(t.Context(), security(t, tc.sent), rpc.TCP, "manager", address, time.Minute)
 			require.NoError(t, err)
 			defer func() { require.NoError(t, conn.Close()) }()
 			_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(), &torchftpb.KillRequest{Msg: "test"})

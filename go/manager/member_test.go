@@ -12,8 +12,8 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/fttest"
-	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -227,7 +227,7 @@ func TestAListThatDoesNotMatchIsAskedForAnew(t *testing.T) {
 func cutShort(t *testing.T) *torchftpb.ListChange {
 	t.Helper()
 	part := &torchftpb.ListChange{Set: []*torchftpb.QuorumMember{{ReplicaId: "a", Data: string(make([]byte, 4096))}}}
-	packed, err := rpc.Pack(part)
+	packed, err := wire.Pack(part)
 	require.NoError(t, err)
 	require.NotEmpty(t, packed.GetPacked())
 	packed.Packed = packed.Packed[:len(packed.Packed)/2]

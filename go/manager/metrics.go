@@ -1,10 +1,7 @@
 package manager
 
 import (
-	"fmt"
-	"maps"
 	"net/http"
-	"slices"
 	"strings"
 	"time"
 
@@ -12,8 +9,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/logging"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/round"
 )
 
@@ -28,43 +28,13 @@ const (
 	votePhase   = "vote"   // from the first rank that votes to the last
 )
 
-// rankCounters are what ranks count, by the names that they say: Extras.counted in torchft/_extras.py.
-var rankCounters = map[string]struct{ metric, help string }{
-	"divergences": {
-		"torchft_manager_divergences_total",
-		"Comparisons in which the weights or the optimizer state of its ranks differed from those of most groups, or nobody knows whose are right.",
-	},
-	"nonfinite_syncs": {
-		"torchft_manager_nonfinite_syncs_total",
-		"Synchronisations of its ranks (LocalSGD, DiLoCo) whose average held NaN or Inf, and was used.",
-	},
-}
-
-// Counted is what a rank has seen a number of times.
-type Counted struct {
-	GroupRank int64
-	Name      string // of rankCounters
-	Number    int64
-}
-
-// Validate says why a server would not add it.
-func (c Counted) Validate() error {
-	if _, known := rankCounters[c.Name]; !known {
-		return fmt.Errorf("no counter of a rank is named %q, only: %s", c.Name, strings.Join(slices.Sorted(maps.Keys(rankCounters)), ", "))
-	}
-	if c.Number < 0 {
-		return fmt.Errorf("counter %q: number=%d must be at least 0", c.Name, c.Number)
-	}
-	return nil
-}
-
 // meters count what the group does. The server's lock guards the times; what is counted guards itself.
 type meters struct {
 	registry *prometheus.Registry
 
 	commits, lost, heals, healed, lostInRecovery prometheus.Counter
 
-	counts map[string]prometheus.Counter // of rankCounters, by the names that ranks say
+	counts map[string]prometheus.Counter // of rankclient.Counters, by the names that ranks say
 
 	step     prometheus.Histogram // from one commit to the next
 	phases   map[string]prometheus.Observer
@@ -108,8 +78,8 @@ func newMeters(job, replicaID string) *meters {
 	for _, phase := range []string{gatherPhase, quorumPhase, stepPhase, votePhase} {
 		m.phases[phase] = phases.WithLabelValues(phase)
 	}
-	for name, c := range rankCounters {
-		m.counts[name] = counter(c.metric, c.help)
+	for name, c := range rankclient.Counters {
+		m.counts[name] = counter(c.Metric, c.Help)
 		m.registry.MustRegister(m.counts[name])
 	}
 	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.step, phases, m.recovery, m.at, logging.Metric(),
@@ -176,7 +146,7 @@ func (m *meters) voted(step int64, committed bool, now time.Time) {
 }
 
 // recovered counts what a recovery cost a rank. Names of phases are ours: no stranger fills the memory with others.
-func (m *meters) recovered(r Recovered) {
+func (m *meters) recovered(r membership.Recovered) {
 	kind := "failure"
 	if r.Healed {
 		kind = "heal"
@@ -206,7 +176,7 @@ func (s *Server) handler(gate *rpc.Gate) http.Handler {
 	metrics := promhttp.HandlerFor(s.meters.registry, promhttp.HandlerOpts{MaxRequestsInFlight: 2, Timeout: scrapeTimeout})
 	mux.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) {
 		switch check := gate.CheckToken(r.Header.Values("Authorization")); check {
-		case rpc.TokenMissing, rpc.TokenWrong:
+		case auth.TokenMissing, auth.TokenWrong:
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			http.Error(w, "the metrics are not shown: "+check.String(), http.StatusUnauthorized)
 		default:

@@ -18,6 +18,8 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/rankclient"
 )
 
 // scrape is what a manager server shows to somebody on another host.
@@ -54,20 +56,21 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 			require.NoError(t, (<-a.Vote(1, step, step != 1, time.Minute)).Err)
 			require.NoError(t, (<-vote).Err)
 		}
-		phases := []manager.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "a stranger's", Seconds: 1}}
-		a.Ranks[0].SayRecovered(manager.Recovered{Healed: true, Bytes: 1000, Phases: phases})
-		a.Ranks[1].SayRecovered(manager.Recovered{GroupRank: 1, StepsLost: 2, Phases: []manager.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
-		for name := range manager.RankCounters() {
-			a.Ranks[1].SayCounted(manager.Counted{GroupRank: 1, Name: name, Number: 3})
-			a.Ranks[1].SayCounted(manager.Counted{GroupRank: 1, Name: name, Number: -1})
-			a.Ranks[1].SayCounted(manager.Counted{GroupRank: 2, Name: name, Number: 1}) // there is no such rank
+		phases := []membership.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "a stranger's", Seconds: 1}}
+		a.Ranks[0].SayRecovered(membership.Recovered{Healed: true, Bytes: 1000, Phases: phases})
+		a.Ranks[1].SayRecovered(membership.Recovered{GroupRank: 1, StepsLost: 2, Phases: []membership.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
+		for name := range rankclient.Counters {
+			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: name, Number: 3})
+			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: name, Number: -1})
+			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 2, Name: name, Number: 1}) // there is no such rank
 		}
-		a.Ranks[1].SayCounted(manager.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
+		a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
 		synctest.Wait()
 		code, body := scrape(t, c, a, "")
 		require.Equal(t, http.StatusOK, code)
 		const labels = `{group="a",training_job="default"`
-		for _, metric := range manager.RankCounters() {
+		for _, counter := range rankclient.Counters {
+			metric := counter.Metric
 			assert.True(t, strings.Contains(body, metric+labels+"} 3\n"), "%s is not in\n%s", metric, body)
 		}
 		for _, want := range []string{

@@ -20,21 +20,22 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // asker makes calls for a rank, in one of the ways.
 type asker struct {
-	quorum func(ctx context.Context, req manager.Request) (any, error)
+	quorum func(ctx context.Context, req rankclient.Request) (any, error)
 	vote   func(ctx context.Context, rank, step int64, vote bool) (any, error)
 	end    func()
 }
 
-func askerOf(client *manager.Client) asker {
+func askerOf(client *rankclient.Client) asker {
 	return asker{
-		quorum: func(ctx context.Context, req manager.Request) (any, error) { return client.Quorum(ctx, req) },
+		quorum: func(ctx context.Context, req rankclient.Request) (any, error) { return client.Quorum(ctx, req) },
 		vote: func(ctx context.Context, rank, step int64, vote bool) (any, error) {
 			return client.ShouldCommit(ctx, rank, step, vote)
 		},
@@ -51,15 +52,15 @@ func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
 	unknown := protowire.AppendVarint(protowire.AppendTag(nil, 5000, protowire.VarintType), 7)
 	peer := "manager at " + g.Server.Address()
 	return asker{
-		quorum: func(ctx context.Context, req manager.Request) (any, error) {
-			message := rpc.RequestToProto(req)
+		quorum: func(ctx context.Context, req rankclient.Request) (any, error) {
+			message := wire.RequestToProto(req)
 			message.Traceparent = tracing.ParentOf(ctx)
 			message.ProtoReflect().SetUnknown(unknown)
 			resp, err := stub.Quorum(ctx, message)
 			if err != nil {
 				return recovery.Result{}, rpc.Wrap("quorum", peer, err)
 			}
-			return rpc.ResultFromProto(resp), nil
+			return wire.ResultFromProto(resp), nil
 		},
 		vote: func(ctx context.Context, rank, step int64, vote bool) (any, error) {
 			message := &torchftpb.ShouldCommitRequest{GroupRank: rank, Step: step, ShouldCommit: vote, Traceparent: tracing.ParentOf(ctx)}
@@ -89,7 +90,7 @@ type outcome struct {
 
 func TestARequestIsAnsweredAlikeWhicheverWayItComes(t *testing.T) {
 	quorum := func(ctx context.Context, a asker) (any, error) {
-		return a.quorum(ctx, manager.Request{GroupRank: 1, Step: 5, CommittedQuorumID: -1, Handle: "h", CheckpointMetadata: "here"})
+		return a.quorum(ctx, rankclient.Request{GroupRank: 1, Step: 5, CommittedQuorumID: -1, Handle: "h", CheckpointMetadata: "here"})
 	}
 	vote := func(ctx context.Context, a asker) (any, error) { return a.vote(ctx, 1, 5, true) }
 	const answerTime = time.Second
@@ -103,7 +104,9 @@ func TestARequestIsAnsweredAlikeWhicheverWayItComes(t *testing.T) {
 		"a quorum, too late": {quorum, nil, codes.DeadlineExceeded, time.Minute - 50*time.Millisecond},
 		"a quorum, given up": {quorum, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled, answerTime},
 		"a quorum of no rank": {
-			func(ctx context.Context, a asker) (any, error) { return a.quorum(ctx, manager.Request{GroupRank: 2}) }, nil, codes.InvalidArgument, 0,
+			func(ctx context.Context, a asker) (any, error) {
+				return a.quorum(ctx, rankclient.Request{GroupRank: 2})
+			}, nil, codes.InvalidArgument, 0,
 		},
 		"a quorum at the end of the server": {quorum, func(g *fttest.Group, _ func()) { g.Server.Shutdown() }, codes.Unavailable, answerTime},
 		"a quorum at the end of a sibling": {
@@ -195,7 +198,7 @@ func TestAQuorumNeedsADeadline(t *testing.T) {
 			g := c.StartGroup("g", 2)
 			a := dial(c, g)
 			defer a.end()
-			_, err := a.quorum(context.Background(), manager.Request{GroupRank: 1})
+			_, err := a.quorum(context.Background(), rankclient.Request{GroupRank: 1})
 			assert.Equal(t, codes.InvalidArgument, status.Code(err), way)
 			assert.ErrorContains(t, err, "the quorum call has no deadline", way)
 			g.Vote(0, 5, true, time.Minute)

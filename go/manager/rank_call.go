@@ -11,21 +11,24 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // rankCall is a request that a rank waits for. The same code answers it whichever way it came: as a unary call (service.go), on a
-// stream (session_server.go) or from within this process (direct.go). Those convert it, call Server.begin, and end once they have
+// stream (session.go) or from within this process (direct.go). Those convert it, call Server.begin, and end once they have
 // its answer.
 type rankCall struct {
-	kind        callKind
-	Request            // of a vote the rank and the step, of the question for metadata the rank
-	vote        bool   // of a vote
-	traceparent string // of the rank's span; empty: it does not trace
-	deadline    time.Time
-	conn        *connection // that the rank's life depends on; nil if it depends on none
+	kind               callKind
+	rankclient.Request        // of a vote the rank and the step, of the question for metadata the rank
+	vote               bool   // of a vote
+	traceparent        string // of the rank's span; empty: it does not trace
+	deadline           time.Time
+	conn               *connection // that the rank's life depends on; nil if it depends on none
 
 	span *tracing.Span // until end
 
@@ -54,13 +57,13 @@ type answer struct {
 }
 
 func quorumFromProto(req *torchftpb.ManagerQuorumRequest) rankCall {
-	return rankCall{kind: quorumCall, Request: rpc.RequestFromProto(req), traceparent: req.GetTraceparent()}
+	return rankCall{kind: quorumCall, Request: wire.RequestFromProto(req), traceparent: req.GetTraceparent()}
 }
 
 func voteFromProto(req *torchftpb.ShouldCommitRequest) rankCall {
 	return rankCall{
 		kind:        voteCall,
-		Request:     Request{GroupRank: req.GetGroupRank(), Step: req.GetStep()},
+		Request:     rankclient.Request{GroupRank: req.GetGroupRank(), Step: req.GetStep()},
 		vote:        req.GetShouldCommit(),
 		traceparent: req.GetTraceparent(),
 	}
@@ -133,7 +136,7 @@ func (s *Server) eventOf(c *rankCall) round.Event {
 	case quorumCall:
 		return round.QuorumAsked{Request: c.Request, Waiter: c.id, Deadline: c.deadline}
 	case voteCall:
-		witness, ok := s.membership.(Witness)
+		witness, ok := s.membership.(membership.Witness)
 		return round.Voted{
 			Waiter: c.id, GroupRank: c.GroupRank, Step: c.Step, ShouldCommit: c.vote, Fenced: ok && witness.Fenced(),
 		}

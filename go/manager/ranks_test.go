@@ -21,6 +21,7 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rankclient"
 )
 
 // BenchmarkRanks takes the time of a step's quorum and vote of a group with many ranks, on real sockets. The server is alone in
@@ -144,9 +145,9 @@ func (l *load) step(b *testing.B) stepTaken {
 func simulateRanks() {
 	say := json.NewEncoder(os.Stdout)
 	n, _ := strconv.Atoi(os.Getenv(ranksOf))
-	clients := make([]*manager.Client, n)
+	clients := make([]*rankclient.Client, n)
 	took, err := ofAll(n, func(rank int) (err error) {
-		clients[rank], err = manager.Dial(context.Background(), os.Getenv(ranksEnv), time.Minute)
+		clients[rank], err = rankclient.Dial(context.Background(), os.Getenv(ranksEnv), time.Minute)
 		return err
 	})
 	did := stepTaken{Connect: took}
@@ -175,8 +176,8 @@ func simulateRanks() {
 }
 
 // requestOf is what a rank says: where its state is, and how its process group is reached.
-func requestOf(rank, of int, step int64) manager.Request {
-	return manager.Request{
+func requestOf(rank, of int, step int64) rankclient.Request {
+	return rankclient.Request{
 		GroupRank: int64(rank), GroupWorldSize: int64(of), Step: step, CommittedQuorumID: 1,
 		CheckpointMetadata: fmt.Sprintf("http://node-%05d.cluster.local:%d", rank/8, 30000+rank%8),
 		Handle:             fmt.Sprintf("tcp://node-%05d.cluster.local:%d/0123456789abcdef", rank/8, 40000+rank%8),

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
-	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 )
@@ -18,11 +18,11 @@ import (
 func TestAJobWithTokenAndCertificates(t *testing.T) {
 	ca, strangers := fttest.NewCA(t), fttest.NewCA(t)
 	cert, key := ca.Issue("lighthouse", "a", "b", "far")
-	all := rpc.Security{TokenFile: fttest.File(t, "secret"), TLSCert: cert, TLSKey: key, TLSCA: ca.File, TLSClientCA: ca.File}
+	all := auth.Security{TokenFile: fttest.File(t, "secret"), TLSCert: cert, TLSKey: key, TLSCA: ca.File, TLSClientCA: ca.File}
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2, func(cfg *lighthouse.Config) { cfg.Security = all })
 		require.Equal(t, "https://lighthouse:29510", c.Lighthouse.Address())
-		secure := func(security rpc.Security) func(*manager.ServerConfig) {
+		secure := func(security auth.Security) func(*manager.ServerConfig) {
 			return func(cfg *manager.ServerConfig) {
 				cfg.LighthouseAddr, cfg.Security, cfg.ConnectTimeout = c.Lighthouse.Address(), security, time.Second
 			}
@@ -39,11 +39,11 @@ func TestAJobWithTokenAndCertificates(t *testing.T) {
 		assert.ErrorContains(t, (<-g.Quorum(0, 1, time.Minute)).Err, "this server wants the job's token")
 		g.Server.Shutdown()
 
-		for says, change := range map[string]func(*rpc.Security){
-			"certificate required": func(s *rpc.Security) { s.TLSCert, s.TLSKey, s.TLSClientCA = "", "", "" },
-			"tls: ":                func(s *rpc.Security) { s.TLSCert, s.TLSKey = strangers.Issue("far") },
-			"certificate signed by unknown authority": func(s *rpc.Security) { s.TLSCA = strangers.File },
-			"expired": func(s *rpc.Security) { s.TLSCert, s.TLSKey = ca.IssueExpired("far") },
+		for says, change := range map[string]func(*auth.Security){
+			"certificate required": func(s *auth.Security) { s.TLSCert, s.TLSKey, s.TLSClientCA = "", "", "" },
+			"tls: ":                func(s *auth.Security) { s.TLSCert, s.TLSKey = strangers.Issue("far") },
+			"certificate signed by unknown authority": func(s *auth.Security) { s.TLSCA = strangers.File },
+			"expired": func(s *auth.Security) { s.TLSCert, s.TLSKey = ca.IssueExpired("far") },
 		} {
 			wrong := all
 			change(&wrong)

@@ -12,6 +12,9 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -22,11 +25,12 @@ type Server struct {
 	log        *slog.Logger
 	address    string
 	rpc        *rpc.Server
-	membership Membership
+	membership membership.Membership
 	ctx        context.Context // ends with Shutdown
 	cancel     context.CancelFunc
 	tasks      sync.WaitGroup
-	notices    notices
+	notices    membership.Broadcast
+	unregister func() // ends the shortcut of the ranks in this process
 
 	mu       sync.Mutex
 	machine  *round.Machine
@@ -61,21 +65,21 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	membership := cfg.Membership
-	if membership == nil {
-		if membership, err = Join(ctx, cfg); err != nil {
+	joined := cfg.Membership
+	if joined == nil {
+		if joined, err = Join(ctx, cfg); err != nil {
 			return nil, err
 		}
 	}
 	lis, err := cfg.Network.Listen(cfg.Bind)
 	if err != nil {
-		return nil, errors.Join(err, membership.Close())
+		return nil, errors.Join(err, joined.Close())
 	}
 	s := &Server{
 		cfg:        cfg,
 		log:        cfg.Logger.With("replica_id", cfg.ReplicaID),
 		address:    rpc.Announce(cfg.Hostname, lis.Addr(), cfg.Security),
-		membership: membership,
+		membership: joined,
 		asking:     map[uint64]context.CancelFunc{},
 		presence:   presence{},
 		meters:     newMeters(cfg.job(), cfg.ReplicaID),
@@ -87,10 +91,10 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(gate), s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
-	if source, ok := membership.(NoticeSource); ok {
+	if source, ok := joined.(membership.NoticeSource); ok {
 		rpc.Go(&s.tasks, s.log, "notices", func() { s.hearNotices(source) })
 	}
-	local.add(s)
+	s.unregister = rankclient.Register(cfg.Network, s.address, func() rankclient.Calls { return s.direct() })
 	return s, nil
 }
 
@@ -109,7 +113,7 @@ func (s *Server) Address() string { return s.address }
 // Shutdown answers every call that waits, closes the port and the connection to the lighthouse, and returns
 // when nothing of the server is left.
 func (s *Server) Shutdown() {
-	local.remove(s)
+	s.unregister()
 	s.mu.Lock()
 	if !s.closed {
 		s.step(round.Closed{Reason: "the manager server of " + s.cfg.ReplicaID + " is shutting down"})
@@ -125,6 +129,25 @@ func (s *Server) Shutdown() {
 	tracing.Flush()
 }
 
+// Finish is for a group whose training has ended on purpose, before Shutdown.
+func (s *Server) Finish() {
+	if finisher, ok := s.membership.(membership.Finisher); ok {
+		finisher.Finish()
+	}
+}
+
+// leave lets the group go without being missed. Without a membership that can be told there is nothing to wait for.
+func (s *Server) leave(ctx context.Context) error {
+	ctx, cancel := rpc.WithDefaultDeadline(ctx)
+	defer cancel()
+	stop := context.AfterFunc(s.ctx, cancel)
+	defer stop()
+	if leaver, ok := s.membership.(membership.Leaver); ok {
+		return leaver.Leave(ctx)
+	}
+	return nil
+}
+
 // Status is what the machine says about itself.
 func (s *Server) Status() round.Status {
 	s.mu.Lock()
@@ -134,7 +157,7 @@ func (s *Server) Status() round.Status {
 
 // failed is the error of a waiter. One whose deadline passed also hears why the lighthouse has not been reached.
 func (s *Server) failed(event round.Event, f round.Failure) error {
-	err := rpc.ToStatus(f)
+	err := wire.ToStatus(f)
 	if _, gaveUp := event.(round.GaveUp); gaveUp && s.trouble != "" && rpc.IsTimeout(err) {
 		return status.Errorf(status.Code(err), "%s; %s", rpc.Message(err), s.trouble)
 	}
@@ -178,7 +201,7 @@ func (s *Server) step(event round.Event) {
 		case round.AnswerMetadata:
 			s.waiters.Answer(a.Waiter, answer{metadata: a.Metadata})
 		case round.TellIncomplete:
-			if witness, ok := s.membership.(Witness); ok {
+			if witness, ok := s.membership.(membership.Witness); ok {
 				witness.Incomplete(a.Reason)
 			}
 		case round.Discarded:

@@ -15,11 +15,15 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -112,7 +116,7 @@ func TestRanksOutsideTheGroupAreRefused(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		for _, rank := range []int64{-1, 2} {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-			_, err := g.Ranks[0].Quorum(ctx, manager.Request{GroupRank: rank})
+			_, err := g.Ranks[0].Quorum(ctx, rankclient.Request{GroupRank: rank})
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
 			_, err = g.Ranks[0].ShouldCommit(ctx, rank, 1, true)
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
@@ -143,7 +147,7 @@ func TestKillIsForThisHostOrTheToken(t *testing.T) {
 				g := c.StartGroup("a", 1, func(cfg *manager.ServerConfig) {
 					cfg.Security, cfg.Exit = configured, func(code int) { exited <- code }
 				})
-				conn, err := sent.Dial(t.Context(), c.Net.Host(tc.from), "manager", g.Server.Address(), time.Second)
+				conn, err := rpc.DialSecurely(t.Context(), sent, c.Net.Host(tc.from), "manager", g.Server.Address(), time.Second)
 				require.NoError(t, err)
 				defer func() { require.NoError(t, conn.Close()) }()
 				_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(), &torchftpb.KillRequest{Msg: "test"})
@@ -159,11 +163,11 @@ func TestKillIsForThisHostOrTheToken(t *testing.T) {
 }
 
 // security is that of a token; without one there is none.
-func security(t *testing.T, token string) rpc.Security {
+func security(t *testing.T, token string) auth.Security {
 	if token == "" {
-		return rpc.Security{}
+		return auth.Security{}
 	}
-	return rpc.Security{TokenFile: fttest.File(t, token)}
+	return auth.Security{TokenFile: fttest.File(t, token)}
 }
 
 func TestValidate(t *testing.T) {
@@ -220,8 +224,8 @@ func TestTheLighthouseMayComeLater(t *testing.T) {
 // In one process, over real sockets: what the clients of group rank 0 do in production.
 func TestTheShortcutInOneProcess(t *testing.T) {
 	house := startLighthouse(t, 1)
-	failing := &tellTale{failures: make(chan manager.Notice)}
-	lighthouse, err := manager.DialLighthouse(t.Context(), house.Address(), 10*time.Second)
+	failing := &tellTale{failures: make(chan membership.Notice)}
+	lighthouse, err := lighthouses.Dial(t.Context(), house.Address(), 10*time.Second)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, lighthouse.Close()) }()
 	failing.quorum = func(ctx context.Context) (*quorum.Quorum, error) {
@@ -232,29 +236,29 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	server, err := manager.NewServer(t.Context(), cfg)
 	require.NoError(t, err)
 	defer server.Shutdown()
-	near, err := manager.Dial(t.Context(), server.Address(), 20*time.Second)
+	near, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second)
 	require.NoError(t, err)
-	far, err := manager.Dial(t.Context(), server.Address(), 20*time.Second, manager.WithoutShortcut())
+	far, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rankclient.WithoutShortcut())
 	require.NoError(t, err)
 	defer func() { require.NoError(t, far.Close()) }()
 
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	sibling := fttest.Start(func() (bool, error) {
-		r, err := far.Quorum(ctx, manager.Request{GroupRank: 1})
+		r, err := far.Quorum(ctx, rankclient.Request{GroupRank: 1})
 		return r.ReplicaWorldSize == 1, err
 	})
-	r, err := near.Quorum(ctx, manager.Request{GroupRank: 0})
+	r, err := near.Quorum(ctx, rankclient.Request{GroupRank: 0})
 	require.NoError(t, err)
 	assert.Equal(t, []string{"a"}, r.ReplicaIDs)
 	require.NoError(t, (<-sibling).Err)
 
-	failed := manager.Notice{QuorumID: r.QuorumID, ReplicaID: "b", Reason: "gone"}
+	failed := membership.Notice{QuorumID: r.QuorumID, ReplicaID: "b", Reason: "gone"}
 	failing.failures <- failed
 	assert.Equal(t, failed, <-near.Notices())
 	assert.Equal(t, failed, <-far.Notices())
 
-	_, err = near.Quorum(context.Background(), manager.Request{GroupRank: 0})
+	_, err = near.Quorum(context.Background(), rankclient.Request{GroupRank: 0})
 	assert.Equal(t, codes.InvalidArgument, status.Code(err), "the same rule as over the network")
 
 	expired, stop := context.WithTimeout(t.Context(), 500*time.Millisecond) // long enough to arrive
@@ -270,13 +274,13 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	_, err = near.ShouldCommit(ctx, 0, 1, true)
 	assert.ErrorContains(t, err, "closed")
 
-	other, err := manager.Dial(t.Context(), server.Address(), 20*time.Second)
+	other, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, other.Close()) }()
 	server.Shutdown()
 	_, err = other.ShouldCommit(ctx, 0, 1, true)
 	assert.Equal(t, codes.Unavailable, status.Code(err))
-	_, err = manager.Dial(t.Context(), server.Address(), 50*time.Millisecond)
+	_, err = rankclient.Dial(t.Context(), server.Address(), 50*time.Millisecond)
 	assert.ErrorContains(t, err, "could not connect to manager at "+server.Address())
 }
 
@@ -314,12 +318,12 @@ func TestGarbageDoesNotEndTheServer(t *testing.T) {
 	require.NoError(t, err)
 	defer server.Shutdown()
 	fttest.SendGarbage(t, server.Address())
-	client, err := manager.Dial(t.Context(), server.Address(), 20*time.Second, manager.WithoutShortcut())
+	client, err := rankclient.Dial(t.Context(), server.Address(), 20*time.Second, rankclient.WithoutShortcut())
 	require.NoError(t, err)
 	defer func() { require.NoError(t, client.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	_, err = client.Quorum(ctx, manager.Request{})
+	_, err = client.Quorum(ctx, rankclient.Request{})
 	require.NoError(t, err)
 }
 

@@ -5,8 +5,11 @@ import (
 	"context"
 	"time"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -21,11 +24,11 @@ func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest
 	if a.err != nil {
 		return nil, a.err
 	}
-	return rpc.ResultToProto(a.result), nil
+	return wire.ResultToProto(a.result), nil
 }
 
 func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.CheckpointMetadataRequest) (*torchftpb.CheckpointMetadataResponse, error) {
-	a := s.server.do(ctx, rankCall{kind: metadataCall, Request: Request{GroupRank: req.GetRank()}})
+	a := s.server.do(ctx, rankCall{kind: metadataCall, Request: rankclient.Request{GroupRank: req.GetRank()}})
 	if a.err != nil {
 		return nil, a.err
 	}
@@ -47,7 +50,7 @@ func (s service) do(ctx context.Context, c rankCall) answer {
 }
 
 func (s service) Kill(ctx context.Context, req *torchftpb.KillRequest) (*torchftpb.KillResponse, error) {
-	if err := rpc.CheckEnding(ctx, s.server.cfg.Security.HasTokens()); err != nil {
+	if err := auth.CheckEnding(ctx, s.server.cfg.Security.HasTokens()); err != nil {
 		return nil, err
 	}
 	s.server.exit(req.GetMsg())

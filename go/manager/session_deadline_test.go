@@ -15,7 +15,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/rankclient"
 )
 
 // unanswered is a network in which, once silent, nobody answers to an attempt to connect.
@@ -39,7 +39,7 @@ func TestACallThatCannotConnectEndsAtItsDeadline(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		host := g.Host(1)
 		network := &unanswered{Network: host}
-		client, err := manager.Dial(t.Context(), g.Server.Address(), time.Second, manager.WithNetwork(network))
+		client, err := rankclient.Dial(t.Context(), g.Server.Address(), time.Second, rankclient.WithNetwork(network))
 		require.NoError(t, err)
 		defer func() { require.NoError(t, client.Close()) }()
 

@@ -16,7 +16,9 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -47,7 +49,7 @@ func TestAServerThatKnowsNoSessions(t *testing.T) {
 				torchftpb.RegisterManagerServiceServer(g, upstream)
 				go func() { _ = g.Serve(lis) }()
 				defer g.Stop()
-				client, err := manager.Dial(t.Context(), "http://upstream:1", time.Second, manager.WithNetwork(net.Host("rank")))
+				client, err := rankclient.Dial(t.Context(), "http://upstream:1", time.Second, rankclient.WithNetwork(net.Host("rank")))
 				require.NoError(t, err)
 				defer func() { require.NoError(t, client.Close()) }()
 
@@ -55,7 +57,7 @@ func TestAServerThatKnowsNoSessions(t *testing.T) {
 				defer cancel()
 				for round := range int64(2) {
 					if first == "quorum" || round > 0 {
-						r, err := client.Quorum(ctx, manager.Request{})
+						r, err := client.Quorum(ctx, rankclient.Request{})
 						require.NoError(t, err)
 						assert.Equal(t, upstream.quorums.Load(), r.QuorumID)
 					}
@@ -146,22 +148,22 @@ func TestWhatASessionDoesNotUnderstand(t *testing.T) {
 // tellTale is a membership that learns of failures.
 type tellTale struct {
 	fake
-	failures chan manager.Notice
+	failures chan membership.Notice
 }
 
-func (t *tellTale) Notices() <-chan manager.Notice { return t.failures }
+func (t *tellTale) Notices() <-chan membership.Notice { return t.failures }
 
 func TestFailuresReachEveryRank(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		source := &tellTale{failures: make(chan manager.Notice)}
+		source := &tellTale{failures: make(chan membership.Notice)}
 		source.quorum = func(context.Context) (*quorum.Quorum, error) {
 			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "a"}}}, nil
 		}
 		g := c.StartGroup("a", 2, func(cfg *manager.ServerConfig) { cfg.Membership = source })
 		round(t, 0, g) // opens the sessions
 
-		failed := manager.Notice{QuorumID: 7, ReplicaID: "b", Reason: "its connection broke"}
+		failed := membership.Notice{QuorumID: 7, ReplicaID: "b", Reason: "its connection broke"}
 		source.failures <- failed
 		for _, client := range g.Ranks {
 			assert.Equal(t, failed, <-client.Notices())

@@ -16,7 +16,7 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -33,7 +33,7 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		ask := func(g *fttest.Group, rank int, traceparent string) <-chan fttest.Answer[recovery.Result] {
-			return g.QuorumBelow(traceparent, manager.Request{GroupRank: int64(rank), Step: 7}, time.Minute)
+			return g.QuorumBelow(traceparent, rankclient.Request{GroupRank: int64(rank), Step: 7}, time.Minute)
 		}
 		first := ask(a, 0, traceOf(0))
 		time.Sleep(time.Second)
@@ -76,7 +76,7 @@ func TestATraceOfAWaitThatWasGivenUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a := c.StartGroup("a", 1)
-		require.Error(t, (<-a.QuorumBelow(traceOf(0), manager.Request{}, time.Second)).Err)
+		require.Error(t, (<-a.QuorumBelow(traceOf(0), rankclient.Request{}, time.Second)).Err)
 		a.Server.Shutdown()
 		synctest.Wait()
 		found := spans.GetSpans()
@@ -116,7 +116,7 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 3)
-		conn, err := (rpc.Security{}).Dial(t.Context(), c.Net.Host("a/2"), "manager", a.Server.Address(), time.Second)
+		conn, err := rpc.Dial(t.Context(), c.Net.Host("a/2"), "manager", a.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		// A rank in the server's process, one over its session, and one by calls, as clients of upstream.

@@ -11,6 +11,7 @@ import (
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/pyapi/rank"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 )
 
@@ -56,7 +57,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := manager.Dial(ctx, addr, timeout, manager.WithSecurity(protected.Security))
+		client, err := rankclient.Dial(ctx, addr, timeout, rankclient.WithSecurity(protected.Security))
 		if err != nil {
 			return nil, connectFailed(err)
 		}
@@ -64,7 +65,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}), nil
 }
 
-// ManagerQuorumStart waits for the group and for the lighthouse; request is the JSON of manager.Request, the result that of
+// ManagerQuorumStart waits for the group and for the lighthouse; request is the JSON of rankclient.Request, the result that of
 // quorumResult.
 func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
@@ -86,7 +87,7 @@ func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64
 }
 
 // parseRequest refuses a field that is not known here: it would be lost.
-func parseRequest(text string) (req manager.Request, err error) {
+func parseRequest(text string) (req rankclient.Request, err error) {
 	decoder := json.NewDecoder(strings.NewReader(text))
 	decoder.DisallowUnknownFields()
 	if err := decoder.Decode(&req); err != nil {

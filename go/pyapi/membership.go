@@ -5,7 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/quorum"
 )
@@ -19,7 +19,7 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64, security string)
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := manager.DialLighthouse(ctx, addr, timeout, manager.WithSecurity(protected.Security), manager.WithJob(protected.Job))
+		client, err := lighthouses.Dial(ctx, addr, timeout, lighthouses.WithSecurity(protected.Security), lighthouses.WithJob(protected.Job))
 		return client, connectFailed(err)
 	}), nil
 }
@@ -27,7 +27,7 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64, security string)
 // LighthouseQuorumStart asks to be in the next quorum; the result is its JSON.
 func LighthouseQuorumStart(handle int64, replicaID, address, storeAddress string, step, worldSize int64, shrinkOnly bool, data string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*manager.LighthouseClient](handle)
+	client, err := ops.Get[*lighthouses.Client](handle)
 	if err != nil {
 		return 0, err
 	}
@@ -52,7 +52,7 @@ func LighthouseQuorumStart(handle int64, replicaID, address, storeAddress string
 // LighthouseHeartbeatStart says that a replica is alive; there is no result.
 func LighthouseHeartbeatStart(handle int64, replicaID string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
-	client, err := ops.Get[*manager.LighthouseClient](handle)
+	client, err := ops.Get[*lighthouses.Client](handle)
 	if err != nil {
 		return 0, err
 	}

@@ -7,9 +7,10 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/pyapi/rank"
+	"github.com/torchft/torchft/go/rankclient"
 )
 
 // ManagerRoundPrepare prepares ManagerQuorumStart for a rank that does the same step after step, and says the same but for
@@ -134,7 +135,7 @@ func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, er
 	if err != nil {
 		return false, err
 	}
-	go client.SayHealing(manager.HealProgress{GroupRank: groupRank, Received: received, Total: total})
+	go client.SayHealing(membership.HealProgress{GroupRank: groupRank, Received: received, Total: total})
 	return true, nil
 }
 
@@ -146,7 +147,7 @@ func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, b
 	if err != nil {
 		return false, err
 	}
-	r := manager.Recovered{GroupRank: groupRank, Healed: healed, QuorumID: quorumID, Step: step, Bytes: bytes, StepsLost: stepsLost}
+	r := membership.Recovered{GroupRank: groupRank, Healed: healed, QuorumID: quorumID, Step: step, Bytes: bytes, StepsLost: stepsLost}
 	var pairs [][2]any
 	if err := json.Unmarshal([]byte(phases), &pairs); err != nil {
 		return false, ops.As(ops.Value, fmt.Errorf("phases: %w", err))
@@ -154,7 +155,7 @@ func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, b
 	for _, pair := range pairs {
 		name, _ := pair[0].(string)
 		seconds, _ := pair[1].(float64)
-		r.Phases = append(r.Phases, manager.PhaseTime{Phase: name, Seconds: seconds})
+		r.Phases = append(r.Phases, membership.PhaseTime{Phase: name, Seconds: seconds})
 	}
 	go client.SayRecovered(r)
 	return true, nil
@@ -167,7 +168,7 @@ func ManagerSayCounted(handle, groupRank int64, name string, number int64) (foun
 	if err != nil {
 		return false, err
 	}
-	c := manager.Counted{GroupRank: groupRank, Name: name, Number: number}
+	c := rankclient.Counted{GroupRank: groupRank, Name: name, Number: number}
 	if err := c.Validate(); err != nil {
 		return false, ops.As(ops.Value, err)
 	}

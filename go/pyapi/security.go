@@ -4,14 +4,14 @@ import (
 	"encoding/json"
 	"fmt"
 
-	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
 // settings are what the environment says, as torchft/_security.py reads it: Go's own copy is of the moment at which this
 // library was loaded.
 type settings struct {
-	rpc.Security
+	auth.Security
 	Job string `json:"job"`
 }
 

@@ -39,7 +39,7 @@ def test_all_fuzz_targets_are_known() -> None:
     """So many there are; one that is not found is not run."""
     found = fuzz_targets()
     assert len(found) == 14
-    assert ("./internal/rpc", "FuzzListChange") in found
+    assert ("./internal/wire", "FuzzListChange") in found
     assert len(set(found)) == len(found)
 
 

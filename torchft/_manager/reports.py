@@ -25,7 +25,7 @@ class Reports:
         self._say = say
 
     def counted(self, name: str, number: int = 1) -> None:
-        """It has happened so many times: ``rankCounters`` in go/manager/metrics.go has the names."""
+        """It has happened so many times: ``Counters`` in go/rankclient/counted.go has the names."""
         self._say("_say_counted", name, number)
 
     def healing(self, received: int, total: int) -> None:

@@ -13,10 +13,11 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 )
 
@@ -68,10 +69,10 @@ func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lig
 type Group struct {
 	c      *Cluster
 	Server *manager.Server
-	Ranks  []*manager.Client
+	Ranks  []*rankclient.Client
 	name   string
 
-	security rpc.Security
+	security auth.Security
 }
 
 // ServerConfig is a valid one for a group of this cluster.
@@ -109,9 +110,9 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 }
 
 // Dial makes one more client of the group's server, on a host.
-func (g *Group) Dial(host string) *manager.Client {
+func (g *Group) Dial(host string) *rankclient.Client {
 	g.c.Net.Host(host).revive()
-	client, err := manager.Dial(context.Background(), g.Server.Address(), 10*time.Second, manager.WithNetwork(g.c.Net.Host(host)), manager.WithSecurity(g.security))
+	client, err := rankclient.Dial(context.Background(), g.Server.Address(), 10*time.Second, rankclient.WithNetwork(g.c.Net.Host(host)), rankclient.WithSecurity(g.security))
 	require.NoError(g.c.T, err)
 	g.c.T.Cleanup(func() { _ = client.Close() })
 	return client
@@ -145,16 +146,16 @@ func Start[T any](call func() (T, error)) <-chan Answer[T] {
 
 // Quorum asks for a quorum on behalf of one rank.
 func (g *Group) Quorum(rank int, step int64, timeout time.Duration) <-chan Answer[recovery.Result] {
-	return g.QuorumWith(manager.Request{GroupRank: int64(rank), Step: step}, timeout)
+	return g.QuorumWith(rankclient.Request{GroupRank: int64(rank), Step: step}, timeout)
 }
 
 // QuorumWith asks with any request, as the rank that it names.
-func (g *Group) QuorumWith(req manager.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
+func (g *Group) QuorumWith(req rankclient.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
 	return g.QuorumBelow("", req, timeout)
 }
 
 // QuorumBelow is QuorumWith below a span of the rank, by its W3C trace context.
-func (g *Group) QuorumBelow(traceparent string, req manager.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
+func (g *Group) QuorumBelow(traceparent string, req rankclient.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
 	req.CheckpointMetadata = fmt.Sprintf("http://%s/%d", net.JoinHostPort(g.name, "1"), req.GroupRank)
 	return Start(func() (recovery.Result, error) {
 		ctx, cancel := context.WithTimeout(tracing.Below(context.Background(), traceparent), timeout)

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/torchft/torchft/go/internal/auth"
 )
 
 // Address is the address of a server, ours or upstream's.
@@ -63,7 +65,7 @@ func ParseAddresses(setting, addresses string) (list []string, err error) {
 }
 
 // Announce is the address under which others reach the server that listens at bound. It puts IPv6 addresses in brackets.
-func Announce(hostname string, bound net.Addr, security Security) string {
+func Announce(hostname string, bound net.Addr, security auth.Security) string {
 	_, port, err := net.SplitHostPort(bound.String())
 	if err != nil { // a network without ports
 		port = "0"

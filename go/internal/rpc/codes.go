@@ -7,41 +7,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-
-	"github.com/torchft/torchft/go/round"
 )
-
-// kinds is the one table between the failures of the machines and the status codes on the wire.
-var kinds = map[round.Kind]codes.Code{
-	round.KindInvalid:     codes.InvalidArgument,
-	round.KindTimeout:     codes.DeadlineExceeded,
-	round.KindAborted:     codes.Aborted,
-	round.KindUnavailable: codes.Unavailable,
-	round.KindInternal:    codes.Internal,
-}
-
-// ToStatus converts a failure to the error that a call returns.
-func ToStatus(f round.Failure) error {
-	code, known := kinds[f.Kind]
-	if !known {
-		code = codes.Internal
-	}
-	return status.Error(code, f.Reason)
-}
-
-// FromError converts the error of a call to a failure.
-func FromError(err error) round.Failure {
-	if IsTimeout(err) {
-		return round.Failure{Kind: round.KindTimeout, Reason: Message(err)}
-	}
-	code := status.Code(err)
-	for kind, c := range kinds {
-		if c == code {
-			return round.Failure{Kind: kind, Reason: Message(err)}
-		}
-	}
-	return round.Failure{Kind: round.KindInternal, Reason: Message(err)}
-}
 
 // IsTimeout reports whether a call ended because its deadline had passed. Upstream servers answer an expired call with
 // CANCELLED, so that counts too.

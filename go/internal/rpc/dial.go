@@ -12,11 +12,13 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// Dial connects to a server of kind what ("lighthouse", "manager") and returns once it is connected. It retries until
+// DialSecurely connects to a server of kind what ("lighthouse", "manager") and returns once it is connected. It retries until
 // connectTimeout is over; the error then names the address and the timeout. If the connection breaks later, gRPC reconnects it.
-func (s Security) Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
+func DialSecurely(ctx context.Context, s auth.Security, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
 	addr, err := ParseAddress(what+" address", address)
 	if err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
@@ -27,12 +29,12 @@ func (s Security) Dial(ctx context.Context, network Network, what, address strin
 	if network == nil {
 		network = TCP
 	}
-	protected, err := s.open(slog.Default())
+	protected, err := s.Open(slog.Default())
 	if err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
 	if s.TLSCA != "" && !addr.TLS {
-		return nil, status.Errorf(codes.InvalidArgument, "%s address is %q: with tls_ca (%s) it must begin with https://", what, address, TLSCAEnv)
+		return nil, status.Errorf(codes.InvalidArgument, "%s address is %q: with tls_ca (%s) it must begin with https://", what, address, auth.TLSCAEnv)
 	}
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
@@ -47,11 +49,11 @@ func (s Security) Dial(ctx context.Context, network Network, what, address strin
 	}
 	creds := handshakes{why: &lastErr}
 	if addr.TLS {
-		creds.config = protected.client
+		creds.config = protected.Client
 	}
 	options := append(clientLimits(), grpc.WithTransportCredentials(creds), grpc.WithContextDialer(dialer))
-	if protected.tokens != nil {
-		options = append(options, grpc.WithPerRPCCredentials(token{protected.tokens}))
+	if protected.Tokens != nil {
+		options = append(options, grpc.WithPerRPCCredentials(auth.Credentials{Tokens: protected.Tokens}))
 	}
 	// The passthrough resolver leaves the name to the dialer, so that each attempt resolves it again: an address may have changed.
 	conn, err := grpc.NewClient("passthrough:///"+addr.HostPort, options...)
@@ -76,9 +78,9 @@ func (s Security) Dial(ctx context.Context, network Network, what, address strin
 	return conn, nil
 }
 
-// Dial is Security.Dial without TLS and tokens.
+// Dial is DialSecurely without TLS and tokens.
 func Dial(ctx context.Context, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
-	return Security{}.Dial(ctx, network, what, address, connectTimeout)
+	return DialSecurely(ctx, auth.Security{}, network, what, address, connectTimeout)
 }
 
 // WithDefaultDeadline gives a call without a deadline one of MaxWait from now.
@@ -93,4 +95,24 @@ func WithDefaultDeadline(ctx context.Context) (context.Context, context.CancelFu
 // less. A server that answers at the deadline itself answers too late: the caller's own timer ends the call first.
 func Sooner(deadline time.Time, most time.Duration) time.Time {
 	return deadline.Add(-max(0, min(most, time.Until(deadline)/20)))
+}
+
+// Backoff is how long to wait before each next attempt: the wait doubles from First to Most.
+type Backoff struct {
+	First time.Duration
+	Most  time.Duration
+}
+
+// RetryBackoff is for calls to a lighthouse that is away: quick enough that a restart of it costs a job less
+// than a second, slow enough that thousands of groups do not hammer it.
+var RetryBackoff = Backoff{First: 20 * time.Millisecond, Most: 500 * time.Millisecond}
+
+// Wait is the pause after the given number of failed attempts. spread, in [0, 1), shortens it by up to
+// half, so that groups that failed together do not come back together.
+func (b Backoff) Wait(failed int, spread float64) time.Duration {
+	wait := b.First
+	for i := 1; i < failed && wait < b.Most; i++ {
+		wait *= 2
+	}
+	return time.Duration(float64(min(wait, b.Most)) * (1 - spread/2))
 }

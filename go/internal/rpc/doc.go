@@ -1,6 +1,6 @@
-// Package rpc has the common parts of gRPC servers and clients of the lighthouse and the manager server: addresses,
-// listening, dialing, limits, retries, and the one table of status codes.
+// Package rpc is the transport that the servers and clients of the lighthouse and the manager share: addresses, listening,
+// dialing, TLS handshakes, limits, retries, and the recovery of panics.
 //
 // It decides nothing about quorums or commits. Everything goes through Network, so that tests run the same servers on
-// in-memory connections and a fake clock.
+// in-memory connections and a fake clock. Who may call is decided in package auth; what a message says, in package wire.
 package rpc

@@ -13,6 +13,8 @@ import (
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 	"google.golang.org/grpc/tap"
+
+	"github.com/torchft/torchft/go/internal/auth"
 )
 
 // Limits bound what strangers can ask of a server. Zero is no limit.
@@ -28,15 +30,15 @@ type Limits struct {
 
 // Gate is what everybody passes who comes to a server: its limits, TLS, and the token.
 type Gate struct {
-	protection
-	limits  Limits
-	joins   rate
-	refused refusals
+	protection auth.Protection
+	limits     Limits
+	joins      rate
+	refused    refusals
 }
 
 // NewGate reads the files of a server's security.
-func NewGate(security Security, limits Limits, log *slog.Logger) (*Gate, error) {
-	p, err := security.open(log)
+func NewGate(security auth.Security, limits Limits, log *slog.Logger) (*Gate, error) {
+	p, err := security.Open(log)
 	if err != nil {
 		return nil, err
 	}
@@ -44,11 +46,11 @@ func NewGate(security Security, limits Limits, log *slog.Logger) (*Gate, error) 
 }
 
 // CheckToken looks at the authorization of a request that is no gRPC call.
-func (g *Gate) CheckToken(authorization []string) TokenCheck {
-	if g.tokens == nil {
-		return TokenNone
+func (g *Gate) CheckToken(authorization []string) auth.TokenCheck {
+	if g.protection.Tokens == nil {
+		return auth.TokenNone
 	}
-	return g.tokens.get().Check(authorization)
+	return g.protection.Tokens.Get().Check(authorization)
 }
 
 // listen guards the connections of a listener.
@@ -56,8 +58,8 @@ func (g *Gate) listen(lis net.Listener) net.Listener {
 	if g.limits.MaxConnections > 0 {
 		lis = newCrowd(lis, g.limits.MaxConnections, &g.refused)
 	}
-	if g.server != nil {
-		lis = secureListener{Listener: lis, config: g.server, refused: &g.refused}
+	if g.protection.Server != nil {
+		lis = secureListener{Listener: lis, config: g.protection.Server, refused: &g.refused}
 	}
 	return lis
 }
@@ -73,12 +75,12 @@ func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, er
 			err = status.Errorf(codes.Internal, "internal error: %v", r)
 		}
 	}()
-	if check := g.CheckToken(call.Header.Get("authorization")); check == TokenMissing || check == TokenWrong {
+	if check := g.CheckToken(call.Header.Get("authorization")); check == auth.TokenMissing || check == auth.TokenWrong {
 		g.refused.log("torchft: a call was refused", "from", addressOf(ctx), "call", call.FullMethodName, "reason", check)
 		return ctx, status.Error(codes.Unauthenticated, check.String())
 	}
 	if g.limits.MaxJoins > 0 && g.limits.IsJoin != nil && g.limits.IsJoin(call.FullMethodName) {
-		if address := hostOf(addressOf(ctx)); !g.joins.allow(address, time.Now()) {
+		if address := auth.HostOf(addressOf(ctx)); !g.joins.allow(address, time.Now()) {
 			g.refused.log("torchft: a call was refused", "from", address, "call", call.FullMethodName, "reason", "too many joins")
 			// Not RESOURCE_EXHAUSTED: whoever is told UNAVAILABLE waits a moment and comes back.
 			return ctx, status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)", g.limits.MaxJoins, address)

@@ -5,20 +5,15 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/keepalive"
-	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
-
-	"github.com/torchft/torchft/go/torchftpb"
 )
 
 const (
 	// MaxMessage is the largest answer that a client takes, in bytes. gRPC's own 4 MiB end at about 4,000 groups with 8 handles.
 	MaxMessage = 256 << 20
-	// maxRequest is the largest message that a server takes: what one group says of itself. Upstream servers end there
+	// MaxRequest is the largest message that a server takes: what one group says of itself. Upstream servers end there
 	// too. Whatever it says is sent to every other group.
-	maxRequest = 4 << 20
+	MaxRequest = 4 << 20
 	// maxHeader bounds the headers of a request, HTTP's and gRPC's.
 	maxHeader = 64 << 10
 	// maxStreams bounds the calls that wait at once on one connection. A rank has two or three.
@@ -51,23 +46,9 @@ const (
 	stopGrace = time.Second
 )
 
-// CheckRequest reports a request that no server takes, because its member says too much of itself.
-func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
-	n := proto.Size(request)
-	if n <= maxRequest {
-		return nil
-	}
-	handles := 0
-	for _, h := range m.GetReconfigureHandles() {
-		handles += len(h)
-	}
-	return status.Errorf(codes.InvalidArgument, "the request of replica %s has %d bytes, %d of them its data and %d its reconfigure handles: a lighthouse takes %d",
-		m.GetReplicaId(), n, len(m.GetData()), handles, maxRequest)
-}
-
 func serverLimits() []grpc.ServerOption {
 	return []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(maxRequest),
+		grpc.MaxRecvMsgSize(MaxRequest),
 		grpc.MaxSendMsgSize(MaxMessage),
 		grpc.StaticStreamWindowSize(window),
 		grpc.StaticConnWindowSize(window),

@@ -17,9 +17,11 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/round"
 )
 
@@ -61,10 +63,10 @@ func TestParseAddress(t *testing.T) {
 
 func TestAnnounce(t *testing.T) {
 	bound := &net.TCPAddr{IP: net.IPv6zero, Port: 29510}
-	assert.Equal(t, "http://node7:29510", rpc.Announce("node7", bound, rpc.Security{}))
-	assert.Equal(t, "http://[fe80::1]:29510", rpc.Announce("fe80::1", bound, rpc.Security{}))
-	assert.Equal(t, "http://[fe80::1]:29510", rpc.Announce("[fe80::1]", bound, rpc.Security{}))
-	assert.Equal(t, "https://node7:29510", rpc.Announce("node7", bound, rpc.Security{TLSCert: "c"}))
+	assert.Equal(t, "http://node7:29510", rpc.Announce("node7", bound, auth.Security{}))
+	assert.Equal(t, "http://[fe80::1]:29510", rpc.Announce("fe80::1", bound, auth.Security{}))
+	assert.Equal(t, "http://[fe80::1]:29510", rpc.Announce("[fe80::1]", bound, auth.Security{}))
+	assert.Equal(t, "https://node7:29510", rpc.Announce("node7", bound, auth.Security{TLSCert: "c"}))
 }
 
 func TestHostsAndBinds(t *testing.T) {
@@ -88,30 +90,6 @@ func TestBackoff(t *testing.T) {
 		assert.Equal(t, wantMS, b.Wait(failed, 0).Milliseconds(), "after %d", failed)
 	}
 	assert.Equal(t, 10*time.Millisecond, b.Wait(1, 1), "spread shortens by up to half")
-}
-
-func TestCodes(t *testing.T) {
-	for kind, code := range map[round.Kind]codes.Code{
-		round.KindInvalid: codes.InvalidArgument, round.KindTimeout: codes.DeadlineExceeded, round.KindAborted: codes.Aborted,
-		round.KindUnavailable: codes.Unavailable, round.KindInternal: codes.Internal, round.Kind(99): codes.Internal,
-	} {
-		err := rpc.ToStatus(round.Failure{Kind: kind, Reason: "why"})
-		assert.Equal(t, code, status.Code(err))
-		assert.Equal(t, kind == round.KindTimeout, rpc.IsTimeout(err))
-		if kind <= round.KindInternal {
-			assert.Equal(t, round.Failure{Kind: kind, Reason: "why"}, rpc.FromError(err))
-		}
-	}
-	for _, err := range []error{
-		context.DeadlineExceeded, context.Canceled, fmt.Errorf("x: %w", context.DeadlineExceeded),
-		status.Error(codes.Canceled, "Timeout expired"), rpc.Wrap("quorum", "x", status.Error(codes.DeadlineExceeded, "")),
-	} {
-		assert.True(t, rpc.IsTimeout(err), "%v", err)
-		assert.Equal(t, round.KindTimeout, rpc.FromError(err).Kind)
-	}
-	assert.False(t, rpc.IsTimeout(nil))
-	assert.Equal(t, round.KindInternal, rpc.FromError(errors.New("odd")).Kind)
-	assert.Equal(t, round.KindInternal, rpc.FromError(status.Error(codes.PermissionDenied, "no")).Kind)
 }
 
 func TestWaiters(t *testing.T) {
@@ -210,7 +188,7 @@ func TestGoSurvivesAPanic(t *testing.T) {
 func TestNestedCallsSayTheirCodeOnce(t *testing.T) {
 	inner := rpc.Wrap("quorum", "lighthouse at http://l:1", status.Error(codes.DeadlineExceeded, "no quorum in time"))
 	assert.EqualError(t, inner, "quorum call to lighthouse at http://l:1 timed out: no quorum in time (DeadlineExceeded)")
-	outer := rpc.Wrap("quorum", "manager at http://m:1", rpc.ToStatus(rpc.FromError(inner)))
+	outer := rpc.Wrap("quorum", "manager at http://m:1", wire.ToStatus(wire.FromError(inner)))
 	text := "quorum call to manager at http://m:1 timed out: quorum call to lighthouse at http://l:1 timed out: no quorum in time (DeadlineExceeded)"
 	assert.EqualError(t, outer, text)
 	assert.Equal(t, codes.DeadlineExceeded, status.Code(outer))

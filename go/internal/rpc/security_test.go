@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -22,13 +21,14 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // serveSecurely serves gRPC and HTTP on one real port, and returns it.
-func serveSecurely(t *testing.T, security rpc.Security, limits rpc.Limits) (port string, log *fttest.Log) {
+func serveSecurely(t *testing.T, security auth.Security, limits rpc.Limits) (port string, log *fttest.Log) {
 	t.Helper()
 	log = &fttest.Log{}
 	logger := slog.New(slog.NewTextHandler(log, nil))
@@ -47,7 +47,7 @@ func serveSecurely(t *testing.T, security rpc.Security, limits rpc.Limits) (port
 
 // beat connects and makes one call. Where nobody answered in time, and so nothing was said, it is more patient: a handshake
 // may take a second on a machine that does other things.
-func beat(t *testing.T, security rpc.Security, address string, id string) error {
+func beat(t *testing.T, security auth.Security, address string, id string) error {
 	t.Helper()
 	for patience := time.Second; ; patience *= 4 {
 		err := beatWithin(t, patience, security, address, id)
@@ -57,9 +57,9 @@ func beat(t *testing.T, security rpc.Security, address string, id string) error 
 	}
 }
 
-func beatWithin(t *testing.T, patience time.Duration, security rpc.Security, address string, id string) error {
+func beatWithin(t *testing.T, patience time.Duration, security auth.Security, address string, id string) error {
 	t.Helper()
-	conn, err := security.Dial(t.Context(), nil, "lighthouse", address, patience)
+	conn, err := rpc.DialSecurely(t.Context(), security, nil, "lighthouse", address, patience)
 	if err != nil {
 		return err
 	}
@@ -79,37 +79,37 @@ func TestWhoIsLetIn(t *testing.T) {
 	token, other := fttest.File(t, "secret\n"), fttest.File(t, "guess")
 	both := fttest.File(t, "new\nsecret")
 
-	tls := rpc.Security{TLSCert: cert, TLSKey: key}
-	mutual := rpc.Security{TLSCert: cert, TLSKey: key, TLSClientCA: ca.File}
-	all := rpc.Security{TLSCert: cert, TLSKey: key, TLSClientCA: ca.File, TLSCA: ca.File, TokenFile: token}
+	tls := auth.Security{TLSCert: cert, TLSKey: key}
+	mutual := auth.Security{TLSCert: cert, TLSKey: key, TLSClientCA: ca.File}
+	all := auth.Security{TLSCert: cert, TLSKey: key, TLSClientCA: ca.File, TLSCA: ca.File, TokenFile: token}
 	for _, tc := range []struct {
 		name           string
-		server, client rpc.Security
+		server, client auth.Security
 		scheme         string
 		want           codes.Code
 		says           string
 	}{
 		{name: "open", scheme: "http"},
-		{name: "a token that nobody wants", client: rpc.Security{TokenFile: token}, scheme: "http"},
-		{name: "the token", server: rpc.Security{TokenFile: token}, client: rpc.Security{TokenFile: token}, scheme: "http"},
-		{name: "a token that is being replaced", server: rpc.Security{TokenFile: both}, client: rpc.Security{TokenFile: token}, scheme: "http"},
-		{name: "no token", server: rpc.Security{TokenFile: token}, scheme: "http", want: codes.Unauthenticated, says: "wants the job's token: set TORCHFT_TOKEN_FILE"},
-		{name: "wrong token", server: rpc.Security{TokenFile: token}, client: rpc.Security{TokenFile: other}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
-		{name: "a token of later", server: rpc.Security{TokenFile: token}, client: rpc.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
-		{name: "tls", server: tls, client: rpc.Security{TLSCA: ca.File}, scheme: "https"},
+		{name: "a token that nobody wants", client: auth.Security{TokenFile: token}, scheme: "http"},
+		{name: "the token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: token}, scheme: "http"},
+		{name: "a token that is being replaced", server: auth.Security{TokenFile: both}, client: auth.Security{TokenFile: token}, scheme: "http"},
+		{name: "no token", server: auth.Security{TokenFile: token}, scheme: "http", want: codes.Unauthenticated, says: "wants the job's token: set TORCHFT_TOKEN_FILE"},
+		{name: "wrong token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: other}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
+		{name: "a token of later", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
+		{name: "tls", server: tls, client: auth.Security{TLSCA: ca.File}, scheme: "https"},
 		{name: "both certificates", server: mutual, client: withCA(mutual, ca.File), scheme: "https"},
 		{name: "everything", server: all, client: all, scheme: "https"},
 		{name: "everything but the token", server: all, client: withCA(mutual, ca.File), scheme: "https", want: codes.Unauthenticated, says: "wants the job's token"},
-		{name: "the server's authority is unknown", server: tls, client: rpc.Security{TLSCA: strangers.File}, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
+		{name: "the server's authority is unknown", server: tls, client: auth.Security{TLSCA: strangers.File}, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
 		{name: "and no private one was named", server: tls, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
-		{name: "the server's certificate has expired", server: rpc.Security{TLSCert: expired, TLSKey: keyOfExpired}, client: rpc.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate has expired"},
-		{name: "the server's certificate is another host's", server: rpc.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere}, client: rpc.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "127.0.0.1"},
-		{name: "no certificate", server: mutual, client: rpc.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate required"},
-		{name: "a stranger's certificate", server: mutual, client: rpc.Security{TLSCA: ca.File, TLSCert: ofStranger, TLSKey: keyOfStranger}, scheme: "https", want: codes.Unavailable, says: "tls: "},
-		{name: "an expired certificate", server: mutual, client: rpc.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, says: "expired"},
+		{name: "the server's certificate has expired", server: auth.Security{TLSCert: expired, TLSKey: keyOfExpired}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate has expired"},
+		{name: "the server's certificate is another host's", server: auth.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "127.0.0.1"},
+		{name: "no certificate", server: mutual, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate required"},
+		{name: "a stranger's certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: ofStranger, TLSKey: keyOfStranger}, scheme: "https", want: codes.Unavailable, says: "tls: "},
+		{name: "an expired certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, says: "expired"},
 		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, says: "does it speak TLS? Its address begins with https://"},
-		{name: "tls to plain", client: rpc.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "does it not speak TLS? Its address begins with http://"},
-		{name: "plain, where TLS was said", client: rpc.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, says: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
+		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "does it not speak TLS? Its address begins with http://"},
+		{name: "plain, where TLS was said", client: auth.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, says: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -129,7 +129,7 @@ func TestWhoIsLetIn(t *testing.T) {
 func TestHTTPOverTLS(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")
-	port, log := serveSecurely(t, rpc.Security{TLSCert: cert, TLSKey: key}, rpc.Limits{})
+	port, log := serveSecurely(t, auth.Security{TLSCert: cert, TLSKey: key}, rpc.Limits{})
 
 	// As a browser: it could speak HTTP/2, which on this port is gRPC's.
 	transport := &http.Transport{TLSClientConfig: fttest.Trusting(t, ca.File), ForceAttemptHTTP2: true}
@@ -159,8 +159,8 @@ func TestFilesAreReadAgain(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")
 	token := fttest.File(t, "first")
-	client := rpc.Security{TokenFile: fttest.File(t, "second"), TLSCA: ca.File}
-	port, log := serveSecurely(t, rpc.Security{TokenFile: token, TLSCert: cert, TLSKey: key}, rpc.Limits{})
+	client := auth.Security{TokenFile: fttest.File(t, "second"), TLSCA: ca.File}
+	port, log := serveSecurely(t, auth.Security{TokenFile: token, TLSCert: cert, TLSKey: key}, rpc.Limits{})
 	address := "https://127.0.0.1:" + port
 	require.Equal(t, codes.Unauthenticated, status.Code(beat(t, client, address, "a")))
 
@@ -195,107 +195,8 @@ func read(t *testing.T, path string) string {
 	return string(content)
 }
 
-func TestFilesThatCannotBeUsed(t *testing.T) {
-	ca := fttest.NewCA(t)
-	cert, key := ca.Issue("a")
-	_, otherKey := ca.Issue("b")
-	empty, junk := fttest.File(t, " \n\n"), fttest.File(t, "no pem")
-	missing := filepath.Join(t.TempDir(), "missing")
-	for says, security := range map[string]rpc.Security{
-		`token_file (TORCHFT_TOKEN_FILE) is "` + missing + `": it cannot be read`:                        {TokenFile: missing},
-		`token_file (TORCHFT_TOKEN_FILE) is "` + empty + `": it is empty: it must hold a token`:          {TokenFile: empty},
-		`token_file (TORCHFT_TOKEN_FILE) is "` + junk + `": allowed are lines of printable ASCII`:        {TokenFile: junk},
-		`token_file (TORCHFT_TOKEN_FILE) is "/dev/zero": it must be a regular file`:                      {TokenFile: "/dev/zero"},
-		`tls_key (TORCHFT_TLS_KEY) is "": tls_cert is`:                                                   {TLSCert: cert},
-		`tls_cert (TORCHFT_TLS_CERT) is "": tls_key is`:                                                  {TLSKey: key},
-		`tls_cert (TORCHFT_TLS_CERT) is "": tls_client_ca is`:                                            {TLSClientCA: ca.File},
-		`tls_cert (TORCHFT_TLS_CERT) is "` + missing + `": it cannot be read`:                            {TLSCert: missing, TLSKey: key},
-		`tls_key (TORCHFT_TLS_KEY) is "` + missing + `": it cannot be read`:                              {TLSCert: cert, TLSKey: missing},
-		`tls_cert (TORCHFT_TLS_CERT) is "` + cert + `": it must be a certificate in PEM, and tls_key`:    {TLSCert: cert, TLSKey: otherKey},
-		`tls_client_ca (TORCHFT_TLS_CLIENT_CA) is "` + junk + `": it must hold at least one certificate`: {TLSCert: cert, TLSKey: key, TLSClientCA: junk},
-		`tls_ca (TORCHFT_TLS_CA) is "` + junk + `": it must hold at least one certificate`:               {TLSCA: junk},
-	} {
-		assert.ErrorContains(t, security.Validate(), says)
-		_, err := rpc.NewGate(security, rpc.Limits{}, fttest.Quiet)
-		assert.ErrorContains(t, err, says)
-		_, err = security.Dial(t.Context(), nil, "lighthouse", "http://127.0.0.1:1", time.Second)
-		assert.Equal(t, codes.InvalidArgument, status.Code(err))
-	}
-}
-
-func TestSecretsThatOthersCanReadAreWarnedAboutOnce(t *testing.T) {
-	token := fttest.File(t, "secret")
-	require.NoError(t, os.Chmod(token, 0o644))
-	log := &fttest.Log{}
-	for range 2 {
-		_, err := rpc.NewGate(rpc.Security{TokenFile: token}, rpc.Limits{}, slog.New(slog.NewTextHandler(log, nil)))
-		require.NoError(t, err)
-	}
-	assert.Equal(t, 1, log.Count("chmod 600"))
-}
-
-func TestTokens(t *testing.T) {
-	parsed, err := rpc.ParseTokens([]byte("\r\n first \nsecond\r\n\n"))
-	require.NoError(t, err)
-	require.Equal(t, rpc.Tokens{"first", "second"}, parsed)
-	for _, content := range []string{"", "\n \n", "two words", "sécret", "a\x00b"} {
-		_, err := rpc.ParseTokens([]byte(content))
-		assert.Error(t, err, "%q", content)
-	}
-	for _, tc := range []struct {
-		tokens rpc.Tokens
-		sent   []string
-		want   rpc.TokenCheck
-	}{
-		{nil, nil, rpc.TokenNone},
-		{nil, []string{"Bearer x"}, rpc.TokenNone},
-		{rpc.Tokens{"x"}, nil, rpc.TokenMissing},
-		{rpc.Tokens{"x"}, []string{"x"}, rpc.TokenWrong},
-		{rpc.Tokens{"x"}, []string{"Bearer y"}, rpc.TokenWrong},
-		{rpc.Tokens{"x"}, []string{"Bearer "}, rpc.TokenWrong},
-		{rpc.Tokens{"x"}, []string{"Bearer xx"}, rpc.TokenWrong},
-		{rpc.Tokens{"x"}, []string{"Bearer y", "Bearer x"}, rpc.TokenWrong},
-		{rpc.Tokens{"x", "y"}, []string{rpc.Bearer("x")}, rpc.TokenOK},
-		{rpc.Tokens{"x", "y"}, []string{rpc.Bearer("y")}, rpc.TokenOK},
-	} {
-		assert.Equal(t, tc.want, tc.tokens.Check(tc.sent), "%v", tc)
-	}
-}
-
-func TestWhoMayEndAProcess(t *testing.T) {
-	for _, tc := range []struct {
-		ending  rpc.Ending
-		refused string
-	}{
-		{rpc.Ending{Token: rpc.TokenNone}, "another host"},
-		{rpc.Ending{Token: rpc.TokenNone, Loopback: true}, ""},
-		{rpc.Ending{Token: rpc.TokenNone, AllowRemote: true}, ""},
-		{rpc.Ending{Token: rpc.TokenMissing, Loopback: true, AllowRemote: true}, "wants the job's token"},
-		{rpc.Ending{Token: rpc.TokenWrong, Loopback: true, AllowRemote: true}, "not the job's"},
-		{rpc.Ending{Token: rpc.TokenOK}, ""},
-	} {
-		if tc.refused == "" {
-			assert.Empty(t, tc.ending.Refusal(), "%+v", tc.ending)
-		} else {
-			assert.Contains(t, tc.ending.Refusal(), tc.refused, "%+v", tc.ending)
-		}
-	}
-	for address, want := range map[string]bool{
-		"127.0.0.1:1": true, "[::1]:1": true, "127.8.8.8": true, "[::ffff:127.0.0.1]:1": true,
-		"10.0.0.1:1": false, "localhost:1": false, "": false, "127.0.0.1.example:1": false,
-	} {
-		assert.Equal(t, want, rpc.IsLoopback(address), address)
-	}
-	for header, want := range map[string]bool{
-		"127.0.0.1:29510": true, "[::1]:1": true, "[fe80::1]": true, "10.1.2.3": true, "localhost:1": true, "LOCALHOST": true, "localhost.": true,
-		"lighthouse:1": true, "Lighthouse": true, "evil.example:29510": false, "lighthouse.evil.example": false, "": false, "10.1.2.3.example": false,
-	} {
-		assert.Equal(t, want, rpc.IsOwnHost(header, "lighthouse", ""), header)
-	}
-}
-
 func TestJoinsOfOneAddress(t *testing.T) {
-	port, _ := serveSecurely(t, rpc.Security{}, rpc.Limits{
+	port, _ := serveSecurely(t, auth.Security{}, rpc.Limits{
 		MaxJoins: 1, IsJoin: func(method string) bool { return method == torchftpb.LighthouseService_Quorum_FullMethodName },
 	})
 	conn, err := rpc.Dial(t.Context(), nil, "lighthouse", "http://127.0.0.1:"+port, 20*time.Second)
@@ -319,7 +220,7 @@ func TestJoinsOfOneAddress(t *testing.T) {
 }
 
 func TestConnectionsAreLimited(t *testing.T) {
-	port, log := serveSecurely(t, rpc.Security{}, rpc.Limits{MaxConnections: 2})
+	port, log := serveSecurely(t, auth.Security{}, rpc.Limits{MaxConnections: 2})
 	address := "http://127.0.0.1:" + port
 	var open []*grpc.ClientConn
 	for range 2 {
@@ -329,10 +230,10 @@ func TestConnectionsAreLimited(t *testing.T) {
 		require.NoError(t, err)
 		open = append(open, conn)
 	}
-	assert.Error(t, beatWithin(t, time.Second, rpc.Security{}, address, "a"))
+	assert.Error(t, beatWithin(t, time.Second, auth.Security{}, address, "a"))
 	assert.Positive(t, log.Count("max_connections"))
 	require.NoError(t, open[0].Close())
-	require.Eventually(t, func() bool { return beat(t, rpc.Security{}, address, "a") == nil }, time.Minute, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return beat(t, auth.Security{}, address, "a") == nil }, time.Minute, 10*time.Millisecond)
 	require.NoError(t, open[1].Close())
 }
 
@@ -340,16 +241,16 @@ func TestConnectionsAreLimited(t *testing.T) {
 func TestStrangersTakeNoPlaceOfAMember(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")
-	token := rpc.Security{TokenFile: fttest.File(t, "secret")}
-	secured := rpc.Security{TLSCert: cert, TLSKey: key, TLSCA: ca.File}
+	token := auth.Security{TokenFile: fttest.File(t, "secret")}
+	secured := auth.Security{TLSCert: cert, TLSKey: key, TLSCA: ca.File}
 	all := secured
 	all.TokenFile, all.TLSClientCA = token.TokenFile, ca.File
-	for name, tc := range map[string]struct{ members, others rpc.Security }{
+	for name, tc := range map[string]struct{ members, others auth.Security }{
 		"open":                    {},
 		"token":                   {members: token},
 		"TLS":                     {members: secured},
 		"TLS and token":           {members: all, others: secured},
-		"TLS without certificate": {members: all, others: rpc.Security{TokenFile: token.TokenFile, TLSCA: ca.File}},
+		"TLS without certificate": {members: all, others: auth.Security{TokenFile: token.TokenFile, TLSCA: ca.File}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -360,7 +261,7 @@ func TestStrangersTakeNoPlaceOfAMember(t *testing.T) {
 				address = "https://127.0.0.1:" + port
 			}
 			dialed := &dials{Network: rpc.TCP}
-			member, err := security.Dial(t.Context(), dialed, "lighthouse", address, 10*time.Second)
+			member, err := rpc.DialSecurely(t.Context(), security, dialed, "lighthouse", address, 10*time.Second)
 			require.NoError(t, err)
 			defer func() { require.NoError(t, member.Close()) }()
 			for i := range 15 {
@@ -406,13 +307,13 @@ func shakeHands(t *testing.T, ca *fttest.CA, conn net.Conn) {
 }
 
 func TestRequestsAreLimited(t *testing.T) {
-	port, _ := serveSecurely(t, rpc.Security{}, rpc.Limits{})
+	port, _ := serveSecurely(t, auth.Security{}, rpc.Limits{})
 	address := "http://127.0.0.1:" + port
-	assert.NoError(t, beat(t, rpc.Security{}, address, strings.Repeat("x", 4<<20-16)))
-	err := beat(t, rpc.Security{}, address, strings.Repeat("x", 4<<20))
+	assert.NoError(t, beat(t, auth.Security{}, address, strings.Repeat("x", 4<<20-16)))
+	err := beat(t, auth.Security{}, address, strings.Repeat("x", 4<<20))
 	assert.Equal(t, codes.ResourceExhausted, status.Code(err))
 	assert.ErrorContains(t, err, fmt.Sprint(4<<20))
-	assert.NoError(t, beat(t, rpc.Security{}, address, "a"), "the server lives")
+	assert.NoError(t, beat(t, auth.Security{}, address, "a"), "the server lives")
 
 	// A header that is too large ends its connection at most.
 	raw, err := net.Dial("tcp", "127.0.0.1:"+port)
@@ -429,7 +330,7 @@ func TestRequestsAreLimited(t *testing.T) {
 	assert.NotErrorIs(t, err, os.ErrDeadlineExceeded)
 }
 
-func withCA(s rpc.Security, file string) rpc.Security {
+func withCA(s auth.Security, file string) auth.Security {
 	s.TLSCA = file
 	return s
 }

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -33,7 +34,7 @@ func (heartbeats) Heartbeat(_ context.Context, req *torchftpb.LighthouseHeartbea
 
 // open is a gate that lets everybody in.
 func open(t *testing.T) *rpc.Gate {
-	gate, err := rpc.NewGate(rpc.Security{}, rpc.Limits{}, fttest.Quiet)
+	gate, err := rpc.NewGate(auth.Security{}, rpc.Limits{}, fttest.Quiet)
 	require.NoError(t, err)
 	return gate
 }

@@ -8,13 +8,13 @@ import (
 	"sync/atomic"
 
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 )
 
 // Client is a rank's client, with its state between quorum rounds.
 type Client struct {
-	*manager.Client
+	*rankclient.Client
 	// Closed is closed by Close.
 	Closed chan struct{}
 	// Change holds a value while a changed quorum has not been read.
@@ -28,7 +28,7 @@ type Client struct {
 }
 
 // New returns a client over a connection, which it owns.
-func New(client *manager.Client) *Client {
+func New(client *rankclient.Client) *Client {
 	return &Client{Client: client, Closed: make(chan struct{}), Change: make(chan struct{}, 1)}
 }
 

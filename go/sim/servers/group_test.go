@@ -8,6 +8,8 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/sim"
 )
@@ -102,38 +104,28 @@ func (g *group) serve() (*manager.Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := overheard{m.(membership), g, make(chan manager.Notice)}
+	o := overheard{m.(*lighthouses.Member), g, make(chan membership.Notice)}
 	g.j.tasks.Go(o.listen)
 	cfg.Membership = o
 	return manager.NewServer(g.ctx, cfg)
 }
 
-// membership is all that a member can do.
-type membership interface {
-	manager.Membership
-	manager.NoticeSource
-	manager.Witness
-	manager.Leaver
-	manager.Finisher
-	manager.Reporter
-}
-
 // overheard lets the judge hear what a member hears.
 type overheard struct {
-	membership
+	*lighthouses.Member
 	g     *group
-	heard chan manager.Notice
+	heard chan membership.Notice
 }
 
-func (o overheard) Notices() <-chan manager.Notice { return o.heard }
+func (o overheard) Notices() <-chan membership.Notice { return o.heard }
 
 // listen hands on what the lighthouse tells.
 func (o overheard) listen() {
 	for {
 		select {
-		case n := <-o.membership.Notices():
+		case n := <-o.Member.Notices():
 			o.g.tell(func(judge *sim.Judge) {
-				if n.Kind == manager.MemberFailed && n.ReplicaID == o.g.id {
+				if n.Kind == membership.MemberFailed && n.ReplicaID == o.g.id {
 					judge.Evicted(o.g.id, n.QuorumID)
 				}
 			})
@@ -150,7 +142,7 @@ func (o overheard) listen() {
 
 func (o overheard) Quorum(ctx context.Context, m quorum.Member, known int64) (*quorum.Quorum, error) {
 	o.g.tell(func(judge *sim.Judge) { judge.Asks(o.g.id, m) })
-	q, err := o.membership.Quorum(ctx, m, known)
+	q, err := o.Member.Quorum(ctx, m, known)
 	if err == nil {
 		o.g.tell(func(judge *sim.Judge) { judge.Learned(o.g.id, q) })
 	}

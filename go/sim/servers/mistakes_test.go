@@ -25,26 +25,26 @@ var mistakes = []struct {
 	rules      []string // one of them finds it; the beginnings of their words
 }{
 	{
-		"a stream that is made anew has no greeting", "manager/member.go",
+		"a stream that is made anew has no greeting", "membership/lighthouses/member.go",
 		"	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
 		"	if m.stream != nil {\n		go stream.receive()\n		return stream, client, nil\n	}\n" +
 			"	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
 		[]string{"a call ends before its deadline"},
 	},
 	{
-		"a member takes no notice of a failure", "manager/member_stream.go",
-		"		s.member.heard.tell(Notice{Kind: MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})\n",
+		"a member takes no notice of a failure", "membership/lighthouses/stream.go",
+		"		s.member.heard.Tell(membership.Notice{Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})\n",
 		"		_ = f\n",
 		[]string{"a failure reaches everybody in its quorum"},
 	},
 	{
-		"a member goes back to an earlier lighthouse alone", "manager/member.go",
+		"a member goes back to an earlier lighthouse alone", "membership/lighthouses/member.go",
 		"			case m.stream != nil && !m.stream.broken():\n				stream = m.stream",
 		"			case m.stream != nil && !m.stream.broken() && reaches != 0:\n				m.choice.goBack(reaches.First())\n				m.stream.leave()",
 		[]string{"while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{
-		"a greeting says no term", "manager/member.go",
+		"a greeting says no term", "membership/lighthouses/member.go",
 		"Term: max(m.term.Load(), quorum.TermOf(m.known())), KnownQuorumId: m.known(),", "Term: 0 * quorum.TermOf(m.known()),",
 		[]string{"ids never fall", "while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
 	},
@@ -54,13 +54,13 @@ var mistakes = []struct {
 		[]string{"every waiter is answered once"},
 	},
 	{
-		"a member that waits says nothing", "manager/member_stream.go",
+		"a member that waits says nothing", "membership/lighthouses/stream.go",
 		"	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	return s.interval",
 		"	return s.interval",
 		[]string{"groups that reach each other and a lighthouse train in one quorum", "while nothing fails, no step is lost"},
 	},
 	{
-		"all requests of a member have one number", "manager/member.go",
+		"all requests of a member have one number", "membership/lighthouses/member.go",
 		"client.number.Add(1)", "client.number.Add(0)",
 		[]string{"a call ends before its deadline"},
 	},
@@ -70,12 +70,12 @@ var mistakes = []struct {
 		[]string{"after a failure the others have a quorum"},
 	},
 	{
-		"a member does not tell a lighthouse of its quorum", "manager/member_stream.go",
+		"a member does not tell a lighthouse of its quorum", "membership/lighthouses/stream.go",
 		"q != nil && q.ID >= m.Recall", "q != nil && q.ID < m.Recall",
 		[]string{"after a failure the others have a quorum"},
 	},
 	{
-		"a member that is sent back forgets where", "manager/member.go",
+		"a member that is sent back forgets where", "membership/lighthouses/member.go",
 		"if place, sent := m.stream.sentBack(); sent {", "if place, sent := m.stream.sentBack(); sent && place < 0 {",
 		[]string{"groups that reach each other and a lighthouse train in one quorum"},
 	},
@@ -85,7 +85,7 @@ var mistakes = []struct {
 		[]string{"a call ends before its deadline"},
 	},
 	{
-		"a session's answer to a vote is always yes", "manager/session_server.go",
+		"a session's answer to a vote is always yes", "manager/session.go",
 		"ShouldCommitResponse{ShouldCommit: a.commit}", "ShouldCommitResponse{ShouldCommit: true}",
 		[]string{"a group commits only what all its ranks voted for"},
 	},

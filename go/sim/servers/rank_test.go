@@ -7,7 +7,8 @@ import (
 	"math/rand/v2"
 	"time"
 
-	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/sim"
 )
@@ -19,7 +20,7 @@ type rank struct {
 	host   string
 	model  *sim.Model
 	rng    *rand.Rand
-	client *manager.Client
+	client *rankclient.Client
 	ctx    context.Context
 	kill   context.CancelFunc
 
@@ -49,7 +50,7 @@ func (r *rank) run(address string) {
 	if r.index > 0 {
 		network = r.g.j.net.Host(r.host)
 	}
-	client, err := manager.Dial(r.ctx, address, time.Minute, manager.WithNetwork(network))
+	client, err := rankclient.Dial(r.ctx, address, time.Minute, rankclient.WithNetwork(network))
 	if err != nil {
 		return
 	}
@@ -100,14 +101,14 @@ func (r *rank) hear() {
 			return
 		case n := <-r.client.Notices():
 			switch n.Kind {
-			case manager.MemberFailed:
+			case membership.MemberFailed:
 				r.tell(func(*sim.Judge) {
 					if a := r.average; a != nil && a.key.quorumID == n.QuorumID {
 						a.abort(r)
 						a.end(r, false)
 					}
 				})
-			case manager.ProgressAsked:
+			case membership.ProgressAsked:
 				waits := false
 				r.tell(func(*sim.Judge) { waits = r.average != nil && r.average.waiting[r.g.id] != nil })
 				r.client.SayProgress(int64(r.index), waits, "train")
@@ -143,7 +144,7 @@ func (r *rank) inTime(what string, start time.Time, timeout time.Duration) {
 func (r *rank) attempt() error {
 	s := r.g.j.setup
 	r.standStill()
-	args := manager.Request{GroupRank: int64(r.index), CheckpointMetadata: r.metadata(r.g.id), InitSync: s.InitSync, Handle: "h", GroupWorldSize: int64(s.Ranks)}
+	args := rankclient.Request{GroupRank: int64(r.index), CheckpointMetadata: r.metadata(r.g.id), InitSync: s.InitSync, Handle: "h", GroupWorldSize: int64(s.Ranks)}
 	r.tell(func(*sim.Judge) {
 		args.Step, args.CommitFailures, args.CommittedQuorumID = r.model.Ask()
 		if args.ShrinkOnly = r.g.shrink > 0; args.ShrinkOnly && r.index == 0 {
@@ -234,7 +235,7 @@ func (r *rank) heal(source string, res *recovery.Result) (digest uint64, ok bool
 	j := r.g.j
 	ctx, cancel := context.WithTimeout(r.ctx, j.setup.Timeout)
 	defer cancel()
-	client, err := manager.Dial(ctx, res.Sources[0].ManagerAddress, j.setup.Timeout, manager.WithNetwork(j.net.Host(r.host)))
+	client, err := rankclient.Dial(ctx, res.Sources[0].ManagerAddress, j.setup.Timeout, rankclient.WithNetwork(j.net.Host(r.host)))
 	if err != nil {
 		return 0, false
 	}

@@ -12,12 +12,14 @@ import (
 
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
+
+	"github.com/torchft/torchft/go/internal/auth"
 )
 
 // handshakes begins each connection of a client with the certificates that its files hold at that moment, and keeps the
 // reason why one did not begin, which gRPC tells nobody.
 type handshakes struct {
-	config *watched[*tls.Config] // nil: no TLS
+	config *auth.Watched[*tls.Config] // nil: no TLS
 	why    *atomic.Pointer[error]
 }
 
@@ -25,7 +27,7 @@ func (h handshakes) credentials() credentials.TransportCredentials {
 	if h.config == nil {
 		return insecure.NewCredentials()
 	}
-	return credentials.NewTLS(h.config.get())
+	return credentials.NewTLS(h.config.Get())
 }
 
 func (h handshakes) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {

@@ -1,4 +1,4 @@
-package rpc
+package auth
 
 import (
 	"context"
@@ -46,7 +46,7 @@ func bad(setting, env, path string, why any) error {
 
 // Validate reads every file.
 func (s Security) Validate() error {
-	_, err := s.open(slog.New(slog.DiscardHandler))
+	_, err := s.Open(slog.New(slog.DiscardHandler))
 	return err
 }
 
@@ -56,30 +56,31 @@ func (s Security) ServesTLS() bool { return s.TLSCert != "" }
 // HasTokens reports whether a server of this end wants a token.
 func (s Security) HasTokens() bool { return s.TokenFile != "" }
 
-// protection is a Security with its files read. What is nil is off.
-type protection struct {
-	tokens *watched[Tokens]
-	server *watched[*tls.Config]
-	client *watched[*tls.Config]
+// Protection is a Security with its files read. What is nil is off.
+type Protection struct {
+	Tokens *Watched[Tokens]
+	Server *Watched[*tls.Config]
+	Client *Watched[*tls.Config]
 }
 
-func (s Security) open(log *slog.Logger) (p protection, err error) {
+// Open reads the files.
+func (s Security) Open(log *slog.Logger) (p Protection, err error) {
 	if err := s.validateNames(); err != nil {
 		return p, err
 	}
 	if s.TokenFile != "" {
 		checkPermissions(log, "token_file", s.TokenFile)
-		if p.tokens, err = watch(log, []string{s.TokenFile}, s.readTokens); err != nil {
+		if p.Tokens, err = watch(log, []string{s.TokenFile}, s.readTokens); err != nil {
 			return p, err
 		}
 	}
 	if s.TLSCert != "" {
 		checkPermissions(log, "tls_key", s.TLSKey)
-		if p.server, err = watch(log, s.files(s.TLSCert, s.TLSKey, s.TLSClientCA), s.serverTLS); err != nil {
+		if p.Server, err = watch(log, s.files(s.TLSCert, s.TLSKey, s.TLSClientCA), s.serverTLS); err != nil {
 			return p, err
 		}
 	}
-	p.client, err = watch(log, s.files(s.TLSCA, s.TLSCert, s.TLSKey), s.clientTLS)
+	p.Client, err = watch(log, s.files(s.TLSCA, s.TLSCert, s.TLSKey), s.clientTLS)
 	return p, err
 }
 
@@ -205,12 +206,13 @@ func readCA(setting, env, path string) (*x509.CertPool, error) {
 	return pool, nil
 }
 
-// token is what a client shows with each call.
-type token struct{ tokens *watched[Tokens] }
+// Credentials are what a client shows with each call: the first of its tokens.
+type Credentials struct{ Tokens *Watched[Tokens] }
 
-func (t token) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
-	return map[string]string{"authorization": Bearer(t.tokens.get()[0])}, nil
+// GetRequestMetadata returns the header with the token.
+func (c Credentials) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"authorization": Bearer(c.Tokens.Get()[0])}, nil
 }
 
 // RequireTransportSecurity is false: networks that encrypt by themselves are common, and TLSCA refuses all others.
-func (token) RequireTransportSecurity() bool { return false }
+func (Credentials) RequireTransportSecurity() bool { return false }

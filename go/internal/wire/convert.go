@@ -1,8 +1,14 @@
-package rpc
+// Package wire converts between the messages of package torchftpb and what the machines and the servers know: members, quorums,
+// changes of a list, requests, results, failures. Each direction of a conversion is beside the other one.
+package wire
 
 import (
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
@@ -46,6 +52,20 @@ func MemberToProto(m quorum.Member) *torchftpb.QuorumMember {
 		p.ProtoReflect().SetUnknown(m.Unknown)
 	}
 	return p
+}
+
+// CheckRequest reports a request that no server takes, because its member says too much of itself.
+func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
+	n := proto.Size(request)
+	if n <= rpc.MaxRequest {
+		return nil
+	}
+	handles := 0
+	for _, h := range m.GetReconfigureHandles() {
+		handles += len(h)
+	}
+	return status.Errorf(codes.InvalidArgument, "the request of replica %s has %d bytes, %d of them its data and %d its reconfigure handles: a lighthouse takes %d",
+		m.GetReplicaId(), n, len(m.GetData()), handles, rpc.MaxRequest)
 }
 
 // QuorumToProto is the wire form of a quorum.

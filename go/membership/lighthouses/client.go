@@ -1,4 +1,4 @@
-package manager
+package lighthouses
 
 import (
 	"cmp"
@@ -13,24 +13,15 @@ import (
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Membership is whom a manager asks who takes part in the next step. Today it is a lighthouse.
-type Membership interface {
-	// Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
-	Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error)
-	// Attend says that the replica of the membership is alive, again and again, until that fails or ctx ends. It calls
-	// reached whenever it was heard. interval is how often to say it to a lighthouse that does not know how itself.
-	Attend(ctx context.Context, interval time.Duration, reached func()) error
-	// Close ends the connection, and every call with it.
-	Close() error
-}
-
-// LighthouseClient makes calls to a lighthouse, ours or an upstream one. Its connection comes back by itself when it broke.
-type LighthouseClient struct {
+// Client makes calls to a lighthouse, ours or an upstream one. Its connection comes back by itself when it broke.
+type Client struct {
 	addr string
 	peer string
 	job  string
@@ -43,9 +34,9 @@ type LighthouseClient struct {
 	number atomic.Uint64
 }
 
-// DialLighthouse connects to the lighthouse at addr, trying again until connectTimeout is over. Of a list of addresses,
+// Dial connects to the lighthouse at addr, trying again until connectTimeout is over. Of a list of addresses,
 // separated by commas, it is the first that is reached.
-func DialLighthouse(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*LighthouseClient, error) {
+func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
 	list, err := rpc.ParseAddresses("lighthouse address", addr)
 	if err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
@@ -69,19 +60,47 @@ func DialLighthouse(ctx context.Context, addr string, connectTimeout time.Durati
 	}
 }
 
-func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, options []DialOption) (*LighthouseClient, error) {
-	d := dialSettings(options)
+// DialOption changes how a client connects.
+type DialOption func(*settings)
+
+type settings struct {
+	network  rpc.Network
+	security auth.Security
+	job      string
+}
+
+func settingsOf(options []DialOption) settings {
+	var s settings
+	for _, option := range options {
+		option(&s)
+	}
+	return s
+}
+
+// WithNetwork connects through another network than real TCP.
+func WithNetwork(n rpc.Network) DialOption { return func(s *settings) { s.network = n } }
+
+// WithSecurity shows the job's token and certificates, and checks those of the server.
+func WithSecurity(security auth.Security) DialOption {
+	return func(s *settings) { s.security = security }
+}
+
+// WithJob names the job, in place of the environment (TORCHFT_JOB_ID).
+func WithJob(job string) DialOption { return func(s *settings) { s.job = job } }
+
+func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, options []DialOption) (*Client, error) {
+	d := settingsOf(options)
 	if d.job == "" {
 		d.job = cmp.Or(os.Getenv(rpc.JobEnv), rpc.DefaultJob)
 	}
 	if err := rpc.ValidateJob(rpc.JobEnv, d.job); err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
-	conn, err := d.security.Dial(ctx, d.network, "lighthouse", addr, connectTimeout)
+	conn, err := rpc.DialSecurely(ctx, d.security, d.network, "lighthouse", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}
-	c := &LighthouseClient{
+	c := &Client{
 		addr: addr,
 		peer: "lighthouse at " + addr,
 		job:  d.job,
@@ -93,24 +112,24 @@ func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, opt
 }
 
 // Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
-func (c *LighthouseClient) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
+func (c *Client) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	return c.quorum(ctx, m, knownQuorumID, nil)
 }
 
 // quorum is Quorum, and shows the last quorum of the member: nil if it does not.
-func (c *LighthouseClient) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
+func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	req := &torchftpb.LighthouseQuorumRequest{
-		Requester:     rpc.MemberToProto(m),
+		Requester:     wire.MemberToProto(m),
 		KnownQuorumId: knownQuorumID,
 		RequestNumber: c.number.Add(1),
 		Lighthouses:   uint32(c.of),
 	}
 	if last != nil {
-		req.KnownQuorum = rpc.PastToProto(last.Past())
+		req.KnownQuorum = wire.PastToProto(last.Past())
 	}
-	if err := rpc.CheckRequest(req, req.GetRequester()); err != nil {
+	if err := wire.CheckRequest(req, req.GetRequester()); err != nil {
 		return nil, rpc.Wrap("quorum", c.peer, err)
 	}
 	resp, err := c.stub.Quorum(rpc.WithJob(ctx, c.job), req)
@@ -120,11 +139,11 @@ func (c *LighthouseClient) quorum(ctx context.Context, m quorum.Member, knownQuo
 	if resp.GetQuorum() == nil {
 		return nil, rpc.Wrap("quorum", c.peer, status.Error(codes.Internal, "the answer has no quorum"))
 	}
-	return rpc.QuorumFromProto(resp.GetQuorum()), nil
+	return wire.QuorumFromProto(resp.GetQuorum()), nil
 }
 
 // Heartbeat says that a replica is alive.
-func (c *LighthouseClient) Heartbeat(ctx context.Context, replicaID string) error {
+func (c *Client) Heartbeat(ctx context.Context, replicaID string) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	_, err := c.stub.Heartbeat(rpc.WithJob(ctx, c.job), &torchftpb.LighthouseHeartbeatRequest{ReplicaId: replicaID})
@@ -132,7 +151,7 @@ func (c *LighthouseClient) Heartbeat(ctx context.Context, replicaID string) erro
 }
 
 // comesBack waits for a broken connection to be connected again, and reports whether that succeeded in time.
-func (c *LighthouseClient) comesBack(ctx context.Context, until time.Time) bool {
+func (c *Client) comesBack(ctx context.Context, until time.Time) bool {
 	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	if c == nil || ctx.Err() != nil {
@@ -157,4 +176,4 @@ func (c *LighthouseClient) comesBack(ctx context.Context, until time.Time) bool 
 }
 
 // Close ends the connection, and every call with it.
-func (c *LighthouseClient) Close() error { return c.conn.Close() }
+func (c *Client) Close() error { return c.conn.Close() }

@@ -12,6 +12,8 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -23,19 +25,19 @@ type sessions struct {
 }
 
 // Session serves one rank's stream until either side ends it. A server that shuts down sends the last answers before.
-func (s sessions) Session(wire grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
+func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
 	server := s.service.server
-	ctx, cancel := context.WithCancel(wire.Context())
+	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
 	o := &openSession{
-		wire:   wire,
+		wire:   stream,
 		server: server,
 		conn:   connectionOf(ctx),
 		parent: tracing.Incoming(ctx),
 		open:   map[uint64]*sessionCall{},
 		wake:   make(chan struct{}, 1),
 	}
-	heard, deaf := server.notices.listen()
+	heard, deaf := server.notices.Listen()
 	defer deaf()
 	received := make(chan error, 1)
 	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive(ctx) })
@@ -44,7 +46,7 @@ func (s sessions) Session(wire grpc.BidiStreamingServer[torchftpb.RankRequest, t
 		case <-o.wake:
 			o.sendAnswers()
 		case f := <-heard:
-			o.send(noticeToRank(f))
+			o.send(wire.NoticeToRank(f))
 		case err := <-received:
 			cancel()
 			o.finish()
@@ -117,12 +119,12 @@ func (o *openSession) said(req *torchftpb.RankRequest) bool {
 	case *torchftpb.RankRequest_Hello:
 		o.server.present(o.conn, r.Hello)
 	case *torchftpb.RankRequest_Healing:
-		o.server.healing(healProgressFromProto(r.Healing))
+		o.server.healing(wire.HealProgressFromProto(r.Healing))
 	case *torchftpb.RankRequest_Recovered:
-		o.server.recovered(recoveredFromProto(r.Recovered))
+		o.server.recovered(wire.RecoveredFromProto(r.Recovered))
 	case *torchftpb.RankRequest_Counted:
 		c := r.Counted
-		o.server.counted(Counted{GroupRank: c.GetGroupRank(), Name: c.GetName(), Number: c.GetNumber()})
+		o.server.counted(rankclient.Counted{GroupRank: c.GetGroupRank(), Name: c.GetName(), Number: c.GetNumber()})
 	case *torchftpb.RankRequest_Progress:
 		p := r.Progress
 		o.server.feed(round.RankProgressed{GroupRank: p.GetGroupRank(), Waits: p.GetWaits(), What: p.GetWhat()})
@@ -260,7 +262,7 @@ func (o *openSession) wrap(kind callKind, a answer) (resp *torchftpb.RankRespons
 	}
 	switch kind {
 	case quorumCall:
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: rpc.ResultToProto(a.result)}}, nil
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(a.result)}}, nil
 	case voteCall:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
 			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit},

@@ -1,4 +1,6 @@
-package manager
+// Package rankclient is a rank's side: the client of its group's manager server. A rank in the server's own process calls it directly
+// (Register), others keep a session with it, and an upstream server gets calls.
+package rankclient
 
 import (
 	"context"
@@ -6,8 +8,11 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -20,11 +25,11 @@ type Request = round.Request
 // a network. Calls may run at the same time. Each ends at its context's deadline.
 type Client struct {
 	peer string
-	calls
+	Calls
 }
 
-// calls is what a client does, over the network or directly.
-type calls interface {
+// Calls is what a client does, over the network or directly.
+type Calls interface {
 	Quorum(ctx context.Context, req Request) (recovery.Result, error)
 	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
@@ -33,84 +38,77 @@ type calls interface {
 	// SayProgress answers ProgressAsked: whether the rank waits for other groups, and what it does.
 	SayProgress(groupRank int64, waits bool, what string)
 	// SayHealing tells how far the state of a peer has arrived, SayRecovered what a recovery cost. They do not wait.
-	SayHealing(p HealProgress)
-	SayRecovered(r Recovered)
+	SayHealing(p membership.HealProgress)
+	SayRecovered(r membership.Recovered)
 	// SayCounted tells what the server has a counter for. It does not wait.
 	SayCounted(c Counted)
 	// Leave says that the group has ended its last step, and waits until nobody needs it any more. Every rank calls it.
 	Leave(ctx context.Context) error
 	// Notices has a value for each notice that the server gets; nil if it tells of none.
-	Notices() <-chan Notice
+	Notices() <-chan membership.Notice
 	Close() error
 }
 
 // DialOption changes how a client connects.
-type DialOption func(*dialOptions)
+type DialOption func(*settings)
 
-type dialOptions struct {
+type settings struct {
 	network    rpc.Network
-	security   rpc.Security
-	job        string
+	security   auth.Security
 	noShortcut bool
 }
 
-func dialSettings(options []DialOption) dialOptions {
-	var d dialOptions
-	for _, option := range options {
-		option(&d)
-	}
-	return d
-}
-
 // WithNetwork connects through another network than real TCP.
-func WithNetwork(n rpc.Network) DialOption { return func(d *dialOptions) { d.network = n } }
+func WithNetwork(n rpc.Network) DialOption { return func(s *settings) { s.network = n } }
 
 // WithSecurity shows the job's token and certificates, and checks those of the server.
-func WithSecurity(s rpc.Security) DialOption { return func(d *dialOptions) { d.security = s } }
-
-// WithJob names the job, in place of the environment (TORCHFT_JOB_ID). Only lighthouses ask for it.
-func WithJob(job string) DialOption { return func(d *dialOptions) { d.job = job } }
+func WithSecurity(security auth.Security) DialOption {
+	return func(s *settings) { s.security = security }
+}
 
 // WithoutShortcut goes over the network even to a server in this process.
-func WithoutShortcut() DialOption { return func(d *dialOptions) { d.noShortcut = true } }
+func WithoutShortcut() DialOption { return func(s *settings) { s.noShortcut = true } }
 
 // Dial connects to the manager server at addr, trying again until connectTimeout is over.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
-	d := dialSettings(options)
+	var s settings
+	for _, option := range options {
+		option(&s)
+	}
 	peer := "manager at " + addr
-	if !d.noShortcut {
-		if server := local.find(d.network, addr); server != nil {
-			return &Client{peer: peer, calls: server.direct()}, nil
+	if !s.noShortcut {
+		if calls := local.connect(s.network, addr); calls != nil {
+			return &Client{peer: peer, Calls: calls}, nil
 		}
 	}
-	conn, err := d.security.Dial(ctx, d.network, "manager", addr, connectTimeout)
+	conn, err := rpc.DialSecurely(ctx, s.security, s.network, "manager", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}
-	return &Client{peer: peer, calls: newSession(conn)}, nil
+	return &Client{peer: peer, Calls: newSession(conn)}, nil
 }
 
 // Quorum waits until every rank of the group has asked and the lighthouse has answered.
 func (c *Client) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
-	r, err := c.calls.Quorum(ctx, req)
+	r, err := c.Calls.Quorum(ctx, req)
 	return r, rpc.Wrap("quorum", c.peer, err)
 }
 
 // CheckpointMetadata is what a rank of that group announced last.
 func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
-	metadata, err := c.calls.CheckpointMetadata(ctx, groupRank)
+	metadata, err := c.Calls.CheckpointMetadata(ctx, groupRank)
 	return metadata, rpc.Wrap("checkpoint_metadata", c.peer, err)
 }
 
 // ShouldCommit waits until every rank of the group has voted on the step, and is true if all said true.
 func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
-	commit, err := c.calls.ShouldCommit(ctx, groupRank, step, vote)
+	commit, err := c.Calls.ShouldCommit(ctx, groupRank, step, vote)
 	return commit, rpc.Wrap("should_commit", c.peer, err)
 }
 
 // Leave says that the group has ended its last step, and waits until nobody needs it any more.
 func (c *Client) Leave(ctx context.Context) error {
-	return rpc.Wrap("leave", c.peer, c.calls.Leave(ctx))
+	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
 }
 
 // remote speaks to a server over the network, a call at a time.
@@ -120,7 +118,7 @@ type remote struct {
 }
 
 func quorumMessage(ctx context.Context, req Request) *torchftpb.ManagerQuorumRequest {
-	message := rpc.RequestToProto(req)
+	message := wire.RequestToProto(req)
 	message.Traceparent = tracing.ParentOf(ctx)
 	return message
 }
@@ -132,7 +130,7 @@ func (r *remote) Quorum(ctx context.Context, req Request) (recovery.Result, erro
 	if err != nil {
 		return recovery.Result{}, err
 	}
-	return rpc.ResultFromProto(resp), nil
+	return wire.ResultFromProto(resp), nil
 }
 
 func (r *remote) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
@@ -152,13 +150,13 @@ func (r *remote) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 // Leave does nothing: an upstream server hears of it when the connection ends.
 func (r *remote) Leave(context.Context) error { return nil }
 
-func (r *remote) Notices() <-chan Notice { return nil }
+func (r *remote) Notices() <-chan membership.Notice { return nil }
 
 // An upstream server has no use for these.
-func (r *remote) Suspect(int64, string)           {}
-func (r *remote) SayProgress(int64, bool, string) {}
-func (r *remote) SayHealing(HealProgress)         {}
-func (r *remote) SayRecovered(Recovered)          {}
-func (r *remote) SayCounted(Counted)              {}
+func (r *remote) Suspect(int64, string)              {}
+func (r *remote) SayProgress(int64, bool, string)    {}
+func (r *remote) SayHealing(membership.HealProgress) {}
+func (r *remote) SayRecovered(membership.Recovered)  {}
+func (r *remote) SayCounted(Counted)                 {}
 
 func (r *remote) Close() error { return r.conn.Close() }

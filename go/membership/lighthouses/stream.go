@@ -1,4 +1,4 @@
-package manager
+package lighthouses
 
 import (
 	"context"
@@ -15,6 +15,8 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -26,7 +28,7 @@ type heldList struct {
 	pending  quorum.Change
 }
 
-func (l *heldList) add(part *torchftpb.ListChange) error { return rpc.AddPart(&l.pending, part) }
+func (l *heldList) add(part *torchftpb.ListChange) error { return wire.AddPart(&l.pending, part) }
 
 // quorum brings the list up to date and rebuilds a quorum from it. After an error nothing is held any more.
 func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error) {
@@ -42,7 +44,7 @@ func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error
 	if want := quorum.Revision(states.GetRevision()); revision != want {
 		return nil, fmt.Errorf("the list of members has revision %x, the lighthouse's has %x", revision, want)
 	}
-	q, err := rpc.QuorumFromStates(states, members)
+	q, err := wire.QuorumFromStates(states, members)
 	if err != nil {
 		return nil, err
 	}
@@ -63,7 +65,7 @@ type memberStream struct {
 	wire torchftpb.MemberService_AttendClient
 	list *heldList // only receive uses it
 
-	member *member
+	member *Member
 	cancel context.CancelFunc
 	// moved is set before the member itself ends the stream to go to another lighthouse.
 	moved atomic.Bool
@@ -187,7 +189,7 @@ func (s *memberStream) takeNext() (err error) {
 		close(s.welcomed)
 	case *torchftpb.LighthouseMessage_Recall:
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
-			s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: rpc.PastToProto(q.Past())}})
+			s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: wire.PastToProto(q.Past())}})
 		}
 	case *torchftpb.LighthouseMessage_GoBack:
 		if place := int(m.GoBack); place < len(s.member.unary) {
@@ -217,14 +219,14 @@ func (s *memberStream) takeNext() (err error) {
 		s.answer(message.GetNumber(), asked{err: status.Error(code, m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
-		s.member.heard.tell(Notice{Kind: MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		s.member.heard.Tell(membership.Notice{Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled
-		s.member.heard.tell(Notice{Kind: Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		s.member.heard.Tell(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
 	case *torchftpb.LighthouseMessage_ProgressAsked:
-		s.member.heard.tell(Notice{Kind: ProgressAsked})
+		s.member.heard.Tell(membership.Notice{Kind: membership.ProgressAsked})
 	case *torchftpb.LighthouseMessage_Drain:
-		s.member.heard.tell(Notice{Kind: Drained, Reason: m.Drain})
+		s.member.heard.Tell(membership.Notice{Kind: membership.Drained, Reason: m.Drain})
 	case *torchftpb.LighthouseMessage_Released:
 		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:
@@ -257,7 +259,7 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 	}()
 
 	deadline, _ := ctx.Deadline()
-	said := rpc.AskToProto(who.State())
+	said := wire.AskToProto(who.State())
 	said.Number, said.KnownQuorumId, said.Traceparent = number, knownQuorumID, tracing.ParentOf(ctx)
 	said.TimeoutUs = max(1, time.Until(deadline).Microseconds())
 	err := s.sendAsk(said, who)
@@ -288,8 +290,8 @@ func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) error {
 	ask.Reaches = uint64(s.reaches)
 	message := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}}
 	if s.said == nil || !s.said.SameButState(&who) {
-		ask.Member = rpc.MemberToProto(who)
-		if err := rpc.CheckRequest(message, ask.GetMember()); err != nil {
+		ask.Member = wire.MemberToProto(who)
+		if err := wire.CheckRequest(message, ask.GetMember()); err != nil {
 			return err
 		}
 		s.said = &who

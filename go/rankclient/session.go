@@ -1,4 +1,4 @@
-package manager
+package rankclient
 
 import (
 	"context"
@@ -15,6 +15,8 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -27,8 +29,8 @@ type session struct {
 	cancel context.CancelFunc
 	stub   torchftpb.RankServiceClient
 	unary  atomic.Bool // the server knows no sessions
-	heard  notices
-	told   <-chan Notice
+	heard  membership.Broadcast
+	told   <-chan membership.Notice
 
 	opening chan struct{} // a lock for stream; waiting for it ends with a call's deadline
 	stream  *clientStream // nil before the first call
@@ -43,7 +45,7 @@ func newSession(conn *grpc.ClientConn) *session {
 	}
 	s.rank.Store(-1)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	s.told, _ = s.heard.listen()
+	s.told, _ = s.heard.Listen()
 	return s
 }
 
@@ -59,7 +61,7 @@ func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, err
 	if err != nil {
 		return recovery.Result{}, err
 	}
-	return rpc.ResultFromProto(resp.GetQuorum()), nil
+	return wire.ResultFromProto(resp.GetQuorum()), nil
 }
 
 func (s *session) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
@@ -81,7 +83,7 @@ func (s *session) Leave(ctx context.Context) error {
 	return err
 }
 
-func (s *session) Notices() <-chan Notice { return s.told }
+func (s *session) Notices() <-chan membership.Notice { return s.told }
 
 func (s *session) Suspect(quorumID int64, replicaID string) {
 	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Suspected{
@@ -95,12 +97,12 @@ func (s *session) SayProgress(groupRank int64, waits bool, what string) {
 	}})
 }
 
-func (s *session) SayHealing(p HealProgress) {
-	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Healing{Healing: p.proto()}})
+func (s *session) SayHealing(p membership.HealProgress) {
+	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Healing{Healing: wire.HealProgressToProto(p)}})
 }
 
-func (s *session) SayRecovered(r Recovered) {
-	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: r.proto()}})
+func (s *session) SayRecovered(r membership.Recovered) {
+	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
 func (s *session) SayCounted(c Counted) {
@@ -171,7 +173,7 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	}
 	s.stream = &clientStream{
 		wire:    wire,
-		notice:  s.heard.tell,
+		notice:  s.heard.Tell,
 		waiting: map[uint64]chan *torchftpb.RankResponse{},
 		ended:   make(chan struct{}),
 	}
@@ -210,7 +212,7 @@ func (s *session) reopen(broken *clientStream) {
 // clientStream is one session while its connection lasts.
 type clientStream struct {
 	wire   grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
-	notice func(Notice)
+	notice func(membership.Notice)
 	ended  chan struct{} // closed when the stream has broken
 	err    error         // why, valid once ended is closed
 
@@ -241,7 +243,7 @@ func (s *clientStream) receive(cancel context.CancelFunc) {
 			s.err = err
 			return
 		}
-		if notice, ok := rankNotice(resp); ok {
+		if notice, ok := wire.NoticeFromRank(resp); ok {
 			s.notice(notice)
 			continue
 		}
@@ -252,35 +254,6 @@ func (s *clientStream) receive(cancel context.CancelFunc) {
 		if waiter != nil { // else it gave up in the meantime
 			waiter <- resp
 		}
-	}
-}
-
-func rankNotice(resp *torchftpb.RankResponse) (Notice, bool) {
-	switch r := resp.GetResponse().(type) {
-	case *torchftpb.RankResponse_MemberFailed:
-		f := r.MemberFailed
-		return Notice{Kind: MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
-	case *torchftpb.RankResponse_MemberStalled:
-		f := r.MemberStalled
-		return Notice{Kind: Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
-	case *torchftpb.RankResponse_ProgressAsked:
-		return Notice{Kind: ProgressAsked}, true
-	}
-	return Notice{}, false
-}
-
-func noticeToRank(n Notice) *torchftpb.RankResponse {
-	switch n.Kind {
-	case Stalled:
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberStalled{
-			MemberStalled: &torchftpb.MemberStalled{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason},
-		}}
-	case ProgressAsked:
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ProgressAsked{ProgressAsked: true}}
-	default:
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberFailed{
-			MemberFailed: &torchftpb.MemberFailed{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason},
-		}}
 	}
 }
 

@@ -1,4 +1,4 @@
-package rpc
+package auth
 
 import (
 	"log/slog"
@@ -11,9 +11,9 @@ import (
 // statEvery is how long a value read from files is used before the files are checked for changes.
 const statEvery = time.Second
 
-// watched is a value read from files. It is read again when they change, so that tokens and certificates can be renewed under a
+// Watched is a value read from files. It is read again when they change, so that tokens and certificates can be renewed under a
 // running job. While the files are invalid, the last valid value is used: a file that is being written must not break calls.
-type watched[T any] struct {
+type Watched[T any] struct {
 	log   *slog.Logger
 	paths []string
 	read  func() (T, error)
@@ -26,14 +26,15 @@ type watched[T any] struct {
 }
 
 // watch reads the files for the first time. If that fails, the error says why.
-func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*watched[T], error) {
-	w := &watched[T]{log: log, paths: paths, read: read, seen: stat(paths), looked: time.Now()}
+func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*Watched[T], error) {
+	w := &Watched[T]{log: log, paths: paths, read: read, seen: stat(paths), looked: time.Now()}
 	var err error
 	w.value, err = read()
 	return w, err
 }
 
-func (w *watched[T]) get() T {
+// Get returns the value, of the files as they are now.
+func (w *Watched[T]) Get() T {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if time.Since(w.looked) < statEvery {

@@ -1,4 +1,6 @@
-package rpc
+// Package auth says who may do what at a server of a job: tokens, the files that hold them and certificates, and which
+// requests may end a process.
+package auth
 
 import (
 	"crypto/sha256"

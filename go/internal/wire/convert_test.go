@@ -1,4 +1,4 @@
-package rpc_test
+package wire_test
 
 import (
 	"reflect"
@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
-	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
@@ -73,12 +73,12 @@ func TestAQuorumArrivesAsItIs(t *testing.T) {
 	member := full[quorum.Member](t)
 	member.Unknown = []byte{0xc2, 0x0c, 0x00}
 	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}}, Created: time.Unix(7, 8).UTC()}
-	assert.Equal(t, want, rpc.QuorumFromProto(sent(t, rpc.QuorumToProto(want), &torchftpb.Quorum{})))
+	assert.Equal(t, want, wire.QuorumFromProto(sent(t, wire.QuorumToProto(want), &torchftpb.Quorum{})))
 }
 
 func TestStatesArriveAsTheyAre(t *testing.T) {
 	state := full[quorum.State](t)
-	assert.Equal(t, state, rpc.StateFromProto(sent(t, rpc.AskToProto(state), &torchftpb.Ask{})))
+	assert.Equal(t, state, wire.StateFromProto(sent(t, wire.AskToProto(state), &torchftpb.Ask{})))
 	list := []quorum.Member{{ReplicaID: "a"}, {ReplicaID: "b"}, {ReplicaID: "c"}}
 	want := &quorum.Quorum{ID: 9, Members: append([]quorum.Member(nil), list...), Created: time.Unix(7, 8).UTC(), Revision: 5}
 	common := state
@@ -86,17 +86,17 @@ func TestStatesArriveAsTheyAre(t *testing.T) {
 	want.Members[0].SetState(common)
 	want.Members[1].SetState(state)
 	want.Members[2].SetState(common)
-	got, err := rpc.QuorumFromStates(sent(t, rpc.StatesToProto(want), &torchftpb.QuorumStates{}), list)
+	got, err := wire.QuorumFromStates(sent(t, wire.StatesToProto(want), &torchftpb.QuorumStates{}), list)
 	require.NoError(t, err)
 	assert.Equal(t, want, got)
 }
 
 func TestARequestArrivesAsItIs(t *testing.T) {
 	want := full[round.Request](t)
-	assert.Equal(t, want, rpc.RequestFromProto(sent(t, rpc.RequestToProto(want), &torchftpb.ManagerQuorumRequest{})))
+	assert.Equal(t, want, wire.RequestFromProto(sent(t, wire.RequestToProto(want), &torchftpb.ManagerQuorumRequest{})))
 }
 
 func TestAResultArrivesAsItIs(t *testing.T) {
 	want := full[recovery.Result](t)
-	assert.Equal(t, want, rpc.ResultFromProto(sent(t, rpc.ResultToProto(want), &torchftpb.ManagerQuorumResponse{})))
+	assert.Equal(t, want, wire.ResultFromProto(sent(t, wire.ResultToProto(want), &torchftpb.ManagerQuorumResponse{})))
 }

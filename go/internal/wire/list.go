@@ -1,4 +1,4 @@
-package rpc
+package wire
 
 import (
 	"bytes"
@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -71,12 +72,12 @@ func unpack(part *torchftpb.ListChange) (*torchftpb.ListChange, error) {
 		return part, nil
 	}
 	r := flate.NewReader(bytes.NewReader(part.GetPacked()))
-	plain, err := io.ReadAll(io.LimitReader(r, MaxMessage+1))
+	plain, err := io.ReadAll(io.LimitReader(r, rpc.MaxMessage+1))
 	if err != nil {
 		return nil, fmt.Errorf("a part of the list of members: %w", err)
 	}
-	if len(plain) > MaxMessage {
-		return nil, fmt.Errorf("a part of the list of members has more than %d bytes", MaxMessage)
+	if len(plain) > rpc.MaxMessage {
+		return nil, fmt.Errorf("a part of the list of members has more than %d bytes", rpc.MaxMessage)
 	}
 	part = &torchftpb.ListChange{}
 	if err := proto.Unmarshal(plain, part); err != nil {

@@ -1,4 +1,6 @@
-package manager
+// Package lighthouses is the client of a job's lighthouses: a replica group is a member at one of them at a time, and goes to another
+// one of its list if that fails.
+package lighthouses
 
 import (
 	"context"
@@ -13,21 +15,23 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// member is a replica group at its lighthouse, over one stream that carries only what changed. A lighthouse that knows no
+// Member is a replica group at its lighthouse, over one stream that carries only what changed. A lighthouse that knows no
 // such streams gets a call for each quorum and each heartbeat. Of several lighthouses it asks one at a time.
-type member struct {
+type Member struct {
 	lighthouses *lighthouses
 	replicaID   string
 	ctx         context.Context // ends with Close
 	cancel      context.CancelFunc
 	tasks       sync.WaitGroup
-	heard       notices
-	told        <-chan Notice
+	heard       membership.Broadcast
+	told        <-chan membership.Notice
 	silence
 	present atomic.Pointer[memberStream] // as stream, for those who do not wait
 
@@ -45,41 +49,34 @@ type member struct {
 }
 
 var (
-	_ Membership   = (*member)(nil)
-	_ NoticeSource = (*member)(nil)
-	_ Witness      = (*member)(nil)
-	_ Leaver       = (*member)(nil)
+	_ membership.Membership   = (*Member)(nil)
+	_ membership.NoticeSource = (*Member)(nil)
+	_ membership.Witness      = (*Member)(nil)
+	_ membership.Leaver       = (*Member)(nil)
+	_ membership.Finisher     = (*Member)(nil)
+	_ membership.Reporter     = (*Member)(nil)
 )
 
-// Join is the Membership of a server whose configuration names none.
-func Join(ctx context.Context, cfg ServerConfig) (Membership, error) {
-	m, err := join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout, WithNetwork(cfg.Network), WithSecurity(cfg.Security), WithJob(cfg.job()))
-	if err != nil { // and no member in an interface that is not nil
-		return nil, err
-	}
-	return m, nil
-}
-
-// join makes a replica group a member at the first lighthouse of a list that it reaches.
-func join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, options ...DialOption) (*member, error) {
+// Join makes a replica group a member at the first lighthouse of a list that it reaches.
+func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, options ...DialOption) (*Member, error) {
 	l, at, err := dialLighthouses(ctx, addresses, connectTimeout, options)
 	if err != nil {
 		return nil, err
 	}
 	n := len(l.addresses)
-	m := &member{
+	m := &Member{
 		lighthouses: l, replicaID: replicaID, opening: make(chan struct{}, 1),
 		choice: newChoice(at, n), unary: make([]bool, n), promise: promise{birth: time.Now()}, silence: silence{since: time.Now()},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
-	m.told, _ = m.heard.listen()
+	m.told, _ = m.heard.Listen()
 	if n > 1 {
 		rpc.Go(&m.tasks, slog.Default(), "look for earlier lighthouses", m.lookBack)
 	}
 	return m, nil
 }
 
-func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
+func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	knownQuorumID = max(knownQuorumID, m.known())
@@ -120,7 +117,7 @@ func (m *member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 }
 
 // known is the last quorum that the member was told of, 0 if there is none.
-func (m *member) known() int64 {
+func (m *Member) known() int64 {
 	if last := m.last.Load(); last != nil {
 		return last.ID
 	}
@@ -128,7 +125,7 @@ func (m *member) known() int64 {
 }
 
 // Attend keeps a stream open, and is never silent on it for longer than the lighthouse asks for.
-func (m *member) Attend(ctx context.Context, interval time.Duration, reached func()) error {
+func (m *Member) Attend(ctx context.Context, interval time.Duration, reached func()) error {
 	var until time.Time // when it is a failure that a stream which broke is not back
 	for {
 		opening, cancel := context.WithTimeout(ctx, openTimeout)
@@ -167,7 +164,7 @@ func (m *member) Attend(ctx context.Context, interval time.Duration, reached fun
 const comeBackTime = 300 * time.Millisecond
 
 // beat makes a call at every interval, until the member goes to another lighthouse.
-func (m *member) beat(ctx context.Context, client *LighthouseClient, at int, interval time.Duration, reached func()) error {
+func (m *Member) beat(ctx context.Context, client *Client, at int, interval time.Duration, reached func()) error {
 	// Long enough for a busy lighthouse; the next heartbeat waits for this one.
 	timeout := max(10*interval, time.Second)
 	ticker := time.NewTicker(interval)
@@ -196,26 +193,26 @@ func (m *member) beat(ctx context.Context, client *LighthouseClient, at int, int
 }
 
 // Notices has a value for each notice of the lighthouse.
-func (m *member) Notices() <-chan Notice { return m.told }
+func (m *Member) Notices() <-chan membership.Notice { return m.told }
 
-func (m *member) Suspect(quorumID int64, replicaID string) {
+func (m *Member) Suspect(quorumID int64, replicaID string) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
 		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
 	}})
 }
 
-func (m *member) Incomplete(reason string) {
+func (m *Member) Incomplete(reason string) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: reason}})
 }
 
-func (m *member) SayProgress(p round.Progress) {
+func (m *Member) SayProgress(p round.Progress) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
 		Step: p.Step, GroupRank: p.GroupRank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
 	}}})
 }
 
 // say sends on the stream that is open. While disconnected it drops the message: the lighthouse has seen the disconnect itself.
-func (m *member) say(message *torchftpb.MemberMessage) {
+func (m *Member) say(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
 		go stream.send(message) // The caller must not wait for a lighthouse that does not read.
 	}
@@ -223,12 +220,12 @@ func (m *member) say(message *torchftpb.MemberMessage) {
 
 // Fenced reports whether nothing was said for so long that the lighthouse may take this group for failed: its process was
 // stopped, or its host slept. It holds until the next quorum.
-func (m *member) Fenced() bool {
+func (m *Member) Fenced() bool {
 	m.noteSilence()
 	return m.fenced.Load()
 }
 
-func (m *member) Close() error {
+func (m *Member) Close() error {
 	m.ends.Store(true)
 	m.sayEnd()
 	m.cancel()
@@ -246,7 +243,7 @@ func (m *member) Close() error {
 const farewellTime = 200 * time.Millisecond
 
 // sayEnd says that the stream will end because the group does.
-func (m *member) sayEnd() {
+func (m *Member) sayEnd() {
 	stream := m.present.Load()
 	if stream == nil || stream.broken() || !stream.greeted() {
 		return
@@ -269,26 +266,36 @@ func (m *member) sayEnd() {
 	}
 }
 
+// SayHealing tells how far the state of a peer has arrived.
+func (m *Member) SayHealing(p membership.HealProgress) {
+	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: wire.HealProgressToProto(p)}})
+}
+
+// SayRecovered tells what a recovery cost.
+func (m *Member) SayRecovered(r membership.Recovered) {
+	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
+}
+
 // locked runs something that changes which lighthouse is asked.
-func (m *member) locked(do func()) {
+func (m *Member) locked(do func()) {
 	m.opening <- struct{}{}
 	defer func() { <-m.opening }()
 	do()
 }
 
-func (m *member) setUnary(at int, unary bool) { m.locked(func() { m.unary[at] = unary }) }
+func (m *Member) setUnary(at int, unary bool) { m.locked(func() { m.unary[at] = unary }) }
 
 // mayBeAnother looks at the error of a call: what comes back after an outage may be a lighthouse that knows streams.
-func (m *member) mayBeAnother(at int, err error) {
+func (m *Member) mayBeAnother(at int, err error) {
 	if rpc.IsUnavailable(err) {
 		m.setUnary(at, false)
 	}
 }
 
-func (m *member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) }
+func (m *Member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) }
 
 // avoid leaves a lighthouse alone for a while, longer each time.
-func (m *member) avoid(at int) {
+func (m *Member) avoid(at int) {
 	m.locked(func() {
 		m.letGo()
 		m.choice.shun(at, time.Now())
@@ -299,7 +306,7 @@ func (m *member) avoid(at int) {
 }
 
 // servedWell notes that a lighthouse gave a quorum.
-func (m *member) servedWell(at int) {
+func (m *Member) servedWell(at int) {
 	if len(m.unary) > 1 {
 		m.locked(func() { m.choice.refused[at] = 0 })
 	}
@@ -311,7 +318,7 @@ func (m *member) servedWell(at int) {
 // It holds that a member asks no other lighthouse while it is bound to one: the vote of a member that ends bound counts there, and
 // must count nowhere else. Whether it is bound is looked at before each round of attempts, which ends with the bond. That is enough:
 // only a stream that was welcomed binds it, and such a stream ends the attempts (begun).
-func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient, int, error) {
+func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, error) {
 	select {
 	case m.opening <- struct{}{}:
 		defer func() { <-m.opening }()
@@ -353,7 +360,7 @@ func (m *member) connect(ctx context.Context) (*memberStream, *LighthouseClient,
 }
 
 // attempt tries the lighthouses that may be asked, one after the other. The caller holds opening, and has no stream.
-func (m *member) attempt(ctx context.Context, now time.Time, bound bool) (*memberStream, *LighthouseClient, int, error) {
+func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*memberStream, *Client, int, error) {
 	c := &m.choice
 	if bound && c.outlasted(now) && m.lighthouses.ended(ctx, c.at) {
 		// Its process has ended, and bonds are not on its disk: when it starts, it counts no vote by this one.
@@ -391,7 +398,7 @@ func (m *member) attempt(ctx context.Context, now time.Time, bound bool) (*membe
 }
 
 // open begins a stream with one lighthouse. Of several, only one that answers soon will do.
-func (m *member) open(ctx context.Context, i int) (*memberStream, *LighthouseClient, error) {
+func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error) {
 	several := len(m.unary) > 1
 	if several {
 		var cancel context.CancelFunc
@@ -442,7 +449,7 @@ func (m *member) open(ctx context.Context, i int) (*memberStream, *LighthouseCli
 }
 
 // lookBack looks again and again which lighthouses are there that come before the one that serves, and tells that one.
-func (m *member) lookBack() {
+func (m *Member) lookBack() {
 	for {
 		select {
 		case <-m.ctx.Done():

@@ -1,4 +1,4 @@
-package manager
+package lighthouses
 
 import (
 	"cmp"
@@ -42,7 +42,7 @@ type lighthouses struct {
 	options   []DialOption
 
 	mu      sync.Mutex
-	clients []*LighthouseClient
+	clients []*Client
 	closed  bool
 }
 
@@ -53,20 +53,20 @@ func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.
 		return nil, 0, status.Error(codes.InvalidArgument, err.Error())
 	}
 	if len(list) > 1 {
-		options = append(slices.Clone(options), WithNetwork(rpc.Impatient(cmp.Or(dialSettings(options).network, rpc.TCP), unacknowledged)))
+		options = append(slices.Clone(options), WithNetwork(rpc.Impatient(cmp.Or(settingsOf(options).network, rpc.TCP), unacknowledged)))
 	}
-	first, err := DialLighthouse(ctx, addresses, connectTimeout, options...)
+	first, err := Dial(ctx, addresses, connectTimeout, options...)
 	if err != nil {
 		return nil, 0, err
 	}
-	l = &lighthouses{addresses: list, options: options, clients: make([]*LighthouseClient, len(list))}
+	l = &lighthouses{addresses: list, options: options, clients: make([]*Client, len(list))}
 	at, first.of = slices.Index(list, first.addr), len(list)
 	l.clients[at] = first
 	return l, at, nil
 }
 
 // reach returns the connection to one of them, which it makes if there is none yet.
-func (l *lighthouses) reach(ctx context.Context, i int) (*LighthouseClient, error) {
+func (l *lighthouses) reach(ctx context.Context, i int) (*Client, error) {
 	if c := l.client(i); c != nil {
 		return c, nil
 	}
@@ -87,7 +87,7 @@ func (l *lighthouses) reach(ctx context.Context, i int) (*LighthouseClient, erro
 	return c, nil
 }
 
-func (l *lighthouses) client(i int) *LighthouseClient {
+func (l *lighthouses) client(i int) *Client {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.clients[i]
@@ -129,7 +129,7 @@ func (l *lighthouses) ended(ctx context.Context, i int) bool {
 	}
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
-	return rpc.Refuses(ctx, cmp.Or(dialSettings(l.options).network, rpc.TCP), address.HostPort)
+	return rpc.Refuses(ctx, cmp.Or(settingsOf(l.options).network, rpc.TCP), address.HostPort)
 }
 
 func (l *lighthouses) close() (err error) {

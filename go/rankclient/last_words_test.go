@@ -1,4 +1,4 @@
-package manager
+package rankclient
 
 import (
 	"io"

@@ -1,4 +1,4 @@
-package rpc
+package auth
 
 import (
 	"context"
@@ -61,7 +61,7 @@ func Forwarded(values func(header string) []string) bool {
 
 // IsLoopback reports whether host:port, or a host, is this one by a loopback address.
 func IsLoopback(address string) bool {
-	ip, err := netip.ParseAddr(hostOf(address))
+	ip, err := netip.ParseAddr(HostOf(address))
 	return err == nil && ip.Unmap().IsLoopback()
 }
 
@@ -69,7 +69,7 @@ func IsLoopback(address string) bool {
 // point here: an address, localhost, or a name that the server has itself. A page of evil.example whose name was
 // rebound to this host's address says "evil.example".
 func IsOwnHost(header string, names ...string) bool {
-	host := strings.ToLower(strings.TrimSuffix(hostOf(header), "."))
+	host := strings.ToLower(strings.TrimSuffix(HostOf(header), "."))
 	if _, err := netip.ParseAddr(host); err == nil {
 		return true
 	}
@@ -84,7 +84,8 @@ func IsOwnHost(header string, names ...string) bool {
 	return false
 }
 
-func hostOf(address string) string {
+// HostOf is the host of host:port, or of a host alone.
+func HostOf(address string) string {
 	if host, _, err := net.SplitHostPort(address); err == nil {
 		return host
 	}

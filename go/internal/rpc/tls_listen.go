@@ -8,12 +8,14 @@ import (
 	"net"
 	"sync"
 	"time"
+
+	"github.com/torchft/torchft/go/internal/auth"
 )
 
 // secureListener hands out connections that begin with a TLS handshake when they are first read.
 type secureListener struct {
 	net.Listener
-	config  *watched[*tls.Config]
+	config  *auth.Watched[*tls.Config]
 	refused *refusals
 }
 
@@ -22,7 +24,7 @@ func (l secureListener) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &secureConn{Conn: tls.Server(raw, l.config.get()), refused: l.refused}, nil
+	return &secureConn{Conn: tls.Server(raw, l.config.Get()), refused: l.refused}, nil
 }
 
 type secureConn struct {

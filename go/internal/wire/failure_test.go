@@ -1,0 +1,43 @@
+package wire_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/testmain"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/round"
+)
+
+func TestMain(m *testing.M) { testmain.NoGoroutineIsLeft(m) }
+
+func TestCodes(t *testing.T) {
+	for kind, code := range map[round.Kind]codes.Code{
+		round.KindInvalid: codes.InvalidArgument, round.KindTimeout: codes.DeadlineExceeded, round.KindAborted: codes.Aborted,
+		round.KindUnavailable: codes.Unavailable, round.KindInternal: codes.Internal, round.Kind(99): codes.Internal,
+	} {
+		err := wire.ToStatus(round.Failure{Kind: kind, Reason: "why"})
+		assert.Equal(t, code, status.Code(err))
+		assert.Equal(t, kind == round.KindTimeout, rpc.IsTimeout(err))
+		if kind <= round.KindInternal {
+			assert.Equal(t, round.Failure{Kind: kind, Reason: "why"}, wire.FromError(err))
+		}
+	}
+	for _, err := range []error{
+		context.DeadlineExceeded, context.Canceled, fmt.Errorf("x: %w", context.DeadlineExceeded),
+		status.Error(codes.Canceled, "Timeout expired"), rpc.Wrap("quorum", "x", status.Error(codes.DeadlineExceeded, "")),
+	} {
+		assert.True(t, rpc.IsTimeout(err), "%v", err)
+		assert.Equal(t, round.KindTimeout, wire.FromError(err).Kind)
+	}
+	assert.False(t, rpc.IsTimeout(nil))
+	assert.Equal(t, round.KindInternal, wire.FromError(errors.New("odd")).Kind)
+	assert.Equal(t, round.KindInternal, wire.FromError(status.Error(codes.PermissionDenied, "no")).Kind)
+}

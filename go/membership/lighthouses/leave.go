@@ -1,0 +1,55 @@
+package lighthouses
+
+import (
+	"context"
+	"math/rand/v2"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// Finish makes the end of the membership say that the training has ended on purpose.
+func (m *Member) Finish() { m.finished.Store(true) }
+
+// Leave says that the group has ended its last step, and returns when nobody needs it any more.
+func (m *Member) Leave(ctx context.Context) error {
+	for failed := 1; ; failed++ {
+		err := m.leaveOnce(ctx)
+		if !rpc.IsUnavailable(err) { // there is no lighthouse for a moment: without its word the end would count as a failure
+			return err
+		}
+		select {
+		case <-time.After(rpc.RetryBackoff.Wait(failed, rand.Float64())):
+		case <-ctx.Done():
+			return err
+		case <-m.ctx.Done():
+			return err
+		}
+	}
+}
+
+// leaveOnce is UNAVAILABLE where another attempt may do.
+func (m *Member) leaveOnce(ctx context.Context) error {
+	stream, client, _, err := m.connect(ctx)
+	if status.Code(err) == codes.Unimplemented {
+		return nil // an upstream lighthouse hears of it when the heartbeats end
+	}
+	if err != nil {
+		return err
+	}
+	m.leaves(stream.place)
+	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}})
+	select {
+	case <-stream.free:
+		return nil
+	case <-stream.ended:
+		err = stream.err
+	case <-ctx.Done():
+		err = status.FromContextError(ctx.Err()).Err()
+	}
+	return rpc.Wrap("leave", client.peer, err)
+}

@@ -1,0 +1,41 @@
+package rankclient
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+)
+
+// Counter is a counter of the manager server that ranks add to.
+type Counter struct{ Metric, Help string }
+
+// Counters are what ranks count, by the names that they say: Extras.counted in torchft/_extras.py.
+var Counters = map[string]Counter{
+	"divergences": {
+		"torchft_manager_divergences_total",
+		"Comparisons in which the weights or the optimizer state of its ranks differed from those of most groups, or nobody knows whose are right.",
+	},
+	"nonfinite_syncs": {
+		"torchft_manager_nonfinite_syncs_total",
+		"Synchronisations of its ranks (LocalSGD, DiLoCo) whose average held NaN or Inf, and was used.",
+	},
+}
+
+// Counted is what a rank has seen a number of times.
+type Counted struct {
+	GroupRank int64
+	Name      string // of Counters
+	Number    int64
+}
+
+// Validate says why a server would not add it.
+func (c Counted) Validate() error {
+	if _, known := Counters[c.Name]; !known {
+		return fmt.Errorf("no counter of a rank is named %q, only: %s", c.Name, strings.Join(slices.Sorted(maps.Keys(Counters)), ", "))
+	}
+	if c.Number < 0 {
+		return fmt.Errorf("counter %q: number=%d must be at least 0", c.Name, c.Number)
+	}
+	return nil
+}

@@ -12,16 +12,16 @@ import (
 )
 
 const (
-	// tellPause is for how long, for each stream, nobody is told anything further after some news. Telling all costs about
-	// half of it, so a storm (a rack that loses power or hangs, the end of a large job) leaves the lighthouse time for
-	// its work. With 10,000 groups it is 20 ms.
+	// tellPause, times the number of streams, is the pause after news was sent to all members. Sending takes about half of it, so
+	// a burst of failures (a rack loses power or hangs, a large job ends) leaves the lighthouse time for its other work. With
+	// 10,000 groups it is 20 ms.
 	tellPause = 2 * time.Microsecond
-	// tellMost is how many failures, and how many stalled members, everybody is told of at once: one is enough to know that
+	// tellMost is how many failures, and how many stalled members, all members are told of at once: one is enough to know that
 	// a quorum is broken, or held up.
 	tellMost = 32
 )
 
-// news are the members that failed, ended or stalled of whom all are still to be told. The job's lock guards them.
+// news is what all members are still to be told: which members failed, ended or stalled. The job's lock guards it.
 type news struct {
 	failed  []trouble
 	ended   []trouble
@@ -46,13 +46,13 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Failed:
-			gone := trouble{a.QuorumID, a.ReplicaID, a.Reason}
+			t := trouble{a.QuorumID, a.ReplicaID, a.Reason}
 			if a.Cause == quorum.ShutDown {
-				j.news.ended = append(j.news.ended, gone)
+				j.news.ended = append(j.news.ended, t)
 				continue
 			}
 			j.board.Failed(a.Cause)
-			j.news.failed = append(j.news.failed, gone)
+			j.news.failed = append(j.news.failed, t)
 		case quorum.Stalled:
 			j.news.stalled = append(j.news.stalled, trouble{a.QuorumID, a.ReplicaID, a.Reason})
 		}
@@ -78,13 +78,13 @@ func (j *job) tellLater() {
 func (j *job) tell(now time.Time) {
 	failed, ended, stalled := j.news.failed, j.news.ended, j.news.stalled
 	j.news.failed, j.news.ended, j.news.stalled = nil, nil, nil
-	gone := func(t trouble) *torchftpb.LighthouseMessage {
+	hasFailed := func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
 			MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
 		}}
 	}
-	messages := j.words(slog.LevelWarn, "torchft: a member failed", failed, gone)
-	messages = append(messages, j.words(slog.LevelInfo, "torchft: a member ended", ended, gone)...) // whoever waits for it need not
+	messages := j.words(slog.LevelWarn, "torchft: a member failed", failed, hasFailed)
+	messages = append(messages, j.words(slog.LevelInfo, "torchft: a member ended", ended, hasFailed)...) // its peers need not wait for it any more, either
 	messages = append(messages, j.words(slog.LevelWarn, "torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
 			MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
@@ -98,10 +98,10 @@ func (j *job) tell(now time.Time) {
 	}
 }
 
-// record puts who is gone into the history.
-func (j *job) record(now time.Time, kind dashboard.Kind, gone []trouble) {
-	if len(gone) > 0 {
-		j.board.Record(dashboard.Event{Time: now, Kind: kind, QuorumID: gone[0].quorumID, Left: whose(gone), Reason: gone[0].reason})
+// record puts members that failed, or ended, into the history.
+func (j *job) record(now time.Time, kind dashboard.Kind, of []trouble) {
+	if len(of) > 0 {
+		j.board.Record(dashboard.Event{Time: now, Kind: kind, QuorumID: of[0].quorumID, Left: namesOf(of), Reason: of[0].reason})
 	}
 }
 
@@ -110,14 +110,14 @@ func (j *job) words(level slog.Level, what string, troubles []trouble, word func
 	if len(troubles) == 0 {
 		return nil
 	}
-	j.log.Log(context.Background(), level, what, "quorum_id", troubles[0].quorumID, "member", some(whose(troubles)), "reason", troubles[0].reason)
+	j.log.Log(context.Background(), level, what, "quorum_id", troubles[0].quorumID, "member", some(namesOf(troubles)), "reason", troubles[0].reason)
 	for _, t := range troubles[:min(len(troubles), tellMost)] {
 		messages = append(messages, wordOf(word(t))...)
 	}
 	return messages
 }
 
-func whose(troubles []trouble) []string {
+func namesOf(troubles []trouble) []string {
 	names := make([]string, len(troubles))
 	for i, t := range troubles {
 		names[i] = t.replicaID

@@ -227,8 +227,8 @@ func TestDeadlinesEndEveryWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2) // never enough groups
 		g := c.StartGroup("a", 2)
-		patient, hasty := g.Quorum(0, 1, time.Minute), g.Quorum(1, 1, time.Second)
-		for _, answer := range (answers{patient, hasty}) {
+		long, short := g.Quorum(0, 1, time.Minute), g.Quorum(1, 1, time.Second)
+		for _, answer := range (answers{long, short}) {
 			got := <-answer
 			require.Error(t, got.Err)
 			assert.InDelta(t, 900*time.Millisecond, got.Took, 100e6, "the first deadline ends the round of all: %v", got.Err)

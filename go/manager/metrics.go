@@ -167,7 +167,7 @@ func (m *meters) recovered(r membership.Recovered) {
 
 // knownPhases are those of torchft/_manager/phases.py and incident.py.
 var knownPhases = map[string]bool{
-	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "give up the step": true, "next step": true,
+	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "vote": true, "next step": true,
 }
 
 // handler serves the metrics: to whoever may call this server.

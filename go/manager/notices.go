@@ -29,7 +29,7 @@ func (s *Server) hearNotices(source membership.NoticeSource) {
 func (s *Server) hear(notice membership.Notice) {
 	switch notice.Kind {
 	case membership.MemberFailed:
-		s.log.Info("torchft: a peer is gone", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
+		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
 		if notice.ReplicaID == s.cfg.ReplicaID {
 			s.feed(round.Evicted{QuorumID: notice.QuorumID, Reason: notice.Reason})
 		}

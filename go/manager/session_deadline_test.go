@@ -54,10 +54,10 @@ func TestACallThatCannotConnectEndsAtItsDeadline(t *testing.T) {
 				return client.ShouldCommit(ctx, 1, 0, true)
 			})
 		}
-		patient, hasty := call(2*time.Second), call(time.Second)
-		assert.Equal(t, codes.DeadlineExceeded, status.Code((<-hasty).Err))
+		long, short := call(2*time.Second), call(time.Second)
+		assert.Equal(t, codes.DeadlineExceeded, status.Code((<-short).Err))
 		assert.Equal(t, time.Second, time.Since(began))
-		assert.Equal(t, codes.DeadlineExceeded, status.Code((<-patient).Err))
+		assert.Equal(t, codes.DeadlineExceeded, status.Code((<-long).Err))
 		assert.Equal(t, 2*time.Second, time.Since(began))
 	})
 }

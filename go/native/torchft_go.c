@@ -371,17 +371,17 @@ _wrap__torchft_go_pyapi_HealServerStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
     if (tft_forked()) return tft_raise_forked();
     PyObject *py_retval;
     int64_t retval;
-    int64_t patienceUs;
+    int64_t pieceTimeoutUs;
     int64_t bytesPerSecond;
     bool inBackground;
     PyObject *py_inBackground;
-    const char *keywords[] = {"patienceUs", "bytesPerSecond", "inBackground", NULL};
+    const char *keywords[] = {"pieceTimeoutUs", "bytesPerSecond", "inBackground", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLO", (char **) keywords, &patienceUs, &bytesPerSecond, &py_inBackground)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LLO", (char **) keywords, &pieceTimeoutUs, &bytesPerSecond, &py_inBackground)) {
         return NULL;
     }
     inBackground = (bool) PyObject_IsTrue(py_inBackground);
-    retval = pyapi_HealServerStart(patienceUs, bytesPerSecond, inBackground);
+    retval = pyapi_HealServerStart(pieceTimeoutUs, bytesPerSecond, inBackground);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -1121,7 +1121,7 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_HealPort", (PyCFunction) _wrap__torchft_go_pyapi_HealPort, METH_KEYWORDS|METH_VARARGS, "pyapi_HealPort(server)\n\ntype: server: int64_t" },
     {(char *) "pyapi_HealRevokeStart", (PyCFunction) _wrap__torchft_go_pyapi_HealRevokeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealRevokeStart(offer, graceUs, timeoutUs)\n\ntype: offer: int64_t\ntype: graceUs: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_HealServed", (PyCFunction) _wrap__torchft_go_pyapi_HealServed, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServed(grant)\n\ntype: grant: int64_t" },
-    {(char *) "pyapi_HealServerStart", (PyCFunction) _wrap__torchft_go_pyapi_HealServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServerStart(patienceUs, bytesPerSecond, inBackground)\n\ntype: patienceUs: int64_t\ntype: bytesPerSecond: int64_t\ntype: inBackground: bool" },
+    {(char *) "pyapi_HealServerStart", (PyCFunction) _wrap__torchft_go_pyapi_HealServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealServerStart(pieceTimeoutUs, bytesPerSecond, inBackground)\n\ntype: pieceTimeoutUs: int64_t\ntype: bytesPerSecond: int64_t\ntype: inBackground: bool" },
     {(char *) "pyapi_HealStage", (PyCFunction) _wrap__torchft_go_pyapi_HealStage, METH_KEYWORDS|METH_VARARGS, "pyapi_HealStage(fetch, address, length)\n\ntype: fetch: int64_t\ntype: address: int64_t\ntype: length: int64_t" },
     {(char *) "pyapi_HealWaitStart", (PyCFunction) _wrap__torchft_go_pyapi_HealWaitStart, METH_KEYWORDS|METH_VARARGS, "pyapi_HealWaitStart(fetch, timeoutUs)\n\ntype: fetch: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseClientStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },

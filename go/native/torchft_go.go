@@ -226,8 +226,8 @@ func pyapi_HealServed(grant C.longlong) C.longlong {
 }
 
 //export pyapi_HealServerStart
-func pyapi_HealServerStart(patienceUs C.longlong, bytesPerSecond C.longlong, inBackground C.char) C.longlong {
-	cret, __err := pyapi.HealServerStart(int64(patienceUs), int64(bytesPerSecond), boolPyToGo(inBackground))
+func pyapi_HealServerStart(pieceTimeoutUs C.longlong, bytesPerSecond C.longlong, inBackground C.char) C.longlong {
+	cret, __err := pyapi.HealServerStart(int64(pieceTimeoutUs), int64(bytesPerSecond), boolPyToGo(inBackground))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

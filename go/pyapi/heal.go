@@ -12,10 +12,10 @@ import (
 const endTimeout = time.Minute
 
 // HealServerStart serves memory to groups that heal; the result is a handle.
-func HealServerStart(patienceUs, bytesPerSecond int64, inBackground bool) (op int64, err error) {
+func HealServerStart(pieceTimeoutUs, bytesPerSecond int64, inBackground bool) (op int64, err error) {
 	defer ops.Guard(&err)
 	return ops.Start(bindTimeout, func(context.Context) (any, error) {
-		server, err := heal.Listen(micros(patienceUs), bytesPerSecond, inBackground)
+		server, err := heal.Listen(micros(pieceTimeoutUs), bytesPerSecond, inBackground)
 		if err != nil {
 			return nil, err
 		}

@@ -24,7 +24,7 @@ TRAIN_S = 2.0
 CASES = {"kill": [(2, "plain"), (4, "plain"), (2, "isolated"), (4, "isolated"), (4, "replay")], "stop": [(2, "plain")]}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 # With upstream, a stopped peer delays the others until the collective's timeout: 30 s here.
-PATIENCE_S = 90
+NOTICED_WITHIN_S = 90
 
 
 def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _round(side: Side, fault: str, groups: int, kind: str) -> dict[str, float]:
                 os.kill(victim.pid, signal.SIGCONT)
         for child in survivors:
             child.send(do="stop")
-        job.wait(lambda: all(child.of("survive") for child in survivors), PATIENCE_S, "the survivors stop")
+        job.wait(lambda: all(child.of("survive") for child in survivors), NOTICED_WITHIN_S, "the survivors stop")
         seconds, lost = [], []
         for child in survivors:
             steps = child.of("survive")[-1]["steps"]
@@ -89,7 +89,7 @@ def _round(side: Side, fault: str, groups: int, kind: str) -> dict[str, float]:
 def _wait_for_commits(job: Job, children: list[Any], participants: int) -> None:
     job.wait(
         lambda: all(any(e["participants"] == participants for e in child.of("committed")) for child in children),
-        PATIENCE_S,
+        NOTICED_WITHIN_S,
         f"a commit of {participants} groups",
     )
 

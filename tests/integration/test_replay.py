@@ -261,7 +261,7 @@ def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) 
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is lost if an operation that was aborted takes more than half a second to end, as on a busy machine."""
     monkeypatch.setattr(collectives, "_DRAIN_SEC", 10.0)
 

@@ -84,7 +84,7 @@ def test_go_tests_that_need_a_network_namespace_are_told_of(status: int, venv: P
     said = re.findall(r"^deselected: (\w+) \(Go\) needs network namespaces$", done.stdout, re.MULTILINE)
     assert len(said) == status
     if said:
-        (source,) = (ROOT / "go").rglob("patience_linux_test.go")
+        (source,) = (ROOT / "go").rglob("user_timeout_linux_test.go")
         assert f"func {said[0]}(" in source.read_text()
 
 

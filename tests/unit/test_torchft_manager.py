@@ -214,12 +214,12 @@ def test_votes_on_different_steps_never_mix(groups: Callable[..., Groups]) -> No
 
 def test_a_rank_that_gives_up_ends_the_wait_of_its_sibling(groups: Callable[..., Groups]) -> None:
     job = groups(1, 3)
-    patient = job.threads.submit(ask, job.client(0), rank=0)
-    impatient = job.threads.submit(ask, job.client(0), rank=1, timeout=timedelta(seconds=1))
+    long = job.threads.submit(ask, job.client(0), rank=0)
+    short = job.threads.submit(ask, job.client(0), rank=1, timeout=timedelta(seconds=1))
     with pytest.raises(TimeoutError):
-        impatient.result(timeout=60)
+        short.result(timeout=60)
     with pytest.raises((RuntimeError, TimeoutError)) as caught:
-        patient.result(timeout=60)
+        long.result(timeout=60)
     assert "rank 1" in str(caught.value)
 
 

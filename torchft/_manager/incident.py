@@ -80,4 +80,4 @@ class Incidents:
             self._incident = None
         else:
             incident.steps_lost += 1
-            incident.ended("give up the step")
+            incident.ended("vote")

@@ -232,30 +232,30 @@ class Recovery:
 
     def _reach(self, manager_address: str) -> ManagerClient:
         """Connects with the source's manager server."""
-        return self._patiently(
+        return self._retried(
             lambda timeout: self._connect(manager_address, timeout), self._connect_timeout, again_after=RuntimeError
         )
 
     def _ask_source(self, client: ManagerClient) -> str:
-        return self._patiently(lambda timeout: self._ask(client, timeout), self._timeout, again_after=TimeoutError)
+        return self._retried(lambda timeout: self._ask(client, timeout), self._timeout, again_after=TimeoutError)
 
-    def _patiently(self, call: Callable[[timedelta], T], timeout: timedelta, again_after: type[Exception]) -> T:
-        """Tries with more and more time each: the others wait, but not for a failed source until the timeout."""
+    def _retried(self, call: Callable[[timedelta], T], timeout: timedelta, again_after: type[Exception]) -> T:
+        """Retries with a timeout that doubles: the others wait, so a failed source must not cost all of the timeout."""
         end = time.monotonic() + timeout.total_seconds()
-        patience = _FIRST_TRY
+        attempt = _FIRST_TRY
         while True:
             left = timedelta(seconds=end - time.monotonic())
             try:
-                return call(min(patience, left))
+                return call(min(attempt, left))
             except again_after as e:
-                if left <= patience:
+                if left <= attempt:
                     raise
                 if time.monotonic() >= end:  # it took longer than it was given
                     raise TimeoutError(
                         f"the source was not reached: timed out after {timeout.total_seconds():g} s: {e}"
                     ) from e
                 self._check_peers()
-                patience *= 2
+                attempt *= 2
 
     def peer_failed(self, failure: MemberFailure) -> None:
         """Ends a transfer from a group that has failed: the others wait until this one asks for a quorum."""

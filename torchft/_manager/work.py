@@ -104,16 +104,16 @@ class _ManagedWork(dist._Work):
         """
         if self._succeeded is not None:
             return self._end(None)
-        patience = self._timeout if timeout is None else timeout
+        limit = self._timeout if timeout is None else timeout
         try:
             with self._lock:
                 future = self._future
             if future is not None:
-                (future if patience is None else timed(future, patience, self._devices())).wait()
-            elif patience is not None and (
+                (future if limit is None else timed(future, limit, self._devices())).wait()
+            elif limit is not None and (
                 timeout is not None or self._on_cpu or not (self._kind.polls and self._devices())
             ):
-                self._work.wait(patience)
+                self._work.wait(limit)
             else:
                 self._work.wait()
         except Exception as e:

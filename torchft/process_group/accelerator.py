@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group._errors import refuse_meta, tensors_of
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
-from torchft.process_group.native import ABORT_PATIENCE_SEC, abort_elsewhere, backend_error, native_error
+from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.process_group.wrapper import _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
 from torchft.utils import Mark, get_stream_context, on_device, poll, refuse_capture
@@ -193,7 +193,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         self._timeout = timeout
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
-        abort_elsewhere(self.getBackendName(), pg).join(ABORT_PATIENCE_SEC)
+        abort_elsewhere(self.getBackendName(), pg).join(ABORT_TIMEOUT_SEC)
 
     # Connecting
 

@@ -34,7 +34,7 @@ _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakre
 _aborts: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
 
 # How long an abort is waited for. Most are over by then; the others go on by themselves.
-ABORT_PATIENCE_SEC = 0.05
+ABORT_TIMEOUT_SEC = 0.05
 # How long the next peers wait for it where their options have no timeout.
 _LONGEST_ABORT_SEC = 60.0
 
@@ -154,7 +154,7 @@ def abort_native(pg: dist.ProcessGroup) -> None:
         # It is known before it ends anything: a wait that it ends may ask at once.
         last = _aborts[pg] = _abort_thread(pg.name(), pg)
         last.start()
-    last.join(ABORT_PATIENCE_SEC)
+    last.join(ABORT_TIMEOUT_SEC)
 
 
 def abort_elsewhere(name: str, pg: Any) -> threading.Thread:

@@ -21,9 +21,9 @@ type Network interface {
 // TCP is the network of the machine.
 var TCP Network = tcp{}
 
-// tcp gives up a connection that it made when what was sent is not acknowledged for so long; 0: when the kernel does, after a
-// quarter of an hour.
-type tcp struct{ unacknowledged time.Duration }
+// tcp sets TCP_USER_TIMEOUT on the connections that it makes: the kernel breaks one on which sent data stays unacknowledged for so
+// long. 0 leaves the kernel's default of about a quarter of an hour.
+type tcp struct{ userTimeout time.Duration }
 
 func (tcp) Listen(address string) (net.Listener, error) {
 	lis, err := net.Listen("tcp", address)
@@ -50,18 +50,18 @@ func (t tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
 		return nil, err
 	}
 	conn := dialed.(*net.TCPConn)
-	if t.unacknowledged > 0 {
-		setUserTimeout(conn, t.unacknowledged) // gRPC would, but does not see a TCP connection behind tcpConn
+	if t.userTimeout > 0 {
+		setUserTimeout(conn, t.userTimeout) // gRPC would set it, but does not see the TCP connection behind tcpConn
 	}
 	return tcpConn{conn}, nil
 }
 
-// Impatient is a network that gives up a connection which it made when the other host acknowledges nothing for a time, where
-// the system can do that. It is for those who have somewhere else to go: for all others a network that is away for
-// longer than that, and comes back, is best waited for on the connection that there is.
-func Impatient(network Network, unacknowledged time.Duration) Network {
+// WithUserTimeout is a network whose connections break when the other host acknowledges nothing for the timeout, where the system
+// supports that. It is for clients that can go to another server. For others, an interruption of the network that lasts longer is
+// cheapest if the connection survives it.
+func WithUserTimeout(network Network, timeout time.Duration) Network {
 	if t, isTCP := network.(tcp); isTCP {
-		t.unacknowledged = unacknowledged
+		t.userTimeout = timeout
 		return t
 	}
 	return network

@@ -45,21 +45,21 @@ func serveSecurely(t *testing.T, security auth.Security, limits rpc.Limits) (por
 	return port, log
 }
 
-// beat connects and makes one call. Where nobody answered in time, and so nothing was said, it is more patient: a handshake
-// may take a second on a machine that does other things.
+// beat connects and makes one call. After a timeout without an answer it tries again with a longer one: on a busy machine a
+// handshake may take a second.
 func beat(t *testing.T, security auth.Security, address string, id string) error {
 	t.Helper()
-	for patience := time.Second; ; patience *= 4 {
-		err := beatWithin(t, patience, security, address, id)
-		if err == nil || !strings.Contains(err.Error(), "does not answer as a gRPC server") || patience > 10*time.Second {
+	for timeout := time.Second; ; timeout *= 4 {
+		err := beatWithin(t, timeout, security, address, id)
+		if err == nil || !strings.Contains(err.Error(), "does not answer as a gRPC server") || timeout > 10*time.Second {
 			return err
 		}
 	}
 }
 
-func beatWithin(t *testing.T, patience time.Duration, security auth.Security, address string, id string) error {
+func beatWithin(t *testing.T, timeout time.Duration, security auth.Security, address string, id string) error {
 	t.Helper()
-	conn, err := rpc.DialSecurely(t.Context(), security, nil, "lighthouse", address, patience)
+	conn, err := rpc.DialSecurely(t.Context(), security, nil, "lighthouse", address, timeout)
 	if err != nil {
 		return err
 	}

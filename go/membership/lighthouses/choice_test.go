@@ -18,8 +18,8 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 	}{
 		{"at the beginning", func(*choice) {}, []int{0, 1, 2}},
 		{"one that serves", func(c *choice) { c.arrived(1) }, []int{1}},
-		{"it is restarted", func(c *choice) { c.arrived(1); c.broke = now.Add(-patience / 2) }, []int{1}},
-		{"it stays away", func(c *choice) { c.arrived(1); c.broke = now.Add(-patience) }, []int{0, 1, 2}},
+		{"it is restarted", func(c *choice) { c.arrived(1); c.broke = now.Add(-failoverAfter / 2) }, []int{1}},
+		{"it stays away", func(c *choice) { c.arrived(1); c.broke = now.Add(-failoverAfter) }, []int{0, 1, 2}},
 		{"it has too few", func(c *choice) { c.arrived(0); c.shun(0, now) }, []int{1, 2, 0}},
 		{"that was long ago", func(c *choice) { c.arrived(0); c.shun(0, now.Add(-avoidFor)) }, []int{0}},
 		{"all have too few", func(c *choice) { c.shun(1, now); c.shun(0, now); c.shun(2, now) }, []int{0, 1, 2}},
@@ -33,7 +33,7 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 		}, []int{2}},
 		{"nor does the one before", func(c *choice) {
 			c.arrived(2)
-			c.broke = now.Add(-patience)
+			c.broke = now.Add(-failoverAfter)
 			c.goBack(0)
 			c.failed(0, now, false)
 			c.failed(2, now, false)

@@ -20,13 +20,13 @@ import (
 const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
-	// unacknowledged is after how long the connection to one of several lighthouses is given up whose host acknowledges nothing:
-	// a member says something each second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
-	unacknowledged = 2 * time.Second
+	// userTimeout is that of a connection to one of several lighthouses (rpc.WithUserTimeout). A member sends something each
+	// second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
+	userTimeout = 2 * time.Second
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second
-	// patience is for how long only the lighthouse that served last is tried: a restart of it is no reason to leave.
-	patience = time.Second
+	// failoverAfter is for how long only the lighthouse that served last is tried: its restart is no reason for a failover.
+	failoverAfter = time.Second
 	// lookBackEvery is how often a member that is served by a later lighthouse looks which earlier ones it reaches. It says
 	// so of those that were there twice in a row, and the lighthouse decides when all members go back.
 	lookBackEvery = time.Second
@@ -53,7 +53,7 @@ func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.
 		return nil, 0, status.Error(codes.InvalidArgument, err.Error())
 	}
 	if len(list) > 1 {
-		options = append(slices.Clone(options), WithNetwork(rpc.Impatient(cmp.Or(settingsOf(options).network, rpc.TCP), unacknowledged)))
+		options = append(slices.Clone(options), WithNetwork(rpc.WithUserTimeout(cmp.Or(settingsOf(options).network, rpc.TCP), userTimeout)))
 	}
 	first, err := Dial(ctx, addresses, connectTimeout, options...)
 	if err != nil {
@@ -162,7 +162,7 @@ func newChoice(at, of int) choice {
 
 // outlasted reports that the lighthouse that served last has been away for long enough to try others.
 func (c *choice) outlasted(now time.Time) bool {
-	return !c.broke.IsZero() && now.Sub(c.broke) >= patience
+	return !c.broke.IsZero() && now.Sub(c.broke) >= failoverAfter
 }
 
 // order are the places to try, in this order. Who is bound to the lighthouse that served last asks no other.

@@ -68,13 +68,13 @@ func TestACallThatFails(t *testing.T) {
 func TestACallEndsAtItsDeadlineOrWhenGivenUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		started, ends := calls(t)
-		patient := prepare(t, time.Second, untilDone)
+		long := prepare(t, time.Second, untilDone)
 		began := time.Now()
-		started.Start("late", patient, [ops.Numbers]int64{})
+		started.Start("late", long, [ops.Numbers]int64{})
 		require.Equal(t, ended{call: "late", err: "T:context deadline exceeded"}, <-ends)
 		require.Equal(t, time.Second, time.Since(began))
 
-		started.Start("given up", patient, [ops.Numbers]int64{})
+		started.Start("given up", long, [ops.Numbers]int64{})
 		started.GiveUp("given up")
 		require.Equal(t, ended{call: "given up", err: "T:context canceled"}, <-ends)
 		require.Equal(t, time.Second, time.Since(began))

@@ -265,7 +265,7 @@ def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Ca
         logger.setLevel(level)
     (record,) = records
     assert record.__dict__["steps_lost"] == 1 and record.__dict__["failed_quorum_id"] == 1
-    phases = ["abort", "give_up_the_step", "quorum", "reconfigure", "next_step"]
+    phases = ["abort", "vote", "quorum", "reconfigure", "next_step"]
     seconds = [record.__dict__[f"{phase}_seconds"] for phase in phases]
     assert sum(seconds) == pytest.approx(record.__dict__["total_seconds"])
     assert "group_0:uuid of quorum 1 failed" in record.getMessage()

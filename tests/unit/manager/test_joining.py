@@ -71,7 +71,7 @@ def test_a_source_that_was_left_during_a_request_is_no_failure() -> None:
 
 
 def test_a_source_is_located_once_and_not_for_long() -> None:
-    """The others train on. A patient attempt would go on when another source has been named for long."""
+    """The others train on: an attempt with a long timeout would still run when another source has been named."""
     tried: list[timedelta] = []
 
     def connect(address: str, timeout: timedelta) -> Any:

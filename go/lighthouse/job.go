@@ -40,7 +40,7 @@ type job struct {
 	waiters rpc.Waiters[quorum.WaiterID, answer]
 	streams streams
 	news    news
-	waiting waiting
+	waitLog waitLog
 	board   *dashboard.Feed // what people see
 	stop    chan struct{}   // closed at the end
 	stepped time.Time       // when the machine was fed last
@@ -181,7 +181,7 @@ func (j *job) safely(use func()) (err error) {
 	defer func() {
 		if !sound {
 			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now())
-			j.inUse, j.waiting = quorum.InUse{}, waiting{}
+			j.inUse, j.waitLog = quorum.InUse{}, waitLog{}
 			j.waiters.AnswerAll(answer{err: err})
 			j.streams.renew() // what their greetings said is forgotten
 		}
@@ -223,7 +223,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
-			j.waiting.served()
+			j.waitLog.served()
 			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
 			d := newDelivery(a.Quorum, a.Before)
 			deliver = func() { j.deliver(a.Waiters, d) }
@@ -282,7 +282,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.InUse:
 			j.inUse = a
 		case quorum.Waiting:
-			j.waiting.begins(a.Reason, now)
+			j.waitLog.waits(a.Reason, now)
 		}
 	}
 	if deliver != nil && !j.keeper.once(func() {

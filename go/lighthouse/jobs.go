@@ -143,7 +143,7 @@ func (j *job) tick(now time.Time) {
 	if j.feed(quorum.Tick{}) != nil {
 		return
 	}
-	j.logWaiting(now)
+	j.logWait(now)
 	j.keeper.look(now)
 	j.mu.Lock()
 	inUse := j.inUse

@@ -52,9 +52,9 @@ type pipe struct {
 	chunks   []chunk
 	back     *pipe
 	closed   bool // by the writer
-	unknown  bool // the reader's host was off since, and knows nothing of the connection
+	unknown  bool // the reader's host has restarted, and does not know the connection
 	left     bool // by the reader
-	frozen   bool // what is on its way is lost, and all that is written
+	frozen   bool // data on its way is dropped, and all that is written later
 	held     int  // reasons for which nothing arrives for a while, not even the end
 	deadline time.Time
 	timer    *time.Timer
@@ -95,7 +95,7 @@ func (p *pipe) read(to []byte) (int, error) {
 	}
 }
 
-// arrived reports whether there is something to read, and sees to it that the reader looks again when there will be.
+// arrived reports whether there is something to read. If a chunk is still on its way, a timer wakes the reader when it arrives.
 func (p *pipe) arrived() bool {
 	if len(p.chunks) == 0 || p.held > 0 {
 		return false
@@ -107,8 +107,8 @@ func (p *pipe) arrived() bool {
 	return wait <= 0
 }
 
-// write is no error after the reader has left: that is for the other direction to tell, with its end. (gRPC waits for it there,
-// and would try again and again meanwhile, in a bubble without time passing.)
+// write succeeds after the reader has closed its end, as if the data were still on its way: the writer learns of the end by reading.
+// With an error, gRPC would retry until its reader sees the end, and in a synctest bubble no time passes meanwhile.
 func (p *pipe) write(from []byte) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -124,7 +124,7 @@ func (p *pipe) write(from []byte) (int, error) {
 	return len(from), nil
 }
 
-// send lets a chunk arrive, after those before it.
+// send queues a chunk. It arrives after the delay, and not before earlier chunks.
 func (p *pipe) send(data []byte) {
 	at := time.Now()
 	if p.delay != nil {
@@ -159,7 +159,7 @@ func (p *pipe) freeze() {
 	})
 }
 
-// reset is the end of a connection that one side did not know any more.
+// reset ends a connection whose other side has forgotten it: what the writer would get from that host is a TCP reset.
 func (p *pipe) reset() {
 	p.change(func() {
 		if p.held >= off {

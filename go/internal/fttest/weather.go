@@ -107,7 +107,7 @@ func (n *Network) answer(host string) {
 	}
 	delete(n.silent, host)
 	n.tellDialers()
-	for c := range n.conns { // the host has forgotten its earlier connections: it answers data on them with a reset
+	for c := range n.conns { // the restarted host does not know its earlier connections: it answers data on them with a reset
 		if to, _, _ := net.SplitHostPort(c.remote.String()); to == host {
 			c.out.change(func() { c.out.unknown = true })
 		}

@@ -13,7 +13,7 @@ import (
 // same bytes: encoding it for each of n waiters would be O(n²) work and memory in each step.
 type Encoded []byte
 
-// Numbered is a message that is encoded already but for its first field, a number.
+// Numbered is a message of which all but the first field, a number, is encoded already.
 type Numbered struct {
 	Number  uint64
 	Message Encoded
@@ -24,7 +24,7 @@ type codec struct{ encoding.CodecV2 }
 
 func newCodec() encoding.CodecV2 { return codec{encoding.GetCodecV2(proto.Name)} }
 
-// Unmarshal survives a bug in the decoder: gRPC decodes a request before anything of ours that recovers.
+// Unmarshal recovers from panics of the decoder: gRPC decodes a request before the interceptors run, which recover from others.
 func (c codec) Unmarshal(data mem.BufferSlice, v any) (err error) {
 	defer Recovered(slog.Default(), "decoding", &err)
 	return c.CodecV2.Unmarshal(data, v)
@@ -36,7 +36,7 @@ func (c codec) Marshal(v any) (data mem.BufferSlice, err error) {
 	case Encoded:
 		return mem.BufferSlice{mem.SliceBuffer(v)}, nil
 	case Numbered:
-		// Two protobuf messages, one after the other, are both in one.
+		// Two encoded protobuf messages, one after the other, decode as one message with the fields of both.
 		number := protowire.AppendVarint(protowire.AppendTag(nil, 1, protowire.VarintType), v.Number)
 		return mem.BufferSlice{mem.SliceBuffer(number), mem.SliceBuffer(v.Message)}, nil
 	}

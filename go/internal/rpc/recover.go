@@ -14,10 +14,10 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// The core runs inside the user's Python process, where a panic must never end the training. So everything
-// that runs on a goroutine of ours recovers.
+// The core runs inside the user's Python process, where a panic must never end the training. So each goroutine that it starts
+// recovers from panics.
 
-// Go runs f on a goroutine that group counts, and logs a panic of it.
+// Go runs f on a goroutine of the group, and logs a panic.
 func Go(group *sync.WaitGroup, log *slog.Logger, name string, f func()) {
 	group.Add(1)
 	go func() {
@@ -31,10 +31,10 @@ func Go(group *sync.WaitGroup, log *slog.Logger, name string, f func()) {
 	}()
 }
 
-// AfterFunc is time.AfterFunc for a function whose panic is logged. The timer does not run yet: Reset starts it.
+// AfterFunc is time.AfterFunc with panics of f logged. The timer is returned stopped: Reset starts it.
 func AfterFunc(log *slog.Logger, name string, f func()) *time.Timer {
 	timer := time.AfterFunc(time.Hour, func() {
-		var err error // logged
+		var err error // Recovered has logged it
 		defer Recovered(log, name, &err)
 		f()
 	})

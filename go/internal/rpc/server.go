@@ -18,7 +18,7 @@ type Server struct {
 	split *splitter    // nil without a handler
 	tasks sync.WaitGroup
 	stop  sync.Once
-	// stopping is set before anything is closed: what the listeners then say is no error.
+	// stopping is set before anything is closed: errors of the listeners after that are expected, and not logged.
 	stopping atomic.Bool
 }
 
@@ -44,7 +44,7 @@ func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, l
 			WriteTimeout:      time.Minute,
 			IdleTimeout:       time.Minute,
 			MaxHeaderBytes:    maxHeader,
-			// Whatever is neither gRPC nor HTTP ends here; that is no news for the log.
+			// Connections that speak neither gRPC nor HTTP end here, and are not logged.
 			ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug),
 		}
 		Go(&s.tasks, log, "http", func() { _ = s.http.Serve(s.split.http) })
@@ -58,8 +58,8 @@ func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, l
 	return s
 }
 
-// Stop closes the port, lets calls that already have their answer deliver it, ends all others, and returns
-// when no goroutine is left. End the waiters before, else they are cut off after a second.
+// Stop closes the port, waits at most stopGrace until the calls have ended, ends the others, and returns when no goroutine is left.
+// The caller answers the pending calls before: an answer that was given by then is still sent.
 func (s *Server) Stop() {
 	s.stop.Do(func() {
 		s.stopping.Store(true)

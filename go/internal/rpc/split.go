@@ -10,9 +10,8 @@ import (
 // preface is how every HTTP/2 client begins, and so every gRPC one.
 const preface = "PRI * HTTP/2.0"
 
-// splitter gives the connections of one port to the gRPC server or to the HTTP/1.1 server, by their first
-// bytes. Each connection is looked at on its own goroutine and for at most sniffTimeout, so that one that says
-// nothing holds up nobody.
+// splitter hands the connections of one port to the gRPC server or to the HTTP/1.1 server, by their first bytes. It reads those of each
+// connection on a goroutine of its own and for at most sniffTimeout, so a silent connection delays no other one.
 type splitter struct {
 	lis        net.Listener
 	grpc, http *queue
@@ -33,7 +32,7 @@ func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
 			if s.closed() {
 				return
 			}
-			// Out of descriptors, or a connection that broke while it waited: neither ends the server.
+			// Out of descriptors, or the connection broke before it was accepted: the server goes on.
 			failed++
 			if failed == 1 {
 				log.Warn("torchft: a connection was not accepted", "error", err)
@@ -55,7 +54,7 @@ func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
 }
 
 func (s *splitter) sniff(conn net.Conn) {
-	_ = conn.SetDeadline(time.Now().Add(sniffTimeout)) // to write too: a TLS handshake does
+	_ = conn.SetDeadline(time.Now().Add(sniffTimeout)) // for writes too: the first read makes a TLS handshake
 	start, isGRPC, err := readPreface(conn)
 	_ = conn.SetDeadline(time.Time{})
 	s.end(conn)
@@ -156,7 +155,7 @@ func (q *queue) Close() error {
 
 func (q *queue) Addr() net.Addr { return q.addr }
 
-// prefixConn gives back the bytes that were read to look at them.
+// prefixConn is a connection whose first bytes have been read already: they are read from prefix again.
 type prefixConn struct {
 	net.Conn
 	prefix []byte

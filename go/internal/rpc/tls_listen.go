@@ -44,14 +44,14 @@ func (c *secureConn) Read(p []byte) (int, error) {
 
 func (c *secureConn) complain(err error) {
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
-		return // it said nothing
+		return // nothing was sent, as by a port scan or a health check
 	}
 	plain, isPlain := errors.AsType[tls.RecordHeaderError](err)
 	if isPlain && plain.Conn != nil {
 		err = errors.New("it does not speak TLS, and this server does: its address begins with https://")
 		switch string(plain.RecordHeader[:]) {
 		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
-			// The connection ends in any case.
+			// Best effort: the connection is closed next.
 			_, _ = io.WriteString(plain.Conn, "HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nThis port speaks TLS: use https://\n")
 		}
 	}
@@ -61,15 +61,15 @@ func (c *secureConn) complain(err error) {
 	}
 }
 
-// linger waits a moment for the other side to hang up: a connection that is closed while it still sends is reset, and what
-// it was told last, why it is refused, gets lost.
+// linger waits up to a second for the other side to close. If this side closed while unread data arrives, the kernel would send a
+// reset, and the client might not read the TLS alert that says why it was refused.
 func (c *secureConn) linger() {
 	raw := c.NetConn()
 	_ = raw.SetDeadline(time.Now().Add(time.Second))
 	_, _ = io.CopyN(io.Discard, raw, maxHeader)
 }
 
-// refusals logs at most one a second: whoever is refused tries again.
+// refusals logs at most one refusal a second: refused clients retry.
 type refusals struct {
 	logger *slog.Logger
 

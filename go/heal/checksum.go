@@ -11,7 +11,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 func checksum(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }
 
-// digest sums a whole state up: its size, how it was cut, and the checksum of every block.
+// digest is a hash of a whole state: of the sizes of its regions, the block size, and the checksum of each block.
 func digest(l *Layout, crcs []uint32) string {
 	sum := sha256.New()
 	words := []uint64{uint64(l.Total), uint64(l.BlockSize), uint64(len(l.sizes))}

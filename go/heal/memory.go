@@ -5,16 +5,16 @@ import (
 	"unsafe"
 )
 
-// Memory is memory that Python owns and keeps alive until whoever uses it was ended.
+// Memory is memory that Python owns. Python keeps it alive until the Fetch or Offer that uses it is closed.
 type Memory struct {
 	regions [][]byte
-	away    map[int]int64 // lengths of those that are on a device: regions has nil for them
+	away    map[int]int64 // by index, the lengths of regions on a device: regions has nil for them
 }
 
-// onDevice is the address of a region that no processor reads: it goes through memory of the host.
+// onDevice stands for the address of a region on a device, which is copied through host memory.
 const onDevice = -1
 
-// Lend makes regions of pairs of address and length. It reads none of them.
+// Lend makes a Memory of pairs of address and length. It does not access the memory.
 func Lend(pairs []int64) (*Memory, error) {
 	m := &Memory{regions: make([][]byte, len(pairs)/2), away: map[int]int64{}}
 	for i := range m.regions {
@@ -31,7 +31,7 @@ func Lend(pairs []int64) (*Memory, error) {
 	return m, nil
 }
 
-// region is every access's bounds check: from here on it is a slice.
+// region makes a slice of foreign memory, so that Go checks the bounds of each access.
 func region(address, length int64) ([]byte, error) {
 	switch {
 	case length == 0:
@@ -39,7 +39,7 @@ func region(address, length int64) ([]byte, error) {
 	case address <= 0 || length < 0 || address+length < address:
 		return nil, fmt.Errorf("address %#x with %d bytes is no memory", address, length)
 	}
-	// not Go's memory, so its collector neither moves nor frees it
+	// The garbage collector ignores it: it was not allocated by Go.
 	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&address))), length), nil
 }
 

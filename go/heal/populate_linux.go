@@ -11,27 +11,28 @@ const (
 	populateAbove     = 64 << 10
 )
 
-// populate gets the pages behind b at once, if they were never touched. The kernel would otherwise be interrupted for
-// each of them while it copies from the network, which costs half as much again as the copy. Where this is not known, or
-// there is no memory, the copy says so.
+// populate maps the pages of b with one system call if they were never accessed. Otherwise each of them causes a page fault while the
+// kernel copies data from the network into it, which makes the copy take half as long again. Errors are ignored: on an older kernel
+// the pages are mapped by faults, and if there is no memory, the copy reports it.
 func populate(b []byte) {
 	if len(b) < populateAbove {
 		return
 	}
 	page := uintptr(os.Getpagesize())
 	begin := uintptr(unsafe.Pointer(&b[0]))
-	end := (begin + uintptr(len(b))) &^ (page - 1) // only whole pages: the rest may belong to somebody else
+	end := (begin + uintptr(len(b))) &^ (page - 1) // whole pages only: those at the ends may hold other data
 	skip := (page - begin%page) % page
 	if begin+skip < end && !touched(b[skip:end-begin]) {
 		_ = syscall.Madvise(b[skip:end-begin], madvPopulateWrite)
 	}
 }
 
-// touched says whether the last page of b is there; to ask for all of them again costs a tenth of the copy.
+// touched reports whether the last page of b is mapped. It stands for all of them: populating mapped pages again would take a tenth
+// of the time of the copy.
 func touched(b []byte) bool {
 	page := os.Getpagesize()
-	var there byte
+	var resident byte
 	last := &b[(len(b)-1)/page*page]
-	_, _, errno := syscall.Syscall(syscall.SYS_MINCORE, uintptr(unsafe.Pointer(last)), 1, uintptr(unsafe.Pointer(&there)))
-	return errno == 0 && there&1 == 1
+	_, _, errno := syscall.Syscall(syscall.SYS_MINCORE, uintptr(unsafe.Pointer(last)), 1, uintptr(unsafe.Pointer(&resident)))
+	return errno == 0 && resident&1 == 1
 }

@@ -17,21 +17,21 @@ const (
 	responseSize = 16 // status, block, length, checksum of the three
 )
 
-// What a target asks for.
+// The operations of a request.
 const (
 	opBlock  uint32 = 1 + iota // the bytes of a block and their checksum
-	opEqual                    // the same, if the block's checksum is the expected one
+	opEqual                    // the same, if the block has the expected checksum: asked of additional sources, see stream.receive
 	opSums                     // the checksums of `expected` blocks from `block` on
 	opDigest                   // the digest of the whole state
 )
 
 const flagChecksum uint32 = 1
 
-// How a source answers. What follows the header is `length` bytes, and the CRC32C of those where there is a checksum.
+// The status of a response. Behind its header come `length` bytes, and their CRC32C if the request has flagChecksum.
 const (
 	statusOK        uint32 = 0x4b4f4b4f
 	statusDiffer    uint32 = 0x46464944
-	statusWithdrawn uint32 = 0x454e4f47 // the bytes are the reason, in words: what was offered is not any more
+	statusWithdrawn uint32 = 0x454e4f47 // the offer has ended; the bytes are the reason as text
 )
 
 type request struct{ op, block, expected, flags uint32 }
@@ -58,7 +58,7 @@ func (r response) append(to []byte) []byte {
 	return binary.LittleEndian.AppendUint32(to, checksum(to[start:]))
 }
 
-// errGarbled is a byte on the wire that is not what was sent.
+// errGarbled: what arrived is not what was sent, by its checksum.
 var errGarbled = errors.New("the data was garbled on its way")
 
 func parseResponse(b []byte) (response, error) {

@@ -16,26 +16,26 @@ import (
 )
 
 const (
-	maxConnections = 256 // of targets that have shown a secret
+	maxConnections = 256 // that have sent a hello with a valid secret
 	helloTimeout   = 10 * time.Second
-	// Those that have not: a target sends its hello with the connection, and needs its place for a moment.
+	// Connections before their hello. A target sends it at once, so it needs one of these places only for a moment.
 	mostStrangers  = 64
-	strangersOfOne = 32 // address: all targets may come through one
+	strangersOfOne = 32 // from one address: all targets may share one (NAT)
 )
 
-// Server serves offers to whoever shows a secret that one of them has granted.
+// Server serves offers to targets that send the secret of a Grant.
 type Server struct {
 	listener net.Listener
 	timeout  time.Duration
 	limit    limiter
 
-	background bool // serving comes after all else that the host does
+	background bool // serve with the lowest priority (priority_linux.go)
 
 	mu          sync.Mutex
 	closed      bool
 	grants      map[[secretSize]byte]*Grant
 	connections map[*connection]bool
-	known       int // of them, those with a grant
+	known       int // connections with a grant
 	running     sync.WaitGroup
 
 	strangers *lobby.Lobby
@@ -48,12 +48,12 @@ type Grant struct {
 	secret [secretSize]byte
 
 	served atomic.Int64
-	steady bool // a connection of it is; server.mu guards it
+	steady bool // one of its connections is steady; server.mu guards it
 }
 
 // Listen starts a server on every address of this host, on a free port. timeout is how long a target may take for one
-// piece; bytesPerSecond bounds what all targets get together, 0 does not. inBackground puts serving after everything else
-// that this host does, as helping always is.
+// piece. bytesPerSecond bounds the rate to all targets together; 0: no bound. inBackground gives serving the lowest priority of all
+// that this host does, which an additional source always has.
 func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Server, error) {
 	listener, err := net.Listen("tcp", ":0")
 	if err != nil {
@@ -69,7 +69,7 @@ func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Se
 	return s, nil
 }
 
-// Port is where it listens.
+// Port is the port that it listens on.
 func (s *Server) Port() int64 { return int64(s.listener.Addr().(*net.TCPAddr).Port) }
 
 // Grant makes a secret for one target of an offer.
@@ -82,13 +82,13 @@ func (s *Server) Grant(o *Offer) *Grant {
 	return g
 }
 
-// Secret is what the target shows, in hexadecimal digits.
+// Secret is what the target has to send, in hexadecimal digits.
 func (g *Grant) Secret() string { return hex.EncodeToString(g.secret[:]) }
 
 // Served is how many bytes the target was sent.
 func (g *Grant) Served() int64 { return g.served.Load() }
 
-// Close makes the secret worthless and cuts the target's connections.
+// Close revokes the secret and cuts the target's connections.
 func (g *Grant) Close() {
 	g.server.mu.Lock()
 	delete(g.server.grants, g.secret)
@@ -125,7 +125,7 @@ func (s *Server) accept() {
 				return
 			}
 			slog.Warn("checkpoint server: no connection accepted", "error", err)
-			time.Sleep(10 * time.Millisecond) // too many open files: that passes
+			time.Sleep(10 * time.Millisecond) // such as too many open files: some will be closed
 			continue
 		}
 		c := &connection{Conn: conn, server: s, ended: make(chan struct{})}
@@ -172,7 +172,8 @@ func (s *Server) remove(c *connection) {
 	}
 }
 
-// enter finds the grant for a secret, nil if there is none, and gives the connection a place among those that have shown one.
+// enter finds the grant for a secret, nil if there is none, and gives the connection one of the maxConnections places. The first
+// connection of each grant is steady, so that a background transfer makes progress where no processor is ever idle.
 func (s *Server) enter(c *connection, secret [secretSize]byte) (grant *Grant, full bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -194,20 +195,20 @@ type connection struct {
 	net.Conn
 	server *Server
 	guest  *lobby.Guest
-	grant  *Grant // server.mu guards it, worked and steady
-	worked func() // ends Working, nil unless it began
-	steady bool   // it goes on where no processor is idle
-	helps  bool   // the target has another source too
+	grant  *Grant // server.mu guards grant, worked and steady
+	worked func() // ends Working; nil before enter
+	steady bool   // in the background, it keeps a small share of a busy processor (leastShare)
+	helps  bool   // the target has another source, its main one
 
 	once  sync.Once
-	ended chan struct{} // closed when it was cut
+	ended chan struct{} // closed by cut
 
 	out    []byte // what is yet to be written
 	memory [][]byte
 	spans  []Span
 }
 
-// cut ends it at once, whatever it is at.
+// cut ends the connection at once, also in the middle of a read or write.
 func (c *connection) cut() {
 	c.once.Do(func() { close(c.ended) })
 	abort(c.Conn)
@@ -237,9 +238,9 @@ func (c *connection) serve() (err error) {
 		return c.withdrawn(request{}, errEnded)
 	}
 	c.out = make([]byte, 0, pieceSize+2*responseSize)
-	prepare(c.Conn) // not before: a stranger gets no thread
+	prepare(c.Conn) // Not before the hello: blocking reads occupy a thread, and a stranger could open many connections.
 	switch {
-	case !c.server.background: // the whole job may wait for this
+	case !c.server.background: // normal priority: the whole job may wait for this transfer
 	case c.steady:
 		leastShare()
 	default:
@@ -247,7 +248,7 @@ func (c *connection) serve() (err error) {
 	}
 	var b [requestSize]byte
 	for {
-		// A target asks ahead, so that a pause is its own.
+		// A target sends requests ahead of the answers. So without one for this long it has failed, or stopped reading.
 		_ = c.SetDeadline(time.Now().Add(c.server.timeout))
 		if _, err := io.ReadFull(c, b[:]); err != nil {
 			if errors.Is(err, io.EOF) {
@@ -269,7 +270,7 @@ func (c *connection) answer(g *Grant, r request) error {
 			return fmt.Errorf("block %d of %d", r.block, o.layout.Blocks())
 		}
 		if r.op == opEqual {
-			if !c.helps { // the target has another source, and waits for that one anyway
+			if !c.helps { // opEqual is sent to additional sources only; the target waits for its main source in any case
 				c.helps = true
 				background()
 			}
@@ -329,11 +330,12 @@ func (c *connection) check(o *Offer, block int) (uint32, error) {
 	return crc, o.note(block, crc)
 }
 
-// send writes a block. Whatever fails after its header ends the connection: the target gets less than was announced.
+// send writes a block. An error after the header ends the connection, so the target sees that the announced block is incomplete.
 func (c *connection) send(g *Grant, r request) error {
 	o := g.offer
 	length := o.layout.Length(int(r.block))
-	// What was computed for another target holds for this one: the target would notice if the memory had changed.
+	// A checksum that was computed for another target is sent again: if the memory had changed since, it would not match the data, and
+	// the target would refuse the block.
 	crc, known := o.sum(int(r.block))
 	summing := r.flags&flagChecksum != 0 && !known
 	c.out = response{statusOK, r.block, uint32(length)}.append(c.out[:0])
@@ -351,7 +353,7 @@ func (c *connection) send(g *Grant, r request) error {
 		if err := c.write(c.memory); err != nil {
 			return err
 		}
-		if summing { // Only now: the copy into the kernel reads memory faster, and leaves it in the processor's cache.
+		if summing { // after the copy into the kernel, which reads memory faster and leaves the piece in the processor's cache
 			for _, part := range c.memory {
 				crc = updateChecksum(crc, part)
 			}
@@ -372,7 +374,7 @@ func (c *connection) send(g *Grant, r request) error {
 	return c.flush()
 }
 
-// write sends what is in out, and then parts: small ones by way of out, a large one as it lies.
+// write sends the content of out, and then parts. Small parts are collected in out, large ones are written without a copy.
 func (c *connection) write(parts [][]byte) error {
 	for _, part := range parts {
 		if len(part) < packBelow && len(c.out)+len(part) <= cap(c.out) {
@@ -413,11 +415,11 @@ func (c *connection) reply(r request, status uint32, body []byte) error {
 	return c.flush()
 }
 
-// gone tells the target that this offer is over, and why.
+// withdrawn tells the target that the offer has ended, and why.
 func (c *connection) withdrawn(r request, reason error) error {
 	_ = c.reply(r, statusWithdrawn, []byte(reason.Error()))
 	if tcp, ok := c.Conn.(*net.TCPConn); ok {
-		// Not cut: a reset would take the reason away from the target. It closes, or the deadline comes.
+		// Close would send a reset if requests are still unread, and the target could lose the reason. So wait until it closes.
 		_ = tcp.CloseWrite()
 		_ = tcp.SetDeadline(time.Now().Add(time.Second))
 		_, _ = io.Copy(io.Discard, tcp)
@@ -425,7 +427,7 @@ func (c *connection) withdrawn(r request, reason error) error {
 	return reason
 }
 
-// limiter spreads bytes over time. Its zero value does not.
+// limiter bounds the rate of sent bytes. The zero value has no bound.
 type limiter struct {
 	bytesPerSecond int64
 

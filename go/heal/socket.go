@@ -6,27 +6,27 @@ import (
 	"time"
 )
 
-// How long a thread stays in the kernel for one read or write before it looks at its deadline again.
+// blockFor is how long a thread may block in the kernel for one read or write before it checks its deadline.
 const blockFor = 500 * time.Millisecond
 
-// prepare makes a connection fit for moving blocks.
+// prepare makes reads and writes of a connection block in the kernel, which is faster for large blocks (letBlock).
 func prepare(conn net.Conn) {
 	if tcp, ok := conn.(*net.TCPConn); ok {
 		letBlock(tcp)
 	}
 }
 
-// abort ends a connection at once. Closing alone would not wake a thread that is in the kernel for it.
+// abort ends a connection at once. Close alone would not wake a thread that is blocked on it in the kernel.
 func abort(conn net.Conn) {
 	if tcp, ok := conn.(*net.TCPConn); ok {
-		_ = tcp.SetLinger(0) // what the kernel still holds is of no use
+		_ = tcp.SetLinger(0) // drop what the kernel has not sent: nobody needs it any more
 		_ = tcp.CloseRead()
 		_ = tcp.CloseWrite()
 	}
 	_ = conn.Close()
 }
 
-// readFull is io.ReadFull, in as few calls into the kernel as the system allows.
+// readFull is io.ReadFull with as few system calls as possible.
 func readFull(conn net.Conn, b []byte) (int, error) {
 	if tcp, ok := conn.(*net.TCPConn); ok {
 		return readBlocking(tcp, b)

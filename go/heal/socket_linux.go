@@ -8,9 +8,9 @@ import (
 	"syscall"
 )
 
-// letBlock lets reads and writes wait in the kernel. Go's own sockets never do: a large read becomes many small ones, a
-// goroutine switch and a turn of the poller between each two, which takes as much time again as the copy. The kernel
-// gives up after blockFor; Go then waits by its poller until the deadline, as for any other socket.
+// letBlock makes reads and writes block in the kernel. Go's sockets do not: a large read becomes many small ones with a goroutine
+// switch and a poll between them, which together take as long as the copy itself. A call that blocks for blockFor returns EAGAIN, and
+// Go waits for the socket with its poller until the deadline, as for any other one.
 func letBlock(tcp *net.TCPConn) {
 	raw, err := tcp.SyscallConn()
 	if err != nil {
@@ -20,14 +20,14 @@ func letBlock(tcp *net.TCPConn) {
 		limit := syscall.NsecToTimeval(blockFor.Nanoseconds())
 		for _, option := range []int{syscall.SO_RCVTIMEO, syscall.SO_SNDTIMEO} {
 			if syscall.SetsockoptTimeval(int(fd), syscall.SOL_SOCKET, option, &limit) != nil {
-				return // without the limit a thread could stay for ever
+				return // without this timeout a thread could block for ever
 			}
 		}
 		_ = syscall.SetNonblock(int(fd), false)
 	})
 }
 
-// readBlocking fills b. What has arrived when it fails counts.
+// readBlocking fills b. If it fails, done is how much of it was filled.
 func readBlocking(tcp *net.TCPConn, b []byte) (done int, err error) {
 	raw, err := tcp.SyscallConn()
 	if err != nil {
@@ -37,7 +37,7 @@ func readBlocking(tcp *net.TCPConn, b []byte) (done int, err error) {
 		n, failed := 0, error(nil)
 		err := raw.Read(func(fd uintptr) bool {
 			n, _, failed = syscall.Recvfrom(int(fd), b[done:], syscall.MSG_WAITALL)
-			return !errors.Is(failed, syscall.EAGAIN) // else Go waits until there is something, or the deadline
+			return !errors.Is(failed, syscall.EAGAIN) // on EAGAIN, raw.Read waits for data or the deadline, and calls again
 		})
 		switch {
 		case err != nil:

@@ -16,7 +16,7 @@ import (
 // scrapeTimeout is how long one answer to Prometheus may take.
 const scrapeTimeout = 10 * time.Second
 
-// Metrics serves Prometheus what is known of all jobs, and of this process.
+// Metrics serves the metrics of all jobs, and of this process, to Prometheus.
 func Metrics(feeds func() []*Feed) http.Handler {
 	return promhttp.HandlerFor(registry(feeds), promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: scrapeTimeout})
 }
@@ -30,7 +30,7 @@ func registry(feeds func() []*Feed) *prometheus.Registry {
 // collector is a prometheus.Collector over jobs that come and go.
 type collector func() []*Feed
 
-// Describe says nothing: what there is depends on the jobs.
+// Describe sends nothing, which makes the collector unchecked: its metrics depend on the jobs.
 func (collector) Describe(chan<- *prometheus.Desc) {}
 
 // Collect asks each job.
@@ -138,11 +138,11 @@ func (m *meters) event(e Event) {
 	case Recovered:
 		m.lost.Add(float64(e.StepsLost))
 		m.recovery[Recovered].Observe(e.took())
-	default: // failed members are counted by their causes, and the rest not at all
+	default: // failures are counted by cause (Feed.Failed), other events are not counted
 	}
 }
 
-// The label is not called job: Prometheus gives that name to what it scrapes.
+// The label is not called job: Prometheus uses that name for the scraped target.
 var (
 	membersDesc = prometheus.NewDesc("torchft_members", "Members by state.", []string{"training_job", "state"}, nil)
 	quorumDesc  = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.", []string{"training_job"}, nil)
@@ -153,7 +153,7 @@ var (
 	heardDesc   = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds", "Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
 )
 
-// collect tells what is known of the job when somebody looks.
+// collect computes the gauges of a job at each scrape, and sends them with its counters.
 func (f *Feed) collect(out chan<- prometheus.Metric) {
 	status := f.status()
 	states := map[State]int{Training: 0, Healing: 0, Waiting: 0, Joining: 0, Suspect: 0, Stalled: 0, Draining: 0, Failed: 0}

@@ -25,7 +25,7 @@ func main() {
 
 // run is main with its surroundings as arguments; it returns the exit status.
 func run(args []string, stdout, stderr io.Writer) int {
-	// From here on, so that a signal during the start is not lost.
+	// Before the start, so that a signal during it is not missed.
 	stop := make(chan os.Signal, 1)
 	signal.Notify(stop, os.Interrupt, syscall.SIGTERM)
 	defer signal.Stop(stop)
@@ -44,7 +44,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	}
 	_, _ = fmt.Fprintf(stdout, "torchft lighthouse listening on %s\n", server.Address())
 	<-stop
-	signal.Stop(stop) // a second one does not wait for anything
+	signal.Stop(stop) // a second signal ends the process at once
 	server.Shutdown()
 	return 0
 }

@@ -6,16 +6,17 @@ import (
 	"sync"
 )
 
-// Go's part in a training process waits on sockets and computes next to nothing: one processor is enough for it. With
-// more, each event wakes threads that look for work and find none; on a machine that trains, that is a third of the
-// core's processor time. What really computes, or moves much data, asks for more while it does.
+// The Go code in a training process waits on sockets and computes little: one processor is enough. With more, Go's scheduler wakes
+// idle threads at each event to look for work, which was a third of the processor time that Go took beside a training. Code that
+// computes or moves much data calls Busy meanwhile.
 
+// most is how many processors Go uses while it is busy: the rest is for the training.
 const most = 4
 
 var processors = struct {
 	sync.Mutex
-	fixed bool // by the user
-	busy  int
+	fixed bool // the user has set GOMAXPROCS
+	busy  int  // calls of Busy that are not done
 }{fixed: os.Getenv("GOMAXPROCS") != ""}
 
 // Quiet leaves Go one processor, unless the user chose with GOMAXPROCS.
@@ -27,7 +28,7 @@ func Quiet() {
 	}
 }
 
-// Busy gives Go more processors until done is called, which may be done more than once.
+// Busy gives Go up to most processors until done is called. done may be called more than once.
 func Busy() (done func()) {
 	processors.Lock()
 	defer processors.Unlock()

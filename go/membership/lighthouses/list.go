@@ -20,9 +20,9 @@ import (
 const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
-	// userTimeout is that of a connection to one of several lighthouses (rpc.WithUserTimeout). A member sends something each
-	// second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
-	userTimeout = 2 * time.Second
+	// unacknowledged is after how long the connection to one of several lighthouses is given up whose host acknowledges nothing:
+	// a member says something each second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
+	unacknowledged = 2 * time.Second
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second
 	// failoverAfter is for how long only the lighthouse that served last is tried: its restart is no reason for a failover.
@@ -53,7 +53,7 @@ func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.
 		return nil, 0, status.Error(codes.InvalidArgument, err.Error())
 	}
 	if len(list) > 1 {
-		options = append(slices.Clone(options), WithNetwork(rpc.WithUserTimeout(cmp.Or(settingsOf(options).network, rpc.TCP), userTimeout)))
+		options = append(slices.Clone(options), WithNetwork(rpc.WithUserTimeout(cmp.Or(settingsOf(options).network, rpc.TCP), unacknowledged)))
 	}
 	first, err := Dial(ctx, addresses, connectTimeout, options...)
 	if err != nil {

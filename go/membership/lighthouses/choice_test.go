@@ -23,18 +23,18 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 		{"it has too few", func(c *choice) { c.arrived(0); c.shun(0, now) }, []int{1, 2, 0}},
 		{"that was long ago", func(c *choice) { c.arrived(0); c.shun(0, now.Add(-avoidFor)) }, []int{0}},
 		{"all have too few", func(c *choice) { c.shun(1, now); c.shun(0, now); c.shun(2, now) }, []int{0, 1, 2}},
-		{"all go back", func(c *choice) { c.arrived(2); c.goBack(1) }, []int{1, 0, 2}},
-		{"to one that had too few", func(c *choice) { c.arrived(2); c.shun(0, now); c.goBack(0) }, []int{0, 1, 2}},
+		{"all go back", func(c *choice) { c.arrived(2); c.failBack(1) }, []int{1, 0, 2}},
+		{"to one that had too few", func(c *choice) { c.arrived(2); c.shun(0, now); c.failBack(0) }, []int{0, 1, 2}},
 		{"it does not answer", func(c *choice) {
 			c.arrived(2)
 			c.broke = now
-			c.goBack(0)
+			c.failBack(0)
 			c.failed(0, now, false)
 		}, []int{2}},
 		{"nor does the one before", func(c *choice) {
 			c.arrived(2)
 			c.broke = now.Add(-failoverAfter)
-			c.goBack(0)
+			c.failBack(0)
 			c.failed(0, now, false)
 			c.failed(2, now, false)
 		}, []int{1, 2, 0}},

@@ -20,17 +20,17 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Client makes calls to a lighthouse, ours or an upstream one. Its connection comes back by itself when it broke.
+// Client makes calls to a lighthouse, ours or an upstream one. A broken connection is reconnected.
 type Client struct {
 	addr string
 	peer string
 	job  string
 	conn *grpc.ClientConn
 	stub torchftpb.LighthouseServiceClient
-	of   int // lighthouses in the list of the member whose client it is; 0 if it is no member's
+	of   int // length of the lighthouse list of the member that uses it; 0 if none does
 
-	// number is of the latest request. It begins at the clock, so that another client of the same replica_id that
-	// comes later is not taken for an old one.
+	// number is that of the latest request: the lighthouse drops requests with smaller ones, which were delayed. It starts at the
+	// clock, so that the requests of a later client with the same replica_id have larger numbers.
 	number atomic.Uint64
 }
 
@@ -116,7 +116,7 @@ func (c *Client) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	return c.quorum(ctx, m, knownQuorumID, nil)
 }
 
-// quorum is Quorum, and shows the last quorum of the member: nil if it does not.
+// quorum is Quorum with the last quorum of the member, from which a lighthouse without state restores it; nil: not sent.
 func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
@@ -142,7 +142,7 @@ func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	return wire.QuorumFromProto(resp.GetQuorum()), nil
 }
 
-// Heartbeat says that a replica is alive.
+// Heartbeat tells the lighthouse that a replica is alive.
 func (c *Client) Heartbeat(ctx context.Context, replicaID string) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
@@ -150,14 +150,14 @@ func (c *Client) Heartbeat(ctx context.Context, replicaID string) error {
 	return rpc.Wrap("heartbeat", c.peer, err)
 }
 
-// comesBack waits for a broken connection to be connected again, and reports whether that succeeded in time.
-func (c *Client) comesBack(ctx context.Context, until time.Time) bool {
+// reconnects waits for a broken connection to be connected again, and reports whether that succeeded in time.
+func (c *Client) reconnects(ctx context.Context, until time.Time) bool {
 	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	if c == nil || ctx.Err() != nil {
 		return false
 	}
-	// Many may have lost theirs at the same moment; and gRPC notices a little later than a stream does.
+	// All members may have lost their connections at the same moment: spread them. And gRPC notices the break a little after the stream.
 	select {
 	case <-time.After(rpc.RetryBackoff.Wait(1, rand.Float64())):
 	case <-ctx.Done():

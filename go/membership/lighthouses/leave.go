@@ -19,7 +19,7 @@ func (m *Member) Finish() { m.finished.Store(true) }
 func (m *Member) Leave(ctx context.Context) error {
 	for failed := 1; ; failed++ {
 		err := m.leaveOnce(ctx)
-		if !rpc.IsUnavailable(err) { // there is no lighthouse for a moment: without its word the end would count as a failure
+		if !rpc.IsUnavailable(err) { // else retry: a lighthouse that was not told would take the end for a failure
 			return err
 		}
 		select {
@@ -32,11 +32,11 @@ func (m *Member) Leave(ctx context.Context) error {
 	}
 }
 
-// leaveOnce is UNAVAILABLE where another attempt may do.
+// leaveOnce returns UNAVAILABLE if another attempt may succeed.
 func (m *Member) leaveOnce(ctx context.Context) error {
 	stream, client, _, err := m.connect(ctx)
 	if status.Code(err) == codes.Unimplemented {
-		return nil // an upstream lighthouse hears of it when the heartbeats end
+		return nil // an upstream lighthouse has no such request: it removes the group when its heartbeats end
 	}
 	if err != nil {
 		return err

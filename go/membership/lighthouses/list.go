@@ -27,16 +27,16 @@ const (
 	openTimeout = 10 * time.Second
 	// failoverAfter is for how long only the lighthouse that served last is tried: its restart is no reason for a failover.
 	failoverAfter = time.Second
-	// lookBackEvery is how often a member that is served by a later lighthouse looks which earlier ones it reaches. It says
-	// so of those that were there twice in a row, and the lighthouse decides when all members go back.
-	lookBackEvery = time.Second
-	// avoidFor is how long a lighthouse is left alone that has too few of the job's members, or does not answer although it
-	// seemed to be there; longer each time, up to avoidDoublings times twice as long.
+	// probeEvery is how often a member of a later lighthouse probes the earlier ones of the list. It reports those that were reached
+	// twice in a row, and its lighthouse decides when all members fail back.
+	probeEvery = time.Second
+	// avoidFor is how long a lighthouse is not tried after it refused for want of members, or was connected and did not answer. The
+	// time doubles with each of these in a row, at most avoidDoublings times.
 	avoidFor       = 10 * time.Second
 	avoidDoublings = 5
 )
 
-// lighthouses are those of a job's list, in order, with the connections to those that have been reached.
+// lighthouses is a job's list, in order, with the clients of those that have been reached.
 type lighthouses struct {
 	addresses []string
 	options   []DialOption
@@ -46,7 +46,7 @@ type lighthouses struct {
 	closed  bool
 }
 
-// dialLighthouses connects to the first of a list that is reached.
+// dialLighthouses connects to the first of a list that it reaches; at is its place.
 func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.Duration, options []DialOption) (l *lighthouses, at int, err error) {
 	list, err := rpc.ParseAddresses("lighthouse address", addresses)
 	if err != nil {
@@ -65,7 +65,7 @@ func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.
 	return l, at, nil
 }
 
-// reach returns the connection to one of them, which it makes if there is none yet.
+// reach returns the client of one of them. It connects first if there is none yet.
 func (l *lighthouses) reach(ctx context.Context, i int) (*Client, error) {
 	if c := l.client(i); c != nil {
 		return c, nil
@@ -80,7 +80,7 @@ func (l *lighthouses) reach(ctx context.Context, i int) (*Client, error) {
 	switch {
 	case l.closed:
 		return nil, errors.Join(status.Error(codes.Canceled, "the client is closed"), c.Close())
-	case l.clients[i] != nil: // somebody else was faster
+	case l.clients[i] != nil: // a concurrent call was faster
 		return l.clients[i], c.Close()
 	}
 	l.clients[i] = c
@@ -93,7 +93,7 @@ func (l *lighthouses) client(i int) *Client {
 	return l.clients[i]
 }
 
-// isBack reports whether one of them is connected, and connects to it for the next time if it is not.
+// isBack reports whether one of them is connected. If not, it starts to connect, for the next call.
 func (l *lighthouses) isBack(ctx context.Context, i int) bool {
 	c, err := l.reach(ctx, i)
 	if err != nil {
@@ -103,7 +103,7 @@ func (l *lighthouses) isBack(ctx context.Context, i int) bool {
 	return c.conn.GetState() == connectivity.Ready
 }
 
-// there are those of some lighthouses that are connected.
+// there returns those of some lighthouses that are connected.
 func (l *lighthouses) there(ctx context.Context, places []int) (there quorum.Places) {
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
@@ -121,7 +121,7 @@ func (l *lighthouses) there(ctx context.Context, places []int) (there quorum.Pla
 	return there
 }
 
-// ended reports whether the process of one has ended.
+// ended reports whether the process of a lighthouse has ended for certain: its host refuses connections.
 func (l *lighthouses) ended(ctx context.Context, i int) bool {
 	address, err := rpc.ParseAddress("lighthouse address", l.addresses[i])
 	if err != nil {
@@ -144,28 +144,29 @@ func (l *lighthouses) close() (err error) {
 	return err
 }
 
-// choice says which lighthouse of a list to ask. It is pure.
+// choice decides which lighthouse of a list is asked. It does no IO, and takes the time as an argument.
 type choice struct {
-	at      int           // that served last, or was tried last
-	broke   time.Time     // when its stream broke, zero while it has not
-	silent  bool          // since then it has not answered for as long as an attempt, or the member's bond to it, lasts
-	back    int           // an earlier one that all members go back to, -1 if there is none
-	sees    quorum.Places // earlier ones that are there, by the last look
-	avoid   []time.Time   // until when each is left alone, zero: it is not
-	refused []int         // how often in a row each had too few members, or did not answer
-	served  bool          // at has ever served
+	at      int           // place of the one that served last, or was tried last
+	broke   time.Time     // when its stream broke; zero: it has not
+	silent  bool          // an attempt, or the member's bond to it, has run out since without an answer
+	back    int           // place of an earlier one that all members fail back to, -1: none
+	sees    quorum.Places // earlier ones that the last probe has reached
+	avoid   []time.Time   // until when each is not tried; zero: it is
+	refused []int         // how often in a row each has refused for want of members, or has not answered
+	served  bool          // at has served since the start
 }
 
 func newChoice(at, of int) choice {
 	return choice{at: at, back: -1, avoid: make([]time.Time, of), refused: make([]int, of), served: of == 1}
 }
 
-// outlasted reports that the lighthouse that served last has been away for long enough to try others.
+// outlasted reports whether the lighthouse that served last has been away for so long that others are tried.
 func (c *choice) outlasted(now time.Time) bool {
 	return !c.broke.IsZero() && now.Sub(c.broke) >= failoverAfter
 }
 
-// order are the places to try, in this order. Who is bound to the lighthouse that served last asks no other.
+// order returns the places to try, in order. A member that is bound to the lighthouse that served last asks no other one: its vote
+// counts there, and could count in a quorum of another one, too.
 func (c *choice) order(now time.Time, bound bool) []int {
 	if bound || c.served && c.back < 0 && !c.avoided(c.at, now) && !c.silent && !c.outlasted(now) {
 		return []int{c.at}
@@ -175,7 +176,7 @@ func (c *choice) order(now time.Time, bound bool) []int {
 		switch {
 		case i == c.back:
 			first = append(first, i)
-		case c.silent && i == c.at: // where a process has ended, its host says so at once, and it may be back: no reason to be last
+		case c.silent && i == c.at: // Only if silent: one whose process has ended refuses at once, and may have been restarted.
 			silent = append(silent, i)
 		case c.avoided(i, now):
 			avoided = append(avoided, i)
@@ -183,12 +184,12 @@ func (c *choice) order(now time.Time, bound bool) []int {
 			order = append(order, i)
 		}
 	}
-	return slices.Concat(first, order, silent, avoided) // rather one of those than none
+	return slices.Concat(first, order, silent, avoided) // avoided ones last: they are better than none
 }
 
 func (c *choice) avoided(i int, now time.Time) bool { return now.Before(c.avoid[i]) }
 
-// shun leaves a lighthouse alone for a while.
+// shun avoids a lighthouse for a while, longer each time in a row.
 func (c *choice) shun(i int, now time.Time) {
 	c.avoid[i] = now.Add(avoidFor << min(c.refused[i], avoidDoublings))
 	c.refused[i]++
@@ -202,19 +203,19 @@ func (c *choice) arrived(at int) {
 	c.at, c.back, c.served, c.broke, c.silent = at, -1, true, time.Time{}, false
 }
 
-// goBack notes that all members go to an earlier lighthouse. That it had too few of them before matters no more.
-func (c *choice) goBack(place int) { c.back, c.avoid[place] = place, time.Time{} }
+// failBack notes that all members fail back to an earlier lighthouse. It is not avoided any more: it will have enough of them.
+func (c *choice) failBack(place int) { c.back, c.avoid[place] = place, time.Time{} }
 
-// failed notes that an attempt failed. silent: in all of its time there was no answer.
+// failed notes a failed attempt. silent: it ended without any answer.
 func (c *choice) failed(i int, now time.Time, silent bool) {
 	c.silent = c.silent || silent && i == c.at
-	if i == c.back { // it seemed to be there, to everybody
+	if i == c.back { // the members could connect, and it does not serve: avoid it, or they would be sent there again and again
 		c.back = -1
 		c.shun(i, now)
 	}
 }
 
-// lookAt are the earlier lighthouses worth a look.
+// lookAt returns the earlier lighthouses to probe.
 func (c *choice) lookAt(now time.Time) (places []int) {
 	for i := range c.at {
 		if !c.avoided(i, now) {
@@ -224,9 +225,9 @@ func (c *choice) lookAt(now time.Time) (places []int) {
 	return places
 }
 
-// looked returns the earlier lighthouses that are there now, and were by the look before.
+// looked takes the result of a probe, and returns the earlier lighthouses that this probe and the one before have reached.
 func (c *choice) looked(there quorum.Places) quorum.Places {
-	there &= quorum.Before(c.at) // it may have moved in the meantime
+	there &= quorum.Before(c.at) // the member may have moved since lookAt
 	twice := there & c.sees
 	c.sees = there
 	return twice
@@ -235,7 +236,7 @@ func (c *choice) looked(there quorum.Places) quorum.Places {
 // attempts are the errors of lighthouses that were tried one after the other.
 type attempts []error
 
-// err is all of them in one. A refusal counts more than a lighthouse that is away, which is why the next one was tried.
+// err joins them. Its code is that of a refusal if there is one: it says more than that another lighthouse was not reached.
 func (a attempts) err() error {
 	code := codes.Unavailable
 	var texts []string

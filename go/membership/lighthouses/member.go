@@ -1,5 +1,5 @@
-// Package lighthouses is the client of a job's lighthouses: a replica group is a member at one of them at a time, and goes to another
-// one of its list if that fails.
+// Package lighthouses is the client of a job's lighthouses. A replica group is a member at one of them at a time, and fails over to
+// another one of its list.
 package lighthouses
 
 import (
@@ -22,8 +22,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Member is a replica group at its lighthouse, over one stream that carries only what changed. A lighthouse that knows no
-// such streams gets a call for each quorum and each heartbeat. Of several lighthouses it asks one at a time.
+// Member is the membership of a replica group at a lighthouse: over one stream, which carries only changes, or by a call for each
+// quorum and each heartbeat if the lighthouse (upstream's) has no such streams. Of a list of lighthouses it asks one at a time.
 type Member struct {
 	lighthouses *lighthouses
 	replicaID   string
@@ -33,18 +33,18 @@ type Member struct {
 	heard       membership.Broadcast
 	told        <-chan membership.Notice
 	silence
-	present atomic.Pointer[memberStream] // as stream, for those who do not wait
+	present atomic.Pointer[memberStream] // the same as stream, for calls that must not wait for opening
 
-	last atomic.Pointer[quorum.Quorum] // that the member was told of: what a lighthouse that starts asks for
-	term atomic.Int64                  // highest that a lighthouse told
+	last atomic.Pointer[quorum.Quorum] // that the member was in: a restarted lighthouse restores its state from it
+	term atomic.Int64                  // highest term of a lighthouse that the member has heard of
 	promise
 
-	opening chan struct{} // a lock for what follows; waiting for it ends with a call's deadline
+	opening chan struct{} // a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
 	choice  choice
-	unary   []bool        // which lighthouses know no streams
+	unary   []bool        // which lighthouses have no streams
 	stream  *memberStream // nil before the first
 
-	// Only the stream that is open uses it: a new one begins after the last has ended.
+	// Only the open stream uses it: the next one begins after it has ended.
 	list heldList
 }
 
@@ -57,7 +57,7 @@ var (
 	_ membership.Reporter     = (*Member)(nil)
 )
 
-// Join makes a replica group a member at the first lighthouse of a list that it reaches.
+// Join makes a replica group a member at the first lighthouse of a list that is reached. Close ends the membership.
 func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, options ...DialOption) (*Member, error) {
 	l, at, err := dialLighthouses(ctx, addresses, connectTimeout, options)
 	if err != nil {
@@ -71,7 +71,7 @@ func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.told, _ = m.heard.Listen()
 	if n > 1 {
-		rpc.Go(&m.tasks, slog.Default(), "look for earlier lighthouses", m.lookBack)
+		rpc.Go(&m.tasks, slog.Default(), "look for earlier lighthouses", m.probeEarlier)
 	}
 	return m, nil
 }
@@ -92,7 +92,8 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		m.setUnary(at, true)
 		q, err := client.Quorum(ctx, who, knownQuorumID)
 		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
-			// A lighthouse whose clock is far behind believes an id only with who was in that quorum. On a stream it would have asked.
+			// The id of the known quorum is ahead of the lighthouse's clock. It accepts such an id only with the members of that
+			// quorum; on a stream it would have asked for them (Recall).
 			q, err = client.quorum(ctx, who, knownQuorumID, last)
 		}
 		m.mayBeAnother(at, err)
@@ -102,7 +103,8 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		}
 		return q, err
 	case codes.OutOfRange:
-		// It has too few of the members, or does not know what this one knows; it has let it go. Another lighthouse may have more.
+		// The lighthouse has too few of the members, or lacks a quorum that this one knows, and has ended the bond. Another lighthouse
+		// of the list may have more: UNAVAILABLE makes the server ask again.
 		err = status.Error(codes.Unavailable, rpc.Message(err))
 		m.avoid(at)
 	case codes.OK:
@@ -116,7 +118,7 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 	return q, rpc.Wrap("quorum", client.peer, err)
 }
 
-// known is the last quorum that the member was told of, 0 if there is none.
+// known is the id of the last quorum that the member was in, 0 if there is none.
 func (m *Member) known() int64 {
 	if last := m.last.Load(); last != nil {
 		return last.ID
@@ -124,9 +126,9 @@ func (m *Member) known() int64 {
 	return 0
 }
 
-// Attend keeps a stream open, and is never silent on it for longer than the lighthouse asks for.
+// Attend keeps a stream open, and sends on it at least as often as the lighthouse asks for.
 func (m *Member) Attend(ctx context.Context, interval time.Duration, reached func()) error {
-	var until time.Time // when it is a failure that a stream which broke is not back
+	var until time.Time // until when a broken stream is reopened without reporting an error
 	for {
 		opening, cancel := context.WithTimeout(ctx, openTimeout)
 		stream, client, at, err := m.connect(opening)
@@ -137,10 +139,10 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 				continue
 			}
 			if stream.greeted() {
-				until = time.Now().Add(comeBackTime)
+				until = time.Now().Add(reconnectTime)
 			}
 		}
-		if rpc.IsUnavailable(err) && m.lighthouses.client(at).comesBack(ctx, until) {
+		if rpc.IsUnavailable(err) && m.lighthouses.client(at).reconnects(ctx, until) {
 			continue
 		}
 		if client == nil {
@@ -159,13 +161,13 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 	}
 }
 
-// comeBackTime is how long a stream that broke is begun anew, as soon as there is a connection, before that counts as a
-// failure and the pauses become longer. A lighthouse gives its members 200 ms unless it is told otherwise.
-const comeBackTime = 300 * time.Millisecond
+// reconnectTime is for how long a broken stream is reopened as soon as there is a connection. After it Attend returns the error, and
+// the caller's backoff applies. It is longer than the grace of 200 ms in which a lighthouse waits for a member by default.
+const reconnectTime = 300 * time.Millisecond
 
-// beat makes a call at every interval, until the member goes to another lighthouse.
+// beat makes a heartbeat call at each interval, until the member moves to another lighthouse.
 func (m *Member) beat(ctx context.Context, client *Client, at int, interval time.Duration, reached func()) error {
-	// Long enough for a busy lighthouse; the next heartbeat waits for this one.
+	// Long enough for a busy lighthouse. The next heartbeat is sent after this one has ended.
 	timeout := max(10*interval, time.Second)
 	ticker := time.NewTicker(interval)
 	defer ticker.Stop()
@@ -211,15 +213,15 @@ func (m *Member) SayProgress(p round.Progress) {
 	}}})
 }
 
-// say sends on the stream that is open. While disconnected it drops the message: the lighthouse has seen the disconnect itself.
+// say sends a message that has no answer. While disconnected it is dropped: the lighthouse has seen the disconnect itself.
 func (m *Member) say(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
 		go stream.send(message) // The caller must not wait for a lighthouse that does not read.
 	}
 }
 
-// Fenced reports whether nothing was said for so long that the lighthouse may take this group for failed: its process was
-// stopped, or its host slept. It holds until the next quorum.
+// Fenced reports whether the group was silent for so long that the lighthouse may have counted it as failed: its process was stopped,
+// or its host slept. It stays fenced until the next quorum.
 func (m *Member) Fenced() bool {
 	m.noteSilence()
 	return m.fenced.Load()
@@ -239,10 +241,10 @@ func (m *Member) Close() error {
 	return err
 }
 
-// farewellTime is how long the end of a group may wait until the lighthouse knows that it is none of a failure.
+// farewellTime is how long Close may wait until the lighthouse knows that the end is no failure.
 const farewellTime = 200 * time.Millisecond
 
-// sayEnd says that the stream will end because the group does.
+// sayEnd tells the lighthouse that the stream ends because the group does. Otherwise the end would count as a failure.
 func (m *Member) sayEnd() {
 	stream := m.present.Load()
 	if stream == nil || stream.broken() || !stream.greeted() {
@@ -276,7 +278,7 @@ func (m *Member) SayRecovered(r membership.Recovered) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
-// locked runs something that changes which lighthouse is asked.
+// locked runs do while no stream is being opened: under it the choice and the stream may be changed.
 func (m *Member) locked(do func()) {
 	m.opening <- struct{}{}
 	defer func() { <-m.opening }()
@@ -285,7 +287,7 @@ func (m *Member) locked(do func()) {
 
 func (m *Member) setUnary(at int, unary bool) { m.locked(func() { m.unary[at] = unary }) }
 
-// mayBeAnother looks at the error of a call: what comes back after an outage may be a lighthouse that knows streams.
+// mayBeAnother looks at the error of a call. After an outage the lighthouse may be a newer one, so a stream is tried again.
 func (m *Member) mayBeAnother(at int, err error) {
 	if rpc.IsUnavailable(err) {
 		m.setUnary(at, false)
@@ -294,10 +296,10 @@ func (m *Member) mayBeAnother(at int, err error) {
 
 func (m *Member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) }
 
-// avoid leaves a lighthouse alone for a while, longer each time.
+// avoid ends the bond to a lighthouse that has refused, and asks others for a while.
 func (m *Member) avoid(at int) {
 	m.locked(func() {
-		m.letGo()
+		m.unbind()
 		m.choice.shun(at, time.Now())
 		if m.choice.at == at && m.stream != nil {
 			m.stream.leave()
@@ -305,19 +307,18 @@ func (m *Member) avoid(at int) {
 	})
 }
 
-// servedWell notes that a lighthouse gave a quorum.
+// servedWell notes that a lighthouse has delivered a quorum: the next refusal counts as the first one again.
 func (m *Member) servedWell(at int) {
 	if len(m.unary) > 1 {
 		m.locked(func() { m.choice.refused[at] = 0 })
 	}
 }
 
-// connect returns the stream, a new one if the last one broke. Where a lighthouse knows no streams the error is
-// UNIMPLEMENTED.
+// connect returns the stream, a new one if the last one broke. If the lighthouse has no streams, the error is UNIMPLEMENTED.
 //
-// It holds that a member asks no other lighthouse while it is bound to one: the vote of a member that ends bound counts there, and
-// must count nowhere else. Whether it is bound is looked at before each round of attempts, which ends with the bond. That is enough:
-// only a stream that was welcomed binds it, and such a stream ends the attempts (begun).
+// Invariant: a member that is bound to a lighthouse asks no other one. If it fails while bound, its vote counts there, and must count
+// nowhere else. The bond is checked before each round of attempts, and the round ends when the bond does. No bond can begin in between:
+// only a stream that was welcomed binds the member, and such a stream ends the round (begun).
 func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, error) {
 	select {
 	case m.opening <- struct{}{}:
@@ -338,8 +339,8 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, erro
 			c.broke = now
 		}
 		if place, sent := m.stream.sentBack(); sent {
-			c.goBack(place)
-			m.stream = nil // Each stream sends back once. Else a later failure would lead there again.
+			c.failBack(place)
+			m.stream = nil // Its request to fail back is done. Otherwise each later reconnect would follow it again.
 		}
 	}
 	for {
@@ -354,17 +355,17 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, erro
 		if err == nil || !outOfTime || status.Code(err) == codes.Unimplemented {
 			return stream, client, at, err
 		}
-		// The bond has run out: for all of its time nothing came from that lighthouse. The others are asked now.
+		// The bond has run out, so that lighthouse has sent nothing for all of its time. Now the others may be asked.
 		c.silent = true
 	}
 }
 
-// attempt tries the lighthouses that may be asked, one after the other. The caller holds opening, and has no stream.
+// attempt tries the lighthouses that may be asked, one after the other. The caller holds opening, and no stream is open.
 func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*memberStream, *Client, int, error) {
 	c := &m.choice
 	if bound && c.outlasted(now) && m.lighthouses.ended(ctx, c.at) {
-		// Its process has ended, and bonds are not on its disk: when it starts, it counts no vote by this one.
-		m.letGo()
+		// Its process has ended. Bonds are not kept on disk: after a restart it does not count this member's vote, so the promise is void.
+		m.unbind()
 		bound = false
 	}
 	var failures attempts
@@ -391,13 +392,13 @@ func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*membe
 		}
 		c.failed(i, now, time.Since(began) >= attemptTimeout)
 	}
-	if c.broke.IsZero() { // It was asked by calls. Without a stream that breaks, the wait for it would begin nowhere.
+	if c.broke.IsZero() { // No stream broke, since it was asked by calls: its outage begins with this attempt.
 		c.broke = now
 	}
 	return nil, nil, order[0], failures.err()
 }
 
-// open begins a stream with one lighthouse. Of several, only one that answers soon will do.
+// open begins a stream with one lighthouse. If there are several, it must answer within attemptTimeout.
 func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error) {
 	several := len(m.unary) > 1
 	if several {
@@ -413,7 +414,7 @@ func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error
 		return nil, client, status.Error(codes.Unimplemented, "the lighthouse knows no streams")
 	}
 	streamCtx, cancel := context.WithCancel(rpc.WithJob(m.ctx, client.job))
-	inTime := context.AfterFunc(ctx, cancel) // the stream outlives the call that opens it
+	inTime := context.AfterFunc(ctx, cancel) // until Attend has returned; the stream itself outlives ctx
 	wire, err := torchftpb.NewMemberServiceClient(client.conn).Attend(streamCtx)
 	if !inTime() {
 		cancel()
@@ -424,16 +425,16 @@ func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error
 		return nil, client, err
 	}
 	stream := &memberStream{
-		wire:     wire,
-		list:     &m.list,
-		member:   m,
-		cancel:   cancel,
-		waiting:  map[uint64]chan asked{},
-		welcomed: make(chan struct{}),
-		ended:    make(chan struct{}),
-		free:     make(chan struct{}),
-		goesBack: -1,
-		place:    i,
+		wire:       wire,
+		list:       &m.list,
+		member:     m,
+		cancel:     cancel,
+		waiting:    map[uint64]chan asked{},
+		welcomed:   make(chan struct{}),
+		ended:      make(chan struct{}),
+		free:       make(chan struct{}),
+		failbackTo: -1,
+		place:      i,
 	}
 	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),
@@ -448,13 +449,13 @@ func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error
 	return stream, client, nil
 }
 
-// lookBack looks again and again which lighthouses are there that come before the one that serves, and tells that one.
-func (m *Member) lookBack() {
+// probeEarlier probes the lighthouses before the one that serves, again and again, and reports to that one which are reached.
+func (m *Member) probeEarlier() {
 	for {
 		select {
 		case <-m.ctx.Done():
 			return
-		case <-time.After(time.Duration(float64(lookBackEvery) * (0.9 + rand.Float64()/5))):
+		case <-time.After(time.Duration(float64(probeEvery) * (0.9 + rand.Float64()/5))):
 		}
 		var places []int
 		m.locked(func() { places = m.choice.lookAt(time.Now()) })
@@ -466,8 +467,8 @@ func (m *Member) lookBack() {
 			switch {
 			case m.stream != nil && !m.stream.broken():
 				stream = m.stream
-			case m.unary[m.choice.at] && reaches != 0: // It knows no streams, and so cannot send its members back.
-				m.choice.goBack(reaches.First())
+			case m.unary[m.choice.at] && reaches != 0: // without streams, it cannot ask its members to fail back
+				m.choice.failBack(reaches.First())
 			}
 		})
 		if stream != nil {

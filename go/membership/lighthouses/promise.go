@@ -10,34 +10,35 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A member of several lighthouses binds itself to the one that serves it: it answers the stamps of that one, and asks no
-// other before the time is over that the newest of them binds it, unless it was let go, or the process of that lighthouse has
-// ended. The lighthouse relies on it when the member ends (quorum/bond.go). So whatever is sent with a stamp is sent after
-// the promise was made.
+// A member of several lighthouses binds itself to the one that serves it. By answering a stamp of that lighthouse it promises to ask no
+// other one for the time of a bond, unless that lighthouse releases it or its process ends. If a bound member fails, the lighthouse
+// relies on the promise: the member has voted nowhere else, so its vote counts there (quorum/bond.go). Therefore a message carries a
+// stamp only after the promise was made.
 
-// promise is what a member has promised.
+// promise is the state of a member's bond, and of its end.
 type promise struct {
 	birth time.Time
-	until atomic.Int64 // since birth, until when it asks no other lighthouse
-	left  atomic.Int64 // place, from 1, of the lighthouse that was told that the group leaves for good; 0: none
-	ends  atomic.Bool  // the group asks nobody any more
+	until atomic.Int64 // until when it asks no other lighthouse, in nanoseconds after birth
+	left  atomic.Int64 // 1 plus the place of the lighthouse that was told that the group leaves for good; 0: none
+	ends  atomic.Bool  // Close was called: no lighthouse is asked any more
 
 	finished atomic.Bool // its training has ended on purpose
 }
 
-// bind makes a promise.
+// bind promises to ask no other lighthouse for the time of a bond from now.
 func (p *promise) bind(bond time.Duration) { p.until.Store(int64(time.Since(p.birth) + bond)) }
 
-// bound reports whether one holds.
+// bound reports whether a promise holds.
 func (p *promise) bound() bool { return int64(time.Since(p.birth)) < p.until.Load() }
 
-// boundUntil is when the promise ends. It may be over.
+// boundUntil is when the promise ends, or ended.
 func (p *promise) boundUntil() time.Time { return p.birth.Add(time.Duration(p.until.Load())) }
 
-// letGo ends it. Whoever calls it has seen to it that no stamp is answered any more that was sent before.
-func (p *promise) letGo() { p.until.Store(0) }
+// unbind ends the promise. The caller has made sure that no earlier stamp is answered after it: the answer would bind the member again.
+func (p *promise) unbind() { p.until.Store(0) }
 
-// leaves notes at which lighthouse the group says that it leaves for good. Its vote is there, and must be nowhere else.
+// leaves notes the lighthouse that is told that the group leaves for good. Its vote counts there from then on, so no other lighthouse
+// may be told, or asked for a quorum.
 func (p *promise) leaves(place int) { p.left.CompareAndSwap(0, int64(place)+1) }
 
 func (p *promise) leftElsewhere(place int) bool {
@@ -47,9 +48,10 @@ func (p *promise) leftElsewhere(place int) bool {
 
 var errLeft = status.Error(codes.FailedPrecondition, "the group has told another lighthouse of the list that it leaves")
 
-// stamped promises what a stamp asks for, and answers the first one at once: others go with what is said anyway.
+// stamped binds the member by a stamp of the lighthouse. The first stamp of a stream is answered at once, later ones with the next
+// message.
 func (s *memberStream) stamped(number uint64) {
-	if number == 0 || s.bond <= 0 || s.let || s.member.leftElsewhere(s.place) {
+	if number == 0 || s.bond <= 0 || s.unbound || s.member.leftElsewhere(s.place) {
 		return
 	}
 	s.member.bind(s.bond)
@@ -58,13 +60,13 @@ func (s *memberStream) stamped(number uint64) {
 	}
 }
 
-// letGo: no stamp binds the member any more, not on this stream. Only receive calls it.
-func (s *memberStream) letGo() {
-	s.let = true
-	s.member.letGo()
+// unbind ends the promise, and ignores later stamps of this stream. Only receive calls it.
+func (s *memberStream) unbind() {
+	s.unbound = true
+	s.member.unbind()
 }
 
-// waits reports whether an ask has not been answered.
+// waits reports whether an ask is pending.
 func (s *memberStream) waits(number uint64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -5,34 +5,34 @@ import (
 	"time"
 )
 
-// silence is how long a member has said nothing, on whatever stream. A new stream alone does not end it before something
-// is said there: the lighthouse may have taken the member for failed meanwhile, and the others may have gone on.
+// silence is how long a member has sent nothing, on any stream. A new stream does not reset it before something is sent on it: the
+// lighthouse may have counted the member as failed meanwhile, and the other groups may have gone on without it.
 type silence struct {
 	since  time.Time
-	spoke  atomic.Int64 // when something was said last, in nanoseconds after since
-	most   atomic.Int64 // for how long a lighthouse bears with it; 0: it is not known, or calls are made in place of a stream
-	fenced atomic.Bool  // it was longer, and the member has been in no quorum since
+	spoke  atomic.Int64 // when something was sent last, in nanoseconds after since
+	most   atomic.Int64 // after which silence the lighthouse may count the member as failed; 0: unknown, or there is no stream
+	fenced atomic.Bool  // the silence was longer, and the member has been in no quorum since
 }
 
 // alivesInTimeout is how many of the intervals that a lighthouse asks for make up its heartbeat timeout.
 const alivesInTimeout = 3
 
-// heardEvery notes in which interval the lighthouse wants to hear something, 0 if it does not say.
+// heardEvery notes the longest interval between messages that the lighthouse asks for; 0: it asks for none.
 func (s *silence) heardEvery(interval time.Duration) {
-	s.most.Store(int64(interval * (2*alivesInTimeout - 1) / 2)) // about as long as it bears with
+	s.most.Store(int64(interval * (2*alivesInTimeout - 1) / 2)) // half an interval less than the timeout, for the way of a message
 }
 
-// silent is how long it has lasted.
+// silent is the length of the silence until now.
 func (s *silence) silent() time.Duration { return time.Since(s.since) - time.Duration(s.spoke.Load()) }
 
-// noteSilence notes if that is too long.
+// noteSilence fences the member if the silence is too long.
 func (s *silence) noteSilence() {
 	if most := s.most.Load(); most > 0 && s.silent() > time.Duration(most) {
 		s.fenced.Store(true)
 	}
 }
 
-// speaks notes that something is said now.
+// speaks notes that something is sent now.
 func (s *silence) speaks() {
 	s.noteSilence()
 	s.spoke.Store(int64(time.Since(s.since)))

@@ -21,7 +21,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// heldList is the list of members that the lighthouse sent last, and what changes of it have arrived so far.
+// heldList is the list of members that the lighthouse sent last, and the changes to it that have arrived so far.
 type heldList struct {
 	members  []quorum.Member
 	revision quorum.Revision
@@ -30,7 +30,7 @@ type heldList struct {
 
 func (l *heldList) add(part *torchftpb.ListChange) error { return wire.AddPart(&l.pending, part) }
 
-// quorum brings the list up to date and rebuilds a quorum from it. After an error nothing is held any more.
+// quorum applies the changes to the list, and rebuilds a quorum from it. After an error the list is empty.
 func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error) {
 	members, err := l.pending.Apply(l.members)
 	revision := l.revision
@@ -54,13 +54,13 @@ func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error
 
 var errMoved = status.Error(codes.Unavailable, "the group goes to another lighthouse of its list")
 
-// asked ends the wait of one ask.
+// asked is the answer to one ask.
 type asked struct {
 	quorum *quorum.Quorum
 	err    error
 }
 
-// memberStream is a stream while its connection lasts.
+// memberStream is a stream with a lighthouse, until its connection breaks.
 type memberStream struct {
 	wire torchftpb.MemberService_AttendClient
 	list *heldList // only receive uses it
@@ -71,29 +71,29 @@ type memberStream struct {
 	moved atomic.Bool
 
 	welcomed chan struct{} // closed by the lighthouse's first answer
-	interval time.Duration // in which something must be said, valid once welcomed
+	interval time.Duration // at which something must be sent, valid once welcomed
 	bond     time.Duration // for how long a stamp binds; these two are of receive
-	let      bool          // the lighthouse has let the member go: stamps bind it no more
+	unbound  bool          // the lighthouse has ended the bond: its later stamps are ignored
 	place    int           // of the lighthouse
-	stamp    atomic.Uint64 // the newest that binds the member
+	stamp    atomic.Uint64 // the newest that binds the member; each message carries it
 	ended    chan struct{} // closed when the stream has broken
-	free     chan struct{} // closed when the group left, and nobody needs it any more
-	released sync.Once     // closes it
+	free     chan struct{} // closed when the group has left, and its peers do not need it any more
+	released sync.Once     // closes free
 	err      error         // why, valid once ended is closed
 
-	goesBack int // place of the lighthouse that all members are sent to, valid once ended is closed; -1: they are not
+	failbackTo int // place of the lighthouse that all members fail back to, valid once ended is closed; -1: none
 
 	sending sync.Mutex
-	said    *quorum.Member // what the lighthouse knows of this group
-	reaches quorum.Places  // and what it was told of the others
+	said    *quorum.Member // this group as the lighthouse was told last; nil: not on this stream
+	reaches quorum.Places  // the earlier lighthouses as it was told last
 
 	mu      sync.Mutex
 	waiting map[uint64]chan asked // by the number of the ask
 }
 
-// begun waits for the lighthouse's first answer. After that the member may be bound to it (a stamp came behind the answer), so the
-// stream has begun, even if it broke meanwhile: after an error the next lighthouse of the list is asked, and a member that is bound
-// asks no other. Without the answer nothing has bound it: receive takes the answer first.
+// begun waits for the welcome. After it the member may be bound to the lighthouse, since stamps follow. So begun returns nil even if the
+// stream has broken meanwhile: on an error the caller would ask the next lighthouse, which a bound member must not. Before the welcome
+// nothing binds it, because receive handles the messages in order.
 func (s *memberStream) begun(ctx context.Context) error {
 	err := status.Error(codes.Unavailable, "the lighthouse does not answer")
 	select {
@@ -103,7 +103,7 @@ func (s *memberStream) begun(ctx context.Context) error {
 		err = s.err
 	case <-ctx.Done():
 		if !s.greeted() {
-			s.leave() // from here on nothing more comes
+			s.leave() // after it no welcome can arrive
 		}
 	}
 	if s.greeted() {
@@ -112,17 +112,17 @@ func (s *memberStream) begun(ctx context.Context) error {
 	return err
 }
 
-// leave ends the stream, and returns when nothing of it is left.
+// leave ends the stream, and returns when receive has returned.
 func (s *memberStream) leave() {
 	s.moved.Store(true)
 	s.cancel()
 	<-s.ended
 }
 
-// sentBack is the place of the lighthouse that all members are sent to. The stream must have ended.
-func (s *memberStream) sentBack() (place int, sent bool) { return s.goesBack, s.goesBack >= 0 }
+// sentBack is the place of the lighthouse to fail back to, if the stream ended for that. The stream must have ended.
+func (s *memberStream) sentBack() (place int, sent bool) { return s.failbackTo, s.failbackTo >= 0 }
 
-// sayReaches says which lighthouses the member reaches, if that is news.
+// sayReaches reports which earlier lighthouses the member reaches, if that has changed.
 func (s *memberStream) sayReaches(places quorum.Places) {
 	s.sending.Lock()
 	defer s.sending.Unlock()
@@ -151,7 +151,7 @@ func (s *memberStream) greeted() bool {
 	}
 }
 
-// receive takes what the lighthouse says until the stream breaks.
+// receive handles the lighthouse's messages until the stream breaks.
 func (s *memberStream) receive() {
 	defer s.cancel()
 	for {
@@ -171,7 +171,7 @@ func (s *memberStream) receive() {
 }
 
 func (s *memberStream) takeNext() (err error) {
-	defer rpc.Recovered(slog.Default(), "an answer of the lighthouse", &err) // else it would end the training
+	defer rpc.Recovered(slog.Default(), "an answer of the lighthouse", &err) // an uncaught panic would end the training
 	message, err := s.wire.Recv()
 	if err != nil {
 		return err
@@ -193,8 +193,8 @@ func (s *memberStream) takeNext() (err error) {
 		}
 	case *torchftpb.LighthouseMessage_GoBack:
 		if place := int(m.GoBack); place < len(s.member.unary) {
-			s.goesBack = place
-			s.letGo()
+			s.failbackTo = place
+			s.unbind()
 			s.moved.Store(true)
 			return errMoved
 		}
@@ -206,7 +206,7 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_Quorum:
 		q, err := s.list.quorum(m.Quorum)
 		if err != nil {
-			// On the next stream the lighthouse is told that nothing is held.
+			// The greeting of the next stream says that no list is held, and the lighthouse sends it whole.
 			return status.Error(codes.Unavailable, err.Error())
 		}
 		s.member.last.Store(q)
@@ -214,7 +214,7 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_Failure:
 		code := codes.Code(m.Failure.GetCode())
 		if code == codes.OutOfRange && s.waits(message.GetNumber()) {
-			s.letGo() // before anybody hears that it may go elsewhere
+			s.unbind() // before the caller gets the error, and asks another lighthouse
 		}
 		s.answer(message.GetNumber(), asked{err: status.Error(code, m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
@@ -232,7 +232,7 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_Probe:
 		go s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	case *torchftpb.LighthouseMessage_Closing:
-		s.letGo()
+		s.unbind()
 		return status.Error(codes.Unavailable, "the lighthouse is shutting down")
 	}
 	return nil
@@ -241,7 +241,7 @@ func (s *memberStream) takeNext() (err error) {
 func (s *memberStream) answer(number uint64, a asked) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if waiter := s.waiting[number]; waiter != nil { // else it gave up in the meantime
+	if waiter := s.waiting[number]; waiter != nil { // else its deadline has passed
 		delete(s.waiting, number)
 		waiter <- a
 	}
@@ -276,14 +276,14 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
-	case a := <-answered: // it came before the end
+	case a := <-answered: // both happened at once: the answer counts
 		return a.quorum, a.err
 	default:
 		return nil, err
 	}
 }
 
-// sendAsk says who asks only if that is news.
+// sendAsk sends an ask. The member is part of it only if more than its state has changed.
 func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) error {
 	s.sending.Lock()
 	defer s.sending.Unlock()
@@ -306,14 +306,14 @@ func (s *memberStream) send(message *torchftpb.MemberMessage) {
 	s.sendLocked(message)
 }
 
-// sendLocked leaves errors to receive, which gets the reason.
+// sendLocked ignores errors: Send fails only if the stream has broken, and receive gets the reason.
 func (s *memberStream) sendLocked(message *torchftpb.MemberMessage) {
 	s.member.speaks()
 	message.Stamp = s.stamp.Load()
 	_ = s.wire.Send(message)
 }
 
-// attend is never silent for longer than the lighthouse wants, until the stream breaks or ctx ends.
+// attend sends at least once in each interval, until the stream breaks or ctx ends.
 func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	select {
 	case <-s.welcomed:
@@ -337,7 +337,7 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	}
 }
 
-// speak says that the group is alive unless something was said a moment ago, and returns when to come back.
+// speak sends a heartbeat unless something else was sent within the interval, and returns when to call it again.
 func (s *memberStream) speak() time.Duration {
 	s.sending.Lock()
 	defer s.sending.Unlock()

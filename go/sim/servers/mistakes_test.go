@@ -40,7 +40,7 @@ var mistakes = []struct {
 	{
 		"a member goes back to an earlier lighthouse alone", "membership/lighthouses/member.go",
 		"			case m.stream != nil && !m.stream.broken():\n				stream = m.stream",
-		"			case m.stream != nil && !m.stream.broken() && reaches != 0:\n				m.choice.goBack(reaches.First())\n				m.stream.leave()",
+		"			case m.stream != nil && !m.stream.broken() && reaches != 0:\n				m.choice.failBack(reaches.First())\n				m.stream.leave()",
 		[]string{"while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{

@@ -59,9 +59,16 @@ def use(options: argparse.Namespace) -> None:
 class Watch:
     """Writes what each step was trained on, with how many groups, and whether it counted.
 
-    `trained` has the number of the step's quorum and is written before the backward pass of the last unit, in which the
-    gradients are reduced. So the samples of a rank that is killed later in the step are known, and count if the
-    others committed that step in that quorum.
+    | event | fields besides `time` |
+    |---|---|
+    | `start` | `step` that it starts from, `pid` |
+    | `trained` | `step`, `quorum`, `epoch`, `batch`, `indices` of the images that count |
+    | `commit`, `lost` | `step` after it, `quorum`, `epoch`, `batch`, `participants`, `healing`, `loss`, `recovery` |
+    | `end` | `step`, `accuracy`, `sha256` of the weights |
+
+    `recovery` has the phases of a heal, in seconds. `trained` is written before the backward pass of the last
+    unit, in which the gradients are reduced. So the samples of a rank that is killed later in the step are known, and
+    count if the others committed that step in that quorum.
     """
 
     def __init__(self, events: Events, steps: int, groups: int) -> None:
@@ -87,7 +94,7 @@ class Watch:
             self._started = True
             self._events.write("start", step=manager.current_step(), pid=os.getpid())
         if participants < self._groups and manager.current_step() >= self._slow_from:
-            time.sleep(PAUSE_SEC)  # one that comes back finds somebody to heal from
+            time.sleep(PAUSE_SEC)  # a group that returns finds a source to heal from
 
     def reads(self, unit: Any) -> None:
         if unit.repeated:

@@ -39,7 +39,7 @@ RUN = {
     ("docs/two_hosts.md", "Start the lighthouse"): 1,
     ("docs/two_hosts.md", "Set the addresses and interfaces"): 2,
     ("docs/two_hosts.md", "Start the groups"): 2,
-    ("docs/two_hosts.md", "When it hangs"): 1,
+    ("docs/two_hosts.md", "Diagnosis of a hang"): 1,
 }
 # A pattern for commands of shell blocks that no test of the suite can run as they stand, and why.
 CANNOT = {
@@ -322,7 +322,7 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
     (lighthouse,) = section("docs/two_hosts.md", "Start the lighthouse")
     settings, look = section("docs/two_hosts.md", "Set the addresses and interfaces")
     groups = section("docs/two_hosts.md", "Start the groups")
-    (over_both,) = section("docs/two_hosts.md", "When it hangs")
+    (over_both,) = section("docs/two_hosts.md", "Diagnosis of a hang")
     with Hosts(2) as hosts, contextlib.ExitStack() as running:
 
         def start(host: int, script: str) -> subprocess.Popen[bytes]:

@@ -1,9 +1,11 @@
 """Measure ours and upstream side by side: `make bench`, or parts of it:
 
     python python/bench/run.py step startup --rounds 4 --no-write
+    python python/bench/run.py --rewrite
 
 Prints a table a part, writes the tables into docs/benchmarks.md and every figure into docs/benchmarks.json. A part
-that is run again replaces its own table and leaves the others as they are.
+that is run again replaces its own table and leaves the others as they are. `--rewrite` measures nothing: after a change
+of a table's form it writes all tables again from the figures.
 """
 
 from __future__ import annotations
@@ -82,11 +84,14 @@ ROUNDS = {
     "divergence": 10,
     "strangers": 7,
 }
-OURS = "ours"
+OURS, UPSTREAM = "ours", "upstream"
 
 
 def main() -> int:
     args = _parse()
+    if args.rewrite:
+        _rewrite(Path(args.docs))
+        return 0
     try:
         published = Side(REQUIREMENTS[args.published].replace("==", " "), install(args.published))
     except PublishedUnavailable as e:
@@ -112,7 +117,14 @@ def main() -> int:
 def table(name: str, figures: dict[str, Any]) -> str:
     """Return the table of a part from its figures as benchmarks.json holds them."""
     measured = {key: value for key, value in figures.items() if key not in ("published", "machine")}
-    return PARTS[name].tables(measured, OURS, figures["published"])
+    return PARTS[name].tables(_renamed(measured, figures["published"]), OURS, UPSTREAM)
+
+
+def _renamed(value: Any, release: str) -> Any:
+    """Return the figures with upstream's release, which the line above a table names, as `upstream` in their keys."""
+    if isinstance(value, dict):
+        return {key.replace(release, UPSTREAM): _renamed(item, release) for key, item in value.items()}
+    return value
 
 
 def _built() -> Path:
@@ -133,6 +145,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="where benchmarks.md and .json are")
     parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--rewrite", action="store_true", help="measure nothing, write all tables again")
     args = parser.parse_args()
     for part in args.parts:
         if part not in PARTS:
@@ -144,14 +157,27 @@ def _parse() -> argparse.Namespace:
 
 def _write(docs: Path, name: str, figures: dict[str, Any]) -> None:
     """Replace one part's table between its markers, and its figures in the JSON file."""
-    where = f"{figures['machine']}; against {figures['published']}, {date.today()}."
-    _put(docs / "benchmarks.md", name, f"{where}\n\n{table(name, figures)}")
+    _put_table(docs, name, figures, str(date.today()))
 
     store = docs / "benchmarks.json"
     known = json.loads(store.read_text()) if store.exists() else {}
     known[name] = figures
     store.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     _put(docs / "comparison.md", "summary", summary.table(known, OURS))
+
+
+def _rewrite(docs: Path) -> None:
+    """Write every table from the figures; each keeps its date."""
+    known = json.loads((docs / "benchmarks.json").read_text())
+    for name, figures in known.items():
+        above = (docs / "benchmarks.md").read_text().partition(f"<!-- {name}: written by run.py -->\n")[2]
+        _put_table(docs, name, figures, above.partition("\n")[0].rstrip(".").rpartition(", ")[2])
+    _put(docs / "comparison.md", "summary", summary.table(known, OURS))
+
+
+def _put_table(docs: Path, name: str, figures: dict[str, Any], day: str) -> None:
+    where = f"{figures['machine']}; against {figures['published']}, {day}."
+    _put(docs / "benchmarks.md", name, f"{where}\n\n{table(name, figures)}")
 
 
 def _put(page: Path, name: str, content: str) -> None:

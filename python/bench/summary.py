@@ -72,7 +72,7 @@ def table(figures: dict[str, Any], ours: str) -> str:
             sides = [_read(read, figures[part], side) for side in (ours, figures[part]["published"])]
             if any(sides):
                 rows.append([f"{what} ([{part}](benchmarks.md))", *sides])
-    return markdown_table(["", "ours", "published"], rows)
+    return markdown_table(["", "ours", "upstream"], rows)
 
 
 def _read(read: Callable[[dict[str, Any], str], str], figures: dict[str, Any], side: str) -> str:

@@ -156,7 +156,7 @@ lint-commits:
 	@test -e .git || exit 0; long="$$(git log --since=2026-11-23T00:00:00Z --format=%s | grep -E '^.{73}')" || exit 0; \
 	echo "a commit's subject has at most 72 characters:" >&2; echo "$$long" >&2; exit 1
 
-bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with the published package
+bench: $(VENV)/with-test $(LIBRARY) ## measure side by side with upstream
 	$(PY) python/bench/run.py
 
 bench-quorum: $(VENV)/with-test $(LIBRARY) ## how a quorum round grows with the number of groups

@@ -3,6 +3,7 @@ package heal
 import (
 	"net"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -90,4 +91,34 @@ func BenchmarkAmongStrangers(b *testing.B) {
 			})
 		})
 	}
+}
+
+const benchRegion, benchRegions = 16 << 20, 16
+
+func benchMemory(value byte) *Memory {
+	m := &Memory{}
+	for range benchRegions {
+		region := make([]byte, benchRegion)
+		for i := range region {
+			region[i] = value
+		}
+		m.regions = append(m.regions, region)
+	}
+	return m
+}
+
+// processorSeconds is what this process has used.
+func processorSeconds() float64 {
+	var used syscall.Rusage
+	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &used)
+	return time.Duration(used.Utime.Nano() + used.Stime.Nano()).Seconds()
+}
+
+func measured(b *testing.B, transfer func()) {
+	b.SetBytes(benchRegion * benchRegions)
+	before := processorSeconds()
+	for b.Loop() {
+		transfer()
+	}
+	b.ReportMetric((processorSeconds()-before)/float64(b.N)/(benchRegion*benchRegions/1e9), "cpu-s/GB")
 }

@@ -289,20 +289,3 @@ func TestWhoHelps(t *testing.T) {
 		})
 	}
 }
-
-func BenchmarkCompute(b *testing.B) {
-	for _, n := range []int{1000, 10000} {
-		b.Run(fmt.Sprint(n), func(b *testing.B) {
-			q := &quorum.Quorum{ID: 1}
-			for i := range n {
-				q.Members = append(q.Members, quorum.Member{ReplicaID: fmt.Sprintf("replica_%06d", i), Step: 1})
-			}
-			b.ReportAllocs()
-			for b.Loop() {
-				if _, err := Compute("replica_000500", 0, q, true); err != nil {
-					b.Fatal(err)
-				}
-			}
-		})
-	}
-}

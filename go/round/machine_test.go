@@ -2,7 +2,6 @@ package round
 
 import (
 	"encoding/json"
-	"fmt"
 	"testing"
 	"time"
 
@@ -68,36 +67,4 @@ func TestReasonsNameOnlySomeOfManyRanks(t *testing.T) {
 	actions := m.Step(GaveUp{Waiter: 1, Timeout: true}, epoch)
 	require.Equal(t, []Action{Fail{1, Failure{KindTimeout, "the deadline passed while waiting for " +
 		"ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"}}}, actions)
-}
-
-// BenchmarkRound is a quorum round and a vote of one group, in a job of many.
-func BenchmarkRound(b *testing.B) {
-	for _, n := range []int{2, 1000} {
-		b.Run(fmt.Sprintf("groups=%d", n), func(b *testing.B) {
-			const ranks = 8
-			m := NewMachine(Group{ReplicaID: "replica_000000", WorldSize: ranks})
-			q := &quorum.Quorum{ID: 1}
-			for i := range n {
-				q.Members = append(q.Members, quorum.Member{ReplicaID: fmt.Sprintf("replica_%06d", i)})
-			}
-			round, waiter := uint64(0), WaiterID(0)
-			b.ReportAllocs()
-			for b.Loop() {
-				round++
-				for r := range int64(ranks) {
-					waiter++
-					m.Step(QuorumAsked{Waiter: waiter, Request: Request{GroupRank: r}}, epoch)
-				}
-				m.Step(QuorumKnown{Round: round, Quorum: q}, epoch)
-				var actions []Action
-				for r := range int64(ranks) {
-					waiter++
-					actions = m.Step(Voted{Waiter: waiter, GroupRank: r, ShouldCommit: true}, epoch)
-				}
-				if len(actions) != ranks {
-					b.Fatal("not everybody was answered")
-				}
-			}
-		})
-	}
 }

@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-BESIDE_DOCS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+BESIDE_DOCS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE")
 LANGUAGES = {".py": "python", ".proto": "protobuf", ".sbatch": "bash", ".yaml": "yaml"}
 
 

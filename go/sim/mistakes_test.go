@@ -299,7 +299,7 @@ func TestKnownMistakesAreFound(t *testing.T) {
 // findMistake fails the test unless one of some rules finds a mistake, in a history that is short once it is shrunk.
 func findMistake(t *testing.T, m mistake, rules []string) {
 	t.Helper()
-	s, first := hunt(t, 2000, 400, budget(400, 6), func(s *Setup) { s.mistake = m })
+	s, first := hunt(t, 2000, 400, shrinkTries(), func(s *Setup) { s.mistake = m })
 	require.NotNil(t, first, "nothing was found")
 	require.Contains(t, rules, first.Rule, first.Error())
 	history := History(s, 60)

@@ -21,7 +21,7 @@ var (
 	soakFlag   = flag.Duration("soak", 0, "simulate for so long (TestSoak)")
 )
 
-// budget is n in full, else a third of it, and less where everything is ten times as slow.
+// budget is n in full, else a sixth of it, and less where everything is ten times as slow.
 func budget(n, underRace int) int {
 	if raceEnabled {
 		return underRace
@@ -29,7 +29,15 @@ func budget(n, underRace int) int {
 	if testmain.Full() {
 		return n
 	}
-	return max(n/3, underRace)
+	return max(n/6, underRace)
+}
+
+// shrinkTries are the runs that may make a planted mistake's history shorter: only in full it must get as short as it can.
+func shrinkTries() int {
+	if testmain.Full() && !raceEnabled {
+		return 400
+	}
+	return 6
 }
 
 // hold runs the history of a seed and fails the test if a rule does not hold in it.

@@ -1,10 +1,13 @@
-"""Runs of the tests that have a seed and an end: each a run of pytest of its own."""
+"""Runs of the tests that have a seed and an end: each a run of pytest of its own, in this process."""
 
 from __future__ import annotations
 
+import random
 import re
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -39,20 +42,24 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-# In place of PyTorch, whose import takes seconds.
-TORCH = """
-seed = None
-def manual_seed(n):
-    global seed
-    seed = n
-"""
+class Torch(ModuleType):
+    """In place of PyTorch, whose seed is for the whole process."""
+
+    seed: int | None = None
+
+    def manual_seed(self, n: int) -> None:
+        self.seed = n
 
 
-def run(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
-    pytester.makepyfile(torch=TORCH)
-    pytester.makepyfile(SUITE)
+def run(pytester: pytest.Pytester, *args: str, suite: str = SUITE) -> pytest.RunResult:
+    pytester.makepyfile(suite)
     pytester.makeini("[pytest]\nmarkers = slow")
-    return pytester.runpytest_subprocess("-p", "tests.bounded", "-v", "-s", *args, timeout=60)
+    state = random.getstate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch", Torch("torch"))
+        done = pytester.runpytest_inprocess("-p", "tests.bounded", "-v", "-s", *args)
+    random.setstate(state)
+    return done
 
 
 def order(done: pytest.RunResult) -> list[str]:
@@ -122,11 +129,9 @@ def test_rotated() -> None:
 def test_what_runs_each_time_is_first(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = "".join(f"@pytest.mark.slow\ndef test_slow_{n}(): pass\n" for n in range(3))
     each_time = "@pytest.mark.slow(first=True)\ndef test_wheel(): pass\n"
-    pytester.makepyfile(f"import pytest\n{suite}{each_time}def test_other(): pass\n")
-    pytester.makeini("[pytest]\nmarkers = slow")
     monkeypatch.setenv("NIGHT_UNTIL", f"{time.monotonic() + 1000:.0f}")
     for seed in ("1", "2"):
         monkeypatch.setenv("SEED", seed)
-        done = pytester.runpytest_subprocess("-p", "tests.bounded", "-v", timeout=60)
+        done = run(pytester, suite=f"import pytest\n{suite}{each_time}def test_other(): pass\n")
         done.assert_outcomes(passed=5)
         assert order(done)[0] == "wheel"

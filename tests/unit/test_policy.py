@@ -1,4 +1,4 @@
-"""Second runs, tests that cannot run here, and skips: each in a run of pytest of its own."""
+"""Second runs, tests that cannot run here, and skips: each in a run of pytest of its own, in this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests import policy
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest_plugins = ["pytester"]
@@ -34,7 +36,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(pytester: pytest.Pytester, text: str) -> pytest.RunResult:
     pytester.makepyfile(text)
-    return pytester.runpytest_subprocess("-p", "tests.policy", "--strict-markers", timeout=60)
+    return run_again(pytester)
+
+
+def run_again(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
+    return pytester.runpytest_inprocess("-p", "tests.policy", "--strict-markers", *args)
 
 
 def outcomes(done: pytest.RunResult) -> dict[str, int]:
@@ -100,16 +106,16 @@ def test_reruns_can_be_switched_off(pytester: pytest.Pytester, monkeypatch: pyte
 
 def test_without_the_plugin_there_are_none_and_a_line_says_so(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(flaky())
-    done = pytester.runpytest_subprocess(
-        "-p", "tests.policy", "--strict-markers", "-p", "no:rerunfailures", "-p", "no:pytest_rerunfailures", timeout=60
-    )
+    done = run_again(pytester, "-p", "no:rerunfailures", "-p", "no:pytest_rerunfailures")
     assert outcomes(done) == {"failed": 1}
     done.stdout.fnmatch_lines(["no test has a second run: the plugin pytest-rerunfailures is not installed"])
 
 
 @pytest.mark.parametrize("there", [1, 2])
-def test_a_test_says_how_many_devices_it_needs(pytester: pytest.Pytester, there: int) -> None:
-    pytester.makeconftest(f"from tests import policy; policy.devices = lambda: {there}")
+def test_a_test_says_how_many_devices_it_needs(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, there: int
+) -> None:
+    monkeypatch.setattr(policy, "devices", lambda: there)
     done = run(
         pytester,
         """
@@ -130,13 +136,8 @@ def test_what_cannot_run_here_is_left_out_in_one_line(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI", "true")
-    pytester.makeconftest(
-        """
-        from tests import policy
-        policy.NEEDS["device"] = ("a CUDA device", lambda: "none answers")
-        policy.NEEDS["hosts"] = ("network namespaces", lambda: None)
-        """
-    )
+    monkeypatch.setitem(policy.NEEDS, "device", ("a CUDA device", lambda: "none answers"))
+    monkeypatch.setitem(policy.NEEDS, "hosts", ("network namespaces", lambda: None))
     done = run(
         pytester,
         """
@@ -153,18 +154,12 @@ def test_what_cannot_run_here_is_left_out_in_one_line(
     done.stdout.fnmatch_lines(["deselected: 3 tests need a CUDA device (none answers)"])
 
 
-def test_a_run_of_nothing_else_passes(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(
-        """
-        from tests import policy
-        policy.NEEDS["device"] = ("a CUDA device", lambda: "none answers")
-        """
-    )
-    pytester.makepyfile("import pytest\n@pytest.mark.device\ndef test_device(): assert False")
-    done = pytester.runpytest_subprocess("-p", "tests.policy", timeout=60)
+def test_a_run_of_nothing_else_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(policy.NEEDS, "device", ("a CUDA device", lambda: "none answers"))
+    done = run(pytester, "import pytest\n@pytest.mark.device\ndef test_device(): assert False")
     assert done.ret == pytest.ExitCode.OK
     done.stdout.fnmatch_lines(["deselected: 1 tests need a CUDA device (none answers)"])
-    done = pytester.runpytest_subprocess("-p", "tests.policy", "-k", "no_such_test", timeout=60)
+    done = run_again(pytester, "-k", "no_such_test")
     assert done.ret == pytest.ExitCode.NO_TESTS_COLLECTED, "a name that no test has"
 
 

@@ -209,6 +209,10 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the children."""
         for child in self.children:
             child.close()
         self._folder.cleanup()

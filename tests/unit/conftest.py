@@ -1,8 +1,10 @@
-"""Scripts that tests run by `children.run_python` are forked from one process, unless FORK_SERVER=0."""
+"""What starts once: the process that scripts of tests are forked from, and that of isolated groups."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from processes import with_fork_server
@@ -10,5 +12,15 @@ from processes import with_fork_server
 
 @pytest.fixture(autouse=True, scope="session")
 def fork_server() -> Iterator[None]:
+    """Scripts that tests run by `children.run_python` are forked from it, unless FORK_SERVER=0."""
     with with_fork_server():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def isolated_server_stays() -> Iterator[None]:
+    """A server of isolated workers imports PyTorch: it stays, however long no test needs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if standby := sys.modules.get("torchft.process_group.isolated.standby"):  # else no test of this run has one
+            patch.setattr(standby, "_LINGER", timedelta(hours=1))
         yield

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterator
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import HashStore, TCPStore
-from torch.distributed.fsdp import fully_shard
 
+from tests.unit.children import run_python
 from torchft.device_mesh import ft_init_device_mesh
-from torchft.process_group import ManagedProcessGroup, ProcessGroupDummy, ProcessGroupGloo
+from torchft.process_group import ManagedProcessGroup, ProcessGroupDummy
 
 # See process_group/conftest.py.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-TIMEOUT = timedelta(seconds=30)
-
 
 class Manager:
-    """The part of a Manager that a mesh uses."""
+    """The part of a Manager that making a mesh uses; that of training is below."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
 
     def num_participants(self) -> int:
         return self._pg.size()
-
-    def allreduce(self, tensor: torch.Tensor, reduce_op: dist.ReduceOp) -> dist.Work:
-        average = reduce_op == dist.ReduceOp.AVG
-        if average:
-            tensor.div_(self._pg.size())
-        return self._pg.allreduce([tensor], dist.ReduceOp.SUM if average else reduce_op)
 
 
 @pytest.fixture
@@ -91,18 +80,46 @@ def test_dimensions_that_do_not_fit_are_named() -> None:
             mesh(manager, dim=dim)
 
 
-def _train(replica: int, port: int, results: Connection) -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    group = ProcessGroupGloo(timeout=TIMEOUT)
-    group.configure(f"localhost:{port}/mesh", f"replica_{replica}", replica, 2)
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    fully_shard(model, mesh=mesh(Manager(group)))
-    model(torch.full((1, 3), float(replica + 1))).sum().backward()
-    grads = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-    results.send([grad.tolist() for grad in grads])
-    group.shutdown()
-    dist.destroy_process_group()
+_TRAIN = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from torchft.device_mesh import ft_init_device_mesh
+from torchft.process_group import ProcessGroupGloo
+
+class Manager:
+    def __init__(self, pg):
+        self._pg = pg
+
+    def num_participants(self):
+        return self._pg.size()
+
+    def allreduce(self, tensor, reduce_op):
+        average = reduce_op == dist.ReduceOp.AVG
+        if average:
+            tensor.div_(self._pg.size())
+        return self._pg.allreduce([tensor], dist.ReduceOp.SUM if average else reduce_op)
+
+replica, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = ProcessGroupGloo(timeout=timedelta(seconds=30))
+group.configure(store, f"replica_{replica}", replica, 2)
+torch.manual_seed(0)
+model = nn.Linear(3, 2)
+mesh = ft_init_device_mesh(
+    device_type="cpu", mesh_shape=(2, 1), mesh_dim_names=("replicate", "shard"), replicate_dim=0, manager=Manager(group)
+)
+fully_shard(model, mesh=mesh)
+model(torch.full((1, 3), float(replica + 1))).sum().backward()
+print([p.grad.full_tensor().tolist() for p in model.parameters()])
+group.shutdown()
+dist.destroy_process_group()
+"""
 
 
 # Its fully_shard asserts an event of an accelerator when it has reduced over the replicas.
@@ -112,21 +129,8 @@ def _train(replica: int, port: int, results: Connection) -> None:
 def test_fully_shard_over_two_replicas() -> None:
     """The gradients of both are the mean of theirs: the inputs were 1 and 2."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchft.process_group"])
-    children = []
-    for replica in range(2):
-        ours, theirs = context.Pipe()
-        child = context.Process(target=_train, args=(replica, store.port, theirs), daemon=True)
-        child.start()
-        theirs.close()
-        children.append((child, ours))
-    try:
-        for _, pipe in children:
-            assert pipe.poll(60)
-            assert pipe.recv() == [[[1.5] * 3] * 2, [1.0] * 2]
-    finally:
-        for child, pipe in children:
-            child.join(10)
-            child.kill()
-            pipe.close()
+    with ThreadPoolExecutor(2) as pool:
+        replicas = [pool.submit(run_python, _TRAIN, i, f"localhost:{store.port}/mesh") for i in range(2)]
+    for replica in replicas:
+        done = replica.result()
+        assert done.stdout == f"{[[[1.5] * 3] * 2, [1.0] * 2]}\n", done.stderr

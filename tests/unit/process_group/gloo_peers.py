@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Callable
 
 import torch
+from processes import Job, ours_path
 from torch.distributed import ReduceOp, TCPStore
 
 from tests.promises import ABORT_S, within
@@ -15,6 +15,7 @@ from tests.unit.process_group.ranks import TIMEOUT, connect, meeting
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 from torchft.process_group._gloo.connections import Connections
 
+HERE = Path(__file__).parent
 # What an abort promises; the operations would otherwise wait for TIMEOUT.
 SOON = within(ABORT_S)
 # For what nothing is promised.
@@ -38,40 +39,23 @@ def connections_of(group: ProcessGroupGloo) -> Connections:
     return group._operations.connections
 
 
-def _take_part_once(where: str, ready: Connection) -> None:
-    group = gloo()
-    group.configure(where, "peer", 1, 2)
-    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
-    ready.send(None)
-    ready.recv()
-
-
 class Peer:
     """Rank 1 in another process, which takes part in one allreduce and in nothing after it."""
 
     def __init__(self, store: TCPStore, make: Callable[[], ProcessGroup] = gloo) -> None:
-        # A server that has imported PyTorch: each child costs milliseconds instead of seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torchft.process_group"])
         where = meeting(store)
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_take_part_once, args=(where, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
+        self._job = Job()
+        self._child = self._job.python("peer", HERE / "gloo_peer.py", where, path=ours_path())
         self.group = make()
         self.group.configure(where, "self", 0, 2)
         self.group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
-        assert self._pipe.poll(TIMEOUT.total_seconds())
-        self._pipe.recv()
+        self._job.wait(lambda: self._child.of("took part"), TIMEOUT.total_seconds(), "the peer takes part")
 
     def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        os.kill(self._child.pid, number)
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.join(TIMEOUT.total_seconds())
-        self._pipe.close()
+        self._job.close()
         self.group.shutdown()
 
 

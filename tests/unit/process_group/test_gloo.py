@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, Store, TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from tests.unit.children import run_python
 from tests.unit.process_group.gloo_peers import DEADLINE_S, GONE, SOON, Peer, first_line, gloo, pair
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, _attempt
@@ -191,23 +191,16 @@ print("end", flush=True)
 
 @pytest.mark.processes
 def test_the_end_of_the_process_waits_for_no_operation(store: TCPStore) -> None:
-    leavers = []
-    for how in ("shutdown", "just leaves"):
-        where, group = meeting(store), gloo()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _LEAVES, where, how],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        leavers.append((process, group, where))
-    for process, group, where in leavers:
-        group.configure(where, "self", 0, 2)
-        group.barrier().wait()
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, out) == (0, "end\n"), err
-        group.shutdown()
+    ways = ("shutdown", "just leaves")
+    places, groups = [meeting(store) for _ in ways], [gloo() for _ in ways]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        ends = [pool.submit(run_python, _LEAVES, where, how) for where, how in zip(places, ways)]
+        for group, where, end in zip(groups, places, ends):
+            group.configure(where, "self", 0, 2)
+            group.barrier().wait()
+            done = end.result(60)
+            assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+            group.shutdown()
 
 
 def descriptors() -> int:

@@ -46,6 +46,11 @@ def todays(seed: int) -> int:
     return random.getrandbits(32) if os.environ.get("SEED") else seed
 
 
+def often(histories: int) -> int:
+    """How many random histories a test plays: all with SEED, which `make test-all` sets, else a fifth."""
+    return histories if os.environ.get("SEED") else histories // 5
+
+
 def rotated(items: Iterable[T], seed: str) -> list[T]:
     items = list(items)
     start = random.Random(seed).randrange(len(items)) if items else 0

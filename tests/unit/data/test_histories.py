@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional
 
 import pytest
 
-from tests.bounded import todays
+from tests.bounded import often, todays
 from tests.unit.data.history import (
     Batch,
     Broken,
@@ -51,18 +51,18 @@ EVENTS = {
 
 def test_random_histories() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(1000):
+    for seed in range(often(1500)):
         seen += prove(seed).seen
     assert set(seen) == EVENTS
 
 
 @pytest.mark.parametrize("job", [RestlessStart, MixedCheckpoints])
 def test_more_faults_of_one_kind(job: type[Job]) -> None:
-    for seed in range(500):
+    for seed in range(often(500)):
         prove(seed, job=job)
 
 
-@pytest.mark.slow  # two minutes; test_random_histories has 1,000
+@pytest.mark.slow  # two minutes; test_random_histories has 300
 @pytest.mark.parametrize("part", range(10))
 def test_a_hundred_thousand_histories(part: int) -> None:
     first = todays(10_000 * part)

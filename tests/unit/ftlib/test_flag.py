@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.bounded import todays
+from tests.bounded import often, todays
 from torchft.ftlib.flag import Event, Flag
 
 REBUILDING, REBUILT, BEGUN, ENDED = Event.REBUILDING, Event.REBUILT, Event.BEGUN, Event.ENDED
@@ -73,7 +73,7 @@ def oracle(events: list[Event]) -> bool:
 
 def test_random_histories() -> None:
     rng = random.Random(todays(23))
-    for _ in range(100_000):
+    for _ in range(often(100_000)):
         events: list[Event] = []
         doing = None
         for _ in range(rng.randrange(1, 14)):

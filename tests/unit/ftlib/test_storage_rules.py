@@ -11,7 +11,7 @@ from typing import Optional
 
 import pytest
 
-from tests.bounded import todays
+from tests.bounded import often, todays
 from torchft.ftlib.storage_rules import (
     Action,
     Confirm,
@@ -172,7 +172,7 @@ class Directory:
 def test_random_histories_have_one_communicator_at_a_time_and_end_in_one_of_all() -> None:
     rng = random.Random(todays(23))
     events = 0
-    while events < 100_000:
+    while events < often(100_000):
         directory = Directory(rng)
         for _ in range(rng.randrange(5, 60)):
             directory.step()

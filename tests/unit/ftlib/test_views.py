@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.bounded import todays
+from tests.bounded import often, todays
 from torchft.ftlib.views import Identity, Member, Progress, RankAssignScheme, View, source
 
 A, A2, B, C = Identity("a", 1), Identity("a", 2), Identity("b", 1), Identity("c", 1)
@@ -39,7 +39,7 @@ def test_no_member(members: list[Identity], identity: Identity, says: str) -> No
 def test_random_lists_of_members() -> None:
     """After joins, restarts and losses each live member computes its own rank, from a list in another order."""
     rng = random.Random(todays(23))
-    for _ in range(20_000):
+    for _ in range(often(20_000)):
         listed = {Identity(rng.choice("abcde"), rng.randrange(4)) for _ in range(rng.randrange(1, 8))}
         alive = [one for one in listed if all(o.name != one.name or o.incarnation <= one.incarnation for o in listed)]
         ranks = {}

@@ -174,7 +174,7 @@ class Target:
 
 
 # Slow, most of them: more of the same.
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(2, 10))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_random_histories_end_with_the_state_that_all_committed_gradients_give(part: int) -> None:
     """Steps fail for all or are missed by the target, quorums change, sources die, a second group joins later."""
     healed = gave_up = smaller = 0

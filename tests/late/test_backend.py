@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -20,6 +17,7 @@ from tests.late import load
 
 load()
 from tests.late.group import ProcessGroupLate, backend, together  # noqa: E402
+from tests.unit.children import run_python  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,7 +238,7 @@ def test_a_dead_peer_is_known_only_by_asking_and_the_watchdog_cleans_up(late, mo
     assert together(rank, make=make)[0] != [3.0] * 4
 
 
-def test_by_default_the_watchdog_ends_the_process_of_a_rank_whose_peer_ended():
+def test_by_default_the_watchdog_ends_the_process_of_a_rank_whose_peer_ended(job_server, monkeypatch):
     script = """
 import threading, torch, torch.distributed as dist
 from tests.late import load
@@ -267,10 +265,8 @@ threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
 [t.join() for t in threads]
 print("still here")
 """
-    env = {name: value for name, value in os.environ.items() if name != "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100
-    )
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    done = run_python(script, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == -signal.SIGABRT and "still here" not in done.stdout
     assert "the watchdog takes the process down" in done.stderr and "connection closed by a peer" in done.stderr
 

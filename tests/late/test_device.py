@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from tests.late import load
+from tests.unit.children import run_python
 
 load()
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,7 +280,7 @@ def test_a_view_does_not_reach_beyond_its_memory(late):
         torch.ones(3, device="late").as_strided((10,), (1,))
 
 
-def test_a_forked_child_cannot_use_the_device(late):
+def test_a_forked_child_cannot_use_the_device(job_server):
     # From a process of its own: that of the tests has threads of other runtimes, which a fork does not take along.
     script = """
 import os, torch
@@ -297,7 +296,7 @@ if pid == 0:
     os._exit(2)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = run_python(script, env={"PYTHONPATH": str(ROOT)})
     assert done.stdout.strip() == "7", done.stderr
 
 

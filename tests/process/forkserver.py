@@ -42,6 +42,8 @@ READ_AT_START += ("PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH
 # The first is taken from a child's own environment. The second PyTorch sets itself, to where the cache is anyway, in a
 # process that has used an optimizer.
 NOT_COMPARED = {"PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR"}
+# Read when a group is made.
+READ_LATER = ("TORCH_NCCL_",)
 # One datagram holds a request: the script, its arguments, folder and environment.
 REQUEST_BYTES = 1 << 18
 START_TIMEOUT_S = 120.0
@@ -97,6 +99,7 @@ class ForkServer:
     def can_start(self, env: dict[str, str]) -> bool:
         """Whether a child with this environment is the same as one that starts by itself."""
         read = {name for name in {**env, **self._env} if name.startswith(READ_AT_START)} - NOT_COMPARED
+        read = {name for name in read if not name.startswith(READ_LATER)}
         return all(env.get(name) == self._env.get(name) for name in read) and self._has_one_thread()
 
     def start(self, argv: Sequence[str], env: dict[str, str], cwd: str, stderr: IO[bytes]) -> Forked:

@@ -140,7 +140,7 @@ def test_what_is_read_at_the_start_of_a_process_makes_it_start_by_itself(server:
     usual = child_environment(ours_path())
     assert server.can_start(usual)
     assert server.can_start({**usual, "PYTHONPATH": "/elsewhere", "RANK": "0", "TORCHFT_LOG_LEVEL": "debug"})
-    assert server.can_start({**usual, "TORCHINDUCTOR_CACHE_DIR": "/tmp"})
+    assert server.can_start({**usual, "TORCHINDUCTOR_CACHE_DIR": "/tmp", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
     assert not server.can_start({**usual, "OMP_NUM_THREADS": "2"})
     assert not server.can_start({**usual, "TORCH_LOGS": "+all"})
     assert not server.can_start({**usual, "PYTHONHASHSEED": "1"})

@@ -2,21 +2,22 @@ from __future__ import annotations
 
 import gc
 import http.client
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.parse
 from datetime import timedelta
+from pathlib import Path
 from typing import Callable, Iterator
 
 import pytest
 import torch
+from processes import START_TIMEOUT_S, Job
 from torch.distributed import ReduceOp
 
 from torchft.parameter_server import ParameterServer
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Sums(ParameterServer):
@@ -98,22 +99,25 @@ def test_session_that_its_client_forgets_ends(server: Sums) -> None:
     until(lambda: session_threads() == [])
 
 
-def test_session_whose_client_dies_ends(server: Sums) -> None:
-    script = (
-        "import sys, time, torch\n"
-        "from tests.unit.test_parameter_server import Sums, push\n"
-        f"pg = Sums.new_session({server.address()!r}); push(pg, 1.0); print('pushed', flush=True); time.sleep(100)\n"
-    )
-    client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    try:
-        assert client.stdout is not None and client.stdout.readline() == "pushed\n"
+CLIENT = f"""
+import sys
+sys.path.append({str(ROOT / "tests" / "process")!r})
+from tests.unit.test_parameter_server import Sums, push
+pg = Sums.new_session(sys.argv[1])
+push(pg, 1.0)
+print('{{"event": "pushed"}}', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_session_whose_client_dies_ends(server: Sums, tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(CLIENT)
+    with Job() as job:
+        client = job.python("client", tmp_path / "client.py", server.address(), path=ROOT)
+        job.wait(lambda: client.of("pushed"), START_TIMEOUT_S, "it has pushed")
         assert len(server.sessions()) == 1
-        client.send_signal(signal.SIGKILL)
-        until(lambda: server.sessions() == [] and len(server.errors) == 1)
-    finally:
         client.kill()
-        client.wait()
-        client.stdout.close()  # type: ignore[union-attr]
+        until(lambda: server.sessions() == [] and len(server.errors) == 1)
 
 
 def test_client_that_never_connects_holds_nothing(server: Sums) -> None:

@@ -7,8 +7,6 @@ import gc
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import START_TIMEOUT_S, Job, ours_path
 from torch.distributed import ReduceOp, TCPStore
 
 from tests.unit.process_group.isolated.processes import (
@@ -84,30 +83,26 @@ if os.fork() == 0:  # a data loader's process, say, that outlives the trainer
     try:
         group.allreduce([torch.ones(4)], ReduceOp.SUM)
     except RuntimeError as e:
-        os.write(1, f"{e}\n".encode())  # in one piece
+        os.write(1, b'{"event": "refused", "why": "%s"}\n' % str(e).encode())  # in one piece
     time.sleep(20)
     os._exit(0)
-os.write(1, f"{standby.servers._server.pid}\n".encode())
+os.write(1, b'{"event": "trains", "server": %d}\n' % standby.servers._server.pid)
 time.sleep(60)
 """
 
 
-def test_a_killed_trainer_takes_everything_along() -> None:
+def test_a_killed_trainer_takes_everything_along(tmp_path: Path) -> None:
     """Also while a child of its own lives on, with all that it inherited."""
-    with subprocess.Popen(
-        [sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as trainer:
-        assert trainer.stdout is not None
-        lines = sorted(trainer.stdout.readline() for _ in range(2))
-        try:
-            assert "a forked process cannot use its parent's group" in lines[1]
-            pid = int(lines[0])
-            wait_until(lambda: len(children(pid)) == 2, "a worker and a standby")
-            everything = [pid, *children(pid)]
-            trainer.kill()
-            wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in everything), "all are gone")
-        finally:
-            os.killpg(trainer.pid, signal.SIGKILL)
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    with Job() as job:
+        trainer = job.python("trainer", tmp_path / "trainer.py", path=ours_path())
+        job.wait(lambda: trainer.of("refused") and trainer.of("trains"), START_TIMEOUT_S, "it trains, and has a child")
+        assert "a forked process cannot use its parent's group" in trainer.of("refused")[0]["why"]
+        pid = trainer.of("trains")[0]["server"]
+        wait_until(lambda: len(children(pid)) == 2, "a worker and a standby")
+        everything = [pid, *children(pid)]
+        os.kill(trainer.pid, signal.SIGKILL)
+        wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in everything), "all are gone")
 
 
 def test_the_worker_that_stands_by_becomes_the_next(store: TCPStore) -> None:
@@ -199,6 +194,7 @@ def test_a_server_that_dies_while_it_is_asked_is_replaced(
     group.shutdown()
 
 
+@pytest.mark.slow  # the next server imports PyTorch for two seconds; a server that died is replaced above
 def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,15 +13,15 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// tellMargin is the most that a request to the lighthouse ends before the ranks' deadline.
+// tellMargin is how long before the ranks' deadline a request to the lighthouse ends, at most: time for its error to reach them.
 const tellMargin = 100 * time.Millisecond
 
 // ask starts the one request of a round. The caller holds mu.
 func (s *Server) ask(a round.AskLighthouse) {
-	// Before the ranks' own deadlines, so that they still hear why.
+	// It ends before the ranks' own deadlines, so that the reason still reaches them.
 	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, tellMargin))
 	s.asking[a.Round] = cancel
-	s.heals = groupHeal{} // whatever came of them, they are over
+	s.heals = groupHeal{} // heals of the last quorum have ended, whether they succeeded or not
 	span := s.tracedAsk(a)
 	ctx = tracing.WithParent(ctx, span)
 	rpc.Go(&s.tasks, s.log, "quorum round", func() {
@@ -41,7 +41,7 @@ func (s *Server) ask(a round.AskLighthouse) {
 	})
 }
 
-// askUntilAnswered asks until there is an answer, retryAfter gives up, or the deadline is near.
+// askUntilAnswered asks until there is an answer, retryAfter decides against another request, or the deadline is near.
 func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q *quorum.Quorum, err error) {
 	defer rpc.Recovered(s.log, "the quorum round", &err)
 	start := time.Now()
@@ -50,11 +50,11 @@ func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q
 		return wire.ToStatus(round.Failure{Kind: round.KindTimeout, Reason: s.unreachable(start, err)})
 	}
 	refused := int64(0)
-	var before error // why the attempt before did not reach it
+	var before error // why the previous request did not reach the lighthouse, nil if it did
 	for failed := 1; ; failed++ {
 		q, err := s.membership.Quorum(ctx, a.Member, a.KnownQuorumID)
 		if err != nil && ctx.Err() != nil && before != nil {
-			return nil, unreached(before) // "deadline exceeded" says less
+			return nil, unreached(before) // its reason says more than "deadline exceeded"
 		}
 		if err == nil || ctx.Err() != nil {
 			return q, err
@@ -99,8 +99,7 @@ func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
 	}
 }
 
-// attend tells the lighthouse that this group is alive, for as long as the server lives. What goes wrong is logged once,
-// and once when it is over.
+// attend keeps up the heartbeats for as long as the server runs. An outage is logged once, and its end once.
 func (s *Server) attend() {
 	failed := 0
 	reached := func() {

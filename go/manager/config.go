@@ -32,23 +32,22 @@ type ServerConfig struct {
 	StoreAddr string
 	// WorldSize is how many ranks the group has.
 	WorldSize int64
-	// HeartbeatInterval is how often the lighthouse hears that this group is alive. One that keeps a stream with the
-	// group says itself how often it wants to hear.
+	// HeartbeatInterval is the time between heartbeat calls to an upstream lighthouse. Others keep a stream, and choose it themselves.
 	HeartbeatInterval time.Duration
 	// ConnectTimeout bounds the first connection to the lighthouse.
 	ConnectTimeout time.Duration
-	// QuorumRetries is how often a quorum request that the lighthouse refused is made again. While the
-	// lighthouse is away, requests are repeated until the deadline regardless.
+	// QuorumRetries is how often a quorum request that the lighthouse refused is repeated. While the lighthouse is not reached,
+	// requests are repeated until the deadline in any case.
 	QuorumRetries int64
 	// Security names the files with the job's token and certificates, for this server and for its calls to the lighthouse.
 	Security auth.Security
-	// Exit ends the process for kill; os.Exit if nil.
+	// Exit ends the process when a kill is requested; os.Exit if nil.
 	Exit func(code int)
 	// Logger is slog.Default() if nil.
 	Logger *slog.Logger
 	// Network is real TCP if nil.
 	Network rpc.Network
-	// Membership is asked for quorums in place of the lighthouse at LighthouseAddr, if not nil. The server closes it.
+	// Membership, if not nil, is used in place of the lighthouse at LighthouseAddr. The server closes it.
 	Membership membership.Membership
 }
 
@@ -98,7 +97,7 @@ func (c ServerConfig) Validate() error {
 func Join(ctx context.Context, cfg ServerConfig) (membership.Membership, error) {
 	m, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
 		lighthouses.WithNetwork(cfg.Network), lighthouses.WithSecurity(cfg.Security), lighthouses.WithJob(cfg.job()))
-	if err != nil { // and no member in an interface that is not nil
+	if err != nil { // a nil *Member in the interface would not be nil
 		return nil, err
 	}
 	return m, nil

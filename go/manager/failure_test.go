@@ -147,7 +147,7 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 		round(t, 0, a, b)
 		died := time.Now()
 		b.Host(1).Kill() // the manager server of b, in another process, lives on
-		assert.Contains(t, heard(t, a, 0).Reason, "rank 1 of replica group b is gone")
+		assert.Contains(t, heard(t, a, 0).Reason, "rank 1 of replica group b has failed")
 		assert.InDelta(t, grace, time.Since(died), float64(atOnce))
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
 		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)

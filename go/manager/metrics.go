@@ -23,8 +23,8 @@ const scrapeTimeout = 10 * time.Second
 // The phases of a step, as the manager server sees them.
 const (
 	gatherPhase = "gather" // from the first rank that asks for a quorum to the last
-	quorumPhase = "quorum" // the lighthouse's answer
-	stepPhase   = "step"   // from the quorum to the first vote: the model, and the collectives
+	quorumPhase = "quorum" // from the request to the lighthouse to its answer
+	stepPhase   = "step"   // from the quorum to the first vote: computation and collectives
 	votePhase   = "vote"   // from the first rank that votes to the last
 )
 
@@ -41,13 +41,13 @@ type meters struct {
 	recovery *prometheus.CounterVec
 	at       prometheus.Gauge
 
-	began     string    // the phase that runs, empty before the first
-	since     time.Time // it runs
-	committed time.Time // when the last step was, zero before the first
+	began     string    // the current phase, empty: none
+	since     time.Time // when it began
+	committed time.Time // time of the last commit, zero before the first
 }
 
 func newMeters(job, replicaID string) *meters {
-	// The process's own part of the name: a restart is the same group.
+	// The part of the name before the UUID: after a restart it is the same, and so are the time series.
 	group, _, _ := strings.Cut(replicaID, ":")
 	labels := prometheus.Labels{"training_job": job, "group": group}
 	counter := func(name, help string) prometheus.Counter {
@@ -87,12 +87,12 @@ func newMeters(job, replicaID string) *meters {
 	return m
 }
 
-// observe sees every event of the machine, and what came of it.
+// observe is called with every event of the machine and its actions.
 func (m *meters) observe(event round.Event, actions []round.Action, now time.Time) {
 	switch event.(type) {
 	case round.QuorumAsked:
 		if m.began == stepPhase || m.began == votePhase {
-			m.failed() // the step was given up without a vote
+			m.failed() // the step ended without a vote
 		}
 		if m.began == "" {
 			m.begins(gatherPhase, now)
@@ -116,7 +116,7 @@ func (m *meters) observe(event round.Event, actions []round.Action, now time.Tim
 	}
 }
 
-// begins ends the phase that runs, and begins one; empty: none.
+// begins ends the current phase, and begins another one; empty: none.
 func (m *meters) begins(phase string, now time.Time) {
 	if m.began == phase {
 		return
@@ -127,7 +127,7 @@ func (m *meters) begins(phase string, now time.Time) {
 	m.began, m.since = phase, now
 }
 
-// failed forgets the phase that runs: how long it took tells nothing.
+// failed drops the current phase: the time until a failure is not counted.
 func (m *meters) failed() { m.began = "" }
 
 // voted counts a step on which all ranks voted.
@@ -145,7 +145,7 @@ func (m *meters) voted(step int64, committed bool, now time.Time) {
 	m.committed = now
 }
 
-// recovered counts what a recovery cost a rank. Names of phases are ours: no stranger fills the memory with others.
+// recovered counts what a recovery cost a rank. Unknown phases are counted as "other": a client must not create labels without bound.
 func (m *meters) recovered(r membership.Recovered) {
 	kind := "failure"
 	if r.Healed {
@@ -170,7 +170,7 @@ var knownPhases = map[string]bool{
 	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "vote": true, "next step": true,
 }
 
-// handler serves the metrics: to whoever may call this server.
+// handler serves the metrics, to clients that may call this server.
 func (s *Server) handler(gate *rpc.Gate) http.Handler {
 	mux := http.NewServeMux()
 	metrics := promhttp.HandlerFor(s.meters.registry, promhttp.HandlerOpts{MaxRequestsInFlight: 2, Timeout: scrapeTimeout})

@@ -8,10 +8,10 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// answerTime is how long ranks may take to say what they do. The lighthouse waits for a second.
+// answerTime is how long ranks may take to answer ProgressAsked. The lighthouse waits for a second.
 const answerTime = 500 * time.Millisecond
 
-// hearNotices tells the ranks what the membership learns.
+// hearNotices passes the notices of the membership on to the machine and the ranks.
 func (s *Server) hearNotices(source membership.NoticeSource) {
 	for {
 		select {
@@ -46,7 +46,7 @@ func (s *Server) hear(notice membership.Notice) {
 	s.notices.Tell(notice)
 }
 
-// answerProgress waits until the ranks have said what they do, and tells the lighthouse.
+// answerProgress waits until the ranks have answered, or answerTime is over, and tells the lighthouse what they do.
 func (s *Server) answerProgress() {
 	witness, ok := s.membership.(membership.Witness)
 	if !ok {
@@ -75,7 +75,7 @@ func (s *Server) answerProgress() {
 	}
 }
 
-// suspect passes on that a rank lost a collective.
+// suspect passes on that a collective of a rank failed.
 func (s *Server) suspect(quorumID int64, replicaID string) {
 	if witness, ok := s.membership.(membership.Witness); ok {
 		witness.Suspect(quorumID, replicaID)

@@ -15,8 +15,8 @@ type connection struct {
 	ended bool
 }
 
-// presence counts the open connections of each rank. When a rank's last one breaks the rank is gone: that is
-// how its siblings learn of a failure at once, without a timeout.
+// presence counts the open connections of each rank. When the last one of a rank breaks, the rank counts as disconnected: so the other
+// ranks of the group learn of a failure at once, without a timeout.
 type presence struct{ open map[int64]int }
 
 func (p *presence) seen(c *connection, groupRank int64) {
@@ -33,8 +33,8 @@ func (p *presence) seen(c *connection, groupRank int64) {
 	p.open[groupRank]++
 }
 
-// end forgets a connection and returns the ranks that have no other.
-func (p *presence) end(c *connection) (gone []int64) {
+// end forgets a connection, and returns the ranks that have no other one.
+func (p *presence) end(c *connection) (disconnected []int64) {
 	if c.ended {
 		return nil
 	}
@@ -42,16 +42,16 @@ func (p *presence) end(c *connection) (gone []int64) {
 	for groupRank := range c.ranks {
 		if p.open[groupRank]--; p.open[groupRank] == 0 {
 			delete(p.open, groupRank)
-			gone = append(gone, groupRank)
+			disconnected = append(disconnected, groupRank)
 		}
 	}
-	return gone
+	return disconnected
 }
 
-// rankGrace is how long a rank whose connection broke may take to come back, before the other groups are told.
+// rankGrace is how long a rank may take to reconnect before the other groups are told that this one is incomplete.
 const rankGrace = 200 * time.Millisecond
 
-// present notes that a rank is there, before it asks for anything.
+// present notes a rank that has reconnected, before its next request.
 func (s *Server) present(c *connection, groupRank int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -76,7 +76,7 @@ func (s *Server) connectionEnded(c *connection) {
 	}
 }
 
-// connectionTracker tells the server which connection a call came through, and when one ended.
+// connectionTracker is a stats.Handler: it finds the connection of each call, and tells the server when one has ended.
 type connectionTracker struct{ server *Server }
 
 type connectionKey struct{}

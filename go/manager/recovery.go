@@ -5,7 +5,7 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// groupHeal is what has arrived at the ranks that heal, and the sum of it: each rank tells several times a second.
+// groupHeal is the progress of each rank that heals, and of the group, the sum. Ranks report it several times a second.
 type groupHeal struct {
 	ranks map[int64]membership.HealProgress
 	group membership.HealProgress
@@ -27,7 +27,7 @@ func (h *groupHeal) drop(groupRank int64) {
 	delete(h.ranks, groupRank)
 }
 
-// healing notes what has arrived at a rank, and tells of the whole group.
+// healing notes the progress of a rank, and reports that of the group.
 func (s *Server) healing(p membership.HealProgress) {
 	if p.GroupRank < 0 || p.GroupRank >= s.cfg.WorldSize || p.Received < 0 || p.Total < p.Received {
 		return
@@ -41,7 +41,7 @@ func (s *Server) healing(p membership.HealProgress) {
 	}
 }
 
-// recovered counts what a recovery cost a rank. One rank of the group tells the lighthouse.
+// recovered counts what a recovery cost a rank. The lighthouse is told that of rank 0 only, for people to see.
 func (s *Server) recovered(r membership.Recovered) {
 	if r.GroupRank < 0 || r.GroupRank >= s.cfg.WorldSize {
 		return
@@ -57,14 +57,14 @@ func (s *Server) recovered(r membership.Recovered) {
 	}
 }
 
-// counted adds what a rank counted. It has no answer: the log says once what was refused.
+// counted adds to a counter. The rank gets no answer, so a refused count is logged, once.
 func (s *Server) counted(c rankclient.Counted) {
 	if c.GroupRank < 0 || c.GroupRank >= s.cfg.WorldSize {
 		return
 	}
 	if err := c.Validate(); err != nil {
 		s.badCount.Do(func() {
-			s.log.Warn("torchft: a rank counts what is not known", "group_rank", c.GroupRank, "error", err)
+			s.log.Warn("torchft: a count of a rank was refused", "group_rank", c.GroupRank, "error", err)
 		})
 		return
 	}

@@ -7,18 +7,18 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// retry is what follows a request to the lighthouse that failed.
+// retry says whether a failed request to the lighthouse is repeated.
 type retry int
 
 const (
-	noRetry     retry = iota // its error is the ranks' answer
-	ifRefused                // one of the QuorumRetries
-	untilAnswer              // as often as it takes, until the ranks' deadline is near
+	noRetry     retry = iota // no: the ranks get its error
+	ifRefused                // yes; it counts as one of the QuorumRetries
+	untilAnswer              // yes, until the ranks' deadline is near
 )
 
-// retryAfter decides by the error, and by how many requests of the round the lighthouse has refused before this one. A lighthouse that
-// is away (it restarts, the network is cut) must not cost the job its life. One that answers is believed; it says shortly before the
-// deadline why there is no quorum, and there is no time for another request then.
+// retryAfter decides by the error, and by how many requests of the round the lighthouse has refused before. A restart of the lighthouse,
+// or a cut of the network, must not end the job: UNAVAILABLE is retried until the deadline. A lighthouse that has no quorum answers
+// DEADLINE_EXCEEDED with the reason shortly before the deadline; there is no time for another request then.
 func retryAfter(err error, refused, quorumRetries int64) retry {
 	switch {
 	case status.Code(err) == codes.DeadlineExceeded:

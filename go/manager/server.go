@@ -38,19 +38,19 @@ type Server struct {
 	asking   map[uint64]context.CancelFunc // requests to the lighthouse, by round
 	presence presence
 	meters   *meters
-	parent   string // trace context of a rank that waits for the quorum; empty unless one traces
+	parent   string // trace context of the rank that asked last for the quorum; empty unless one traces
 	heals    groupHeal
-	badCount sync.Once // a rank counted what is not known
-	trouble  string    // why the lighthouse has not been reached, while that is so
+	badCount sync.Once // logs the first refused count of a rank
+	trouble  string    // why the lighthouse is not reached; empty: it is
 	closed   bool
 }
 
-// spareConnections are for those who are no ranks of a group as large as this one: small groups that heal, and people.
+// spareConnections are for clients other than the ranks that mostConnections counts: Prometheus, people, ranks of smaller groups.
 const spareConnections = 10_000
 
-// mostConnections are open at once to the manager server of a group. Each rank keeps one; when a network breaks, all ranks come
-// back before the server notices that their old ones are gone (rpc's pings, 15 s); and the ranks of another group, which has
-// as many, ask where to heal from.
+// mostConnections is how many connections to a manager server may be open. Each rank keeps one. After a network failure all ranks
+// reconnect before the server notices that the old connections are broken (rpc's pings, 15 s). And the ranks of another group, as many
+// again, ask where to heal from.
 func mostConnections(worldSize int64) int { return spareConnections + 3*int(worldSize) }
 
 // NewServer starts the server of a replica group: it is connected to the lighthouse, bound and serving on
@@ -136,7 +136,7 @@ func (s *Server) Finish() {
 	}
 }
 
-// leave lets the group go without being missed. Without a membership that can be told there is nothing to wait for.
+// leave tells the membership that the group leaves, and waits until its peers do not need it any more.
 func (s *Server) leave(ctx context.Context) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
@@ -155,7 +155,7 @@ func (s *Server) Status() round.Status {
 	return s.machine.Describe()
 }
 
-// failed is the error of a waiter. One whose deadline passed also hears why the lighthouse has not been reached.
+// failed is the error of a call. If its deadline passed while the lighthouse was not reached, it says why.
 func (s *Server) failed(event round.Event, f round.Failure) error {
 	err := wire.ToStatus(f)
 	if _, gaveUp := event.(round.GaveUp); gaveUp && s.trouble != "" && rpc.IsTimeout(err) {
@@ -164,7 +164,7 @@ func (s *Server) failed(event round.Event, f round.Failure) error {
 	return err
 }
 
-// step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
+// step feeds the machine one event, and carries out its actions. The caller holds mu, so nothing in here may wait.
 func (s *Server) step(event round.Event) {
 	var err error
 	sound := false
@@ -172,7 +172,7 @@ func (s *Server) step(event round.Event) {
 		if sound {
 			return
 		}
-		// A machine that panicked may be in any state: everyone who waits is told, and a fresh one begins.
+		// The machine panicked, and may be in any state: all pending calls get the error, and a new machine begins.
 		for _, cancel := range s.asking {
 			cancel()
 		}
@@ -205,7 +205,7 @@ func (s *Server) step(event round.Event) {
 				witness.Incomplete(a.Reason)
 			}
 		case round.Discarded:
-			s.log.Warn("torchft: a step that may be known as lost is not committed", "step", a.Step, "reason", a.Reason)
+			s.log.Warn("torchft: a step is not committed: the other groups may have gone on without this one", "step", a.Step, "reason", a.Reason)
 		case round.Fail:
 			s.waiters.Answer(a.Waiter, answer{err: s.failed(event, a.Failure)})
 		}

@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// service converts the calls of torchft.ManagerService to the server's and back.
+// service serves torchft.ManagerService: it converts requests and answers.
 type service struct {
 	torchftpb.UnimplementedManagerServiceServer
 	server *Server
@@ -43,7 +43,7 @@ func (s service) ShouldCommit(ctx context.Context, req *torchftpb.ShouldCommitRe
 	return &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit}, nil
 }
 
-// do makes a call of the rank at the other end of the connection.
+// do makes a call of a rank, whose presence is that of the connection.
 func (s service) do(ctx context.Context, c rankCall) answer {
 	c.conn, c.traceparent = connectionOf(ctx), cmp.Or(c.traceparent, tracing.Incoming(ctx))
 	return s.server.do(ctx, c)
@@ -57,7 +57,7 @@ func (s service) Kill(ctx context.Context, req *torchftpb.KillRequest) (*torchft
 	return &torchftpb.KillResponse{}, nil
 }
 
-// exitDelay lets the answer to kill leave before the process ends.
+// exitDelay is the time for the answer to a kill to be sent before the process ends.
 const exitDelay = 50 * time.Millisecond
 
 func (s *Server) exit(why string) {

@@ -21,8 +21,8 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 	return view.Compute(groupRank, initSync)
 }
 
-// View is a quorum as one of its groups sees it. What is the same for all ranks of the group is computed once: a member
-// may have a handle for each of thousands of ranks, and only one of them concerns a rank.
+// View is a quorum as one of its groups sees it: what is common to all ranks of the group is computed once. That matters for groups of
+// thousands of ranks, where each member has as many handles, of which each rank needs one.
 type View struct {
 	members  []quorum.Member // in order
 	complete []bool          // by member: it has a handle for each of its ranks
@@ -87,11 +87,11 @@ func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 	return r, nil
 }
 
-// newest is the latest quorum in which the weights of a step were made. Two groups can reach one step in different
-// quorums, apart from each other, and then hold different weights: those of the older quorum are behind.
+// newest is the latest quorum in which members at a step have committed it. Two groups can reach one step in different quorums, each
+// without the other, and then hold different weights: the group with the older quorum is behind.
 //
-// It is 0, and steps alone decide, if anybody in the quorum does not say: such a peer decides by steps, and all must
-// come to the same.
+// It is 0, and steps alone decide, if a member does not announce its quorum. Such a member (upstream's) decides by steps alone, and all
+// members must come to the same plan.
 func newest(members []quorum.Member, step int64) int64 {
 	latest := int64(-1)
 	for i := range members {
@@ -106,22 +106,21 @@ func newest(members []quorum.Member, step int64) int64 {
 	return latest
 }
 
-// replays decides whether a group reduces again what it kept of a step that failed. The gradients must be of the weights
-// that it has now: if somebody committed the step it heals instead, and its gradients were part of that commit. The
-// others compare nothing: whoever is at max_step has equal weights, so that gradients kept there and gradients just made
-// may be averaged.
+// replays decides whether a group reduces the gradients again that it kept of a failed step. They must be of the weights that it has now.
+// If another group has committed the step, this one is behind and heals instead. Otherwise all groups at max_step have equal weights, so
+// kept and newly computed gradients may be averaged.
 //
-// A peer that does not announce it computes the step again from its data. Nobody keeps it waiting, or is kept waiting by it, in a
-// collective for as long as that takes: then all compute it again. At the first step the ranks of a group have different
-// primaries, and would decide differently.
+// A member that does not announce ReplaysFailedSteps computes the step again. Then all groups do: in a replay they would wait in the
+// collective until that member has computed, perhaps longer than its timeout. At the first step with initSync the ranks of a group have
+// different primaries, and would come to different decisions.
 func replays(members []quorum.Member, r Result, initSync bool) bool {
 	silent := slices.ContainsFunc(members, func(m quorum.Member) bool { return !m.ReplaysFailedSteps })
 	firstStep := initSync && r.MaxStep == 0 && len(members) > 1
 	return r.MaxReplicaRank != nil && !r.Heal && !silent && !firstStep
 }
 
-// assign spreads the groups that must heal over those that can serve them. Who heals is the same for all
-// ranks of a group but at step 0, where each rank has a primary of its own.
+// assign distributes the groups that must heal over the sources. All ranks of a group come to the same result, except at step 0, where
+// each rank has a primary of its own (fromPrimary).
 func assign(r *Result, members []quorum.Member, sources []int, primary int, groupRank int64, fromPrimary bool) {
 	if fromPrimary {
 		sources = []int{primary}
@@ -161,8 +160,8 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 // maxHelpers limits the additional sources of one target: with four sources its own network is the bottleneck.
 const maxHelpers = 3
 
-// helpersOf are those that follow the assigned source, so that each source has about as many to help as others have.
-// Only members that say in which quorum their weights were made know that they help.
+// helpersOf returns the additional sources of a target: those after the assigned one, in a ring, which spreads the load evenly. Only
+// members that announce a committed quorum support it; upstream's do not.
 func helpersOf(members []quorum.Member, sources []int, assigned int64) []int {
 	var helpers []int
 	for j := 1; j < len(sources) && j <= maxHelpers; j++ {
@@ -174,8 +173,8 @@ func helpersOf(members []quorum.Member, sources []int, assigned int64) []int {
 	return helpers
 }
 
-// handles are those of one group rank. A member of 0.2.0 has none, and then the whole quorum meets at the
-// store: a half of it that used handles would wait for the other half for ever. missing says whose are not there.
+// handles returns the handles of one group rank, in the order of the members. If a member has none (0.2.0), the list is nil, and all
+// connect through the store: members that used handles would wait forever for those that do not. missing names the members without.
 func (v *View) handles(groupRank int64) (list, missing []string) {
 	list = make([]string, len(v.members))
 	for i := range v.members {
@@ -192,7 +191,7 @@ func (v *View) handles(groupRank int64) (list, missing []string) {
 	return list, nil
 }
 
-// inOrder returns the members ordered by replica_id. A lighthouse sends them so; the protocol does not say it.
+// inOrder returns the members sorted by replica_id. Lighthouses send them sorted, but the protocol does not require it.
 func inOrder(members []quorum.Member) []quorum.Member {
 	byID := func(a, b quorum.Member) int { return strings.Compare(a.ReplicaID, b.ReplicaID) }
 	if slices.IsSortedFunc(members, byID) {

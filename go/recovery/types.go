@@ -20,8 +20,8 @@ type Result struct {
 	// wire nor Python has room for another one.
 	Sources               []Source `json:"-"`
 	RecoverDstReplicaRank []int64  `json:"recover_dst_replica_ranks,omitempty"` // the groups that heal from this one
-	// Helpers are the manager servers of further sources, who offer the same step to this group if it heals. What they
-	// have byte for byte as the assigned one spares that one. Groups of upstream do not help.
+	// Helpers are the manager servers of additional sources, if this group heals. Blocks that are equal to those of the assigned source
+	// are fetched from them, too. Upstream's groups are never among them.
 	Helpers            []string `json:"helper_manager_addresses,omitempty"`
 	HelpDstReplicaRank []int64  `json:"help_dst_replica_ranks,omitempty"` // the groups that this one helps
 	StoreAddress       string   `json:"store_address"`                    // rendezvous store of this rank
@@ -30,10 +30,10 @@ type Result struct {
 	MaxWorldSize       int64    `json:"max_world_size"`   // members at MaxStep
 	Heal               bool     `json:"heal"`
 	CommitFailures     int64    `json:"commit_failures"` // the largest any member reports
-	// CommittedQuorumID is in which quorum the state of the members that are up to date was made: after a heal
-	// it is that of this group. -1: in none, 0: somebody in the quorum does not say.
+	// CommittedQuorumID is the quorum in which the members that are up to date committed their step; after a heal it is that of this
+	// group. -1: in none, 0: a member does not announce it.
 	CommittedQuorumID int64 `json:"committed_quorum_id"`
-	// Replay: a group that kept what it reduced in an attempt at MaxStep that failed reduces it again in this quorum.
+	// Replay: a group that kept its gradients of a failed attempt at MaxStep reduces them again in this quorum.
 	Replay bool `json:"replay"`
 	// Draining: the group was asked to leave, and this is its last step. It is not of the quorum: the manager server adds it.
 	Draining       bool     `json:"draining"`

@@ -10,17 +10,17 @@ type Status struct {
 	Quorum        Attendance       `json:"quorum"`
 	Vote          Attendance       `json:"vote"`
 	VoteStep      int64            `json:"vote_step"` // of the vote that is going on, 0 if there is none
-	Absent        map[int64]string `json:"absent"`    // ranks that nobody waits for, and why
+	Absent        map[int64]string `json:"absent"`    // ranks that are not waited for, and why
 	Closed        bool             `json:"closed"`
 }
 
-// Attendance is who takes part in a gathering. Both are empty while nobody waits.
+// Attendance lists the ranks that wait in a gathering, and those that it waits for. Both are empty if there is no gathering.
 type Attendance struct {
 	Waiting []int64 `json:"waiting"`
 	Missing []int64 `json:"missing"`
 }
 
-// Describe tells the state. It changes nothing.
+// Describe returns the state. It changes nothing.
 func (m *Machine) Describe() Status {
 	s := Status{
 		ReplicaID:     m.group.ReplicaID,

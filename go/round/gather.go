@@ -7,13 +7,13 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// gathering is the quorum requests of the ranks, from the first rank that asks until all are answered.
+// gathering holds the quorum requests of the ranks, from the first one until all are answered.
 type gathering struct {
 	asked []*QuorumAsked // by rank
 	count int
 	first int    // no rank below it has asked
 	round uint64 // of the request to the lighthouse, 0 while ranks are missing
-	agree bool   // the ranks agree on the step, and on the quorum in which its weights were made
+	agree bool   // the ranks agree on the step, and on the quorum in which it was committed
 }
 
 func (g *gathering) has(rank int) bool { return g.asked[rank] != nil }
@@ -39,7 +39,8 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	if older := g.asked[e.GroupRank]; older != nil {
 		superseded := Failure{KindAborted, fmt.Sprintf("a newer request of rank %d replaced this one", e.GroupRank)}
 		if g.round != 0 && !sameRequest(*older, e) {
-			// The lighthouse was asked with words that do not hold any more.
+			// The pending request to the lighthouse was made of the older one, which no longer holds: the round fails, and the ranks
+			// ask again.
 			g.asked[e.GroupRank] = nil
 			g.count--
 			actions = append(actions, Fail{older.Waiter, superseded})
@@ -69,8 +70,8 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	return append(actions, m.askLighthouse())
 }
 
-// wrongWorldSize refuses a rank that counts other ranks than this server. Its siblings could only wait for
-// it in vain, so they fail with it.
+// wrongWorldSize refuses a rank that was started with another world size than this server. The group cannot become complete, so the
+// requests of the other ranks fail too.
 func (m *Machine) wrongWorldSize(e QuorumAsked) []Action {
 	wrong := Failure{KindInvalid, fmt.Sprintf(
 		"rank %d believes that replica group %s has a world size of %d, but its manager server was started with %d",
@@ -106,9 +107,9 @@ func (m *Machine) askLighthouse() Action {
 func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	g := &m.gathering
 	if g.round == 0 || e.Round != g.round {
-		return nil // nobody waits for this round any more
+		return nil // the round has ended: its waiters have been answered
 	}
-	g.round = 0 // it has ended: nothing to cancel
+	g.round = 0 // the request has ended, so endGathering must not cancel it
 	if e.Failure != nil {
 		return m.endGathering(*e.Failure)
 	}
@@ -137,8 +138,8 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		results[r] = result
 	}
 
-	// Whoever asked for this quorum does not vote on the attempt before it any more. A vote is still open here
-	// only if the rank that cast it had asked before.
+	// All ranks have asked for this quorum, so none will vote on the attempt before it. A vote is still pending here only if the rank
+	// that cast it had asked before it voted.
 	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
 	for r, a := range g.asked {
 		m.looks++
@@ -150,7 +151,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	return actions
 }
 
-// disagreement tells of the first ranks that differ.
+// disagreement describes the first difference between ranks.
 func (m *Machine) disagreement() string {
 	first := m.gathering.asked[0]
 	for _, a := range m.gathering.asked {
@@ -181,7 +182,7 @@ func (m *Machine) quorumGaveUp(e GaveUp) []Action {
 		}
 		own, others := gaveUp(e, r, what)
 		if g.round != 0 {
-			// The lighthouse was given until the earliest deadline, so it is the deadline of them all.
+			// The request to the lighthouse has the earliest deadline of the ranks, so it has timed out for all of them.
 			others.Kind = own.Kind
 		}
 		g.asked[r] = nil
@@ -191,8 +192,7 @@ func (m *Machine) quorumGaveUp(e GaveUp) []Action {
 	return nil
 }
 
-// gaveUp makes the failures of the rank that gave up and of its siblings. Waiting on without it would be in
-// vain: it may never come back.
+// gaveUp makes the failures of a rank whose call has ended, and of the other ranks. They fail with it, since it may never ask again.
 func gaveUp(e GaveUp, rank int, what string) (own, others Failure) {
 	if e.Timeout {
 		return Failure{KindTimeout, "the deadline passed while waiting for " + what},
@@ -202,7 +202,7 @@ func gaveUp(e GaveUp, rank int, what string) (own, others Failure) {
 		Failure{KindAborted, fmt.Sprintf("rank %d gave up: its call was cancelled while waiting for %s", rank, what)}
 }
 
-// endGathering answers all who wait for the quorum with the same failure.
+// endGathering fails all pending quorum requests, and cancels the one to the lighthouse.
 func (m *Machine) endGathering(f Failure) []Action {
 	g := &m.gathering
 	var actions []Action

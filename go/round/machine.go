@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// maxWorldSize bounds what a machine sets aside for its ranks; no replica group is near it.
+// maxWorldSize bounds the memory that a machine allocates for its ranks; no replica group comes near it.
 const maxWorldSize = 1 << 20
 
 // Validate names every field that is out of range, its value, and what is allowed.
@@ -21,37 +21,37 @@ func (g Group) Validate() error {
 	return nil
 }
 
-// Machine gathers the ranks of one replica group. It is a state machine for one goroutine: events go in
-// through Step, and what must be done about them comes out.
+// Machine gathers the ranks of one replica group for quorums and votes. It is a state machine for one goroutine: Step takes an event,
+// and returns the actions that follow from it.
 //
-// What holds: every waiter is answered exactly once, with a result or with a failure; a gathering never
-// waits for a rank that cannot come; at most one request to the lighthouse is on its way.
+// Invariants: each waiter is answered exactly once, with a result or a failure; a gathering never waits for a rank that is known to be
+// absent; at most one request to the lighthouse is pending.
 type Machine struct {
 	group  Group
 	ranks  []rank
-	absent []int // ranks that nobody should wait for, in order; rank.absent says why
-	looks  int   // at a rank, for tests of growth
+	absent []int // ranks that are not waited for, in order; rank.absent says why
+	looks  int   // how often a rank was visited, for growth_test.go
 
 	gathering     gathering
 	round         uint64 // number of the latest request to the lighthouse
-	knownQuorumID int64  // largest quorum_id that was answered
+	knownQuorumID int64  // largest quorum_id that the lighthouse has answered with
 
 	ballot ballot
 
 	answered int64    // quorum_id of the last quorum that the ranks were given
 	evicted  *Evicted // the last quorum in which the group counts as failed
 
-	draining bool // the ranks are told to leave
+	draining bool // the group was asked to leave, and its ranks are told
 
 	now    time.Time // of the last event
 	closed *Failure  // set once the server shuts down
 }
 
-// rank is what is remembered of one rank between its requests.
+// rank is the state of one rank between its requests.
 type rank struct {
 	metadata  string   // where it serves its checkpoint
 	announced bool     // metadata is set
-	absent    *Failure // why nobody should wait for it; nil if it may come
+	absent    *Failure // why it is not waited for; nil: it is
 	activity
 }
 
@@ -65,7 +65,8 @@ func NewMachine(g Group) *Machine {
 	}
 }
 
-// Step takes in one event at a time and returns what to do, in this order. Deadlines are kept by the shell, which turns those that pass into GaveUp.
+// Step takes one event and returns the actions, in the order in which they must be done. The shell watches the deadlines, and feeds
+// GaveUp when one passes.
 func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.now = now
 	switch e := event.(type) {
@@ -125,24 +126,25 @@ func (m *Machine) metadataAsked(e MetadataAsked) []Action {
 		"rank %d of replica group %s has announced no checkpoint; known: %s", e.GroupRank, m.group.ReplicaID, known)}}}
 }
 
-// rankDisconnected ends whatever waits for the rank, and lets nothing wait for it until it asks again.
+// rankDisconnected fails the gathering and the vote that need the rank. Until it asks again, no request waits for it: the other ranks
+// would wait until their deadlines.
 func (m *Machine) rankDisconnected(e RankDisconnected) []Action {
 	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
 		return nil
 	}
-	gone := Failure{KindAborted, fmt.Sprintf("rank %d of replica group %s is gone: its connection broke",
+	failed := Failure{KindAborted, fmt.Sprintf("rank %d of replica group %s has failed: its connection broke",
 		e.GroupRank, m.group.ReplicaID)}
-	m.miss(e.GroupRank, &gone)
-	return append(m.endGathering(gone), m.endBallot(gone)...)
+	m.miss(e.GroupRank, &failed)
+	return append(m.endGathering(failed), m.endBallot(failed)...)
 }
 
-// stillDisconnected tells the other groups not to wait for this one.
+// stillDisconnected tells the lighthouse that the group is incomplete, so that the other groups need not wait for it.
 func (m *Machine) stillDisconnected(e StillDisconnected) []Action {
 	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
 		return nil
 	}
-	if gone := m.ranks[e.GroupRank].absent; gone != nil {
-		return []Action{TellIncomplete{gone.Reason}}
+	if absent := m.ranks[e.GroupRank].absent; absent != nil {
+		return []Action{TellIncomplete{absent.Reason}}
 	}
 	return nil
 }
@@ -155,8 +157,8 @@ func (m *Machine) close(e Closed) []Action {
 	return append(m.endGathering(*m.closed), m.endBallot(*m.closed)...)
 }
 
-// hopeless returns why a gathering can never be complete: a rank is missing that will not come. It is nil
-// if all may still come.
+// hopeless returns why a gathering cannot become complete: one of its missing ranks is absent. It is nil if all missing ranks may
+// still ask.
 func (m *Machine) hopeless(present func(rank int) bool) *Failure {
 	for _, r := range m.absent {
 		m.looks++
@@ -167,7 +169,7 @@ func (m *Machine) hopeless(present func(rank int) bool) *Failure {
 	return nil
 }
 
-// miss lets nobody wait for a rank, expect ends that.
+// miss marks a rank as absent, expect ends that.
 func (m *Machine) miss(groupRank int64, why *Failure) {
 	m.ranks[groupRank].absent = why
 	if i, found := slices.BinarySearch(m.absent, int(groupRank)); !found {
@@ -187,7 +189,7 @@ func (m *Machine) expect(groupRank int64) {
 
 // where lists the ranks for which something holds, for people.
 func (m *Machine) where(holds func(rank int) bool) string {
-	const most = 16 // ranks; who reads more?
+	const most = 16 // ranks in a message
 	var names []string
 	more := 0
 	for r := range m.ranks {

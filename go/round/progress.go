@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// phase is what a rank does, as its requests tell.
+// phase is what a rank does, as its requests show.
 type phase int
 
 const (
@@ -20,14 +20,14 @@ func (p phase) String() string {
 	return [...]string{"has not asked for a quorum yet", "waits for a quorum", "in the step", "waits for the vote", "after the vote"}[p]
 }
 
-// activity is what a rank does, and since when. The machine knows it by the way, so that no step pays for it; what a rank
-// does within a step it says when it is asked.
+// activity is what a rank does, and since when. Its phase follows from its requests, at no cost for a step; what it does within a step
+// the rank says only when it is asked.
 type activity struct {
 	phase phase
 	step  int64
 	since time.Time
 
-	said  bool // since it was asked
+	said  bool // it has answered the latest question; waits and what are its answer
 	waits bool
 	what  string
 }
@@ -36,7 +36,7 @@ func (a *activity) begin(p phase, step int64, now time.Time) {
 	*a = activity{phase: p, step: step, since: now}
 }
 
-// Progress is what a group does: the rank that holds it up, or, if all wait for other groups, any of them.
+// Progress is what a group does: that of the rank that the others wait for, or of any rank if all wait for other groups.
 type Progress struct {
 	Step      int64
 	GroupRank int64
@@ -58,7 +58,7 @@ func (m *Machine) rankProgressed(e RankProgressed) {
 	}
 }
 
-// Progress tells what the group does, and whether all ranks that were asked have answered. It changes nothing.
+// Progress returns what the group does, and whether all ranks that are in the step have answered. It changes nothing.
 func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
 	complete = true
 	worst := -1
@@ -88,7 +88,7 @@ func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
 	return p, complete
 }
 
-// idle reports whether a rank waits for others: for its siblings, for other groups, or for a quorum.
+// idle reports whether a rank waits: for other ranks of the group, for other groups, or for a quorum.
 func (a *activity) idle() bool {
 	switch a.phase {
 	case inQuorum, inVote:

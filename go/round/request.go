@@ -31,9 +31,9 @@ func sameRequest(a, b QuorumAsked) bool { return a.Request == b.Request }
 // merge adds to a group's record what its ranks say, in rank order. agree is false if they differ in the step, or in the
 // quorum in which its weights were made.
 //
-// A group is as far as its slowest rank: ranks differ after one of them failed to heal or did not hear that
-// its step was committed, and with the smallest step the group heals as a whole. Such weights are of no quorum, so
-// that it does so too where the others are at that step.
+// The step of a group is that of its slowest rank. Ranks differ after one of them failed to heal, or missed that a step was committed;
+// with the smallest step the group is behind, and heals as a whole. The committed quorum is -1 then (none), so it heals even if the
+// other groups are at that smallest step.
 func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree bool) {
 	first := ranks[0]
 	agree = true
@@ -57,7 +57,7 @@ func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree b
 	case !agree:
 		member.CommittedQuorumID = -1
 	}
-	if len(handles) == len(ranks) { // in rank order, and useless to the others unless complete
+	if len(handles) == len(ranks) { // peers use handles only if all ranks have one
 		member.Handles = handles
 	}
 	return member, agree

@@ -47,15 +47,15 @@ type (
 		// Fenced: the group was silent for so long that the others may have gone on without it.
 		Fenced bool
 	}
-	// Evicted: the group counts as failed in a quorum. The others go on without it, so that it commits nothing more of it.
+	// Evicted: the group counts as failed in a quorum. The others go on without it, so it must not commit a step of that quorum.
 	Evicted struct {
 		QuorumID int64
 		Reason   string
 	}
-	// Drained: the lighthouse wants the group to leave, as a rank may (Request.Drain). From the next quorum on its ranks are told, all in the same one.
+	// Drained: the lighthouse asks the group to leave, as a rank may (Request.Drain). All ranks are told in the same quorum, the next one.
 	Drained struct{}
-	// ProgressAsked: the lighthouse wants to know what the group does. The shell asks the ranks, and Machine.Progress when
-	// it has waited long enough.
+	// ProgressAsked: the lighthouse asks what the group does. The shell asks the ranks, waits for a while, and calls
+	// Machine.Progress.
 	ProgressAsked struct{}
 	// RankProgressed: a rank says what it does between a quorum and the vote.
 	RankProgressed struct {
@@ -68,18 +68,17 @@ type (
 		Waiter    WaiterID
 		GroupRank int64
 	}
-	// GaveUp: a waiter's deadline passed, or its call was cancelled. It ends the gathering, and is answered
-	// with Fail like its siblings: the reason says whom it waited for. A shell that answered it already
-	// drops that.
+	// GaveUp: the deadline of a waiter passed, or its call was cancelled. The gathering ends, and all of its waiters get Fail with a
+	// reason that names the missing ranks. A shell that has answered this waiter already drops its Fail.
 	GaveUp struct {
 		Waiter  WaiterID
 		Timeout bool
 	}
 	// RankDisconnected: the last connection of a rank broke.
 	RankDisconnected struct{ GroupRank int64 }
-	// StillDisconnected: a while has passed since. A connection that merely broke is back by now.
+	// StillDisconnected: the grace for reconnecting is over.
 	StillDisconnected struct{ GroupRank int64 }
-	// RankBack: a rank that was gone has a connection again.
+	// RankBack: a rank has reconnected.
 	RankBack struct{ GroupRank int64 }
 	// Closed: the server shuts down; every waiter is answered with this reason.
 	Closed struct{ Reason string }
@@ -110,7 +109,7 @@ type (
 		KnownQuorumID int64
 		Deadline      time.Time
 	}
-	// CancelLighthouse ends the request of a round that nobody waits for any more.
+	// CancelLighthouse cancels the request of a round that has ended.
 	CancelLighthouse struct{ Round uint64 }
 	// AnswerQuorum answers one rank with its own result.
 	AnswerQuorum struct {
@@ -150,18 +149,18 @@ func (TellIncomplete) isAction()   {}
 func (Discarded) isAction()        {}
 func (Fail) isAction()             {}
 
-// Kind classes a failure; internal/rpc maps each to one gRPC status code.
+// Kind classes a failure; internal/wire maps each to one gRPC status code.
 type Kind int
 
 const (
 	KindInvalid     Kind = iota // the request can never succeed: INVALID_ARGUMENT
 	KindTimeout                 // a deadline passed: DEADLINE_EXCEEDED
 	KindAborted                 // a sibling rank or a newer attempt ended this round: ABORTED
-	KindUnavailable             // shutting down, or the lighthouse is gone: UNAVAILABLE
+	KindUnavailable             // shutting down, or the lighthouse is not reached: UNAVAILABLE
 	KindInternal                // everything else: INTERNAL
 )
 
-// Failure is why a waiter got no answer, in words for people.
+// Failure is why a request failed.
 type Failure struct {
 	Kind   Kind
 	Reason string

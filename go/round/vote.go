@@ -5,11 +5,10 @@ import (
 	"slices"
 )
 
-// ballot is the votes on one attempt of a step, from the first rank that votes until all are answered.
+// ballot holds the votes on one attempt of a step, from the first vote until all are answered.
 //
-// The step alone does not name an attempt: after a failed commit the same step is tried again. Between two
-// attempts all ranks ask for a new quorum, and the first that does ends the ballot (wentOn), so a vote that is
-// left over from the first try never counts in the second.
+// The step does not identify the attempt: after a failed commit the same step is tried again. Between two attempts all ranks ask for a
+// new quorum, and the first request ends the ballot (wentOn). So a vote on the first attempt never counts in the second one.
 type ballot struct {
 	step  int64
 	votes []*Voted // by rank
@@ -78,8 +77,9 @@ func (m *Machine) voted(e Voted) []Action {
 	return actions
 }
 
-// lost is why a step does not count though all ranks of the group did their part: the others may have done the same step
-// without this group, which then has to heal. It is empty if it counts.
+// mayNotCommit returns why a step must not be committed although all ranks voted for it; empty: it may. If the group was evicted, or
+// was silent for so long that it may have been, the other groups may have committed this step without it, with other gradients. If this
+// group committed too, there would be two different states of one step; without a commit it heals.
 func (m *Machine) mayNotCommit(fenced bool) string {
 	switch {
 	case m.evicted != nil && m.evicted.QuorumID == m.answered:
@@ -90,20 +90,19 @@ func (m *Machine) mayNotCommit(fenced bool) string {
 	return ""
 }
 
-// wentOn is why a ballot ends that a rank will not vote in: a rank votes before it asks for the next quorum, so
-// one that asks has given up on its vote, or never casts it. It waits for the quorum with the rank that waits
-// for its vote, and without this both would wait for each other until a deadline.
+// wentOn is the failure of a ballot when a rank asks for the next quorum: it has abandoned the attempt, and will not vote. If the ballot
+// went on, this rank would wait in the quorum for a rank that waits for its vote: a deadlock until a deadline.
 //
-// Nothing is open if all is well: the ballot is complete before the first rank hears of the decision.
+// Without failures no ballot is open then: all ranks have voted before the first one gets the decision and goes on.
 func wentOn(rank, step int64) Failure {
 	return Failure{KindAborted, fmt.Sprintf(
 		"rank %d asked for the next quorum, and will not vote on step %d", rank, step)}
 }
 
-// wentOnBefore finds a rank that asked for the next quorum before its sibling voted, -1 if there is none.
+// wentOnBefore finds a rank that asked for the next quorum before this vote, -1 if there is none.
 //
-// A voter whose own request for that quorum is still here has given it up, and the news of that is on its way
-// (it may overtake on another goroutine). It will end the wait of all for that quorum.
+// If the voter itself has a pending quorum request, it has cancelled that request before it voted, and the GaveUp of it, which comes by
+// another goroutine, is still to be fed. It will end the gathering, so the vote may stay open.
 func (m *Machine) wentOnBefore(voter int64) int {
 	g := &m.gathering
 	if g.count == 0 || g.asked[voter] != nil {
@@ -134,7 +133,7 @@ func (m *Machine) voteGaveUp(e GaveUp) []Action {
 	return nil
 }
 
-// endBallot answers all who wait for the decision with the same failure.
+// endBallot fails all pending votes.
 func (m *Machine) endBallot(f Failure) []Action {
 	b := &m.ballot
 	var actions []Action

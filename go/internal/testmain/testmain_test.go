@@ -1,6 +1,7 @@
 package testmain
 
 import (
+	"fmt"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -27,4 +28,35 @@ func TestABubblesTimersCrashNoDetector(t *testing.T) {
 		}
 		pollers.Wait()
 	})
+}
+
+// told is a test that remembers how it ended.
+type told struct {
+	testing.TB
+	how string
+}
+
+func (r *told) Helper()          {}
+func (r *told) Skip(why ...any)  { r.how = "skipped: " + fmt.Sprint(why...) }
+func (r *told) Fatal(why ...any) { panic("failed: " + fmt.Sprint(why...)) }
+
+func TestASkipFailsUnderCI(t *testing.T) {
+	for ci, want := range map[string]string{
+		"": "skipped: one processor", "0": "skipped: one processor",
+		"1": "failed: skipped under CI=true: one processor", "true": "failed: skipped under CI=true: one processor",
+	} {
+		t.Setenv("CI", ci)
+		one := &told{TB: t}
+		func() {
+			defer func() {
+				if failed := recover(); failed != nil {
+					one.how = fmt.Sprint(failed)
+				}
+			}()
+			Skip(one, "one processor")
+		}()
+		if one.how != want {
+			t.Errorf("CI=%q: %s, and not %s", ci, one.how, want)
+		}
+	}
 }

@@ -26,11 +26,11 @@ OURS_ALONE = {
 BOTH = {"torchft_lighthouse --help": [sys.executable, str(CONSOLE_SCRIPT), "--help"]}
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return seconds of each command of both sides; upstream has but one of them."""
     todo = [(ours, name, argv) for name, argv in {**OURS_ALONE, **BOTH}.items()]
-    todo += [(published, name, argv) for name, argv in BOTH.items()]
-    seconds: dict[str, dict[str, list[float]]] = {side.name: {} for side in (ours, published)}
+    todo += [(upstream, name, argv) for name, argv in BOTH.items()]
+    seconds: dict[str, dict[str, list[float]]] = {side.name: {} for side in (ours, upstream)}
     with Job() as job:
         _, lighthouse = job.lighthouse(ours.path, min_replicas=1)
         for number in range(-1, rounds):  # the first one reads the files, which are in the page cache then
@@ -58,10 +58,10 @@ def _run(side: Side, argv: list[str]) -> float:
     return took
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
-    for side in (ours, published):
+    for side in (ours, upstream):
         for name, spread in result["seconds"][side].items():
             took = Spread(**spread)
             goal = f" {verdict(took.median < GOAL_S)}" if side == ours else ""

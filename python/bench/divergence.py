@@ -18,7 +18,7 @@ COMMAND_TIMEOUT_S = 120
 STEP_MS = 100  # of which the cost is told in percent
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return the times of a step in milliseconds, off and on, for each size. Upstream has none of it."""
     return {
         size: _measure(ours, mb, rounds, lambda text, size=size: progress(f"{size}, {text}"))
@@ -55,7 +55,7 @@ def _measure(ours: Side, mb: int, rounds: int, progress: Progress) -> dict[str, 
     return {**figures, "sweep": compared["commits"]}
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for size, figures in ((size, result[size]) for size in SIZES_MB):

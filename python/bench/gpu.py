@@ -31,7 +31,7 @@ class Group:
     name: str
     kind: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    published: bool = False
+    upstream: bool = False
     quick: bool = True
 
 
@@ -41,8 +41,8 @@ GROUPS = [
     Group("isolated, standby", "ProcessGroupBabyNCCL", {"standby": True, "standby_context": False}),
     Group("isolated", "ProcessGroupBabyNCCL", {"standby": False}, quick=False),
     Group("isolated, standby with a context", "ProcessGroupBabyNCCL", {"standby_context": True}, quick=False),
-    Group("published", "ProcessGroupNCCL", published=True),
-    Group("published, isolated", "ProcessGroupBabyNCCL", published=True),
+    Group("upstream", "ProcessGroupNCCL", upstream=True),
+    Group("upstream, isolated", "ProcessGroupBabyNCCL", upstream=True),
 ]
 FIGURES = {
     "issue_us": "begin an allreduce of 16 floats, µs",
@@ -78,30 +78,30 @@ def main() -> int:
         return 1
     began = time.monotonic()
     rounds, pause = (3, 1.0) if args.quick else (args.rounds, 2.0)
-    groups = [g for g in GROUPS if (g.quick or not args.quick) and (args.published or not g.published)]
+    groups = [g for g in GROUPS if (g.quick or not args.quick) and (args.upstream or not g.upstream)]
     results: Results = {}
 
-    def measure(name: str, published: bool, *what: str) -> None:
+    def measure(name: str, upstream: bool, *what: str) -> None:
         print(f"[{time.monotonic() - began:5.1f} s] {name}", file=sys.stderr, flush=True)
-        results[name] = in_child(args.published if published else None, *what)
+        results[name] = in_child(args.upstream if upstream else None, *what)
         # A run that is cut short has its figures so far.
         print(json.dumps(results[name]), file=sys.stderr, flush=True)
 
     for g in groups:
         what = ("group", f"--group={g.kind}", f"--settings={json.dumps(g.settings)}")
-        measure(g.name, g.published, *what, f"--rounds={rounds}", f"--pause={pause}")
+        measure(g.name, g.upstream, *what, f"--rounds={rounds}", f"--pause={pause}")
     for subject in RATES:
         measure(subject, False, subject)
-        if args.published:
-            measure(f"{subject}, published", True, subject)
+        if args.upstream:
+            measure(f"{subject}, upstream", True, subject)
     measure("killed", False, "killed")
 
     command = "python python/bench/gpu.py" + (" --quick" if args.quick else f" --rounds {args.rounds}")
     head = f"{date.today().isoformat()}, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
     head += f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, `{command}`; medians."
-    if args.published:
-        head += f" Published: {_version(args.published)}."
-    text = page(results, groups, head, bool(args.published))
+    if args.upstream:
+        head += f" Upstream: {_version(args.upstream)}."
+    text = page(results, groups, head, bool(args.upstream))
     print(text)
     print(f"[{time.monotonic() - began:5.1f} s] done", file=sys.stderr)
     if not args.no_write:
@@ -115,7 +115,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure process groups, heals and codes on a GPU.")
     parser.add_argument("--rounds", type=int, default=10, help="reconfigurations and aborts of each kind; default: 10")
     parser.add_argument("--quick", action="store_true", help="3 rounds of fewer kinds: about three minutes")
-    parser.add_argument("--published", type=_directory, help="directory that holds upstream, to compare")
+    parser.add_argument("--upstream", type=_directory, help="directory that holds upstream, to compare")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -130,14 +130,14 @@ def _directory(name: str) -> Path:
     return path
 
 
-def _version(published: Path) -> str:
-    names = [path.name.removesuffix(".dist-info") for path in published.glob("torchft*.dist-info")]
+def _version(upstream: Path) -> str:
+    names = [path.name.removesuffix(".dist-info") for path in upstream.glob("torchft*.dist-info")]
     return names[0] if names else "of unknown version"
 
 
-def in_child(published: Path | None, *what: str) -> dict[str, Any]:
+def in_child(upstream: Path | None, *what: str) -> dict[str, Any]:
     """The figures of gpu_worker.py; `error` where there are none."""
-    first = published or REPOSITORY
+    first = upstream or REPOSITORY
     others = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(first), *others])}
     command = [sys.executable, str(WORKER), *what]
@@ -155,16 +155,16 @@ def in_child(published: Path | None, *what: str) -> dict[str, Any]:
     return figures
 
 
-def page(results: Results, groups: list[Group], head: str, published: bool) -> str:
+def page(results: Results, groups: list[Group], head: str, upstream: bool) -> str:
     """The text between the markers."""
     lines = [head, "", "| | " + " | ".join(g.name for g in groups) + " |", "|---" * (len(groups) + 1) + "|"]
     for name, what in FIGURES.items():
         lines.append(f"| {what} | " + " | ".join(_cell(results[g.name], name) for g in groups) + " |")
-    columns = ["GB/s", "ours", *(["published"] if published else [])]
+    columns = ["GB/s", "ours", *(["upstream"] if upstream else [])]
     lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for subject, rates in RATES.items():
         for name, what in rates.items():
-            sides = [results[subject], *([results[f"{subject}, published"]] if published else [])]
+            sides = [results[subject], *([results[f"{subject}, upstream"]] if upstream else [])]
             lines.append(f"| {what} | " + " | ".join(_cell(side, name) for side in sides) + " |")
     errors = [f"- {name}: {result['error']}" for name, result in results.items() if "error" in result]
     if errors:

@@ -43,8 +43,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any], dict[str, Any], bool]] = [
     ("ours, no checksums", "ours", {"snapshot": False}, {"checksum": False}, False),
     ("ours", "ours", {"snapshot": False}, {}, False),
     ("ours, the source trains on", "ours", {"snapshot": True}, {}, False),
-    ("published", "published", {}, {}, False),
-    (f"published, {STREAMS} chunks", "published", {"num_chunks": STREAMS}, {"num_chunks": STREAMS}, False),
+    ("upstream", "upstream", {}, {}, False),
+    (f"upstream, {STREAMS} chunks", "upstream", {"num_chunks": STREAMS}, {"num_chunks": STREAMS}, False),
 ]
 
 
@@ -214,10 +214,10 @@ class Process:
         self._process.stdout.close()
 
 
-def measure(ours: Any, published: Any, rounds: int, progress: Any, gb: float = 2.0) -> dict[str, Any]:
+def measure(ours: Any, upstream: Any, rounds: int, progress: Any, gb: float = 2.0) -> dict[str, Any]:
     """Return, per variant: GB/s and the ratio to plain TCP of the same round, CPU seconds a GB, extra memory."""
     nbytes = int(gb * 1e9)
-    paths = {"": ours.path, "ours": ours.path, "published": published.path}
+    paths = {"": ours.path, "ours": ours.path, "upstream": upstream.path}
     pairs: dict[str, tuple[Process, Process]] = {}
     rows: dict[str, list[dict[str, float]]] = {variant[0]: [] for variant in VARIANTS}
     try:
@@ -283,7 +283,7 @@ def _one(source: Process, target: Process, variant: Any, nbytes: int) -> dict[st
     }
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     from common import Spread, markdown_table, verdict
 
@@ -299,7 +299,7 @@ def tables(result: dict[str, Any], ours: str, published: str) -> str:
             if name in GOALS:
                 text += f" {verdict(spread[side].median < GOAL_MEMORY)}"
             memory.append(text)
-        name = name.replace("published", published)
+        name = name.replace("upstream", upstream)
         rows.append([name, spread["gb_per_s"].text(), ratio, spread["cpu"].text(), *memory])
     source = f"extra memory (goal < {100 * GOAL_MEMORY:g} %), source"
     head = ["transfer", "GB/s", "ratio to plain TCP", "CPU s a GB, both ends", source, "target"]
@@ -310,17 +310,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure how fast a state moves between two groups.")
     parser.add_argument("--gb", type=float, default=2.0, help="size of the state; default 2")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--published", default="nightly", help="nightly or stable")
+    parser.add_argument("--upstream", default="nightly", help="nightly or stable")
     args = parser.parse_args()
     if args.gb <= 0 or args.rounds < 1:
         parser.error(f"--gb {args.gb} --rounds {args.rounds}: allowed are more than 0, and 1 or more")
     from common import Side
     from processes import ours_path
-    from published import REQUIREMENTS, install
+    from upstream import REQUIREMENTS, install
 
-    published = Side(REQUIREMENTS[args.published].replace("==", " "), install(args.published))
-    result = measure(Side("ours", ours_path()), published, args.rounds, lambda line: print(line, flush=True), args.gb)
-    print(tables(result, "ours", published.name))
+    upstream = Side(REQUIREMENTS[args.upstream].replace("==", " "), install(args.upstream))
+    result = measure(Side("ours", ours_path()), upstream, args.rounds, lambda line: print(line, flush=True), args.gb)
+    print(tables(result, "ours", upstream.name))
     return 0
 
 

@@ -27,7 +27,7 @@ from common import (
     verdict,
 )
 from processes import Job, ours_path
-from published import REQUIREMENTS, install
+from upstream import REQUIREMENTS, install
 
 STATE_MB = 1500
 FREE_MB = 7000  # upstream takes 4.5 GB beside the states
@@ -42,24 +42,24 @@ Row = dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how long a group takes to heal a model with Adam.")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--published", choices=sorted(REQUIREMENTS), default="nightly")
+    parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: allowed is 1 or more")
-    published = Side(REQUIREMENTS[args.published].replace("==", " "), install(args.published))
+    upstream = Side(REQUIREMENTS[args.upstream].replace("==", " "), install(args.upstream))
     ours = Side("ours", ours_path())
-    print(tables(measure(ours, published, args.rounds), ours.name, published.name))
+    print(tables(measure(ours, upstream, args.rounds), ours.name, upstream.name))
 
 
-def measure(ours: Side, published: Side, rounds: int) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int) -> dict[str, Any]:
     """Return, per side, the seconds to the first commit and the survivor's longest step, and the ratios of a round."""
-    rows: dict[str, list[Row]] = {ours.name: [], published.name: []}
+    rows: dict[str, list[Row]] = {ours.name: [], upstream.name: []}
     for number in range(rounds):
-        for side in rotated((ours, published), number):
+        for side in rotated((ours, upstream), number):
             rows[side.name].append(_round(side))
         said = [f"{n} {r[-1]['committed']:.2f} s, longest {r[-1]['longest']:.2f} s" for n, r in rows.items()]
         print(f"round {number + 1}/{rounds}: {', '.join(said)}", flush=True)
-    both = list(zip(rows[ours.name], rows[published.name]))
+    both = list(zip(rows[ours.name], rows[upstream.name]))
     return {
         "seconds": {
             name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]} for name, mine in rows.items()
@@ -92,10 +92,10 @@ def _round(side: Side) -> Row:
     return {"committed": joined["committed"] - joined["began"], "longest": max(during)}
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
-    for name in (ours, published):
+    for name in (ours, upstream):
         cells = [name]
         for key, goal in GOALS.items():
             cells.append(Spread(**result["seconds"][name][key]).text())

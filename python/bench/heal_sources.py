@@ -107,7 +107,7 @@ class Worker:
         return {}
 
 
-def measure(ours: Any, _published: Any, rounds: int, progress: Any) -> dict[str, Any]:
+def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, Any]:
     """Return, per variant: the sources' step with and without a target in ms, its slow-down, and the target's GB/s."""
     from common import Spread
 
@@ -156,7 +156,7 @@ def _train(sources: list[Process], meanwhile: Any, seconds: float = SECONDS) -> 
     return max(medians), got
 
 
-def tables(result: dict[str, Any], _ours: str, _published: str) -> str:
+def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
     """Return the result as Markdown."""
     from common import Spread, markdown_table, verdict
 

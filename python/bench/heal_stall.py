@@ -37,13 +37,13 @@ COMMAND_TIMEOUT_S = 120
 Row = dict[str, float]
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return, per size of the state, length of a step and side, the stall and the time to heal, in milliseconds."""
     result: dict[str, Any] = {}
     for mb in STATES_MB:
         number_of_rounds = rounds if mb < LARGE_MB else max(FEWEST_SAMPLES, rounds // 2)
         lengths = COMPUTE_MS if mb < LARGE_MB else COMPUTE_MS[:1]
-        rows: dict[int, dict[str, list[Row]]] = {ms: {ours.name: [], published.name: []} for ms in lengths}
+        rows: dict[int, dict[str, list[Row]]] = {ms: {ours.name: [], upstream.name: []} for ms in lengths}
 
         def show(number: int, of: dict[int, dict[str, list[Row]]] = rows, mb: int = mb) -> None:
             said = [f"{name} {r[-1]['stall']:.0f} ms" for sides in of.values() for name, r in sides.items() if r]
@@ -51,7 +51,7 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
 
         if mb < LARGE_MB:
             with Job() as job:
-                pairs = {side.name: _start(job, side, mb) for side in (ours, published)}
+                pairs = {side.name: _start(job, side, mb) for side in (ours, upstream)}
                 for number in range(number_of_rounds):
                     for compute_ms in lengths:
                         for name in rotated(list(pairs), number):
@@ -60,7 +60,7 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
         else:
             for number in range(number_of_rounds):
                 for compute_ms in lengths:
-                    for side in rotated((ours, published), number):
+                    for side in rotated((ours, upstream), number):
                         with Job() as job:
                             rows[compute_ms][side.name].append(_round(job, *_start(job, side, mb), mb, compute_ms))
                 show(number)
@@ -116,12 +116,12 @@ def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, mb: int
     }
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for state, lengths in sorted(result.items(), key=lambda item: int(item[0].split()[0])):
         for compute_ms, sides in lengths.items():
-            for name in (ours, published):
+            for name in (ours, upstream):
                 figures = {key: Spread(**spread) for key, spread in sides[name].items()}
                 stall = figures["stall"]
                 goal = f" {verdict(stall.median <= GOAL_MS)}" if name == ours else ""

@@ -21,8 +21,8 @@ COMPUTE_MS = {"0": 200, "100": 10}  # and how many steps of that a round has
 ELASTIC, PLAIN = "ElasticDataLoader", "DataLoader"
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress, steps: int = 20) -> dict[str, Any]:
-    """Return step times in milliseconds, and ratios taken within each round. The published side has neither."""
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: int = 20) -> dict[str, Any]:
+    """Return step times in milliseconds, and ratios taken within each round. Upstream has neither."""
     with Job() as job:
         progress("loader: starting 6 processes, and 8 that read")
         jobs = {kind: _job(job, ours) for kind in (ELASTIC, PLAIN, "order")}
@@ -88,7 +88,7 @@ def _median(answers: list[Any], steps: int) -> float:
     return Spread.of(t for answer in answers for t in answer["step"]).median
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     read, ratio = result["throughput"]["ms"], Spread(**result["throughput"]["ratio"])
     rows = [

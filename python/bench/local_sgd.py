@@ -25,13 +25,13 @@ CASES: dict[str, tuple[int, dict[str, Any] | None, bool]] = {
 }
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return, for each case and side: bytes sent, memory beyond the state (both in models), ms in inner steps."""
     samples: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in CASES}
     with Job() as job:
         lighthouses = {
             side.name: job.lighthouse(side.path, min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)[1]
-            for side in (ours, published)
+            for side in (ours, upstream)
         }
         script = HERE.parents[1] / "python" / "bench" / "local_sgd_worker.py"
 
@@ -39,15 +39,15 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
             path, name = side.path, side.name
             return Workers(job, [job.python(f"{name}-{g}", script, f"--group={g}", path=path, env=env) for g in (0, 1)])
 
-        sides = {side.name: start(side, {}) for side in (ours, published)}
+        sides = {side.name: start(side, {}) for side in (ours, upstream)}
         # For these, memory goes back to the system when it is freed, which costs time: they tell the memory alone.
-        exact = {side.name: start(side, {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}) for side in (ours, published)}
+        exact = {side.name: start(side, {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}) for side in (ours, upstream)}
         everybody = [child for of in (sides, exact) for workers in of.values() for child in workers.children]
         job.wait(lambda: all(c.of("imported") for c in everybody), START_TIMEOUT_S, "all have imported torchft")
         for number in range(rounds):
             for name, (fragments, settings, upstream_can) in CASES.items():
-                for side in rotated((ours, published), number):
-                    if side is published and not upstream_can:
+                for side in rotated((ours, upstream), number):
+                    if side is upstream and not upstream_can:
                         continue
                     for workers, figures in ((sides, ("sent", "ms")), (exact, ("peak",))):
                         ends = _run(
@@ -84,10 +84,10 @@ def _run(job: Job, workers: Workers, **command: Any) -> list[dict[str, Any]]:
     return [child.of("case")[-1] for child in workers.children]
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     rows = []
     for name, sides in result["cases"].items():
-        for side in (ours, published):
+        for side in (ours, upstream):
             if side not in sides:
                 rows.append((name, side, "needs a GPU", "", ""))
                 continue

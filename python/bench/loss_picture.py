@@ -20,7 +20,7 @@ from typing import Any
 
 from common import REPOSITORY, START_TIMEOUT_S, Side
 from processes import Child, Job
-from published import REQUIREMENTS, install
+from upstream import REQUIREMENTS, install
 
 WORKER = Path(__file__).resolve().parent / "loss_worker.py"
 GROUPS = 4
@@ -45,11 +45,11 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Draw the loss of a job without a failure, and with 20 kills.")
     parser.add_argument("picture", type=Path, help="where the PNG goes")
-    parser.add_argument("--published", choices=sorted(REQUIREMENTS), default="nightly")
+    parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     args = parser.parse_args()
     sides = [
         Side("torchft with ElasticDataLoader", REPOSITORY),
-        Side("upstream", install(args.published)),
+        Side("upstream", install(args.upstream)),
     ]
     runs = {}
     for elastic, side in zip((True, False), sides):

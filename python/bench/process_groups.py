@@ -30,7 +30,7 @@ SHARED = "isolated, shared buffer"
 _meetings = itertools.count()
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return, per package and kind of group, times in milliseconds and their ratio to plain PyTorch's of that round."""
     kinds = {
         (PLAIN, "plain"): ours,
@@ -38,8 +38,8 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
         (ours.name, "isolated"): ours,
         (ours.name, SHARED): ours,
         (ours.name, "native"): ours,
-        (published.name, "gloo"): published,
-        (published.name, "isolated"): published,
+        (upstream.name, "gloo"): upstream,
+        (upstream.name, "isolated"): upstream,
     }
     samples: dict[tuple[str, str], dict[str, list[float]]] = {}
 
@@ -53,7 +53,7 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
         def start(side: Side) -> Workers:
             return _start(job, side, [kind for (_, kind), of in kinds.items() if of is side])
 
-        sides = {side.name: start(side) for side in (ours, published)}
+        sides = {side.name: start(side) for side in (ours, upstream)}
 
         for number in range(rounds):
             for key in rotated(list(kinds), number):
@@ -145,7 +145,7 @@ def _cell(
     return text if goal is None or not ours else f"{text} {verdict(spread.median <= goal)}"
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     head = ["package", "group"]
     head += ["16 floats, µs", f"ratio to plain (goal <= {DISPATCH_GOAL:g})"]

@@ -19,14 +19,14 @@ GOAL = 0.26
 TIMEOUT_S = 120
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return, per package and kind, bytes a rank sent, milliseconds and relative error; or why it was refused."""
     samples: dict[str, dict[str, list[float]]] = {}
     refused: dict[str, str] = {}
     with Job() as job:
         progress(f"quantized: starting {2 * RANKS} processes")
-        sides = {side.name: _start(job, side) for side in (ours, published)}
-        kinds = [(side.name, kind) for side in (ours, published) for kind in ("full", "fp8", "int8")]
+        sides = {side.name: _start(job, side) for side in (ours, upstream)}
+        kinds = [(side.name, kind) for side in (ours, upstream) for kind in ("full", "fp8", "int8")]
         for number in range(rounds + 1):  # the first one warms up
             for name, kind in rotated(kinds, number):
                 key = f"{name}/{kind}"
@@ -54,7 +54,7 @@ def _start(job: Job, side: Side) -> Workers:
     return Workers(job, children)
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for key, figures in result.items():

@@ -24,9 +24,9 @@ from typing import Any
 
 from common import REPOSITORY, Side, markdown_table, verdict
 from processes import Child, Job, JobFailed, free_port, ours_path
-from published import REQUIREMENTS, PublishedUnavailable, install
 from run import machine
 from startup import CONSOLE_SCRIPT
+from upstream import REQUIREMENTS, UpstreamUnavailable, install
 
 UPSTREAM = (100, 300, 1000)
 OURS = (100, 300, 1000, 3000, 10000)
@@ -43,8 +43,8 @@ def main() -> int:
     args = _parse()
     _allow_files(max(args.groups) + SPARE_FILES)
     try:
-        published = Side(REQUIREMENTS[args.published].replace("==", " "), install(args.published))
-    except PublishedUnavailable as e:
+        upstream = Side(REQUIREMENTS[args.upstream].replace("==", " "), install(args.upstream))
+    except UpstreamUnavailable as e:
         print(f"nothing to compare with: {e}", file=sys.stderr)
         return 1
     ours = Side("ours", Path(args.ours).resolve() if args.ours else ours_path())
@@ -56,17 +56,17 @@ def main() -> int:
         rows: list[Row] = []
         began = time.monotonic()
         for groups in args.groups:
-            plan = [(published, "upstream"), (ours, "upstream")] if groups <= max(UPSTREAM) else []
+            plan = [(upstream, "upstream"), (ours, "upstream")] if groups <= max(UPSTREAM) else []
             for side, kind in [*plan, (ours, "ours")]:
                 command = standalone if side is ours else None
                 row = measure(Path(tools) / "bench", side, kind, groups, args.rounds, command)
                 rows.append(row)
                 so_far = f"{time.monotonic() - began:.0f} s"
                 print(f"{so_far}: {side.name}, {groups} groups of kind {kind}: {row['round_ms']:.1f} ms", flush=True)
-    table = tables(rows, ours.name, published.name)
+    table = tables(rows, ours.name, upstream.name)
     print(f"\n{table}")
     if not args.no_write:
-        _write(Path(args.docs), table, rows, published.name)
+        _write(Path(args.docs), table, rows, upstream.name)
     return 0
 
 
@@ -103,7 +103,7 @@ def _wait_until_listening(job: Job, lighthouse: Child, port: int) -> None:
             time.sleep(0.02)
 
 
-def tables(rows: Sequence[Row], ours: str, published: str) -> str:
+def tables(rows: Sequence[Row], ours: str, upstream: str) -> str:
     head = ["groups", "speak as", "lighthouse", "round", "lighthouse CPU", "sent a round", "first round", "memory"]
     body = [
         [
@@ -118,14 +118,14 @@ def tables(rows: Sequence[Row], ours: str, published: str) -> str:
         ]
         for row in rows
     ]
-    return "\n".join([markdown_table(head, body), "", *goals(rows, ours, published)])
+    return "\n".join([markdown_table(head, body), "", *goals(rows, ours, upstream)])
 
 
-def goals(rows: Sequence[Row], ours: str, published: str) -> list[str]:
+def goals(rows: Sequence[Row], ours: str, upstream: str) -> list[str]:
     """Return a line for each goal that the run can tell."""
     found = {(row["lighthouse"], row["kind"], row["groups"]): row for row in rows}
     lines = []
-    before = found.get((published, "upstream", 1000))
+    before = found.get((upstream, "upstream", 1000))
     for kind, limit in (("upstream", 0.2), ("ours", 0.06)):
         row = found.get((ours, kind, 1000))
         if before and row:
@@ -155,14 +155,14 @@ def _allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
-def _write(docs: Path, table: str, rows: Sequence[Row], published: str) -> None:
+def _write(docs: Path, table: str, rows: Sequence[Row], upstream: str) -> None:
     page = docs / "scaling.md"
     text = page.read_text()
     begin, end = "<!-- written by python/bench/quorum.py -->", "<!-- end of what it wrote -->"
     if begin not in text or end not in text:
         raise SystemExit(f"{page} lacks the markers {begin!r} and {end!r}")
     before, after = text[: text.index(begin)], text[text.index(end) :]
-    where = f"{machine()}; against {published}, {date.today()}. Rounds: median [fastest, slowest]; all else: one run."
+    where = f"{machine()}; against {upstream}, {date.today()}. Rounds: median [fastest, slowest]; all else: one run."
     page.write_text(f"{before}{begin}\n{where}\n\n{table}\n\n{after}")
     _plot(docs / "scaling.png", rows)
 
@@ -193,7 +193,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure how a quorum round grows with the number of replica groups.")
     parser.add_argument("--groups", type=int, nargs="+", default=list(OURS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of each; default: %(default)s")
-    parser.add_argument("--published", choices=sorted(REQUIREMENTS), default="nightly")
+    parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument("--ours", help="directory that holds our torchft; default: the one this Python imports")
     parser.add_argument("--standalone", action="store_true", help="our lighthouse is the Go command, built anew")
     parser.add_argument("--go", default=os.environ.get("GO", "go"), help="the go command; default: %(default)s")

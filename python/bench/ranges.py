@@ -16,7 +16,7 @@ STEPS = 200
 COMMAND_TIMEOUT_S = 120
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return the times of a step in milliseconds. Upstream's ranges cannot be taken out."""
     samples: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in PROFILED}
     with Job() as job:
@@ -43,7 +43,7 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
     }
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for name in PROFILED:

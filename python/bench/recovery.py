@@ -27,20 +27,20 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 NOTICED_WITHIN_S = 90
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return, per fault and number of groups, the seconds of each side and the steps that survivors lost."""
     result: dict[str, Any] = {}
     for fault in SIGNALS:
         for groups, kind in CASES[fault]:
-            rows: dict[str, list[dict[str, float]]] = {ours.name: [], published.name: []}
+            rows: dict[str, list[dict[str, float]]] = {ours.name: [], upstream.name: []}
             for number in range(rounds):
-                for side in rotated((ours, published), number):
+                for side in rotated((ours, upstream), number):
                     rows[side.name].append(_round(side, fault, groups, kind))
                 progress(
                     f"recovery, {fault}, {groups} groups, {kind}, round {number + 1}/{rounds}: "
                     + ", ".join(f"{name} {mine[-1]['seconds']:.2f} s" for name, mine in rows.items())
                 )
-            ratios = [a["seconds"] / b["seconds"] for a, b in zip(rows[ours.name], rows[published.name])]
+            ratios = [a["seconds"] / b["seconds"] for a, b in zip(rows[ours.name], rows[upstream.name])]
             result[f"{fault}, {groups} groups, {kind}"] = {
                 "sides": {
                     name: {key: vars(Spread.of(row[key] for row in mine)) for key in mine[0]}
@@ -94,12 +94,12 @@ def _wait_for_commits(job: Job, children: list[Any], participants: int) -> None:
     )
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for case, figures in result.items():
         ratio = Spread(**figures["ratio"])
-        for name in (ours, published):
+        for name in (ours, upstream):
             seconds = Spread(**figures["sides"][name]["seconds"])
             lost = Spread(**figures["sides"][name]["lost"])
             goal = lost_goal = ""

@@ -33,11 +33,11 @@ JOIN_TIMEOUTS_MS = (100, 2000, 10_000, 60_000)
 PICTURE = REPOSITORY / "docs" / "recovery.png"
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return, per join timeout and side, the share of the throughput that is kept, and the batches in each second."""
     result: dict[str, Any] = {}
     for join_timeout_ms in JOIN_TIMEOUTS_MS:
-        for side in (ours, published):
+        for side in (ours, upstream):
             runs = [_run(side, join_timeout_ms) for _ in range(rounds)]
             runs.sort(key=lambda run: run["share"])
             share = Spread.of(run["share"] for run in runs)
@@ -124,7 +124,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for seconds, sides in sorted(result.items(), key=lambda item: float(item[0])):

@@ -16,7 +16,7 @@ STEPS = {"40 kB": 200, "40 MB": 10}
 COMMAND_TIMEOUT_S = 120
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return the times of a step in milliseconds, off and on, for each size. Upstream has none of it."""
     samples: dict[str, dict[str, list[float]]] = {size: {"off": [], "on": []} for size in FLOATS}
     with Job() as job:
@@ -45,7 +45,7 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dic
     }
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = [
         [size, *[Spread(**figures[name]).text() for name in ("off", "on", "ratio")]] for size, figures in result.items()

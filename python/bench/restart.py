@@ -31,11 +31,11 @@ PHASES = (
 OURS_TO_ANSWER_FOR = PHASES[2:]
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return the milliseconds of each phase of both sides, and of those after the import of torch together."""
-    samples: dict[str, list[dict[str, float]]] = {ours.name: [], published.name: []}
+    samples: dict[str, list[dict[str, float]]] = {ours.name: [], upstream.name: []}
     for number in range(rounds):
-        for side in rotated((ours, published), number):
+        for side in rotated((ours, upstream), number):
             samples[side.name].append(_round(side))
         progress(
             f"restart, round {number + 1}/{rounds}: "
@@ -96,10 +96,10 @@ def _phases(began: float, ends: dict[str, Any]) -> dict[str, float]:
     return {**ms, "torchft": sum(ms[phase] for phase in OURS_TO_ANSWER_FOR), "all": sum(ms.values())}
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     told = {
-        name: {phase: Spread(**spread) for phase, spread in result["ms"][name].items()} for name in (ours, published)
+        name: {phase: Spread(**spread) for phase, spread in result["ms"][name].items()} for name in (ours, upstream)
     }
     rows = [
         [phase, *(spread[phase].text(0) if spread[phase].median else "in the first step" for spread in told.values())]
@@ -107,4 +107,4 @@ def tables(result: dict[str, Any], ours: str, published: str) -> str:
     ]
     rows.append(["after torch is imported", *(spread["torchft"].text(0) for spread in told.values())])
     rows.append(["all", *(spread["all"].text(0) for spread in told.values())])
-    return markdown_table(["phase", f"{ours}, ms", f"{published}, ms"], rows)
+    return markdown_table(["phase", f"{ours}, ms", f"{upstream}, ms"], rows)

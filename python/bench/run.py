@@ -42,7 +42,7 @@ import summary
 import throughput
 from common import REPOSITORY, Side
 from processes import JobFailed, ours_path
-from published import REQUIREMENTS, PublishedUnavailable, install
+from upstream import REQUIREMENTS, UpstreamUnavailable, install
 
 PARTS = {
     "startup": startup,
@@ -93,8 +93,8 @@ def main() -> int:
         _rewrite(Path(args.docs))
         return 0
     try:
-        published = Side(REQUIREMENTS[args.published].replace("==", " "), install(args.published))
-    except PublishedUnavailable as e:
+        upstream = Side(REQUIREMENTS[args.upstream].replace("==", " "), install(args.upstream))
+    except UpstreamUnavailable as e:
         print(f"nothing to compare with: {e}", file=sys.stderr)
         return 1
     ours = Side(OURS, Path(args.ours).resolve() if args.ours else _built())
@@ -105,8 +105,8 @@ def main() -> int:
         print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True)
 
     for name in args.parts or PARTS:
-        result = PARTS[name].measure(ours, published, args.rounds or ROUNDS[name], progress)
-        figures = _rounded({**result, "published": published.name, "machine": machine()})
+        result = PARTS[name].measure(ours, upstream, args.rounds or ROUNDS[name], progress)
+        figures = _rounded({**result, "upstream": upstream.name, "machine": machine()})
         print(f"\n{name}\n\n{table(name, figures)}\n", flush=True)
         if not args.no_write:
             # After each part, so that a run that is stopped keeps what it has.
@@ -116,8 +116,8 @@ def main() -> int:
 
 def table(name: str, figures: dict[str, Any]) -> str:
     """Return the table of a part from its figures as benchmarks.json holds them."""
-    measured = {key: value for key, value in figures.items() if key not in ("published", "machine")}
-    return PARTS[name].tables(_renamed(measured, figures["published"]), OURS, UPSTREAM)
+    measured = {key: value for key, value in figures.items() if key not in ("upstream", "machine")}
+    return PARTS[name].tables(_renamed(measured, figures["upstream"]), OURS, UPSTREAM)
 
 
 def _renamed(value: Any, release: str) -> Any:
@@ -139,7 +139,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure ours and upstream side by side.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--rounds", type=int, help="rounds a part; default: " + str(ROUNDS))
-    parser.add_argument("--published", choices=sorted(REQUIREMENTS), default="nightly")
+    parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument(
         "--ours", help="directory that holds our torchft; default: the one this Python imports, else this one"
     )
@@ -176,7 +176,7 @@ def _rewrite(docs: Path) -> None:
 
 
 def _put_table(docs: Path, name: str, figures: dict[str, Any], day: str) -> None:
-    where = f"{figures['machine']}; against {figures['published']}, {day}."
+    where = f"{figures['machine']}; against {figures['upstream']}, {day}."
     _put(docs / "benchmarks.md", name, f"{where}\n\n{table(name, figures)}")
 
 

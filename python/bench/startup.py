@@ -19,14 +19,14 @@ START_TIMEOUT_S = 60
 CONSOLE_SCRIPT = Path(__file__).resolve().parent / "torchft_lighthouse.py"
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return seconds to listening and MB (1e6 bytes) of resident memory of both sides."""
-    seconds: dict[str, list[float]] = {ours.name: [], published.name: []}
-    memory: dict[str, list[float]] = {ours.name: [], published.name: []}
-    for side in (ours, published):
+    seconds: dict[str, list[float]] = {ours.name: [], upstream.name: []}
+    memory: dict[str, list[float]] = {ours.name: [], upstream.name: []}
+    for side in (ours, upstream):
         _start(side)  # reads the files once: later starts find them in the page cache
     for number in range(rounds):
-        for side in rotated((ours, published), number):
+        for side in rotated((ours, upstream), number):
             took, resident = _start(side)
             seconds[side.name].append(took)
             memory[side.name].append(resident)
@@ -70,10 +70,10 @@ def _resident_mb(pid: int) -> float:
     return int(out.stdout) * 1024 / 1e6
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
-    for name in (ours, published):
+    for name in (ours, upstream):
         seconds, memory = Spread(**result["seconds"][name]), Spread(**result["mb"][name])
         goals = ("", "")
         if name == ours:

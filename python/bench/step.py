@@ -17,18 +17,18 @@ PARTS = ("start_quorum", "allreduce", "should_commit")
 COMMAND_TIMEOUT_S = 120
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress, steps: int = 200) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: int = 200) -> dict[str, Any]:
     """Return, for each number of ranks a group, the times of both sides in milliseconds and their ratio."""
-    return {str(ranks): _measure(ours, published, ranks, rounds, steps, progress) for ranks in (1, 4)}
+    return {str(ranks): _measure(ours, upstream, ranks, rounds, steps, progress) for ranks in (1, 4)}
 
 
-def _measure(ours: Side, published: Side, ranks: int, rounds: int, steps: int, progress: Progress) -> dict[str, Any]:
+def _measure(ours: Side, upstream: Side, ranks: int, rounds: int, steps: int, progress: Progress) -> dict[str, Any]:
     # Eight processes share the machine where a group has four ranks: fewer steps give as good a median.
     steps = max(20, steps // ranks)
     with Job() as job:
         progress(f"step, {ranks} rank(s) a group: starting {4 * ranks} processes")
         jobs: dict[str, Workers] = {}
-        for side in (ours, published):
+        for side in (ours, upstream):
             _, address = job.lighthouse(side.path, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
             jobs[side.name] = workers = start_groups(job, side, 2, ranks)
             workers.do(START_TIMEOUT_S, do="peers")
@@ -38,7 +38,7 @@ def _measure(ours: Side, published: Side, ranks: int, rounds: int, steps: int, p
 
         samples: dict[str, dict[str, list[float]]] = {name: {} for name in jobs}
         for number in range(rounds):
-            for side in rotated((ours, published), number):
+            for side in rotated((ours, upstream), number):
                 workers = jobs[side.name]
                 answers = workers.do(COMMAND_TIMEOUT_S, do="steps", count=steps)
                 failed = sum(answer["failed"] for answer in answers)
@@ -54,7 +54,7 @@ def _measure(ours: Side, published: Side, ranks: int, rounds: int, steps: int, p
                 f"step, {ranks} rank(s) a group, round {number + 1}/{rounds}: "
                 + ", ".join(f"{name} {samples[name]['step'][-1]:.2f} ms" for name in jobs)
             )
-    ratios = [a / b for a, b in zip(samples[ours.name]["step"], samples[published.name]["step"])]
+    ratios = [a / b for a, b in zip(samples[ours.name]["step"], samples[upstream.name]["step"])]
     return {
         "rounds": rounds,
         "steps_a_round": steps,
@@ -65,12 +65,12 @@ def _measure(ours: Side, published: Side, ranks: int, rounds: int, steps: int, p
     }
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for ranks, figures in result.items():
         ratio = Spread(**figures["ratio"])
-        for name in (ours, published):
+        for name in (ours, upstream):
             ms = {part: Spread(**spread) for part, spread in figures["ms"][name].items()}
             rows.append(
                 [

@@ -102,7 +102,7 @@ class Worker:
         return HTTPTransport(timedelta(seconds=TIMEOUT_S), 0, snapshot=False)
 
 
-def measure(ours: Any, _published: Any, rounds: int, progress: Any) -> dict[str, Any]:
+def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, Any]:
     """Return, per format: seconds alone and among strangers, and their ratio in the same round."""
     from common import Spread
 
@@ -141,7 +141,7 @@ def _processor_time(*processes: Process) -> float:
     return sum(process.do("usage")["cpu_s"] for process in processes)
 
 
-def tables(result: dict[str, Any], _ours: str, _published: str) -> str:
+def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
     """Return the result as Markdown."""
     from common import Spread, markdown_table, verdict
 

@@ -69,7 +69,7 @@ def table(figures: dict[str, Any], ours: str) -> str:
     rows = []
     for what, part, read in LINES:
         if part in figures:
-            sides = [_read(read, figures[part], side) for side in (ours, figures[part]["published"])]
+            sides = [_read(read, figures[part], side) for side in (ours, figures[part]["upstream"])]
             if any(sides):
                 rows.append([f"{what} ([{part}](benchmarks.md))", *sides])
     return markdown_table(["", "ours", "upstream"], rows)

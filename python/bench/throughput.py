@@ -24,7 +24,7 @@ PLAIN = "plain PyTorch"
 DEFAULTS = "plain PyTorch, its defaults"
 
 
-def measure(ours: Side, published: Side, rounds: int, progress: Progress, steps: int = 20) -> dict[str, Any]:
+def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: int = 20) -> dict[str, Any]:
     """Return, per `gradient_as_bucket_view` and side, step times in milliseconds and shares of plain throughput."""
     plain, defaults = Side(PLAIN, ours.path), Side(DEFAULTS, ours.path)  # they import no torchft
     with Job() as job:
@@ -32,7 +32,7 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress, steps:
         jobs: dict[tuple[str, bool], Workers] = {}
         for views, side in [
             (False, defaults),
-            *((views, side) for views in (True, False) for side in (plain, ours, published)),
+            *((views, side) for views in (True, False) for side in (plain, ours, upstream)),
         ]:
             settings = {"gradient_as_bucket_view": views}
             jobs[side.name, views] = workers = start_groups(job, side, 2, 1)
@@ -73,7 +73,7 @@ def measure(ours: Side, published: Side, rounds: int, progress: Progress, steps:
         "batch": batch,
         "defaults_ms": vars(Spread.of(samples[DEFAULTS, False])),
         "gradient_as_bucket_view": {
-            str(views): {side.name: row(side.name, views) for side in (plain, ours, published)}
+            str(views): {side.name: row(side.name, views) for side in (plain, ours, upstream)}
             for views in (True, False)
         },
     }
@@ -102,11 +102,11 @@ def _calibrate(plain: Workers) -> int:
     return round(small + (TARGET_MS - at_small) * (large - small) / (at_large - at_small))
 
 
-def tables(result: dict[str, Any], ours: str, published: str) -> str:
+def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = [[DEFAULTS, "False", "False", Spread(**result["defaults_ms"]).text(1), "", "1"]]
     for views, sides in result["gradient_as_bucket_view"].items():
-        for name in (PLAIN, ours, published):
+        for name in (PLAIN, ours, upstream):
             figures = {key: Spread(**spread) for key, spread in sides[name].items()}
             share = figures["share_of_plain"]
             goal = f" {verdict(share.median >= GOAL)}" if name == ours else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT, documents
-from published import client_path
+from upstream import client_path
 
 LINKS = [
     pytest.param(document, link, id=f"{document}: {link}")

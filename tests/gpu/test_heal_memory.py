@@ -53,7 +53,7 @@ def test_a_heal_takes_no_second_copy_on_the_device(
 
 
 @pytest.mark.parametrize("writable", [None, True, False], ids=["no target", "in place", "settled"])
-@pytest.mark.parametrize("snapshot", [None, False], ids=["native", "published format"])
+@pytest.mark.parametrize("snapshot", [None, False], ids=["native", "upstream format"])
 def test_a_sparse_tensor_heals(snapshot: bool | None, writable: bool | None) -> None:
     """It travels as a pickle. A target gets it in memory of the host, and its own function puts it on the device."""
     state = {"s": torch.eye(300, device=DEVICE).to_sparse(), "w": torch.full((300,), 2.0, device=DEVICE)}

@@ -109,7 +109,7 @@ def test_a_group_crashes_and_heals(kind: str, use_async_quorum: bool) -> None:
     check(Training(use_async_quorum=use_async_quorum), KINDS[kind])
 
 
-def test_a_heal_in_the_published_format() -> None:
+def test_a_heal_in_the_upstream_format() -> None:
     """As from and to groups with upstream: without a snapshot, in chunks."""
     check(Training(lambda: HTTPTransport(DEADLINE, 3, False)), KINDS["gloo"])
 

@@ -122,7 +122,7 @@ def test_who_is_connected_can_begin_at_once(late: ModuleType) -> None:
     assert tensor.tolist() == [2, 2]
 
 
-def test_peers_of_the_published_package_find_no_operation_that_they_do_not_know(
+def test_peers_of_the_upstream_package_find_no_operation_that_they_do_not_know(
     late: ModuleType,
 ) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -59,8 +59,8 @@ def process_group(stack: ExitStack, on_device: bool) -> Pair:
 
 PAIRS: dict[str, Callable[[ExitStack], Pair]] = {
     "http": http,
-    "http, published format": lambda stack: http(stack, native=False),
-    "http, published format in chunks": lambda stack: http(stack, 3, native=False),
+    "http, upstream format": lambda stack: http(stack, native=False),
+    "http, upstream format in chunks": lambda stack: http(stack, 3, native=False),
     "Gloo": lambda stack: process_group(stack, on_device=False),
     "process group on the device": lambda stack: process_group(stack, on_device=True),
 }
@@ -175,7 +175,7 @@ def test_a_target_whose_state_cannot_be_read_heals_in_memory_of_the_host(pair: P
 
 def test_a_transport_without_a_target_uses_the_current_device(late: Any) -> None:
     with ExitStack() as stack:
-        for make in (http, PAIRS["http, published format"]):
+        for make in (http, PAIRS["http, upstream format"]):
             source, target = make(stack)
             source.send_checkpoint([1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
             torch.accelerator.set_device_index(2)

@@ -21,7 +21,7 @@ from events import emit
 from torchft.coordination import ManagerClient, ManagerServer
 
 TIMEOUT = timedelta(seconds=60)
-# A published nightly must be given a handle, and 0.2.0 knows none.
+# An upstream nightly must be given a handle, and 0.2.0 knows none.
 TAKES_HANDLE = "reconfigure_handle" in inspect.signature(ManagerClient._quorum).parameters
 HANDLE: dict[str, Any] = {"reconfigure_handle": ""} if TAKES_HANDLE else {}
 

@@ -1,6 +1,6 @@
 """One rank of a process group, of whichever torchft is on PYTHONPATH, that gets new peers over stdin.
 
-One operation at a time: the published isolated group mixes up several (KeyError from its wait, also among its own).
+One operation at a time: the upstream isolated group mixes up several (KeyError from its wait, also among its own).
 """
 
 from __future__ import annotations

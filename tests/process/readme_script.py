@@ -1,4 +1,4 @@
-"""A user's training script as the published README teaches it: nothing in it knows which torchft it runs on.
+"""A user's training script as the upstream README teaches it: nothing in it knows which torchft it runs on.
 
 `torchrun --nproc_per_node 1 readme_script.py` is one replica group.
 """

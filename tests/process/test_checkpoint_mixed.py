@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from processes import HERE, START_TIMEOUT_S, Job, ours_path
-from published import REQUIREMENTS, published_path
+from upstream import REQUIREMENTS, upstream_path
 
 ANSWER_TIMEOUT_S = 60
 
@@ -37,24 +37,24 @@ def ours() -> Iterator[Peer]:
 
 
 @pytest.fixture(scope="module", params=sorted(REQUIREMENTS))
-def published(request: pytest.FixtureRequest) -> Iterator[Peer]:
+def upstream(request: pytest.FixtureRequest) -> Iterator[Peer]:
     with Job() as job:
-        yield Peer(job, published_path(request.param))
+        yield Peer(job, upstream_path(request.param))
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_chunks", [0, 1, 3])
 @pytest.mark.parametrize("ours_serves", [True, False])
-def test_a_state_goes_from_one_to_the_other(ours: Peer, published: Peer, ours_serves: bool, num_chunks: int) -> None:
-    source, target = (ours, published) if ours_serves else (published, ours)
+def test_a_state_goes_from_one_to_the_other(ours: Peer, upstream: Peer, ours_serves: bool, num_chunks: int) -> None:
+    source, target = (ours, upstream) if ours_serves else (upstream, ours)
     metadata = source.ask("serve", num_chunks=num_chunks, step=7)["metadata"]
     assert target.ask("fetch", num_chunks=num_chunks, step=7, metadata=metadata) == {"received": True}
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ours_serves", [True, False])
-def test_a_wrong_step_is_an_error_for_either(ours: Peer, published: Peer, ours_serves: bool) -> None:
-    source, target = (ours, published) if ours_serves else (published, ours)
+def test_a_wrong_step_is_an_error_for_either(ours: Peer, upstream: Peer, ours_serves: bool) -> None:
+    source, target = (ours, upstream) if ours_serves else (upstream, ours)
     metadata = source.ask("serve", num_chunks=0, step=7)["metadata"]
     error = target.ask("fetch", num_chunks=0, step=8, metadata=metadata)["error"]
     assert "400" in error and "7" in error and "8" in error

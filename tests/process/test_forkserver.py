@@ -12,7 +12,7 @@ import processes
 import pytest
 from forkserver import ForkServer
 from processes import Child, Job, JobFailed, child_environment, ours_path
-from published import published_path
+from upstream import upstream_path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
 
@@ -127,9 +127,9 @@ def state(pid: int) -> str:
         return "Z (zombie)"
 
 
-def test_published_and_ours_in_two_children(job: Job, tmp_path: Path) -> None:
+def test_upstream_and_ours_in_two_children(job: Job, tmp_path: Path) -> None:
     text = "import json, torchft; print(json.dumps({'event': 'torchft', 'file': torchft.__file__}))"
-    paths = [ours_path(), published_path("nightly")]
+    paths = [ours_path(), upstream_path("nightly")]
     for path in paths:
         child = run(job, tmp_path, text, path=path)
         assert ended(job, child) == 0, job.report()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from processes import START_TIMEOUT_S, Job, ours_path
-from published import published_path
 from torch.distributed import TCPStore
+from upstream import upstream_path
 
 PEER = Path(__file__).resolve().parent / "mixed_peer.py"
 KINDS = ["ProcessGroupBabyGloo", "ProcessGroupGloo", "ProcessGroupBabyGloo"]
@@ -17,9 +17,9 @@ ANSWER_S = 60
 
 @pytest.mark.slow  # test_mixed_jobs has both packages in a job, test_isolated.py isolated groups
 @pytest.mark.timeout(300)
-def test_an_isolated_group_beside_the_published_plain_and_isolated_ones() -> None:
-    ours, published = ours_path(), published_path("nightly")
-    paths = [ours, published, published]
+def test_an_isolated_group_beside_the_upstream_plain_and_isolated_ones() -> None:
+    ours, upstream = ours_path(), upstream_path("nightly")
+    paths = [ours, upstream, upstream]
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with Job() as job:
         ranks = [job.python(kind, PEER, kind, path=path) for kind, path in zip(KINDS, paths)]

@@ -10,7 +10,7 @@ import torch
 from loader_model import one_process, plan
 from mixed import PHASE_TIMEOUT_S, PUBLISHED_SILENCE_MS, status
 from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
-from published import REQUIREMENTS, published_path
+from upstream import REQUIREMENTS, upstream_path
 
 SAMPLES = 71
 STEPS = plan(SAMPLES).batches_per_epoch * plan(SAMPLES).epochs
@@ -37,15 +37,15 @@ def with_loader(job: Job, lighthouse: str, folder: Path) -> Child:
     return job.python("with-loader", HERE / "loader_worker.py", *of_job, *of_group, path=ours_path())
 
 
-def published_one(job: Job, generation: str) -> Child:
+def upstream_one(job: Job, generation: str) -> Child:
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    path = published_path(generation)
-    return job.python("published", HERE / "worker.py", "--group=1", "--seed=1", path=path, env=env)
+    path = upstream_path(generation)
+    return job.python("upstream", HERE / "worker.py", "--group=1", "--seed=1", path=path, env=env)
 
 
 def join(job: Job, child: Child, lighthouse: str) -> None:
     child.send(do="join", lighthouse=lighthouse)
-    job.wait(lambda: child.of("ready"), START_TIMEOUT_S, "the published group has its Manager")
+    job.wait(lambda: child.of("ready"), START_TIMEOUT_S, "the upstream group has its Manager")
     assert Path(child.of("ready")[0]["torchft"]).parent != ours_path()
     job.wait(lambda: "worker_1:" in status(lighthouse), PHASE_TIMEOUT_S, "the lighthouse knows it")
 
@@ -56,10 +56,10 @@ def lighthouse_of(job: Job) -> str:
 
 
 @pytest.mark.parametrize("generation", ["nightly", pytest.param("stable", marks=pytest.mark.slow)])
-def test_a_published_group_that_comes_later_is_named_and_nothing_of_it_counts(tmp_path: Path, generation: str) -> None:
+def test_an_upstream_group_that_comes_later_is_named_and_nothing_of_it_counts(tmp_path: Path, generation: str) -> None:
     """It divides what the loader has weighted already, so steps with it are lost until it goes."""
     with Job() as job:
-        theirs = published_one(job, generation)
+        theirs = upstream_one(job, generation)
         lighthouse = lighthouse_of(job)
         ours = with_loader(job, lighthouse, tmp_path)
         job.wait(lambda: ours.of("paused"), START_TIMEOUT_S, "the group with a loader is ready")
@@ -82,15 +82,15 @@ def test_a_published_group_that_comes_later_is_named_and_nothing_of_it_counts(tm
 # In make test: test_native_peers_without_a_loader_are_refused_by_name, and those of test_layout.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
-def test_a_group_with_a_loader_that_comes_later_is_told_and_the_published_one_trains_on(
+def test_a_group_with_a_loader_that_comes_later_is_told_and_the_upstream_one_trains_on(
     tmp_path: Path, generation: str
 ) -> None:
     with Job() as job:
-        theirs = published_one(job, generation)
+        theirs = upstream_one(job, generation)
         lighthouse = lighthouse_of(job)
         join(job, theirs, lighthouse)
         theirs.send(do="train")
-        job.wait(lambda: len(theirs.of("step")) > 3, PHASE_TIMEOUT_S, "the published group trains")
+        job.wait(lambda: len(theirs.of("step")) > 3, PHASE_TIMEOUT_S, "the upstream group trains")
 
         ours = with_loader(job, lighthouse, tmp_path)
         job.wait(lambda: ours.of("paused"), START_TIMEOUT_S, "the group with a loader is ready")
@@ -106,5 +106,5 @@ def test_a_group_with_a_loader_that_comes_later_is_told_and_the_published_one_tr
         def goes_on() -> bool:
             return sum(e["committed"] and e["participants"] == 1 for e in theirs.of("step")[seen:]) > 3
 
-        job.wait(goes_on, PHASE_TIMEOUT_S, "the published group goes on alone")
+        job.wait(goes_on, PHASE_TIMEOUT_S, "the upstream group goes on alone")
     assert not (tmp_path / "weights").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import HERE, START_TIMEOUT_S, Child, Job, ours_path
-from published import published_path
+from upstream import upstream_path
 
 CASE_TIMEOUT_S = 60
 
@@ -23,8 +23,8 @@ def start(job: Job, paths: tuple[Path, Path]) -> list[Child]:
 
 @pytest.mark.slow  # tests/integration/test_local_sgd.py has the papers' numbers
 @pytest.mark.timeout(400)
-def test_every_number_is_that_of_the_published_package() -> None:
-    ours, theirs = ours_path(), published_path("nightly")
+def test_every_number_is_that_of_the_upstream_package() -> None:
+    ours, theirs = ours_path(), upstream_path("nightly")
     with Job() as job:
         jobs = {pair: start(job, pair) for pair in ((ours, ours), (theirs, theirs), (ours, theirs))}
         everybody = [child for children in jobs.values() for child in children]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from mixed import run_mixed_job
 from processes import Job, ours_path
-from published import REQUIREMENTS, published_path
+from upstream import REQUIREMENTS, upstream_path
 
 # Each generation and each lighthouse once; the other pairs are slow.
-FAST = {("nightly", "ours"), ("stable", "published")}
-PAIRS = [(generation, lighthouse) for generation in sorted(REQUIREMENTS) for lighthouse in ("ours", "published")]
+FAST = {("nightly", "ours"), ("stable", "upstream")}
+PAIRS = [(generation, lighthouse) for generation in sorted(REQUIREMENTS) for lighthouse in ("ours", "upstream")]
 
 
 @pytest.mark.timeout(300)
@@ -17,10 +17,10 @@ PAIRS = [(generation, lighthouse) for generation in sorted(REQUIREMENTS) for lig
     ("generation", "lighthouse"),
     [pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow]) for pair in PAIRS],
 )
-def test_published_and_ours_share_a_job(generation: str, lighthouse: str) -> None:
-    ours, published = ours_path(), published_path(generation)
+def test_upstream_and_ours_share_a_job(generation: str, lighthouse: str) -> None:
+    ours, upstream = ours_path(), upstream_path(generation)
     with Job() as job:
-        run_mixed_job(job, (published, ours), ours if lighthouse == "ours" else published)
+        run_mixed_job(job, (upstream, ours), ours if lighthouse == "ours" else upstream)
 
 
 # In make test: test_the_main_part_has_all_names_and_travels_once, ..._is_found_by_the_name_of_any_generation.
@@ -29,4 +29,4 @@ def test_published_and_ours_share_a_job(generation: str, lighthouse: str) -> Non
 @pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
 def test_a_state_that_is_set_after_the_manager_was_made_heals_both_ways(generation: str) -> None:
     with Job() as job:
-        run_mixed_job(job, (published_path(generation), ours_path()), ours_path(), ("--set-fns",))
+        run_mixed_job(job, (upstream_path(generation), ours_path()), ours_path(), ("--set-fns",))

@@ -1,6 +1,6 @@
-"""Members of both published generations and of ours ask one lighthouse, ours or an upstream one.
+"""Members of both upstream generations and of ours ask one lighthouse, ours or an upstream one.
 
-A published nightly cannot train beside a published 0.2.0 (it reads the handle that the other does not send), so what
+An upstream nightly cannot train beside an upstream 0.2.0 (it reads the handle that the other does not send), so what
 they can share is the lighthouse: that is all that `member.py` uses.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from processes import HERE, START_TIMEOUT_S, Child, Job, ours_path
-from published import published_path
+from upstream import upstream_path
 
 STEPS_S = 60
 
@@ -18,7 +18,7 @@ STEPS_S = 60
     "lighthouse", ["ours", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nightly", "stable"))]
 )
 def test_all_generations_are_in_one_quorum(lighthouse: str) -> None:
-    paths = {"ours": ours_path(), "nightly": published_path("nightly"), "stable": published_path("stable")}
+    paths = {"ours": ours_path(), "nightly": upstream_path("nightly"), "stable": upstream_path("stable")}
     with Job() as job:
         _, address = job.lighthouse(paths[lighthouse], min_replicas=1, join_timeout_ms=500)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import HERE, Event, Job, free_port, ours_path
-from published import REQUIREMENTS, published_path
+from upstream import REQUIREMENTS, upstream_path
 
 
 @cache
@@ -42,9 +42,9 @@ def run_script(first: Path, second: Path) -> list[Event]:
 @pytest.mark.slow  # test_mixed_jobs has both packages in one job, and test_train_demo torchrun
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
-def test_script_runs_unchanged_on_published_and_on_ours(generation: str) -> None:
-    published, ours = published_path(generation), ours_path()
-    alone, mixed = run_script(ours, ours), run_script(published, ours)
+def test_script_runs_unchanged_on_upstream_and_on_ours(generation: str) -> None:
+    upstream, ours = upstream_path(generation), ours_path()
+    alone, mixed = run_script(ours, ours), run_script(upstream, ours)
     for results in (alone, mixed):
         assert [r["manager"] for r in results] == [{"step": 12, "batches_committed": 24}] * 2
         assert [r["participants"] for r in results] == [2, 2]

@@ -10,7 +10,7 @@ import torch
 from causes import SILENCE_MS
 from hsdp_job import committed, weights
 from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
-from published import client_path
+from upstream import client_path
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="torchtitan needs Python 3.11"),

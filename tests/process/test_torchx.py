@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import HERE, ours_path
-from published import client_path
+from upstream import client_path
 
 from torchft.coordination import LighthouseServer
 

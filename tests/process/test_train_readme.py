@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from published import client_path
 from torch.distributed import TCPStore
+from upstream import client_path
 
 from torchft.coordination import LighthouseServer
 
@@ -48,7 +48,7 @@ def test_both_sides_of_the_diff(tmp_path: Path) -> None:
     assert first[1] == second[1] and float(first[0]) < 0.01
 
 
-# The first one, in the published style, has all that ours adds to a loop. The others are slow, Lightning's and the
+# The first one, in the upstream style, has all that ours adds to a loop. The others are slow, Lightning's and the
 # Transformers' among them.
 EXAMPLES = [
     pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])

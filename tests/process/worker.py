@@ -87,11 +87,11 @@ while last_step is None or manager.current_step() < last_step:
     batch = torch.Generator().manual_seed(1000 * step + args.group)
     x, y = torch.randn(16, 8, generator=batch), torch.randn(16, 4, generator=batch)
     optimizer.zero_grad()
-    # Time in which a newcomer heals. A published source takes its checkpoint away when it commits: without any
-    # compute it often does so before anybody, published or ours, could fetch it.
+    # Time in which a newcomer heals. An upstream source takes its checkpoint away when it commits: without any
+    # compute it often does so before anybody, upstream or ours, could fetch it.
     time.sleep(args.compute_s)
     nn.functional.mse_loss(model(x), y).backward()
-    # Not DistributedDataParallel: that of the published 0.2.0 raises out of backward when a peer died before the call.
+    # Not DistributedDataParallel: that of the upstream 0.2.0 raises out of backward when a peer died before the call.
     for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
         work.wait()
     optimizer.step()

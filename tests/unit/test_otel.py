@@ -56,7 +56,7 @@ def test_environment_decides(env: dict[str, str], exporters: list[str], monkeypa
     assert otel_exporters() == exporters
 
 
-def test_the_switch_of_the_published_package_exports_no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_of_the_upstream_package_exports_no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_USE_OTEL", "true")
     assert otel_exporters("TRACES") == []
 

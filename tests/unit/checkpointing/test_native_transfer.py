@@ -137,7 +137,7 @@ def test_a_state_that_differs_is_refused(make: Any, own: Any, error: str) -> Non
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
-def test_the_published_format_is_put_in_place_too(num_chunks: int) -> None:
+def test_the_upstream_format_is_put_in_place_too(num_chunks: int) -> None:
     source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
     own, other = model(0.0), model(0.0)
     other["t"] = torch.zeros(3, 5)
@@ -216,7 +216,7 @@ def test_the_first_address_that_answers_is_taken(make: Any) -> None:
         make().recv_checkpoint(0, source.metadata().replace("also=%3A%3A1,localhost", "also=gone.invalid"), 1, TIMEOUT)
 
 
-def test_a_published_peer_uses_the_first_address(make: Any) -> None:
+def test_an_upstream_peer_uses_the_first_address(make: Any) -> None:
     source = make(hosts=["localhost", "host.invalid"])
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     with urllib.request.urlopen(f"{source.metadata()}1/full", timeout=10) as response:

@@ -112,7 +112,7 @@ def test_no_target_and_no_source(groups: list[Any]) -> None:
     transport = PGTransport(groups[0], short, CPU)
     with pytest.raises(TimeoutError, match=r"checkpoint of step 4 from rank 1: timed out after 0.2 seconds") as caught:
         transport.recv_checkpoint(1, "", 4)
-    assert isinstance(caught.value, RuntimeError), "what the published transport raises"
+    assert isinstance(caught.value, RuntimeError), "what the upstream transport raises"
     transport = PGTransport(groups[2], short, CPU)
     with pytest.raises((TimeoutError, CheckpointError), match="checkpoint of step 4 to"):
         transport.send_checkpoint([1], 4, {"a": torch.ones(1 << 22)})

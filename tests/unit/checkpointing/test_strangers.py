@@ -61,7 +61,7 @@ def strangers(port: int, says: bytes) -> Iterator[None]:
             sock.close()
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "published"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "upstream"])
 @pytest.mark.parametrize("says", [b"", b"GET /checkpoint/1/full HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n\r\n"])
 def test_they_hold_up_no_heal(
     says: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Callable[[], HTTPTransport]

@@ -57,7 +57,7 @@ def test_a_handle_is_json_and_survives_the_way() -> None:
     assert Handle.decode(sent.encode()) == sent
 
 
-def test_a_handle_of_the_published_package_is_understood() -> None:
+def test_a_handle_of_the_upstream_package_is_understood() -> None:
     text = '{"id": "a", "store": "host:1", "global_rank": null}'
     assert Handle.decode(text) == Handle(id="a", store="host:1")
 

@@ -42,11 +42,11 @@ CACHE_ENV = "TORCHFT_PUBLISHED_DIR"
 INSTALL_TIMEOUT_S = 300
 
 
-class PublishedUnavailable(RuntimeError):
+class UpstreamUnavailable(RuntimeError):
     """A package could not be installed; the message says why."""
 
 
-def published_path(name: str) -> Path:
+def upstream_path(name: str) -> Path:
     """Return what to put on PYTHONPATH for "nightly" or "stable".
 
     Where it cannot be installed (no network, no wheel for this Python) the test is skipped; under CI=true it fails,
@@ -61,7 +61,7 @@ def published_path(name: str) -> Path:
 
 
 def client_path(name: str) -> Path:
-    """Return what to put at the end of the path for one of CLIENTS; skips and fails as :func:`published_path`."""
+    """Return what to put at the end of the path for one of CLIENTS; skips and fails as :func:`upstream_path`."""
     steps = [["--no-deps", *CLIENTS[name]]] + ([NEEDED_BY[name]] if name in NEEDED_BY else [])
     return _or_skip(lambda: _cached(CLIENTS[name][0], *steps))
 
@@ -71,7 +71,7 @@ def _or_skip(installed: Callable[[], Path]) -> Path:
 
     try:
         return installed()
-    except PublishedUnavailable as e:
+    except UpstreamUnavailable as e:
         if os.environ.get("CI", "").lower() in ("1", "true"):
             pytest.fail(f"CI must run the tests against other packages: {e}")
         pytest.skip(str(e))
@@ -82,10 +82,10 @@ def install(name: str) -> Path:
 
     Raises:
         ValueError: unknown name.
-        PublishedUnavailable: pip could not install it.
+        UpstreamUnavailable: pip could not install it.
     """
     if name not in REQUIREMENTS:
-        raise ValueError(f"published package {name!r}: allowed are {', '.join(REQUIREMENTS)}")
+        raise ValueError(f"upstream package {name!r}: allowed are {', '.join(REQUIREMENTS)}")
     return _cached(REQUIREMENTS[name], ["--no-deps", REQUIREMENTS[name]], DEPENDENCIES)
 
 
@@ -133,10 +133,10 @@ def _install_into(directory: Path, what: list[str]) -> None:
             timeout=INSTALL_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise PublishedUnavailable(f"{' '.join(what)}: not installed within {INSTALL_TIMEOUT_S} s") from None
+        raise UpstreamUnavailable(f"{' '.join(what)}: not installed within {INSTALL_TIMEOUT_S} s") from None
     if result.returncode != 0:
         reason = (result.stderr or result.stdout).strip()[-1500:]
-        raise PublishedUnavailable(f"{' '.join(what)} could not be installed: {reason}")
+        raise UpstreamUnavailable(f"{' '.join(what)} could not be installed: {reason}")
 
 
 def _installer() -> list[str]:
@@ -148,7 +148,7 @@ def _installer() -> list[str]:
     uv = os.environ.get("UV") or (str(beside) if beside.exists() else shutil.which("uv"))
     if uv:
         return [uv, "pip", "install", "--python", sys.executable]
-    raise PublishedUnavailable(f"neither pip nor uv found for {sys.executable}")
+    raise UpstreamUnavailable(f"neither pip nor uv found for {sys.executable}")
 
 
 def _cache_dir() -> Path:

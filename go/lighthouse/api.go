@@ -16,17 +16,18 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// The routes below /api/v1/ that change something. Each takes a JSON object, and answers with one, also when it refuses.
+// The routes below /api/v1/ that change something. Each takes a JSON object and answers with one, also if it refuses.
 
-// mostBody bounds what a request says: a replica_id in JSON has at most six bytes for each of its own.
+// mostBody bounds the body of a request, in bytes. It holds a replica_id of rpc.MaxReplicaID bytes, which JSON encodes in six bytes each
+// at most.
 const mostBody = 16 << 10
 
-// about is whom a request is about.
+// about is the body of a request: the member that it is about.
 type about struct {
 	ReplicaID string `json:"replica_id"`
 }
 
-// done is the answer to a request that was followed.
+// done is the answer to a request that was carried out.
 type done struct {
 	ReplicaID string `json:"replica_id"`
 	Done      string `json:"done"`
@@ -59,7 +60,7 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
 	}
 }
 
-// apiGiveUp counts a member as ended whose vote is missing.
+// apiGiveUp counts a member with a missing vote as ended.
 func (s *Server) apiGiveUp(w http.ResponseWriter, r *http.Request, who about) {
 	j, code, err := s.holder(r, who.ReplicaID, func(j *job) bool { return j.misses(who.ReplicaID) })
 	if err != nil {
@@ -79,19 +80,19 @@ func (s *Server) apiGiveUp(w http.ResponseWriter, r *http.Request, who about) {
 // risk is what giving up a member may cost.
 const risk = "if it, or groups that it was with, train at another lighthouse, the job has two histories, and the steps of one are lost"
 
-// misses reports whether nothing goes on without the vote of a member.
+// misses reports whether the job has no quorum because the vote of a member is missing.
 func (j *job) misses(replicaID string) bool {
 	return slices.Contains(j.status().MissingVotes, replicaID)
 }
 
-// giveUpOn takes somebody's word that a member has ended.
+// giveUpOn counts a member as ended because an operator says so.
 func (j *job) giveUpOn(replicaID, by string) error {
 	return j.feed(quorum.GivenUp{ReplicaIDs: []string{replicaID}, By: by})
 }
 
-// GiveUp takes the caller's word that a member of a job has ended whose vote is missing. If it, or groups that it was with,
-// train at another lighthouse, the job has two histories, and the steps of one are lost. An empty name is the default job. It must be said to
-// one lighthouse only: a vote that is given at two is one for two histories.
+// GiveUp counts a member of a job with a missing vote as ended because the caller says so. If it, or groups that it was with, train at
+// another lighthouse, the job has two histories, and the steps of one are lost. An empty name is the default job. Call it at one
+// lighthouse only: the vote would count in a quorum of each, which gives two histories.
 func (s *Server) GiveUp(job, replicaID, by string) error {
 	j := s.find(cmp.Or(job, rpc.DefaultJob))
 	if j == nil || !j.misses(replicaID) {
@@ -100,10 +101,10 @@ func (s *Server) GiveUp(job, replicaID, by string) error {
 	return j.giveUpOn(replicaID, by)
 }
 
-// errNoStream is of a member that cannot be told anything.
+// errNoStream: the lighthouse has no way to tell the member anything.
 var errNoStream = errors.New("it has no stream to this lighthouse, as groups of upstream have none")
 
-// has reports whether a member is there and alive.
+// has reports whether a member is known and alive.
 func (j *job) has(replicaID string) bool {
 	return slices.ContainsFunc(j.status().Members, func(m quorum.MemberStatus) bool { return m.ReplicaID == replicaID && m.Healthy })
 }
@@ -122,7 +123,7 @@ func (j *job) drain(replicaID, why string) error {
 	return j.step(quorum.Drained{ReplicaID: replicaID, Reason: why})
 }
 
-// ask makes a route of something that is asked about a replica. Whether it may be asked is looked at before the body is.
+// ask makes a route of a request about a replica. The permission is checked before the body is read.
 func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request, about)) http.HandlerFunc {
 	refuse := func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	return func(w http.ResponseWriter, r *http.Request) {
@@ -142,7 +143,7 @@ func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request
 	}
 }
 
-// readAbout reads the body of a request; code is what to refuse it with.
+// readAbout reads the body of a request. With an error, code is the HTTP status of the refusal.
 func readAbout(w http.ResponseWriter, r *http.Request) (who about, code int, err error) {
 	const want = `; wanted: {"replica_id": "..."}`
 	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, mostBody))

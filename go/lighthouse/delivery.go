@@ -11,15 +11,15 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// delivery is one quorum, encoded once for all who waited for it, by the first who needs it.
+// delivery is one quorum in the forms in which it is sent. Each is encoded once, when the first member needs it.
 type delivery struct {
 	quorum *quorum.Quorum
 	before quorum.Revision // of the quorum before, 0 if none
 
-	answer func() (rpc.Encoded, error)   // of a call
+	answer func() (rpc.Encoded, error)   // to a call
 	states func() (rpc.Encoded, error)   // on a stream, for a member that holds the list
-	change func() ([]rpc.Encoded, error) // for one that holds the list of the quorum before
-	whole  func() ([]rpc.Encoded, error) // for all others
+	change func() ([]rpc.Encoded, error) // for a member that holds the list of the quorum before
+	whole  func() ([]rpc.Encoded, error) // for all other members
 }
 
 func newDelivery(q, before *quorum.Quorum) *delivery {
@@ -40,7 +40,7 @@ func newDelivery(q, before *quorum.Quorum) *delivery {
 	return d
 }
 
-// lacks is what a member that holds a list has to be sent before the states.
+// lacks returns what is sent before the states to a member that holds the list of a revision: nothing, the change, or the whole list.
 func (d *delivery) lacks(held quorum.Revision) ([]rpc.Encoded, error) {
 	switch {
 	case held == d.quorum.Revision:

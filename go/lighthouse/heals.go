@@ -9,15 +9,15 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// What groups tell of their recoveries, for people. Nothing is decided by it, so the machine does not know it.
+// Reports of groups about their recoveries, for people. No decision depends on them, so the machine does not get them.
 
-// heal is how far a group is that takes over the state of another.
+// heal is the progress of a heal, in bytes.
 type heal struct{ received, total int64 }
 
 const (
-	// mostHeals are remembered at once.
+	// mostHeals bounds how many heals are remembered.
 	mostHeals = 10_000
-	// mostPhases of a recovery, and the longest name of one.
+	// mostPhases and longestPhase bound the phases of a recovery and their names, which a client could choose.
 	mostPhases   = 16
 	longestPhase = 40
 )
@@ -34,11 +34,11 @@ func (j *job) healing(replicaID string, p *torchftpb.HealProgress) {
 	j.heals[replicaID] = heal{max(0, p.GetReceived()), max(0, p.GetTotal())}
 }
 
-// recovered remembers what a recovery cost. All that are left tell of a failure; the first of them is enough.
+// recovered records what a recovery cost. All survivors of a failure report it; the first report is recorded.
 func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 	e := dashboard.Event{Time: time.Now(), Kind: dashboard.Healed, Who: replicaID, Step: r.GetStep(), Bytes: max(0, r.GetBytes())}
 	for _, p := range r.GetPhases()[:min(len(r.GetPhases()), mostPhases)] {
-		if s := p.GetSeconds(); s >= 0 && !math.IsInf(s, 1) { // not NaN either: JSON has neither
+		if s := p.GetSeconds(); s >= 0 && !math.IsInf(s, 1) { // JSON has no infinity, and no NaN, for which s >= 0 is false
 			e.Phases = append(e.Phases, dashboard.Phase{Name: p.GetPhase()[:min(len(p.GetPhase()), longestPhase)], Seconds: s})
 		}
 	}
@@ -58,7 +58,7 @@ func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 	j.board.Record(e)
 }
 
-// seconds is what all phases took, to the millisecond.
+// seconds is the sum of all phases, rounded to milliseconds.
 func seconds(phases []dashboard.Phase) (all float64) {
 	for _, p := range phases {
 		if p.Name != "total" {
@@ -68,7 +68,7 @@ func seconds(phases []dashboard.Phase) (all float64) {
 	return math.Round(1000*all) / 1000
 }
 
-// addHeals adds what groups said to what the machine knows. The caller holds mu.
+// addHeals adds the reported heals to the machine's status. The caller holds mu.
 func (j *job) addHeals(status quorum.Status) {
 	for i := range status.Members {
 		m := &status.Members[i]

@@ -17,10 +17,10 @@ import (
 )
 
 const (
-	// diskTime is how long anything waits for the disk: the first request of a job for what was kept of it, and the end of a
-	// lighthouse for the last states. A disk that hangs cannot be interrupted: what uses it is then left to itself.
+	// diskTime is the longest wait for the disk: of a job's first request for its state, and of a lighthouse's end for the last
+	// write. A system call on a hanging disk cannot be interrupted, so after it the goroutine of the keeper is left behind.
 	diskTime = 2 * time.Second
-	// writeAgain is how long after an error a state is written again.
+	// writeAgain is the pause before a write is retried.
 	writeAgain = time.Second
 )
 
@@ -30,25 +30,25 @@ type disk struct {
 	write func(path string, s state, wanted func() bool) error
 }
 
-// keeper reads the state of a job, and writes the latest there is, off all locks: nothing but it waits for the disk, whatever
-// that does.
+// keeper reads the state of a job, and writes the latest one, on a goroutine of its own and without holding a lock: only this goroutine
+// is held up by a slow disk.
 type keeper struct {
 	path  string
 	log   *slog.Logger
 	disk  disk
-	read  chan struct{} // closed when what was there is read
-	late  chan struct{} // closed when nobody waits for that any more
-	left  atomic.Bool   // nobody waits for what it writes
+	read  chan struct{} // closed when the state has been read
+	late  chan struct{} // closed when the job may begin: the state has been read, or diskTime has passed
+	left  atomic.Bool   // the end of the lighthouse no longer waits for a write
 	wake  chan struct{} // has room for one
 	quit  chan struct{}
-	ended chan struct{} // closed when nothing is written any more
+	ended chan struct{} // closed when the goroutine has ended
 
 	mu      sync.Mutex
-	pending *state    // to be written, nil if nothing is
-	since   time.Time // when the oldest of what is not on the disk was handed over, or reading began; zero: all is done
-	err     error     // why it is not there, if the disk said
-	told    bool      // the log says so
-	owed    []func()  // to be done once it is there
+	pending *state    // to be written, nil: none
+	since   time.Time // since when there is something to read or write; zero: there is not
+	err     error     // of the last read or write
+	told    bool      // the trouble has been logged
+	owed    []func()  // called when the pending state is on disk
 }
 
 func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
@@ -58,17 +58,17 @@ func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
 	}
 }
 
-// keep has what is on disk of a job read, and the job kept there from then on.
+// keep starts to read the state of a job from disk, and to write it there from then on.
 func (j *job) keep() {
 	k := newKeeper(filepath.Join(j.cfg.StateDir, j.name+".state"), j.log, j.cfg.disk)
 	j.keeper = k
-	var alone sync.WaitGroup // nobody waits for it but those below
+	var alone sync.WaitGroup // not the server's tasks: its end must not wait for a hanging disk longer than waitForLast does
 	rpc.Go(&alone, j.log, "state on disk", func() { k.run(j.recallFrom) })
 	rpc.Go(&j.server.tasks, j.log, "the first state on disk", k.waitForFirst)
 	rpc.Go(&j.server.tasks, j.log, "the last state on disk", k.waitForLast)
 }
 
-// recallFrom goes on after what a file says.
+// recallFrom continues the job from the content of its file.
 func (j *job) recallFrom(path string, text []byte, err error) {
 	switch {
 	case errors.Is(err, os.ErrNotExist):
@@ -86,14 +86,14 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 			j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
 		}
 		j.goOn(s)
-		if s.Highest > 0 { // it has had a quorum
+		if s.Highest > 0 { // the job has had a quorum
 			_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // an error is of the machine, and logged
 		}
 	}
 }
 
-// goOn takes over the parts of a state that are not the quorum machine's. A disk that answers late finds nodes that have said
-// what they know.
+// goOn takes over the parts of a state that are not the quorum machine's. If the disk answers late, nodes may have registered already:
+// their rendezvous is kept then.
 func (j *job) goOn(s state) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -107,8 +107,8 @@ func (j *job) goOn(s state) {
 	}
 }
 
-// waitForFirst returns when the state is read. If that takes too long, the job begins as if nothing had been kept; what the
-// disk says later still counts where the job has no later quorum, and its ids do in any case.
+// waitForFirst lets the job begin when the state has been read. After diskTime it begins without. A state that is read later is still
+// taken over if the job has had no newer quorum; its quorum ids always count, so that no id is used twice.
 func (k *keeper) waitForFirst() {
 	late := time.NewTimer(diskTime)
 	defer late.Stop()
@@ -121,7 +121,7 @@ func (k *keeper) waitForFirst() {
 	}
 }
 
-// await returns when the job may begin, or its caller does not wait any more.
+// await returns when the job may begin, or ctx ends.
 func (k *keeper) await(ctx context.Context) {
 	if k == nil {
 		return
@@ -132,22 +132,22 @@ func (k *keeper) await(ctx context.Context) {
 	}
 }
 
-// keep hands over what is to be written. It waits for nothing.
+// keep hands over a state to be written. It does not wait.
 func (k *keeper) keep(s state) {
 	if k == nil {
 		return
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.pending = &s // nobody needs the one before
+	k.pending = &s // it replaces an older one that is not written yet
 	if k.since.IsZero() {
 		k.since = time.Now()
 	}
 	k.nudge()
 }
 
-// once does something as soon as all that was handed over is on the disk, or did not get there in diskTime, and reports whether that is
-// later. Nothing waits for a disk that is known to fail. What is done must not wait.
+// once calls do when the pending state is on disk, or diskTime has passed, and returns true. If nothing is pending, or the disk is known
+// to fail, it returns false without a call: the caller goes on at once. do must not wait.
 func (k *keeper) once(do func()) (later bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -220,14 +220,14 @@ func (k *keeper) run(recall func(path string, text []byte, err error)) {
 	}
 }
 
-// done notes what became of a state; nil is that which was read.
+// done notes the outcome of a write, or of the first read if s is nil.
 func (k *keeper) done(s *state, err error) {
 	for _, do := range k.noted(s, err) {
 		do()
 	}
 }
 
-// noted is done, and returns what was owed until now.
+// noted is done without the calls that were owed, which it returns.
 func (k *keeper) noted(s *state, err error) (owed []func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -245,14 +245,14 @@ func (k *keeper) noted(s *state, err error) (owed []func()) {
 		}
 		k.told = false
 		owed, k.owed = k.owed, nil
-	default: // there is a newer one
+	default: // a newer state was handed over during the write
 		k.since = time.Now()
 		k.nudge()
 	}
 	return owed
 }
 
-// trouble says why the latest state is not on the disk, and since when; empty if it is, or soon will be.
+// trouble returns why the latest state is not on disk, and for how long it has been missing there; empty: there is no trouble.
 func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 	if k == nil {
 		return "", 0
@@ -272,7 +272,7 @@ func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 	return "", 0
 }
 
-// look logs, once, that the disk does not answer.
+// look logs a disk that does not answer, once.
 func (k *keeper) look(now time.Time) {
 	why, unkept := k.trouble(now)
 	if why == "" {

@@ -9,15 +9,15 @@ import (
 )
 
 const (
-	// maxProbes are on their way at once.
+	// maxProbes bounds how many probes run at once.
 	maxProbes = 32
-	// probeTimeout is how long a host may take to answer: whoever is gone is refused at once.
+	// probeTimeout is how long a host may take to answer. If the process has ended, its host refuses at once.
 	probeTimeout = time.Second
 )
 
-// probe asks a member's host whether the process at its address is gone. That is certain only if the host says so: it
-// refuses the connection, at every address that its name has. The machine asks again while it has no answer: of a member
-// there is one probe at a time, so that none queue for hosts that do not answer. The caller holds mu.
+// probe finds out whether the process at a member's address has ended. Only a refused connection, at each address of the name, proves
+// it: a host that does not answer may come back with the process alive. The machine repeats its request until it has an answer; each
+// member has one probe at a time, so that silent hosts build up no queue. The caller holds mu.
 func (j *job) probe(v quorum.Probe) {
 	address, err := rpc.ParseAddress("address", v.Address)
 	if err != nil || j.probed[v.ReplicaID] {

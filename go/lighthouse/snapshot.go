@@ -8,21 +8,21 @@ import (
 )
 
 const (
-	// snapshotOfMember is for how long, for each member, a status is shown to all who look: to take one costs some 2 µs of the
-	// job's lock for each, so any number of pages and scripts takes 2 % of it. Of a small job everybody sees what just happened.
+	// snapshotOfMember, times the number of members, is for how long one status answers all requests. A status takes the job's lock
+	// for about 2 µs a member, so any number of pages and scripts takes at most 2 % of its time. In a small job it is always recent.
 	snapshotOfMember = 100 * time.Microsecond
-	// longestSnapshot is reached with 10,000 members.
+	// longestSnapshot bounds it; 10,000 members reach it.
 	longestSnapshot = time.Second
 )
 
-// snapshot is the status that was shown last. Nobody may change it.
+// snapshot is the status that requests share. It is read-only.
 type snapshot struct {
-	mu     sync.Mutex // also held while a new one is taken: all who come meanwhile get that one
+	mu     sync.Mutex // held also while a new status is taken, so that concurrent requests share it
 	status quorum.Status
 	until  time.Time
 }
 
-// shown is a status that is fresh enough to look at. Those who act on it call status.
+// shown is a status that is recent enough to display. Code that decides by it calls status instead.
 func (j *job) shown() quorum.Status {
 	s := &j.snapshot
 	s.mu.Lock()

@@ -7,13 +7,13 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// State is that of a member, in one word.
+// State is the state of a member, in one word.
 type State string
 
 // The states of a member.
 const (
 	Training State = "training" // in the quorum
-	Waiting  State = "waiting"  // asked, and waits for the others
+	Waiting  State = "waiting"  // has asked for a quorum
 	Joining  State = "joining"  // alive, and in no quorum yet
 	Healing  State = "healing"  // in the quorum, and takes over the state of the others
 	Suspect  State = "suspect"  // its connection broke a moment ago
@@ -39,7 +39,7 @@ type Row struct {
 	Why          string `json:"why,omitempty"` // of its state, where there is more to say
 }
 
-// Head is what is to be said of the whole job.
+// Head is the state of the job as a whole.
 type Head struct {
 	QuorumID    int64  `json:"quorum_id"`
 	QuorumSince int64  `json:"quorum_since"` // in milliseconds since 1970
@@ -52,14 +52,14 @@ type Head struct {
 	Unkept      string `json:"unkept"` // why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
 }
 
-// Change is what is different from the time before.
+// Change is the difference from one look to the next.
 type Change struct {
 	Head Head     `json:"head"`
 	Rows []Row    `json:"rows"`
-	Gone []string `json:"gone,omitempty"`
+	Gone []string `json:"gone,omitempty"` // rows to remove
 }
 
-// Board knows what the members were at the last look, and so what is new. Not for use by several goroutines at once.
+// Board keeps the rows of the last look, to find what has changed. It is not safe for concurrent use.
 type Board struct {
 	head  Head
 	rows  map[string]tracked
@@ -98,7 +98,7 @@ func (b *Board) Look(status quorum.Status, now time.Time) Change {
 	return change
 }
 
-// Whole is everything, as of the last look.
+// Whole returns all rows of the last look, for a new viewer.
 func (b *Board) Whole() Change {
 	whole := Change{Head: b.head, Rows: make([]Row, 0, len(b.order))}
 	for _, id := range b.order {
@@ -126,7 +126,7 @@ func follow(old tracked, known bool, m quorum.MemberStatus, now time.Time) track
 		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),
 	}, stepSince: old.stepSince}
 	if t.State != Failed {
-		t.HeardOf = 0 // it is alive: when exactly it was heard of is no news
+		t.HeardOf = 0 // it is alive: otherwise each heartbeat would change its row
 	}
 	if !known || old.State != t.State {
 		t.Since = now.UnixMilli()

@@ -13,14 +13,14 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Ending is a request that would end a process: a kill, a drain, an eject.
+// Ending is a request that would end a process: a kill, a drain.
 type Ending struct {
 	Token       TokenCheck
-	Loopback    bool // it comes from this host, and through no proxy
-	AllowRemote bool // the operator lets everybody do it
+	Loopback    bool // it comes from this host, and not through a proxy
+	AllowRemote bool // the operator allows it from all hosts, without a token
 }
 
-// Refusal is why a request must not be served; empty if it may.
+// Refusal is why the request is refused; empty: it is not.
 func (e Ending) Refusal() string {
 	switch e.Token {
 	case TokenOK:
@@ -36,7 +36,7 @@ func (e Ending) Refusal() string {
 		"a token_file (TORCHFT_TOKEN_FILE), or ask on this host"
 }
 
-// CheckEnding refuses a call that must not end a process. The token was looked at before the call began.
+// CheckEnding refuses a call that must not end a process. With hasTokens the call has shown a token: rpc.Gate refuses calls without.
 func CheckEnding(ctx context.Context, hasTokens bool) error {
 	e := Ending{Token: TokenNone}
 	if hasTokens {
@@ -52,22 +52,21 @@ func CheckEnding(ctx context.Context, hasTokens bool) error {
 	return nil
 }
 
-// Forwarded reports whether a proxy on this host hands on what comes from elsewhere, by the headers of a request.
+// Forwarded reports whether a request came through a proxy, by its headers. Its sender may be on another host then.
 func Forwarded(values func(header string) []string) bool {
 	return slices.ContainsFunc([]string{"Forwarded", "X-Forwarded-For", "X-Real-Ip", "Via"}, func(header string) bool {
 		return strings.Join(values(header), "") != ""
 	})
 }
 
-// IsLoopback reports whether host:port, or a host, is this one by a loopback address.
+// IsLoopback reports whether host:port, or a host alone, is a loopback address.
 func IsLoopback(address string) bool {
 	ip, err := netip.ParseAddr(HostOf(address))
 	return err == nil && ip.Unmap().IsLoopback()
 }
 
-// IsOwnHost reports whether the Host header of a request names this server in a way that no stranger's name server can
-// point here: an address, localhost, or a name that the server has itself. A page of evil.example whose name was
-// rebound to this host's address says "evil.example".
+// IsOwnHost reports whether the Host header of a request names this server by an address, localhost, or one of its own names. It
+// prevents DNS rebinding: a page of evil.example, whose name was pointed to this host's address, sends "evil.example".
 func IsOwnHost(header string, names ...string) bool {
 	host := strings.ToLower(strings.TrimSuffix(HostOf(header), "."))
 	if _, err := netip.ParseAddr(host); err == nil {

@@ -11,8 +11,8 @@ import (
 // statEvery is how long a value read from files is used before the files are checked for changes.
 const statEvery = time.Second
 
-// Watched is a value read from files. It is read again when they change, so that tokens and certificates can be renewed under a
-// running job. While the files are invalid, the last valid value is used: a file that is being written must not break calls.
+// Watched is a value read from files. It is read again when they change, so that tokens and certificates can be renewed while a job
+// runs. While the files are invalid, the last valid value is used: a file that is being written must not break calls.
 type Watched[T any] struct {
 	log   *slog.Logger
 	paths []string

@@ -24,10 +24,10 @@ import (
 	"google.golang.org/grpc/metadata"
 )
 
-// parentKey is where W3C trace context has the span that others go on with.
+// parentKey is the header of W3C trace context that names the parent span.
 const parentKey = "traceparent"
 
-// flushTime is how long the last spans may take to leave.
+// flushTime bounds the export of the last spans at the end of a server.
 const flushTime = 2 * time.Second
 
 var (
@@ -36,7 +36,7 @@ var (
 	w3c      propagation.TraceContext
 )
 
-// Setup looks once at the environment. What is wrong with it is logged, and nothing is traced then.
+// Setup reads the environment, once in a process. If it is invalid, that is logged, and tracing stays off.
 func Setup(log *slog.Logger) {
 	setup.Do(func() {
 		kinds, err := Exporters(os.Getenv)
@@ -49,7 +49,7 @@ func Setup(log *slog.Logger) {
 	})
 }
 
-// Exporters are those that OpenTelemetry's variables ask for traces; none unless they ask for one.
+// Exporters returns the trace exporters that OpenTelemetry's variables ask for; none by default.
 func Exporters(env func(string) string) ([]string, error) {
 	if strings.EqualFold(strings.TrimSpace(env("OTEL_SDK_DISABLED")), "true") {
 		return nil, nil
@@ -76,7 +76,7 @@ func Exporters(env func(string) string) ([]string, error) {
 	return kinds, nil
 }
 
-// begin makes the exporters; sampler, resource and batches are as the other variables say.
+// begin starts the exporters. The SDK reads the variables for sampler, resource and batches itself.
 func begin(kinds []string) error {
 	var options []sdktrace.TracerProviderOption
 	for _, kind := range kinds {
@@ -102,19 +102,19 @@ func Use(processor sdktrace.SpanProcessor) (restore func()) {
 	return func() { provider.Store(before) }
 }
 
-// Flush sends what is left, for a moment.
+// Flush exports the remaining spans, for at most flushTime.
 func Flush() {
 	if p := provider.Load(); p != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), flushTime)
 		defer cancel()
-		_ = p.ForceFlush(ctx) // a collector that is away costs the spans
+		_ = p.ForceFlush(ctx) // without a collector the spans are dropped
 	}
 }
 
-// Span is a piece of work at a step. Nil where nothing is traced; its methods do nothing then.
+// Span is a piece of work at a step. It is nil if the work is not traced; methods of a nil Span do nothing.
 type Span struct{ span trace.Span }
 
-// Continue begins a span below one that somebody else began, nil if it is off, or parent is no trace context.
+// Continue begins a span below the one with the trace context parent. It returns nil if tracing is off, or parent is invalid.
 func Continue(parent, name string, step int64, attributes ...attribute.KeyValue) *Span {
 	if parent == "" {
 		return nil
@@ -132,7 +132,7 @@ func Continue(parent, name string, step int64, attributes ...attribute.KeyValue)
 	return &Span{span}
 }
 
-// Parent is what others need to go on below this span; empty if there is none.
+// Parent is the trace context for spans below this one; empty if there is none.
 func (s *Span) Parent() string {
 	if s == nil {
 		return ""
@@ -142,14 +142,14 @@ func (s *Span) Parent() string {
 	return carrier[parentKey]
 }
 
-// Set adds to what is known of the work.
+// Set adds attributes.
 func (s *Span) Set(attributes ...attribute.KeyValue) {
 	if s != nil {
 		s.span.SetAttributes(attributes...)
 	}
 }
 
-// End ends the work; with an error if it failed.
+// End ends the span; err, unless nil, is why the work failed.
 func (s *Span) End(err error) {
 	if s == nil {
 		return
@@ -162,11 +162,11 @@ func (s *Span) End(err error) {
 
 type contextKey struct{}
 
-// WithParent lets calls made with a context go on below a span: those that carry it in a message find it with ParentOf,
-// for all others it is in gRPC's metadata.
+// WithParent makes the spans of calls with the returned context children of s. Calls that carry the trace context in a message get it
+// from ParentOf; all others carry it in gRPC's metadata.
 func WithParent(ctx context.Context, s *Span) context.Context { return Below(ctx, s.Parent()) }
 
-// Below is WithParent for a span that somebody else began; without one, "", it changes nothing.
+// Below is WithParent for a trace context; an empty one changes nothing.
 func Below(ctx context.Context, parent string) context.Context {
 	if parent == "" {
 		return ctx
@@ -174,13 +174,13 @@ func Below(ctx context.Context, parent string) context.Context {
 	return metadata.AppendToOutgoingContext(context.WithValue(ctx, contextKey{}, parent), parentKey, parent)
 }
 
-// ParentOf is what WithParent or Below put there.
+// ParentOf is the trace context that WithParent or Below has added.
 func ParentOf(ctx context.Context) string {
 	parent, _ := ctx.Value(contextKey{}).(string)
 	return parent
 }
 
-// Incoming is the span of whoever makes a call, by gRPC's metadata.
+// Incoming is the trace context of the caller, from gRPC's metadata.
 func Incoming(ctx context.Context) string {
 	if provider.Load() == nil {
 		return ""

@@ -14,9 +14,9 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// partSize is about how large a part of a change is, in bytes, before it is compressed to a fifth or so. A list travels in
-// parts, so that no message of a large job's is large, and a peer that reads slowly holds back its sender and not the
-// sender's memory. Much smaller ones cost more wakeups than they spare.
+// partSize is the approximate size of a part of a change, in bytes before compression, which makes it a fifth or so. A list is sent in
+// parts so that flow control stops the sender at a peer that reads slowly, before the whole list is in the sender's buffers. Smaller
+// parts cost more wakeups.
 const partSize = 512 << 10
 
 // ChangeToProto is the wire form of a change: no part if it is empty.
@@ -43,10 +43,10 @@ func ChangeToProto(c quorum.Change) (parts []*torchftpb.ListChange) {
 	return parts
 }
 
-// packFrom is the size in bytes from which a part is worth compressing.
+// packFrom is the size in bytes from which a part is compressed.
 const packFrom = 1 << 10
 
-// Pack compresses a part if that is worth it.
+// Pack compresses a part of at least packFrom bytes.
 func Pack(part *torchftpb.ListChange) (*torchftpb.ListChange, error) {
 	plain, err := proto.Marshal(part)
 	if err != nil || len(plain) < packFrom {
@@ -86,7 +86,7 @@ func unpack(part *torchftpb.ListChange) (*torchftpb.ListChange, error) {
 	return part, nil
 }
 
-// AddPart puts the parts of a change together again, one after the other.
+// AddPart adds the next part to a change.
 func AddPart(c *quorum.Change, part *torchftpb.ListChange) error {
 	part, err := unpack(part)
 	if err != nil {
@@ -104,7 +104,7 @@ func AddPart(c *quorum.Change, part *torchftpb.ListChange) error {
 	return nil
 }
 
-// StatesToProto is the wire form of a quorum whose list the other side holds.
+// StatesToProto is the wire form of a quorum for a peer that holds its list of members.
 func StatesToProto(q *quorum.Quorum) *torchftpb.QuorumStates {
 	p := statesToProto(quorum.StatesOf(q.Members))
 	p.QuorumId, p.Created, p.Revision = q.ID, timestamppb.New(q.Created), uint64(q.Revision)
@@ -157,7 +157,7 @@ func baseFromProto(p []*torchftpb.Voter) (base [][]quorum.Voter) {
 	return base
 }
 
-// QuorumFromStates is the inverse of StatesToProto, with the list that this side holds.
+// QuorumFromStates is the inverse of StatesToProto; list is the list that this side holds.
 func QuorumFromStates(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Quorum, error) {
 	states := quorum.States{Common: StateFromProto(p)}
 	for _, other := range p.GetOthers() {

@@ -136,15 +136,15 @@ func (b *bonds) set(id string, one bond) {
 // lighthouses they have: without greetings, this lighthouse could not know that there are others. This does not help if a member
 // has a list of one lighthouse while others have more; all groups of a job must have the same list. Upstream members do not say
 // the number, and are accepted: they ask one lighthouse only.
-func (m *Machine) streamless(e Asked) string {
+func (s *succession) streamless(e Asked) string {
 	var list string
 	switch {
 	case e.Tells:
 		return ""
 	case e.Lighthouses > 1:
 		list = fmt.Sprintf("its list has %d lighthouses", e.Lighthouses)
-	case m.list.listed() && e.KnownQuorumID > 0:
-		list = fmt.Sprintf("this lighthouse is %s for other groups", m.list.seat)
+	case s.listed() && e.KnownQuorumID > 0:
+		list = fmt.Sprintf("this lighthouse is %s for other groups", s.seat)
 	default:
 		return ""
 	}

@@ -51,10 +51,20 @@ type decision struct {
 
 	detail  string // of the causes that the tally alone does not tell
 	regress string // that the job goes back, and why
+
+	in      []*replica // the members of the quorum that there is, or would be; in order unless changed
+	changed bool       // they are not those of the latest quorum
+	missing []Voter    // without the votes of these it is none
 }
 
 // ready reports whether there is a quorum.
 func (d decision) ready() bool { return d.cause >= fastPath }
+
+// unknown says that a member knows of a later quorum.
+func (d decision) unknown(id int64) decision {
+	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of quorum %d, and is asked who was in it", id)
+	return d
+}
 
 // compute decides whether the candidates are a quorum, as far as their numbers tell.
 //

@@ -6,134 +6,150 @@ import (
 	"time"
 )
 
-// elsewhere is what the machine does about the other lighthouses of a list: it asks succession.go what it may do, looks after
-// the ends of its members, and sends on those that may not go on here.
+// votes is whether this lighthouse of a list may go on: it asks succession.go for whom there are the votes, and sends on those
+// that may not go on here. Alone, it allows everything.
 //
 // Invariants:
 //
 //  1. No quorum is formed without the votes for it (torn), but where all of the last one ask and it has no base: then all
 //     vote.
-//  2. The host of a member that is bound is asked at once when its stream breaks, and until it is known whether it has ended,
-//     or of no use: a vote that is learned too late is lost for good.
-//  3. Whoever is sent on is let go first.
-type elsewhere struct {
-	list     succession
-	ends     map[string]time.Time // voters that are bound, and whose stream broke: when they were probed
-	probedAt time.Time
-	outvoted time.Time // since when those who ask may not go on; zero while they may
-	away     bool      // all were sent to another lighthouse, and none of the latest quorum has come back
-}
-
-// greeted learns of the list, and of the terms of other lighthouses.
-func (m *Machine) greeted(e Greeted) []Action {
-	others := m.roster.counts.healthy
-	if r := m.roster.replicas[e.ReplicaID]; r != nil && r.alive() {
-		others--
-	}
-	if refusal := m.list.sit(e.ReplicaID, e.Seat, others > 0); refusal != "" {
-		return []Action{TurnAway{e.ReplicaID, refusal}}
-	}
-	r := m.roster.beat(e.ReplicaID, m.now)
-	r.returned, r.ending, r.finished = true, false, false
-	m.list.back(e.ReplicaID)
-	if !m.list.listed() {
-		return []Action{m.welcome(r)}
-	}
-	refusal, shows := m.overreaches(e)
-	if refusal != "" {
-		return []Action{TurnAway{e.ReplicaID, refusal}}
-	}
-	m.cameBack(e.KnownQuorumID)
-	m.list.greets(e.ReplicaID, e.KnownQuorumID, e.told() > m.list.term, m.now)
-	if r.claims = 0; shows {
-		r.claims = e.told()
-		return append([]Action{m.welcome(r)}, m.lookFor(r, e.KnownQuorumID)...) // the term begins when it has shown it
-	}
-	actions := append(m.begin("replica "+e.ReplicaID, e.told()), m.welcome(r))
-	return append(actions, m.lookFor(r, e.KnownQuorumID)...)
-}
-
-func (m *Machine) welcome(r *replica) Welcome {
-	w := Welcome{ReplicaID: r.id, Term: m.list.term, Draining: r.draining}
-	if m.list.listed() {
-		w.Bond = BondTime
-	}
-	return w
-}
-
-// begin sees to it that all members are told of a new term: also those that count as failed, since they may speak again on the
-// streams that they have.
-func (m *Machine) begin(with string, told int64) []Action {
-	if !m.list.begin(told, m.highest, m.now) {
-		return nil
-	}
-	m.highest = max(m.highest, m.list.firstID(m.now))
-	reason := fmt.Sprintf("term %d begins with %s", m.list.term, with)
-	actions := []Action{Renew{reason}}
-	m.roster.reachNothing() // they begin other streams
-	return append(actions, m.roster.refuse(func(q request) bool { return q.tells }, reason, m.now)...)
+//  2. Whoever is sent on is let go first.
+//  3. Requests that lack votes do not wait for ever: after heartbeat_timeout_ms they are sent on, since the votes may be at another
+//     lighthouse.
+type votes struct {
+	*core
+	past   *memory
+	list   *succession
+	ends   *ends
+	lacked time.Time // since when those who ask may not go on; zero while they may
 }
 
 // torn reports, in words, that the members of a quorum may not go on, because another lighthouse might serve the rest of
 // the last one. Those whose votes are missing are returned too.
-func (m *Machine) torn(d decision, in []*replica) (reason string, missing []Voter) {
-	if !m.list.listed() || d.cause == fastPath && m.latest.Base == nil {
-		return "", nil // all of the last quorum vote
+func (v *votes) torn(d decision, in []*replica) (reason string, missing []Voter) {
+	latest := v.past.latest
+	if !v.list.listed() || d.cause == fastPath && latest.Base == nil {
+		return "", nil // nobody else serves the job, or all of the last quorum vote
 	}
-	if m.latest == nil {
-		switch {
-		case m.list.seat.Place == 0 && m.rumour.ReplicaID == "":
+	if latest == nil { // a job begins at one lighthouse of the list, and where nobody has spoken of a quorum: else it would begin twice
+		switch rumor := v.past.rumor; {
+		case v.list.seat.Place == 0 && rumor.ReplicaID == "":
 			return "", nil
-		case m.list.seat.Place == 0:
+		case v.list.seat.Place == 0:
 			return fmt.Sprintf("the job had a quorum, of which replica %s spoke, and nobody here tells who was in it; another lighthouse might serve them",
-				m.rumour.ReplicaID), []Voter{m.rumour}
+				rumor.ReplicaID), []Voter{rumor}
 		}
 		return fmt.Sprintf("nobody who asks was in a quorum of this job before, and a job begins at the first lighthouse of its list: this is %s",
-			m.list.seat), nil
+			v.list.seat), nil
 	}
 	here := make(map[string]bool, len(in))
 	for _, r := range in {
 		here[r.id] = true
 	}
-	for _, short := range m.list.shortfalls(m.latest.Past(), func(id string) bool { return here[id] }) {
+	for _, short := range v.list.shortfalls(latest.Past(), func(id string) bool { return here[id] }) {
 		if reason == "" {
-			reason = short.describe(m.latest.ID)
+			reason = short.describe(latest.ID)
 		}
 		missing = append(missing, short.missing...)
 	}
 	return reason, missing
 }
 
-// heldUp reports that act would change nothing: the last decision was that votes are missing, by the numbers alone they still are,
-// whoever asks, and nothing else is due. Without it each request would cost as much as a quorum has members while one is held up.
-func (m *Machine) heldUp(t tally) bool {
-	if m.outvoted.IsZero() || !m.list.listed() || m.latest == nil || t.candidates == 0 ||
-		m.now.Sub(m.outvoted) >= m.policy.HeartbeatTimeout || m.now.Sub(m.probedAt) >= probePause {
-		return false
-	}
-	most, all := t.previousCandidates+len(m.list.ended)+len(m.list.waived), len(m.latest.Members)
-	if 2*most == all { // half of them suffice with the first one
-		first := m.latest.Members[0].voter()
-		r := m.roster.replicas[first.ReplicaID]
-		return !m.list.given(first) && (r == nil || !r.waiting())
-	}
-	return 2*most < all
-}
-
 // base is whom the quorum after the next one has to outvote besides the members of the next one.
-func (m *Machine) base(in []*replica, changed bool) [][]Voter {
-	if !m.list.listed() || m.latest == nil || m.latest.Base == nil && !changed {
+func (v *votes) base(in []*replica, changed bool) [][]Voter {
+	latest := v.past.latest
+	if !v.list.listed() || latest == nil || latest.Base == nil && !changed {
 		return nil
 	}
 	knows := make(map[string]bool, len(in))
 	for _, r := range in {
-		knows[r.id] = r.newest().known >= m.latest.ID
+		knows[r.id] = r.newest().known >= latest.ID
 	}
-	return m.list.baseAfter(m.latest.Past(), changed, func(id string) bool { return knows[id] })
+	return v.list.baseAfter(latest.Past(), changed, func(id string) bool { return knows[id] })
 }
 
-// enough reports whether more than half of some are alive.
-func enough(of []*replica) bool {
+// stillLacking reports that a decision would change nothing: the last one was that votes are missing, by the numbers alone they still are,
+// whoever asks, and nothing else is due. Without it each request would cost as much as a quorum has members while one is held up.
+func (v *votes) stillLacking(t tally) bool {
+	if v.lacked.IsZero() || !v.list.listed() || v.past.latest == nil || t.candidates == 0 ||
+		v.now.Sub(v.lacked) >= v.policy.HeartbeatTimeout || v.now.Sub(v.ends.asked) >= probePause {
+		return false
+	}
+	most, all := t.previousCandidates+len(v.list.ended)+len(v.list.waived), len(v.past.latest.Members)
+	if 2*most == all { // half of them suffice with the first one
+		first := v.past.latest.Members[0].voter()
+		r := v.roster.replicas[first.ReplicaID]
+		return !v.list.given(first) && (r == nil || !r.waiting())
+	}
+	return 2*most < all
+}
+
+// decided does what is due after a decision. At a tick, those that wait for something else (time, or other members) are looked at too:
+// if not even all that are alive have the votes, that wait is in vain.
+func (v *votes) decided(d decision, tick bool) {
+	switch {
+	case d.cause == outvoted:
+		v.lack(d.detail, d.missing, d.in)
+	case tick && !d.ready() && d.cause != forbidden:
+		v.stranded()
+	}
+	if d.ready() || d.cause == nobodyWaits {
+		v.lacked = time.Time{}
+	}
+}
+
+// stranded sends on those who wait where not even all who are alive could go on, whatever they wait for.
+func (v *votes) stranded() {
+	if !v.list.listed() || v.roster.queue.Len() == 0 {
+		return
+	}
+	if v.past.latest != nil && v.past.latest.Base == nil && moreThanHalfAlive(v.past.members) { // as nearly always: there is no need to look further
+		v.lacked = time.Time{}
+		return
+	}
+	alive := v.roster.alive()
+	reason, missing := v.torn(decision{}, alive)
+	if reason == "" {
+		v.lacked = time.Time{}
+		return
+	}
+	v.lack(reason, missing, slices.DeleteFunc(alive, func(r *replica) bool { return !r.waiting() }))
+}
+
+// lack asks the hosts of the missing members, and refuses those who may not go on here after a while: at another lighthouse there may
+// be more. Without that they might wait here for ever.
+func (v *votes) lack(reason string, missing []Voter, in []*replica) {
+	v.ends.probeMissing(missing)
+	switch {
+	case v.lacked.IsZero():
+		v.lacked = v.now
+		return
+	case v.now.Sub(v.lacked) < v.policy.HeartbeatTimeout:
+		return
+	}
+	v.lacked = time.Time{}
+	for _, r := range in {
+		for _, w := range r.waiters(func(q request) bool { return q.tells }) { // one that makes calls has one lighthouse
+			v.list.release(r.id, v.now)
+			v.refuse(w, Outvoted, reason)
+		}
+	}
+}
+
+// missing are those without whose votes no quorum forms, whoever of those that are alive asks: nobody where votes are not
+// what is missing.
+func (v *votes) missing() (ids []string) {
+	heard := slices.DeleteFunc(v.roster.alive(), func(r *replica) bool { return r.presumed })
+	_, missing := v.torn(decision{}, heard)
+	for _, voter := range missing {
+		ids = append(ids, voter.ReplicaID)
+	}
+	slices.Sort(ids)
+	return slices.Compact(ids)
+}
+
+// moreThanHalfAlive reports whether more than half of some are alive.
+func moreThanHalfAlive(of []*replica) bool {
 	n := 0
 	for _, r := range of {
 		if r.alive() {
@@ -141,167 +157,4 @@ func enough(of []*replica) bool {
 		}
 	}
 	return 2*n > len(of)
-}
-
-// probePause is how long a host may take to answer a probe before it gets another one.
-const probePause = time.Second
-
-// probes asks the hosts of those that are missing, and of which nothing else is known, whether they have ended.
-func (m *Machine) probes(missing []Voter) (actions []Action) {
-	if len(missing) == 0 || m.now.Sub(m.probedAt) < probePause {
-		return nil
-	}
-	m.probedAt = m.now
-	for _, v := range missing {
-		if r := m.roster.replicas[v.ReplicaID]; v.Address != "" && r != nil && r.alive() && (r.presumed || r.suspect != nil) {
-			actions = append(actions, Probe{v.ReplicaID, v.Address})
-		}
-	}
-	return actions
-}
-
-// endPause is how often the host of a member whose stream broke is asked whether it has ended, while it is bound.
-const endPause = 200 * time.Millisecond
-
-// broke asks a member's host at once whether it has ended: the bond that makes its end a vote soon runs out.
-func (m *Machine) broke(id string) []Action {
-	if !m.list.listed() || !m.list.holds(id, m.latestID(), m.now) || !m.votes(id) {
-		return nil
-	}
-	if m.ends == nil {
-		m.ends = map[string]time.Time{}
-	}
-	m.ends[id] = m.now
-	return m.probe(id)
-}
-
-// probeEnds asks again, until it is known or of no use any more.
-func (m *Machine) probeEnds() (actions []Action) {
-	for _, id := range sorted(m.ends) {
-		r := m.roster.replicas[id]
-		_, ended := m.list.ended[id]
-		switch {
-		case ended, r != nil && r.alive() && r.suspect == nil, !m.list.holds(id, m.latestID(), m.now):
-			delete(m.ends, id)
-		case m.now.Sub(m.ends[id]) >= endPause:
-			m.ends[id] = m.now
-			actions = append(actions, m.probe(id)...)
-		}
-	}
-	return actions
-}
-
-func (m *Machine) probe(id string) []Action {
-	if v, votes := m.voter(id); votes && v.Address != "" {
-		return []Action{Probe{v.ReplicaID, v.Address}}
-	}
-	return nil
-}
-
-// over notes that a member has ended, or said that it leaves or ends for good. Where it is bound, its vote is given here. A member
-// that waits votes by its request: with both, its vote would count for a quorum, and its request for one that does not come after that.
-func (m *Machine) over(id string, bound bool) {
-	if r := m.roster.replicas[id]; r != nil && r.waiting() {
-		return
-	}
-	if bound && m.votes(id) {
-		m.list.end(id)
-	}
-}
-
-// tookAddress notes that another process has the address of a member, whose process has ended then. What it sent before may be on its way
-// until its stream breaks: its end counts after that, when the other process asks again.
-func (m *Machine) tookAddress(by *Member) {
-	if !m.list.listed() || m.latest == nil || by.Address == "" || m.votes(by.ReplicaID) {
-		return
-	}
-	p := m.latest.Past()
-	for _, v := range slices.Concat(p.sets()...) {
-		if r := m.roster.replicas[v.ReplicaID]; v.Address == by.Address && (r == nil || !r.here()) {
-			m.over(v.ReplicaID, m.list.holds(v.ReplicaID, p.ID, m.now))
-		}
-	}
-}
-
-// givenUp takes the word of an operator that members have ended, and that nobody trains in a quorum that they were in later.
-func (m *Machine) givenUp(e GivenUp) (actions []Action) {
-	for _, id := range e.ReplicaIDs {
-		if id == m.rumour.ReplicaID { // the job begins anew
-			m.rumour = Voter{}
-			actions = append(actions, Waived{id, e.By})
-		}
-		if r := m.roster.replicas[id]; r != nil && r.waiting() || !m.votes(id) {
-			continue // it votes, or need not
-		}
-		m.list.waive(id)
-		actions = append(actions, Waived{id, e.By})
-	}
-	return actions
-}
-
-// missing are those without whose votes no quorum forms, whoever of those that are alive asks: nobody where votes are not
-// what is missing.
-func (m *Machine) missing() (ids []string) {
-	_, missing := m.torn(decision{}, m.alive())
-	for _, v := range missing {
-		ids = append(ids, v.ReplicaID)
-	}
-	slices.Sort(ids)
-	return slices.Compact(ids)
-}
-
-// alive are the members of which something was heard.
-func (m *Machine) alive() (alive []*replica) {
-	for e := m.roster.pulses.Front(); e != nil; e = e.Next() {
-		if r := e.Value.(*replica); r.alive() && !r.presumed {
-			alive = append(alive, r)
-		}
-	}
-	return alive
-}
-
-// stranded sends on those who wait where not even all who are alive could go on, whatever they wait for.
-func (m *Machine) stranded() []Action {
-	if !m.list.listed() || m.roster.queue.Len() == 0 {
-		return nil
-	}
-	if m.latest != nil && m.latest.Base == nil && enough(m.members) { // as nearly always: there is no need to look further
-		m.outvoted = time.Time{}
-		return nil
-	}
-	var alive, wait []*replica
-	for e := m.roster.pulses.Front(); e != nil; e = e.Next() {
-		if r := e.Value.(*replica); r.alive() {
-			alive = append(alive, r)
-			if r.waiting() {
-				wait = append(wait, r)
-			}
-		}
-	}
-	reason, missing := m.torn(decision{}, alive)
-	if reason == "" {
-		m.outvoted = time.Time{}
-		return nil
-	}
-	return append(m.probes(missing), m.sendOn(reason, wait)...)
-}
-
-// sendOn refuses those who may not go on here after a while: at another lighthouse there may be more.
-func (m *Machine) sendOn(reason string, in []*replica) (actions []Action) {
-	switch {
-	case m.outvoted.IsZero():
-		m.outvoted = m.now
-		return nil
-	case m.now.Sub(m.outvoted) < m.policy.HeartbeatTimeout:
-		return nil
-	}
-	m.outvoted = time.Time{}
-	for _, r := range in {
-		for _, w := range r.waiters(func(q request) bool { return q.tells }) {
-			m.list.release(r.id, m.now)
-			m.roster.giveUp(w, m.now)
-			actions = append(actions, Refuse{w, Outvoted, reason})
-		}
-	}
-	return actions
 }

@@ -71,25 +71,25 @@ func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
 		now = m.now
 	}
-	t := m.recount(now)
-	d, _, _, _ := m.decide(t, now)
+	t := m.roster.recount(now)
+	d := m.decide(t, now)
 	s := Status{
 		Quorum:             []string{},
-		Reason:             m.explain(d),
+		Reason:             m.roster.explain(d),
 		Healthy:            t.healthy,
 		Candidates:         t.candidates,
 		Waiters:            len(m.roster.waiters),
 		Members:            make([]MemberStatus, 0, len(m.roster.replicas)),
-		MissingVotes:       m.missing(),
+		MissingVotes:       m.votes.missing(),
 		GivenVotes:         sorted(m.list.ended),
 		MinReplicas:        m.policy.MinReplicas,
 		JoinTimeoutMS:      m.policy.JoinTimeout.Milliseconds(),
 		HeartbeatTimeoutMS: m.policy.HeartbeatTimeout.Milliseconds(),
 		MedianStepMS:       m.watch.median().Milliseconds(),
-		StalledAfterMS:     m.watch.patience(m.policy, len(m.members)).Milliseconds(),
+		StalledAfterMS:     m.watch.timeout().Milliseconds(),
 	}
 	last := map[string]Member{}
-	if q := m.latest; q != nil {
+	if q := m.past.latest; q != nil {
 		s.QuorumID, s.Created, s.QuorumAgeMS = q.ID, q.Created, now.Sub(q.Created).Milliseconds()
 		for _, member := range q.Members {
 			s.Quorum = append(s.Quorum, member.ReplicaID)
@@ -105,7 +105,7 @@ func (m *Machine) Describe(now time.Time) Status {
 		ms := MemberStatus{
 			ReplicaID:      r.id,
 			HeartbeatAgeMS: now.Sub(r.lastBeat).Milliseconds(),
-			Healthy:        m.healthyAt(r, now),
+			Healthy:        m.roster.healthyAt(r, now),
 			InQuorum:       r.previous,
 			Waiting:        r.waiting(),
 			Address:        member.Address,
@@ -134,18 +134,18 @@ func (m *Machine) Remembers() (replicas, waiters int) {
 	return len(m.roster.replicas), len(m.roster.waiters)
 }
 
-func (m *Machine) healthyAt(r *replica, now time.Time) bool {
-	return r.alive() && now.Sub(r.lastBeat) < m.policy.HeartbeatTimeout
+func (s *roster) healthyAt(r *replica, now time.Time) bool {
+	return r.alive() && now.Sub(r.lastBeat) < s.timeout
 }
 
 // recount is the definition of a tally; roster.tally must equal it after every Step.
-func (m *Machine) recount(now time.Time) tally {
+func (s *roster) recount(now time.Time) tally {
 	var t tally
-	for _, r := range m.roster.replicas {
+	for _, r := range s.replicas {
 		if r.previous {
 			t.previous++
 		}
-		if !m.healthyAt(r, now) {
+		if !s.healthyAt(r, now) {
 			continue
 		}
 		t.healthy++
@@ -175,10 +175,10 @@ func (m *Machine) recount(now time.Time) tally {
 }
 
 // explain adds to a reason the names it is about.
-func (m *Machine) explain(d decision) string {
+func (s *roster) explain(d decision) string {
 	var missing []string
 	if !d.ready() && d.cause != nobodyWaits && d.detail == "" {
-		for _, r := range m.roster.replicas {
+		for _, r := range s.replicas {
 			if !r.candidate() {
 				missing = append(missing, r.id)
 			}

@@ -5,32 +5,67 @@ import (
 	"slices"
 )
 
-// A member that is drained leaves at the end of a step, and nobody loses one for it:
-//
-// It is told (Drain), takes part in one step more, and says that it leaves (Leaving). From then on nobody waits for it, and
-// its end is no failure. But what it sent in the last collective may still be on its way to its peers, so it stays until
-// they have ended that step as well, or the next quorum is there (Release).
-
 // drains are the members that left the latest quorum, and are still there.
+//
+// A member that is drained leaves at the end of a step, and nobody loses one for it: it is told (Drain), takes part in one step
+// more, and says that it leaves (Leaving). From then on nobody waits for it, and its end is no failure. But what it sent in the
+// last collective may still be on its way to its peers, so it stays until they have ended that step as well, or the next quorum
+// is there (Release).
 //
 // Invariants:
 //
 //  1. Nobody in it counts as alive: it is in no quorum, and nobody waits for it. One that asks after all is in it no more.
 //  2. Each is released once: when no member of the latest quorum may be in the step that it left after, or with the next
 //     quorum. Before that its peers may need what it sent last.
-//  3. While there is one, all stay at this lighthouse (failback.go), and no answer is redelivered (again.go): the step that it
+//  3. While there is one, all stay at this lighthouse (failback.go), and no answer is redelivered (redeliver.go): the step that it
 //     was in is not over.
 type drains struct {
+	*core
+	past *memory
 	left []string // in order
 }
 
 func (d *drains) any() bool { return len(d.left) > 0 }
 
-// leave adds a member.
-func (d *drains) leave(id string) {
+// drained passes the wish on. A member whose stream breaks before it hears of it is told again when it has another (Welcome).
+func (d *drains) drained(e Drained) {
+	r := d.roster.replicas[e.ReplicaID]
+	if r == nil || !r.alive() { // it takes part in no step, after which it could leave
+		return
+	}
+	r.draining = e.Reason
+	d.do(Drain(e))
+}
+
+// leaving takes a member out of the next quorum, and reports whether it is known here. The others do not wait for it from here on:
+// it counts as failed.
+func (d *drains) leaving(id string) (known bool) {
+	r := d.roster.replicas[id]
+	if r == nil { // nobody is in a step with it
+		d.do(Release{id})
+		return false
+	}
+	d.refuseAll(r, Left, "replica "+id+" said that it leaves") // else it would be in a quorum that it does not wait for
+	if r.alive() {
+		d.roster.markFailed(r, "", "it left, as it was asked to", d.now) // no failure is told: its peers are not to abort the step
+	}
+	if !r.previous {
+		d.do(Release{id})
+		return true
+	}
 	if at, again := slices.BinarySearch(d.left, id); !again {
 		d.left = slices.Insert(d.left, at, id)
 	}
+	return true
+}
+
+// shuttingDown notes that a member's manager server ends. The member counts as alive until its connection has ended and the grace is
+// over: its peers may still receive what it sent in the step that it has ended, and a failure would abort that.
+func (d *drains) shuttingDown(e ShuttingDown) {
+	if r := d.roster.replicas[e.ReplicaID]; r != nil {
+		r.ending, r.finished = true, e.Finished
+	}
+	d.do(Release{e.ReplicaID})
 }
 
 // stayed takes one out that asks all the same, and reports whether it was in it.
@@ -42,13 +77,28 @@ func (d *drains) stayed(id string) bool {
 	return left
 }
 
+// disconnected ends a member that left, and whose connection ended after that: nothing more is expected of it.
+func (d *drains) disconnected(id string) {
+	if r := d.roster.replicas[id]; r != nil && r.pulse != nil && r.draining != "" && r.out != "" {
+		why := r.out
+		d.roster.die(r, d.now)
+		r.out = why // for people
+	}
+}
+
+// tick releases those that left once no member may be in the step that they were in: all that are alive ask for the next one.
+func (d *drains) tick() {
+	if d.any() && !slices.ContainsFunc(d.past.members, func(r *replica) bool { return r.alive() && !r.waiting() }) {
+		d.release()
+	}
+}
+
 // release lets all go.
-func (d *drains) release() (actions []Action) {
+func (d *drains) release() {
 	for _, id := range d.left {
-		actions = append(actions, Release{id})
+		d.do(Release{id})
 	}
 	d.left = nil
-	return actions
 }
 
 // farewell is what to say of a quorum without those that left; empty if nobody did.
@@ -57,49 +107,4 @@ func (d *drains) farewell() string {
 		return ""
 	}
 	return fmt.Sprintf("; %s left as asked (drain)", names(d.left))
-}
-
-// drain passes the wish on. A member whose stream breaks before it hears of it is told again when it has another.
-func (m *Machine) drain(e Drained) []Action {
-	r := m.roster.replicas[e.ReplicaID]
-	if r == nil || !r.alive() {
-		return nil
-	}
-	r.draining = e.Reason
-	return []Action{Drain(e)}
-}
-
-// leaves takes a member out of the next quorum.
-func (m *Machine) leaves(id string) (actions []Action) {
-	r := m.roster.replicas[id]
-	if r == nil {
-		return []Action{Release{id}}
-	}
-	for _, w := range r.waiters(func(request) bool { return true }) {
-		m.roster.giveUp(w, m.now)
-		actions = append(actions, Refuse{w, Left, "replica " + id + " said that it leaves"})
-	}
-	m.over(id, m.list.promised(id, m.latestID())) // it asks nobody any more
-	if r.alive() {
-		m.roster.markFailed(r, "", "it left, as it was asked to", m.now)
-	}
-	if !r.previous {
-		return append(actions, Release{id})
-	}
-	m.drains.leave(id)
-	return actions
-}
-
-// stay reports whether a member that left is still needed: somebody may be in the step that it was in.
-func (m *Machine) stay() bool {
-	return slices.ContainsFunc(m.members, func(r *replica) bool { return r.alive() && !r.waiting() })
-}
-
-// lostLeaver ends a member that left, and whose connection ended after that: nothing more is expected of it.
-func (m *Machine) lostLeaver(id string) {
-	if r := m.roster.replicas[id]; r != nil && r.pulse != nil && r.draining != "" && r.out != "" {
-		why := r.out
-		m.roster.die(r, m.now)
-		r.out = why // for people
-	}
 }

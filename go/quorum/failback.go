@@ -5,7 +5,7 @@ import (
 	"math/bits"
 )
 
-// The members of a job that is served by a later lighthouse of their list go back when an earlier one is there again, all
+// failback sends the members of a job that is served by a later lighthouse of their list to an earlier one when it is there again, all
 // at the same moment. If each went when it likes, those who go first would be too few to be served there, the others would
 // go on without them, and they would come back when the next ones go: for as long as their clocks stay apart.
 //
@@ -20,9 +20,16 @@ import (
 //  1. All that are alive here are sent in one event, or none is. A part of them might be too few at the other lighthouse.
 //  2. Their bonds are released before they are told (bond.go, invariant 2), and what they asked here is refused: a vote that stays
 //     here is none at the other lighthouse.
-//  3. Nobody is sent while a member that left is still needed, or while this lighthouse is about to learn of a later quorum.
+//  3. Nobody is sent while a member that left is still needed, or while this lighthouse is about to learn of a later quorum
+//     (Machine.tick asks both subjects).
 //  4. All that were sent count as failed here without a word to the others (die). When one of the latest quorum comes back, the others
 //     have the time to come, and those that do not have failed (cameBack).
+type failback struct {
+	*core
+	past *memory
+	list *succession
+	away bool // all were sent to another lighthouse, and none of the latest quorum has come back
+}
 
 // Places are places of lighthouses in a list, a bit each.
 type Places uint64
@@ -44,51 +51,53 @@ func (p Places) First() int { return bits.TrailingZeros64(uint64(p)) }
 // Before are all places before one.
 func Before(place int) Places { return 1<<place - 1 }
 
+// reaches notes which lighthouses a member reaches. Only earlier ones count: members go back by it, never on to a later one.
+func (f *failback) reaches(id string, places Places) { f.roster.reach(id, places&f.before()) }
+
 // before are the places of the lighthouses that come before this one.
-func (m *Machine) before() Places {
-	if !m.list.listed() {
+func (f *failback) before() Places {
+	if !f.list.listed() {
 		return 0
 	}
-	return Before(m.list.seat.Place)
+	return Before(f.list.seat.Place)
 }
 
-// goBack sends everybody to an earlier lighthouse that all reach. Those who were in the latest quorum and have yet to come
-// count until they had the time to; while one that left is still needed, all stay.
-func (m *Machine) goBack() []Action {
-	s := m.roster
-	if n := s.counts.homing; n == 0 || n < s.counts.healthy || m.drains.any() || m.looking(true, m.policy, m.now) {
-		return nil
+// tick sends everybody to an earlier lighthouse that all reach. Those who were in the latest quorum and have yet to come
+// count until they had the time to.
+func (f *failback) tick() {
+	s := f.roster
+	if n := s.counts.homing; n == 0 || n < s.counts.healthy {
+		return
 	}
-	common := m.before()
+	common := f.before()
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
 		if r := e.Value.(*replica); r.alive() {
 			common &= r.reaches
 		}
 	}
-	if common == 0 {
-		return nil
+	if common == 0 { // each reaches another one, where it would be without the rest
+		return
 	}
-	to := Seat{common.First(), m.list.seat.Of}
+	to := Seat{common.First(), f.list.seat.Of}
 	reason := fmt.Sprintf("everybody here (%s) reaches the lighthouse that is %s of the list, and goes back to it", replicas(s.counts.healthy), to)
-	actions := []Action{GoBack{to.Place, reason}}
-	m.list.releaseAll(m.now)
-	actions = append(actions, s.refuse(func(request) bool { return true }, reason, m.now)...)
+	f.do(GoBack{to.Place, reason})
+	f.list.releaseAll(f.now)
+	f.outdate(anyRequest, reason)
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
-		s.die(e.Value.(*replica), m.now)
+		s.die(e.Value.(*replica), f.now)
 	}
-	m.away = true
-	return actions
+	f.away = true
 }
 
 // cameBack notes that a member of the latest quorum is here again, because the other lighthouse does not answer after all. The
 // others have the time to come, too. Those that do not have failed: their peers may be in a step with them, and nobody else
 // tells them.
-func (m *Machine) cameBack(known int64) {
-	if !m.away || known == 0 || known != m.latestID() {
+func (f *failback) cameBack(known int64) {
+	if !f.away || known == 0 || known != f.past.latestID() {
 		return
 	}
-	m.away = false
-	for _, r := range m.members {
-		m.roster.presume(r.id, m.now)
+	f.away = false
+	for _, r := range f.past.members {
+		f.roster.presume(r.id, f.now)
 	}
 }

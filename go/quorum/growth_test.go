@@ -58,7 +58,7 @@ func listed(n int) Policy {
 func alone(c *crowd) {
 	c.machine.policy.MinReplicas = 1
 	for _, id := range c.ids {
-		c.step(Greeted{ReplicaID: id, Seat: Seat{Place: 0, Of: 2}, KnownQuorumID: c.machine.latestID()})
+		c.step(Greeted{ReplicaID: id, Seat: Seat{Place: 0, Of: 2}, KnownQuorumID: c.machine.past.latestID()})
 	}
 	c.now = c.now.Add(3 * time.Second)
 	for i := 1; i < len(c.ids); i += 2 {
@@ -117,14 +117,14 @@ var bursts = []burst{
 		c.others(Progress{Step: 2, For: time.Hour})
 	}, func(t testing.TB, c *crowd) { assert.Greater(t, len(c.step(Tick{})), len(c.ids)/2) }},
 	{"each asks again while votes are missing", listed, alone, func(t testing.TB, c *crowd) {
-		latest := c.machine.latestID()
+		latest := c.machine.past.latestID()
 		for i, id := range c.ids {
 			if i%2 == 1 {
 				c.step(GaveUp{Waiter: c.waiter - WaiterID(len(c.ids)/2-1)})
 				c.ask(Member{ReplicaID: id, Address: "http://" + id, Step: 2})
 			}
 		}
-		assert.Equal(t, latest, c.machine.latestID())
+		assert.Equal(t, latest, c.machine.past.latestID())
 	}},
 	{"describe", patient, half(3), func(t testing.TB, c *crowd) {
 		assert.Len(t, c.machine.Describe(c.now).Members, len(c.ids))
@@ -137,7 +137,9 @@ func each() (all []burst) {
 		"Asked": func(c *crowd, i int) Event {
 			return Asked{Waiter: WaiterID(1_000_000 + i), Member: Member{ReplicaID: c.ids[i], Address: "http://another", Step: 1}}
 		},
-		"Greeted": func(c *crowd, i int) Event { return Greeted{ReplicaID: c.ids[i], KnownQuorumID: c.machine.latestID()} },
+		"Greeted": func(c *crowd, i int) Event {
+			return Greeted{ReplicaID: c.ids[i], KnownQuorumID: c.machine.past.latestID()}
+		},
 		"Reaches": func(c *crowd, i int) Event { return Reaches{ReplicaID: c.ids[i], Places: 1} },
 		"Recalled": func(c *crowd, i int) Event {
 			return Recalled{Past: Past{ID: 1, Members: []Voter{{ReplicaID: c.ids[i]}}}, From: c.ids[i]}
@@ -149,8 +151,8 @@ func each() (all []burst) {
 		"Beat":         func(c *crowd, i int) Event { return Beat{ReplicaID: c.ids[i]} },
 		"Disconnected": func(c *crowd, i int) Event { return Disconnected{ReplicaID: c.ids[i]} },
 		"Incomplete":   func(c *crowd, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank is gone"} },
-		"Suspected":    func(c *crowd, i int) Event { return Suspected{c.ids[i], c.ids[0], c.machine.latestID()} },
-		"Checked":      func(c *crowd, i int) Event { return Checked{ReplicaID: c.ids[i], QuorumID: c.machine.latestID()} },
+		"Suspected":    func(c *crowd, i int) Event { return Suspected{c.ids[i], c.ids[0], c.machine.past.latestID()} },
+		"Checked":      func(c *crowd, i int) Event { return Checked{ReplicaID: c.ids[i], QuorumID: c.machine.past.latestID()} },
 		"Progressed":   func(c *crowd, i int) Event { return Progressed{ReplicaID: c.ids[i]} },
 		"Drained":      func(c *crowd, i int) Event { return Drained{c.ids[i], "maintenance"} },
 		"Leaving":      func(c *crowd, i int) Event { return Leaving{ReplicaID: c.ids[i]} },

@@ -177,7 +177,7 @@ func (h *history) step(e Event) {
 			require.NotEqual(h.t, h.inUse, a, "it is told when it changes")
 			h.inUse = a
 		case Again:
-			require.Same(h.t, h.machine.latest, a.Quorum)
+			require.Same(h.t, h.machine.past.latest, a.Quorum)
 			delete(h.open, a.Waiter)
 			does("again", a.Waiter)
 		case Refuse:
@@ -218,7 +218,7 @@ func (h *history) step(e Event) {
 		h.lastID = q.ID
 	}
 
-	require.Equal(h.t, h.machine.recount(h.now), h.machine.roster.tally(h.now), "what is counted as it goes")
+	require.Equal(h.t, h.machine.roster.recount(h.now), h.machine.roster.tally(h.now), "what is counted as it goes")
 	require.Len(h.t, h.machine.roster.replicas, len(h.model.facts), "memory")
 	require.Len(h.t, h.machine.roster.waiters, len(h.open), "memory")
 	healthy := 0

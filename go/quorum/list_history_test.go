@@ -234,7 +234,7 @@ func (h *listHistory) step(at int, e Event) {
 	l := &h.houses[at]
 	// Of the votes of members that ended, the machine knows which came in time: it may count fewer than it might, never more.
 	l.counts = maps.Clone(l.machine.list.ended)
-	if e, is := e.(Ended); is && l.machine.list.holds(e.ReplicaID, l.machine.latestID(), h.now) {
+	if e, is := e.(Ended); is && l.machine.list.holds(e.ReplicaID, l.machine.past.latestID(), h.now) {
 		l.machine.list.end(e.ReplicaID)
 		l.counts = maps.Clone(l.machine.list.ended)
 		l.machine.list.back(e.ReplicaID)

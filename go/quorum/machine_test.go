@@ -49,7 +49,7 @@ func TestIDsContinueAboveAnOlderLighthouse(t *testing.T) {
 	for range 500 { // as fast as it can, each with a new set of members
 		old.ask(Member{ReplicaID: "a", CommitFailures: 1})
 	}
-	last := old.machine.latest.ID
+	last := old.machine.past.latest.ID
 
 	restarted := NewMachine(Policy{MinReplicas: 1, JoinTimeout: 1, HeartbeatTimeout: 1}, epoch.Add(time.Second))
 	actions := restarted.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "x"}}, epoch.Add(time.Second))
@@ -60,7 +60,7 @@ func TestAllWaitersShareOneQuorum(t *testing.T) {
 	r := newRing(3)
 	d := r.round(t, "c", "a", "b")
 	require.Equal(t, []WaiterID{2, 3, 1}, d.Waiters)
-	require.Same(t, d.Quorum, r.machine.latest)
+	require.Same(t, d.Quorum, r.machine.past.latest)
 
 	next := r.round(t, "a", "b", "c")
 	require.Equal(t, d.Quorum.ID, next.Quorum.ID)

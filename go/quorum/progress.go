@@ -32,68 +32,69 @@ const (
 //
 // Invariants:
 //
-//  1. Nobody is named before a step takes as long as patience, before it was asked, and before it had the time to answer.
+//  1. Nobody is named before a step takes as long as the stall timeout, before it was asked, and before it had the time to answer.
 //  2. A member is named only while another one waits: where all compute, nobody is held up.
 //  3. What was said is of this step: the next one begins with nothing.
 type watch struct {
-	steps [64]time.Duration // what the last steps took, in no order
-	count int               // of all steps
+	*core
+	past *memory
+	anew *reconnect
+	pace
+	step
+}
 
-	began   time.Time           // when the latest quorum was delivered
+// pace is how long steps take.
+type pace struct {
+	steps [64]time.Duration // what the last ones took, in no order
+	count int               // of all
+}
+
+// step is what is known of the step of the latest quorum.
+type step struct {
+	began   time.Time           // when the quorum was delivered
 	askedAt time.Time           // when its members were asked last, zero if they were not
 	said    map[string]Progress // by those who answered since; For is still to grow by the age of heard
 	heard   map[string]time.Time
 	stalled map[string]string // who was named, and why
 }
 
-// verdict is what a watch found about a member: the others need not wait for it.
-type verdict struct {
-	failure
-	evict bool // it counts as failed until it asks again
-}
-
-// evicted are those of whom some verdicts say so.
-func evicted(found []verdict) map[*replica]bool {
-	out := map[*replica]bool{}
-	for _, v := range found {
-		if v.evict {
-			out[v.replica] = true
-		}
-	}
-	return out
-}
-
 // next begins a step. The first quorum of a set of members tells nothing of how long a step takes.
-func (w *watch) next(now time.Time, sameMembers bool) {
+func (w *watch) next(sameMembers bool) {
 	if sameMembers {
-		w.steps[w.count%len(w.steps)] = now.Sub(w.began)
+		w.steps[w.count%len(w.steps)] = w.now.Sub(w.began)
 		w.count++
 	}
-	w.began, w.askedAt, w.said, w.heard, w.stalled = now, time.Time{}, nil, nil, nil
+	w.step = step{began: w.now}
 }
 
+// forget begins with another training.
+func (w *watch) forget() { w.pace, w.step = pace{}, step{} }
+
+// forgive takes a time off the age of the step, in which nobody was heard: without it members would be named for that time.
+func (w *watch) forgive(span time.Duration) { w.began = w.began.Add(span) }
+
 // median is of the last steps, 0 if there is none.
-func (w *watch) median() time.Duration {
-	n := min(w.count, len(w.steps))
+func (p *pace) median() time.Duration {
+	n := min(p.count, len(p.steps))
 	if n == 0 {
 		return 0
 	}
-	steps := slices.Sorted(slices.Values(w.steps[:n]))
+	steps := slices.Sorted(slices.Values(p.steps[:n]))
 	return steps[n/2]
 }
 
-// patience is how long a step of some members may take before somebody is named.
-func (w *watch) patience(p Policy, members int) time.Duration {
-	if after := p.StalledAfter; after > 0 {
+// timeout is how long a step may take before somebody is named.
+func (w *watch) timeout() time.Duration {
+	if after := w.policy.StalledAfter; after > 0 {
 		return after
 	}
-	return max(leastStall, stallMultiple*w.median(), time.Duration(members)*leastStallOfMember)
+	return max(leastStall, stallMultiple*w.median(), time.Duration(len(w.past.members))*leastStallOfMember)
 }
 
-// progressed notes an answer.
-func (w *watch) progressed(e Progressed, now time.Time) {
+// progressed notes an answer. One that comes after its step is dropped: the step was not asked about (invariant 3).
+func (w *watch) progressed(e Progressed) {
 	if w.said != nil {
-		w.said[e.ReplicaID], w.heard[e.ReplicaID] = e.Progress, now
+		w.said[e.ReplicaID], w.heard[e.ReplicaID] = e.Progress, w.now
 	}
 }
 
@@ -104,63 +105,66 @@ func (w *watch) answer(r *replica) (p Progress, said bool) {
 	return p, said
 }
 
-// overdue looks at a step that takes too long. told: its members know already that one of them is gone.
-func (w *watch) overdue(p Policy, q *Quorum, members []*replica, told bool, now time.Time) (actions []Action, found []verdict) {
-	if q == nil {
-		return nil, nil
+// tick looks at a step that takes too long.
+func (w *watch) tick() {
+	if w.past.latest == nil {
+		return
 	}
-	age := now.Sub(w.began)
-	if p.StalledAfter == 0 && age < leastStall-answerTime {
-		return nil, nil // as nearly always: there is no need to look for the median
+	age := w.now.Sub(w.began)
+	if w.policy.StalledAfter == 0 && age < leastStall-answerTime {
+		return // as nearly always: there is no need to look for the median
 	}
-	patience := w.patience(p, len(members))
-	answers := min(answerTime, patience/2)
-	if age < patience-answers {
-		return nil, nil
+	timeout := w.timeout()
+	answers := min(answerTime, timeout/2)
+	if age < timeout-answers {
+		return
 	}
-	if age >= patience && !w.askedAt.IsZero() && (now.Sub(w.askedAt) >= answers || w.allSaid(members)) {
-		actions, found = w.name(p, q.ID, members, age, patience, now)
-		if !told {
-			found = append(found, w.parted(members, found)...)
+	if age >= timeout && !w.askedAt.IsZero() && (w.now.Sub(w.askedAt) >= answers || w.allSaid()) {
+		w.name(age, timeout)
+		if w.anew.failed == "" { // else the members know already that one of them has failed, and abort the step
+			w.parted()
 		}
 	}
-	if w.askedAt.IsZero() || age >= patience && now.Sub(w.askedAt) >= answers {
-		var ask []string
-		out := evicted(found)
-		for _, r := range members {
-			if r.alive() && !r.waiting() && !out[r] {
-				ask = append(ask, r.id)
-			}
-		}
-		if len(ask) > 0 {
-			w.askedAt, w.said, w.heard = now, map[string]Progress{}, map[string]time.Time{}
-			actions = append(actions, AskProgress{ask})
+	if w.askedAt.IsZero() || age >= timeout && w.now.Sub(w.askedAt) >= answers {
+		w.ask()
+	}
+}
+
+// ask asks those that may hold up the others what they do. A member that waits has ended its step.
+func (w *watch) ask() {
+	var ids []string
+	for _, r := range w.past.members {
+		if r.alive() && !r.waiting() {
+			ids = append(ids, r.id)
 		}
 	}
-	return actions, found
+	if len(ids) > 0 {
+		w.askedAt, w.said, w.heard = w.now, map[string]Progress{}, map[string]time.Time{}
+		w.do(AskProgress{ids})
+	}
 }
 
 // parted finds a member that asks for the quorum of a step in which its peers wait for it: the answer to it was lost, with
 // the lighthouse that gave it. Nobody is stalled, and none of them would go on before the timeout of a collective. The
-// peers are told that they wait in vain, and all meet in the next quorum.
-func (w *watch) parted(members []*replica, found []verdict) []verdict {
-	reached, out := int64(math.MinInt64), evicted(found) // the latest step in which a peer waits
-	for _, peer := range members {
-		if p, said := w.answer(peer); said && p.Waits && peer.alive() && !peer.waiting() && !out[peer] {
+// peers are told that they wait in vain, and all meet in the next quorum. It is alive, and its request stays: it is not evicted.
+func (w *watch) parted() {
+	reached := int64(math.MinInt64) // the latest step in which a peer waits
+	for _, peer := range w.past.members {
+		if p, said := w.answer(peer); said && p.Waits && peer.alive() && !peer.waiting() {
 			reached = max(reached, p.Step)
 		}
 	}
-	for _, r := range members {
+	for _, r := range w.past.members {
 		if r.waiting() && r.member().Step <= reached {
 			reason := fmt.Sprintf("it asks for the quorum of step %d, in which its peers wait for it", r.member().Step)
-			return []verdict{{failure: failure{r, Parted, reason}}}
+			w.failed = append(w.failed, failure{r, Parted, reason})
+			return
 		}
 	}
-	return nil
 }
 
-func (w *watch) allSaid(members []*replica) bool {
-	for _, r := range members {
+func (w *watch) allSaid() bool {
+	for _, r := range w.past.members {
 		if _, said := w.answer(r); !said && r.alive() && !r.waiting() {
 			return false
 		}
@@ -168,18 +172,18 @@ func (w *watch) allSaid(members []*replica) bool {
 	return true
 }
 
-// name finds the members that make no progress while others wait.
-func (w *watch) name(p Policy, quorumID int64, members []*replica, age, patience time.Duration, now time.Time) (actions []Action, found []verdict) {
+// name finds the members that make no progress while others wait, and evicts those that make none for too long.
+func (w *watch) name(age, timeout time.Duration) {
 	waiting := 0
-	for _, r := range members {
+	for _, r := range w.past.members {
 		if said, _ := w.answer(r); r.alive() && (r.waiting() || said.Waits) {
 			waiting++
 		}
 	}
 	if waiting == 0 {
-		return nil, nil // nobody is held up
+		return // nobody is held up
 	}
-	for _, r := range members {
+	for _, r := range w.past.members {
 		said, answered := w.answer(r)
 		if !r.alive() || r.waiting() || said.Waits {
 			continue
@@ -187,35 +191,22 @@ func (w *watch) name(p Policy, quorumID int64, members []*replica, age, patience
 		still := age
 		reason := "none of its ranks says what it does"
 		if answered {
-			still = min(age, said.For+now.Sub(w.heard[r.id]))
+			still = min(age, said.For+w.now.Sub(w.heard[r.id]))
 			reason = fmt.Sprintf("rank %d, step %d: %s", said.Rank, said.Step, said.Phase)
 		}
-		if still < patience {
+		if still < timeout {
 			continue
 		}
 		reason = fmt.Sprintf("no progress for %s while %s of its quorum wait: %s", still.Round(100*time.Millisecond), replicas(waiting), reason)
-		if _, named := w.stalled[r.id]; !named {
+		if _, named := w.stalled[r.id]; !named { // it is reported once in a step
 			if w.stalled == nil {
 				w.stalled = map[string]string{}
 			}
-			actions = append(actions, Stalled{QuorumID: quorumID, ReplicaID: r.id, Reason: reason})
+			w.do(Stalled{QuorumID: w.past.latest.ID, ReplicaID: r.id, Reason: reason})
 		}
 		w.stalled[r.id] = reason
-		if limit := p.EjectStalledAfter; limit > 0 && still >= limit {
-			found = append(found, verdict{failure{r, NoProgress, reason + " (eject_stalled_after_ms)"}, true})
+		if limit := w.policy.EjectStalledAfter; limit > 0 && still >= limit {
+			w.fail(r, NoProgress, reason+" (eject_stalled_after_ms)")
 		}
 	}
-	return actions, found
-}
-
-// overdue does what the watch found.
-func (m *Machine) overdue() (actions []Action, failed []failure) {
-	actions, found := m.watch.overdue(m.policy, m.latest, m.members, m.anew.failed != "", m.now)
-	for _, v := range found {
-		if v.evict {
-			m.roster.markFailed(v.replica, v.cause, v.reason, m.now)
-		}
-		failed = append(failed, v.failure)
-	}
-	return actions, failed
 }

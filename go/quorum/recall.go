@@ -2,11 +2,38 @@ package quorum
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 )
 
-// A member that knows a later quorum than the lighthouse does is asked for it, and nothing is decided before it has shown it, or
-// does not count any more (memory.go, invariant 3).
+// search looks for a quorum that a member knows and this lighthouse does not: the member is asked for it (Recall), and shows it
+// (Recalled) or not.
+//
+// Invariants:
+//
+//  1. Nothing is decided while a member is about to tell of a later quorum: while one that waits knows of it, or, at a
+//     lighthouse of a list, the one that was asked is alive and had less than heartbeat_timeout_ms to tell. Alone, a lighthouse
+//     goes on in the end, although one that knows waits: nobody else can have served the job meanwhile.
+//  2. One of a list goes on without those that do not tell (disbelieve): they are in no quorum here, and give no vote. So it is with
+//     a member that was silent meanwhile, and speaks again (ahead). Once nobody is left here who knows, the votes alone keep two
+//     histories apart (succession.go).
+//  3. A quorum is believed that a member shows that was in it, or the disk, within the bounds of what was seen before (recalled).
+type search struct {
+	*core
+	past  *memory
+	list  *succession
+	terms *terms
+	recall
+}
+
+// recall is the quorum that is looked for.
+type recall struct {
+	id    int64     // the newest such quorum, 0 if there is none
+	since time.Time // when it was first heard of
+	asked time.Time // when a member was last asked
+	whom  string    // which one
+}
 
 const (
 	// recallPause is how long a member that was asked for a quorum may take before another one is, or it once more.
@@ -39,95 +66,104 @@ func (c *claim) asked(now time.Time, pause time.Duration) {
 	}
 }
 
-// overdue reports that it was asked often enough. A member that is stopped says nothing at all, and may tell when it goes on.
-func (c *claim) overdue(spoke, now time.Time, pause time.Duration) bool {
+// unanswered reports that it was asked often enough. A member that is stopped says nothing at all, and may tell when it goes on.
+func (c *claim) unanswered(spoke, now time.Time, pause time.Duration) bool {
 	return c.recalls >= mostRecalls && now.Sub(c.last) >= pause && spoke.After(c.second)
 }
 
-// recall is the search for a quorum that a member knows and the machine does not.
-type recall struct {
-	id    int64     // the newest such quorum, 0 if there is none
-	since time.Time // when it was first heard of
-	asked time.Time // when a member was last asked
-	whom  string    // which one
+// doubt says why a request is refused that claims to know a quorum, and cannot tell of it; empty if it is taken. Believed, one wrong
+// number would raise the ids of the job for good.
+func (s *search) doubt(e Asked) string {
+	if id := e.KnownQuorumID; e.Tells && id <= maxKnownID || s.past.plausible(id, s.list.term) {
+		return ""
+	}
+	return fmt.Sprintf("known_quorum_id of replica %s is %d: it is far ahead of this lighthouse's clock (%d), and the request does not show that quorum",
+		e.Member.ReplicaID, e.KnownQuorumID, s.now.UnixMilli())
 }
 
-// lookFor notes that a member knows a newer quorum, and asks it, unless another one was asked a moment ago.
-func (m *Machine) lookFor(r *replica, known int64) []Action {
-	if known <= m.latestID() {
+// heard notes which quorum a member knows, and asks for it if it is a newer one, unless another member was asked a moment ago.
+func (s *search) heard(r *replica, known int64) {
+	if known <= s.past.latestID() {
 		r.claim = claim{}
-		return nil
+		return
 	}
 	switch {
 	case known > maxKnownID:
-		return nil
+		return
 	case r.unshown: // nobody waits for it; but if it shows that quorum now, it counts
-		return []Action{Recall{r.id, known}}
-	case r.overdue(m.now, m.now, m.policy.recallPause()): // it greets again and again, and does not ask
+		s.do(Recall{r.id, known})
+		return
+	case r.unanswered(s.now, s.now, s.policy.recallPause()): // it greets again and again, and does not ask
 		r.unshown = true
-		return []Action{Doubted{r.id, notShown(known)}}
-	case known <= m.recall.id:
-		return nil
+		s.do(Doubted{r.id, notShown(known)})
+		return
+	case known <= s.id: // somebody is being asked for it, or for a later one
+		return
 	}
-	if m.latest == nil && m.list.listed() {
-		m.rumour = Voter{ReplicaID: r.id}
+	if s.past.latest == nil && s.list.listed() {
+		s.past.rumor = Voter{ReplicaID: r.id} // the job had a quorum: newcomers do not begin it again (votes.torn)
 	}
-	if m.recall.id == 0 {
-		m.recall.since = m.now
+	if s.id == 0 {
+		s.since = s.now
 	}
-	return m.recallOf(r, known)
+	s.ask(r, known)
 }
 
-// recallOf asks a member for the quorum that it knows.
-func (m *Machine) recallOf(r *replica, known int64) []Action {
-	r.asked(m.now, m.policy.recallPause())
-	m.recall.id, m.recall.asked, m.recall.whom = known, m.now, r.id
-	return []Action{Recall{r.id, known}}
+// ask asks a member for the quorum that it knows.
+func (s *search) ask(r *replica, known int64) {
+	r.claim.asked(s.now, s.policy.recallPause())
+	s.id, s.asked, s.whom = known, s.now, r.id
+	s.do(Recall{r.id, known})
 }
 
-// lookAgain asks another member if the one before did not answer, and those that do not answer at all no more. Nobody may be left
+// tick asks another member if the one before did not answer, and those that do not answer at all no more. Nobody may be left
 // who knows that quorum.
-func (m *Machine) lookAgain() (actions []Action, failed []failure) {
-	if m.recall.id == 0 && !m.list.listed() {
-		return nil, nil
+func (s *search) tick() {
+	if s.id == 0 && !s.list.listed() {
+		return
 	}
-	pause := m.policy.recallPause()
+	pause := s.policy.recallPause()
 	var newest int64
 	var whom *replica
-	for e := m.roster.queue.Front(); e != nil; {
+	for e := s.roster.queue.Front(); e != nil; {
 		r := e.Value.(*replica)
 		e = e.Next() // a refusal takes r out of the queue
 		switch q := r.newest(); {
-		case !q.tells || q.known <= m.latestID() || r.unshown && !m.list.listed():
-		case r.unshown || r.overdue(r.lastBeat, m.now, pause):
-			doubted, out := m.disbelieve(r, q.known)
-			actions, failed = append(actions, doubted...), append(failed, out...)
+		case !q.tells || q.known <= s.past.latestID() || r.unshown && !s.list.listed():
+		case r.unshown || r.unanswered(r.lastBeat, s.now, pause):
+			s.disbelieve(r, q.known)
 		case q.known > newest || q.known == newest && r.recalls < whom.recalls:
 			newest, whom = q.known, r
 		}
 	}
-	since := m.now.Sub(m.recall.asked)
-	switch r := m.roster.replicas[m.recall.whom]; {
-	case newest == 0 && m.list.listed() && r != nil && r.alive() && !r.unshown && since < m.policy.HeartbeatTimeout:
-		return actions, failed // it greeted, and is in the middle of a step
+	since := s.now.Sub(s.asked)
+	switch r := s.roster.replicas[s.whom]; {
+	case newest == 0 && s.list.listed() && r != nil && r.alive() && !r.unshown && since < s.policy.HeartbeatTimeout:
+		return // it greeted, and is in the middle of a step
 	case newest == 0:
-		m.recall = recall{}
-		return actions, failed
-	case newest == m.recall.id && since < pause:
-		return actions, failed
+		s.recall = recall{}
+		return
+	case newest == s.id && since < pause:
+		return
 	}
-	return append(actions, m.recallOf(whom, newest)...), failed
+	s.ask(whom, newest)
+}
+
+// pending reports whether a decision has to wait until a member has told of its quorum. Alone, a lighthouse goes on in the
+// end: nobody else can have done so in the meantime.
+func (s *search) pending(now time.Time) bool {
+	return s.id > s.past.latestID() && (s.list.listed() || now.Sub(s.since) < s.policy.HeartbeatTimeout)
 }
 
 // ahead is a quorum that one of some members knows of and this lighthouse of a list does not, 0 if there is none. Such a member gives no
 // vote, even when nobody looks for that quorum any more: the search ends with a member that is silent, and its request waits when it
 // speaks again.
-func (m *Machine) ahead(in []*replica) (id int64) {
-	if !m.list.listed() {
+func (s *search) ahead(in []*replica) (id int64) {
+	if !s.list.listed() {
 		return 0
 	}
 	for _, r := range in {
-		if q := r.newest(); q.tells && q.known > m.latestID() {
+		if q := r.newest(); q.tells && q.known > s.past.latestID() {
 			id = max(id, q.known)
 		}
 	}
@@ -137,32 +173,29 @@ func (m *Machine) ahead(in []*replica) (id int64) {
 // disbelieve leaves aside what a member says it knows, and does not show although it speaks. In a list it must not give a vote
 // without it (succession.go, invariant 3): it is refused by name, and sent on, since another lighthouse may know that quorum. So one
 // member with a wrong number keeps nobody from going on. Alone, a lighthouse lets it in.
-func (m *Machine) disbelieve(r *replica, known int64) (actions []Action, failed []failure) {
+func (s *search) disbelieve(r *replica, known int64) {
 	r.unshown = true
-	actions = []Action{Doubted{r.id, notShown(known)}}
-	if !m.list.listed() {
-		return actions, nil
+	s.do(Doubted{r.id, notShown(known)})
+	if !s.list.listed() {
+		return
 	}
-	m.list.release(r.id, m.now) // before it is sent on
+	s.list.release(r.id, s.now) // before it is sent on
 	reason := "replica " + r.id + " is not believed: " + notShown(known)
-	for _, w := range r.waiters(func(request) bool { return true }) {
-		m.roster.giveUp(w, m.now)
-		actions = append(actions, Refuse{w, Unshown, reason})
-	}
-	return actions, m.turnDown(r.id, Unshown, reason)
+	s.refuseAll(r, Unshown, reason)
+	s.turnDown(r.id, Unshown, reason)
 }
 
-// stillUnshown says why a request is refused of a member that is not believed; empty if it is taken. A member that was asked often
+// unshown says why a request is refused of a member that is not believed; empty if it is taken. A member that was asked often
 // enough, and asks again after its request had ended, is one from here on: taken in, it would give a vote without what it knows.
-func (m *Machine) stillUnshown(e Asked) string {
-	r := m.roster.replicas[e.Member.ReplicaID]
-	if r == nil || !m.list.listed() || !e.Tells || e.KnownQuorumID <= m.latestID() {
+func (s *search) unshown(e Asked) string {
+	r := s.roster.replicas[e.Member.ReplicaID]
+	if r == nil || !s.list.listed() || !e.Tells || e.KnownQuorumID <= s.past.latestID() {
 		return ""
 	}
-	if r.unshown = r.unshown || r.overdue(m.now, m.now, m.policy.recallPause()); !r.unshown {
+	if r.unshown = r.unshown || r.unanswered(s.now, s.now, s.policy.recallPause()); !r.unshown {
 		return ""
 	}
-	m.list.release(r.id, m.now)
+	s.list.release(r.id, s.now)
 	return "replica " + r.id + " is not believed: " + notShown(e.KnownQuorumID)
 }
 
@@ -170,8 +203,61 @@ func notShown(known int64) string {
 	return fmt.Sprintf("it knows of quorum %d, as it says, and did not show it", known)
 }
 
-// looking reports whether a decision has to wait until a member has told of its quorum. Alone, a lighthouse goes on in the
-// end: nobody else can have done so in the meantime.
-func (m *memory) looking(listed bool, p Policy, now time.Time) bool {
-	return m.recall.id > m.latestID() && (listed || now.Sub(m.recall.since) < p.HeartbeatTimeout)
+// delivered ends the search: a quorum was formed although a later one was looked for.
+func (s *search) delivered(id int64) {
+	if s.id <= id {
+		return
+	}
+	s.do(Doubted{s.whom, notShown(s.id)})
+	if r := s.roster.replicas[s.whom]; r != nil {
+		r.unshown = true // the next quorum does not wait for it again
+	}
+	s.recall = recall{}
+}
+
+// recalled takes in a quorum that was formed elsewhere, or before the start, and reports whether it is the latest one now.
+func (s *search) recalled(e Recalled) (adopted bool) {
+	p := e.Past
+	s.list.remember(e.Seat)
+	if p.Validate() != nil {
+		if e.From == "" && p.ID == 0 && len(p.Members) == 0 { // of a training that has ended
+			s.past.highest = max(s.past.highest, min(e.Highest, maxKnownID))
+		}
+		return false
+	}
+	// Only a member of a quorum can show it. Believed, a stranger could make up a past in which it alone votes.
+	if _, in := slices.BinarySearchFunc(p.Members, e.From, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); e.From != "" && !in {
+		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d, and was not in it", p.ID)})
+		return false
+	}
+	// Alone, there is no term to go by, and nobody can have got further than this: so no forged past takes all ids.
+	if seen := termOf(s.past.highest); !s.list.listed() && e.From != "" && termOf(p.ID) > seen+termReach {
+		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the highest that was seen here is %d", p.ID, termOf(p.ID), seen)})
+		return false
+	}
+	switch beyond := s.list.listed() && termOf(p.ID) > s.list.term; {
+	case beyond && e.From == "":
+		// Nobody has to show what this lighthouse wrote to disk itself. It begins a term of its own, since that of the quorum may belong
+		// to another lighthouse. Where the disk answered late, members have asked already: that counts no more, as with every new term.
+		s.terms.begin("what is on disk", termOf(p.ID))
+	case beyond:
+		r := s.roster.replicas[e.From]
+		if r == nil || r.claims < termOf(p.ID) {
+			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID, termOf(p.ID), s.list.term)})
+			return false
+		}
+		s.terms.begin("replica "+r.id, r.claims)
+	}
+	s.past.highest = max(s.past.highest, p.ID, min(e.Highest, maxKnownID))
+	if p.ID <= s.past.latestID() {
+		return false
+	}
+	s.past.adopt(p)
+	if r := s.roster.replicas[e.From]; r != nil {
+		r.claim = claim{}
+	}
+	if s.id <= p.ID {
+		s.recall = recall{}
+	}
+	return true
 }

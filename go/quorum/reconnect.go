@@ -9,7 +9,7 @@ import "cmp"
 //
 //  1. A member that the others were told to be gone is in no quorum with them under the same id: they have ended what they
 //     shared with it, and would wait for it in a collective that it does not know to be over.
-//  2. While there is a reason, no answer is redelivered (again.go): its quorum is not to be used any more.
+//  2. While there is a reason, no answer is redelivered (redeliver.go): its quorum is not to be used any more.
 type reconnect struct {
 	failed string // members were told that one is gone; empty: they were not
 	other  string // there is another reason; empty: there is none

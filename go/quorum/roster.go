@@ -87,6 +87,8 @@ func (r *replica) waiters(holds func(request) bool) (ids []WaiterID) {
 	return ids
 }
 
+func anyRequest(request) bool { return true }
+
 // roster keeps the replicas and counts them.
 //
 // Invariants:
@@ -183,6 +185,16 @@ func (s *roster) markFailed(r *replica, cause Cause, reason string, now time.Tim
 	s.trust(r)
 	s.update(r, now, func() { r.out = reason })
 	return failure{r, cause, reason}
+}
+
+// alive are those that count as alive, the one that was heard least recently first.
+func (s *roster) alive() (alive []*replica) {
+	for e := s.pulses.Front(); e != nil; e = e.Next() {
+		if r := e.Value.(*replica); r.alive() {
+			alive = append(alive, r)
+		}
+	}
+	return alive
 }
 
 // forgive takes a time off the age of all signs of life.
@@ -296,28 +308,6 @@ func (s *roster) giveUp(w WaiterID, now time.Time) {
 	s.update(r, now, func() {
 		r.requests = slices.DeleteFunc(r.requests, func(q request) bool { return q.waiter == w })
 	})
-}
-
-// refuse ends the requests for which something holds, of all that wait. A member that counts as failed may be taken for alive again
-// (presume), so its request ends as well: it would be a vote that its member has taken back.
-func (s *roster) refuse(which func(request) bool, reason string, now time.Time) (actions []Action) {
-	var all, silent []*replica
-	for e := s.queue.Front(); e != nil; e = e.Next() {
-		all = append(all, e.Value.(*replica))
-	}
-	for _, r := range s.waiters {
-		if r.place == nil {
-			silent = append(silent, r)
-		}
-	}
-	slices.SortFunc(silent, byID)
-	for _, r := range append(all, slices.Compact(silent)...) {
-		for _, w := range r.waiters(which) {
-			s.giveUp(w, now)
-			actions = append(actions, Refuse{w, Outdated, reason})
-		}
-	}
-	return actions
 }
 
 // answer ends the wait of a member, and adds those who waited to a list.

@@ -8,7 +8,7 @@ import "fmt"
 // A member that makes calls in place of a stream is let in, as by an upstream lighthouse: its world_size may mean nothing.
 
 // misfit says why a newcomer fits none of those that are here; empty if it does, or if nobody can tell.
-func (m *Machine) misfit(e Asked) string {
+func (m *memory) misfit(e Asked) string {
 	size := e.Member.WorldSize
 	if r := m.roster.replicas[e.Member.ReplicaID]; !e.Tells || size == 0 || r != nil && r.previous {
 		return ""
@@ -23,7 +23,7 @@ func (m *Machine) misfit(e Asked) string {
 
 // unlike is one of those that are here and have another size, nil if there is none, or one of this size too. Those of the
 // latest quorum that are certainly alive count, or if there are none, those that wait.
-func (m *Machine) unlike(id string, size uint64) (other *Member) {
+func (m *memory) unlike(id string, size uint64) (other *Member) {
 	here := false
 	for i, r := range m.members {
 		if !r.alive() || r.presumed || r.suspect != nil {
@@ -53,13 +53,4 @@ func (m *Machine) unlike(id string, size uint64) (other *Member) {
 		}
 	}
 	return other
-}
-
-// turnDown lets a group whose request is refused count as failed until it asks again: nobody waits for it. A member of the latest
-// quorum is evicted only for what it does not show: the others are told then.
-func (m *Machine) turnDown(id string, why Refusal, reason string) (failed []failure) {
-	if r := m.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
-		failed = append(failed, m.roster.markFailed(r, Doubtful, reason, m.now))
-	}
-	return failed
 }

@@ -5,11 +5,18 @@ package quorum
 //
 // Invariants:
 //
-//  1. One member that reports, in error or by malice, puts out nobody: more than half of the others must, and the suspect must
+//  1. One member that reports, in error or by malice, evicts nobody: more than half of the others must report, and the suspect must
 //     then fail to give a sign of life.
 //  2. Each member counts once, and is checked once: what came of a check is not asked again in this quorum.
 //  3. It is of one quorum. A report of an older one says nothing of the members of the next.
 type suspicion struct {
+	*core
+	past *memory
+	reports
+}
+
+// reports are those of one quorum.
+type reports struct {
 	accused map[string]string // by reporter: whom it suspects, empty if it cannot tell
 	named   map[string]int    // how many name a member
 	unnamed int               // how many cannot tell
@@ -20,13 +27,33 @@ type suspicion struct {
 // reach them all would take what the lighthouse needs for its work; their grace ends soon.
 const mostChecks = 8
 
-// report takes a report in, and reports whether it is the first of that member.
-func (s *suspicion) report(by, suspect string) bool {
+// forget begins with another quorum.
+func (s *suspicion) forget() { s.reports = reports{} }
+
+// suspected notes a report, and checks on those that it makes suspects.
+func (s *suspicion) suspected(e Suspected) {
+	// Invariant 3. Its members may have failed since, or be in a step of the latest quorum that works.
+	if s.past.latest == nil || e.QuorumID != s.past.latest.ID {
+		return
+	}
+	// A stranger lost no collective of this quorum. Strangers that count could outnumber the members.
+	reporter := s.roster.replicas[e.Reporter]
+	if reporter == nil || !reporter.previous {
+		return
+	}
+	s.roster.beat(e.Reporter, s.now)
+	if s.report(e.Reporter, e.Suspect) {
+		s.look(e.Suspect)
+	}
+}
+
+// report takes a report in, and reports whether it is the first of that member: by a second one a member would count twice.
+func (s *suspicion) report(by, suspect string) (first bool) {
 	if _, again := s.accused[by]; again || suspect == by {
 		return false
 	}
 	if s.accused == nil {
-		*s = suspicion{accused: map[string]string{}, named: map[string]int{}, checked: map[string]bool{}}
+		s.reports = reports{accused: map[string]string{}, named: map[string]int{}, checked: map[string]bool{}}
 	}
 	s.accused[by] = suspect
 	if suspect == "" {
@@ -37,23 +64,23 @@ func (s *suspicion) report(by, suspect string) bool {
 	return true
 }
 
-// look returns on which of a quorum's members to check now that one of them has reported a suspect.
-func (s *suspicion) look(q *Quorum, members []*replica, suspect string) (actions []Action) {
+// look checks on members of the quorum now that one of them has reported a suspect.
+func (s *suspicion) look(suspect string) {
+	q, members := s.past.latest, s.past.members
 	from, to := 0, len(members)
 	if len(members)-len(s.accused) > mostChecks { // only the one that was named: all report, and none may look at all
 		at, in := q.at(suspect)
 		if !in {
-			return nil
+			return
 		}
 		from, to = at, at+1
 	}
 	for i := from; i < to; i++ {
 		if r := members[i]; s.due(r, len(members)-1) {
 			s.checked[r.id] = true
-			actions = append(actions, Check{ReplicaID: r.id, Address: q.Members[i].Address, QuorumID: q.ID})
+			s.do(Check{ReplicaID: r.id, Address: q.Members[i].Address, QuorumID: q.ID})
 		}
 	}
-	return actions
 }
 
 // due reports whether to check on a member: enough of the others have reported, and it did not say anything itself.
@@ -67,27 +94,12 @@ func (s *suspicion) spoke(r *replica) bool {
 	return reported || r.waiting() || !r.alive()
 }
 
-// suspect notes a report, and returns on whom to check now.
-func (m *Machine) suspect(e Suspected) []Action {
-	if m.latest == nil || e.QuorumID != m.latest.ID {
-		return nil
+// lookedAt evicts a member that its peers suspect and that gave no sign of life. A check that is answered late counts no more: the
+// member may have spoken, or be in another quorum.
+func (s *suspicion) lookedAt(e Checked) {
+	r := s.roster.replicas[e.ReplicaID]
+	if e.Reached || s.past.latest == nil || e.QuorumID != s.past.latest.ID || r == nil || !r.previous || s.spoke(r) {
+		return
 	}
-	reporter := m.roster.replicas[e.Reporter]
-	if reporter == nil || !reporter.previous {
-		return nil
-	}
-	m.roster.beat(e.Reporter, m.now)
-	if !m.suspicion.report(e.Reporter, e.Suspect) {
-		return nil
-	}
-	return m.suspicion.look(m.latest, m.members, e.Suspect)
-}
-
-// checkedOn ends a member that its peers suspect and that gave no sign of life.
-func (m *Machine) checkedOn(e Checked) []failure {
-	r := m.roster.replicas[e.ReplicaID]
-	if e.Reached || m.latest == nil || e.QuorumID != m.latest.ID || r == nil || !r.previous || m.suspicion.spoke(r) {
-		return nil
-	}
-	return []failure{m.roster.markFailed(r, Unreachable, "its peers lost it, and it gives no sign of life: "+e.Reason, m.now)}
+	s.fail(r, Unreachable, "its peers lost it, and it gives no sign of life: "+e.Reason)
 }

@@ -149,7 +149,7 @@ func (r *scribe) run(words []string) []string {
 	case "give-up":
 		return r.step(GivenUp{ReplicaIDs: args, By: "an operator"})
 	case "missing":
-		return []string{strings.Join(r.machine.missing(), " ")}
+		return []string{strings.Join(r.machine.votes.missing(), " ")}
 	case "ended":
 		return r.step(Ended{ReplicaID: args[0]})
 	case "gave-up":
@@ -169,9 +169,9 @@ func (r *scribe) run(words []string) []string {
 		if len(args) > 1 {
 			suspect = args[1]
 		}
-		return r.step(Suspected{Reporter: args[0], Suspect: suspect, QuorumID: r.machine.latest.ID})
+		return r.step(Suspected{Reporter: args[0], Suspect: suspect, QuorumID: r.machine.past.latest.ID})
 	case "reached", "unreached":
-		return r.step(Checked{ReplicaID: args[0], QuorumID: r.machine.latest.ID, Reached: words[0] == "reached", Reason: "connection refused"})
+		return r.step(Checked{ReplicaID: args[0], QuorumID: r.machine.past.latest.ID, Reached: words[0] == "reached", Reason: "connection refused"})
 	case "says":
 		return r.step(Progressed{ReplicaID: args[0], Progress: Progress{
 			Step: 1, Rank: transcript.Number(r.t, transcript.Option(args, "rank")), Phase: args[1], Waits: args[1] == "waits",

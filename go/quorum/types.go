@@ -151,7 +151,7 @@ type (
 		// is one, all that was to be kept is on it before anybody is answered.
 		Kept bool
 	}
-	// Again answers a waiter with the latest quorum, which it is in and was sent before: see again.go.
+	// Again answers a waiter with the latest quorum, which it is in and was sent before: see redeliver.go.
 	Again struct {
 		Waiter WaiterID
 		Quorum *Quorum

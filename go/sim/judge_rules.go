@@ -96,7 +96,7 @@ func (j *Judge) reached(l *life, lighthouse int) bool {
 	return j.w.lhs[lighthouse].up && j.w.reached(l.slot, lighthouse)
 }
 
-// termBits are those of an id below its term, of which each lighthouse of a list has its own (go/quorum/continuity.go).
+// termBits are those of an id below its term, of which each lighthouse of a list has its own (go/quorum/succession.go).
 const termBits = 42
 
 // Settled reports whether all groups train in one quorum, at the first lighthouse that there is, and have for some steps. That

@@ -48,11 +48,11 @@ var mutants = []struct {
 		many(6, Accuse, Flaky, Pause), []string{ruleCause}, false,
 	},
 	{
-		"one liar evicts a peer", "quorum/suspicion.go", "if e.Reached || m.latest == nil", "if m.latest == nil",
+		"one liar evicts a peer", "quorum/suspicion.go", "if e.Reached || s.past.latest == nil", "if s.past.latest == nil",
 		many(6, Accuse, CutPeers, Pause), []string{ruleCause}, false,
 	},
 	{
-		"reports of the quorum before count", "quorum/machine.go", "reconnect{}, suspicion{}", "reconnect{}, m.suspicion",
+		"reports of the quorum before count", "quorum/form.go", "	m.suspicion.forget()\n", "",
 		many(6, Accuse, Flaky), []string{ruleCause}, false,
 	},
 	{
@@ -68,7 +68,7 @@ var mutants = []struct {
 		many(6, PauseLighthouse, ClockLighthouse), []string{ruleCause, ruleMajority, ruleMemory, ruleForms}, false,
 	},
 	{
-		"a group that lost a rank counts as healthy", "quorum/machine.go", "failed = append(failed, m.roster.markFailed(r, RankFailed, e.Reason, now))", "_ = r",
+		"a group that lost a rank counts as healthy", "quorum/machine.go", "m.fail(r, RankFailed, e.Reason)", "_ = r",
 		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}, false,
 	},
 	{
@@ -93,7 +93,7 @@ var mutants = []struct {
 		many(6, CutLighthouse, Slow, Pause), []string{ruleMajority}, false,
 	},
 	{
-		"nobody waits for those who are ahead", "quorum/machine.go", "case mayCome && (m.behind.IsZero()", "case mayCome && false && (m.behind.IsZero()",
+		"nobody waits for those who are ahead", "quorum/memory.go", "case mayCome && (m.behind.IsZero()", "case mayCome && false && (m.behind.IsZero()",
 		func(s *Setup) { s.Policy.MinReplicas = 1; many(6)(s) }, []string{ruleBehind}, false,
 	},
 	{
@@ -105,7 +105,7 @@ var mutants = []struct {
 		[]string{ruleHeal, ruleEqual}, false,
 	},
 	{
-		"a quorum that is not shown is asked for, for ever", "quorum/recall.go", "case r.unshown || r.overdue(r.lastBeat, m.now, pause):", "case false && r.unshown:",
+		"a quorum that is not shown is asked for, for ever", "quorum/recall.go", "case r.unshown || r.unanswered(r.lastBeat, s.now, pause):", "case false && r.unshown:",
 		boasts, []string{ruleUnshown}, false,
 	},
 	{
@@ -121,7 +121,7 @@ var mutants = []struct {
 		renewed, []string{ruleBranch}, true,
 	},
 	{
-		"a quorum that only the disk can show is told before it is there", "quorum/machine.go", "Kept: m.list.listed() && !shows}", "Kept: shows && !shows}",
+		"a quorum that only the disk can show is told before it is there", "quorum/form.go", "Kept: m.list.listed() && !shows}", "Kept: shows && !shows}",
 		lagging, []string{ruleBranch}, true,
 	},
 	{
@@ -129,11 +129,11 @@ var mutants = []struct {
 		many(6, Signal), []string{ruleDrained}, false,
 	},
 	{
-		"the past of a training that has ended is kept", "quorum/memory.go", "if m.latest == nil || m.list.listed() ||", "if true || m.list.listed() ||",
+		"the past of a training that has ended is kept", "quorum/machine.go", "if m.past.latest == nil || m.list.listed() ||", "if true || m.list.listed() ||",
 		finishes, []string{ruleFinished, ruleMemory, ruleForms}, false,
 	},
 	{
-		"any end is that of the training", "quorum/memory.go", "return !r.finished })", "return !r.ending })",
+		"any end is that of the training", "quorum/machine.go", "return !r.finished })", "return !r.ending })",
 		finishes, []string{ruleMemory, ruleBehind, ruleForms, ruleMajority, ruleNewcomer, ruleMembers}, false,
 	},
 	{
@@ -141,11 +141,11 @@ var mutants = []struct {
 		several, []string{ruleBranch, ruleOneSet}, false,
 	},
 	{
-		"a member that makes calls is let in by a lighthouse of a list", "quorum/machine.go", `m.streamless(e); reason != ""`, `m.streamless(e); false`,
+		"a member that makes calls is let in by a lighthouse of a list", "quorum/machine.go", `m.list.streamless(e); reason != ""`, `m.list.streamless(e); false`,
 		streamless, []string{ruleBranch, ruleOneStart}, false,
 	},
 	{
-		"a lighthouse goes by what others say of its list", "quorum/bond.go", "case e.Lighthouses > 1:", "case e.Lighthouses > 1 && m.list.listed():",
+		"a lighthouse goes by what others say of its list", "quorum/bond.go", "case e.Lighthouses > 1:", "case e.Lighthouses > 1 && s.listed():",
 		streamless, []string{ruleBranch, ruleOneStart, ruleOneSet}, false,
 	},
 }

@@ -2,7 +2,7 @@ package quorum
 
 // The connection of a member may break while a quorum is on its way to it. The others have theirs, and wait for the member
 // in a collective; the member asks again, and would wait for the others to ask: until the collective's timeout, which is a
-// minute. So it gets the same quorum once more, as if the answer had only been slow.
+// minute. So the quorum is redelivered, as if the answer had only been slow.
 //
 // Invariants:
 //
@@ -16,8 +16,9 @@ package quorum
 // lostAnswer reports whether a member that asks is in the latest quorum and cannot have received it: it says exactly what
 // it said then, on a stream that it has begun since. (Whoever was in a quorum has committed the step, or failed in it.)
 // Where anything else has happened since, there is a new quorum anyway.
-func (m *Machine) lostAnswer(r *replica, e Asked) bool {
-	if m.latest == nil || m.latest.Revision == 0 { // none, or one that was formed elsewhere
+func (m *Machine) lostAnswer(e Asked) bool {
+	latest, r := m.past.latest, m.roster.replicas[e.Member.ReplicaID]
+	if latest == nil || latest.Revision == 0 { // none, or one that was formed elsewhere, of which not everything is known
 		return false
 	}
 	if r == nil || !r.previous || !r.returned || !r.alive() || r.waiting() || r.draining != "" {
@@ -26,13 +27,13 @@ func (m *Machine) lostAnswer(r *replica, e Asked) bool {
 	if m.anew.needed() || m.drains.any() || m.roster.counts.previousCandidates > 0 {
 		return false
 	}
-	if m.latest.ID != m.highest || m.recall.id > m.latest.ID || m.list.listed() && termOf(m.latest.ID) != m.list.term {
+	if latest.ID != m.past.highest || m.search.id > latest.ID || m.list.listed() && termOf(latest.ID) != m.list.term {
 		return false
 	}
-	i, in := m.latest.at(r.id)
+	i, in := latest.at(r.id)
 	if !in {
 		return false
 	}
-	then := &m.latest.Members[i]
+	then := &latest.Members[i]
 	return then.State() == e.Member.State() && then.SameButState(&e.Member)
 }

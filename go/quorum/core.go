@@ -1,0 +1,114 @@
+package quorum
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// core is what the subjects of the machine share: the policy, the members, the time, and the log of what an event leads to. A
+// subject (drains, suspicion, watch, …) holds a pointer to it, takes in the events of its subject, and adds its actions to the
+// log. So each can be read, and tested, without the machine.
+//
+// Invariants:
+//
+//  1. now never goes back.
+//  2. Each event begins with an empty log. Its actions are in the order in which they are to be done.
+//  3. A failure is noted when it is found, and told after the other actions of the event (Machine.tellFailures): so an event that
+//     makes another quorum the latest one can drop failures of members of the one before.
+type core struct {
+	policy  Policy
+	roster  *roster
+	now     time.Time // of the event
+	actions []Action
+	failed  []failure // found by the event, and not told yet
+}
+
+func newCore(policy Policy, start time.Time) core {
+	return core{policy: policy, roster: newRoster(policy), now: start}
+}
+
+// open starts the log of an event.
+func (c *core) open(now time.Time) {
+	if now.After(c.now) {
+		c.now = now
+	}
+	c.actions, c.failed = nil, c.failed[:0]
+}
+
+// do adds an action to the log.
+func (c *core) do(a Action) { c.actions = append(c.actions, a) }
+
+// fail lets a member count as failed until it asks again.
+func (c *core) fail(r *replica, cause Cause, reason string) {
+	c.failed = append(c.failed, c.roster.markFailed(r, cause, reason, c.now))
+}
+
+// refuse ends a request, or answers one that was not taken in.
+func (c *core) refuse(w WaiterID, why Refusal, reason string) {
+	c.roster.giveUp(w, c.now)
+	c.do(Refuse{w, why, reason})
+}
+
+// refuseAll ends the requests of a member.
+func (c *core) refuseAll(r *replica, why Refusal, reason string) {
+	for _, w := range r.waiters(anyRequest) {
+		c.refuse(w, why, reason)
+	}
+}
+
+// outdate ends the requests for which something holds, of all that wait. A member that counts as failed may be taken for alive again
+// (presume), so its request ends as well: it would be a vote that its member has taken back.
+func (c *core) outdate(which func(request) bool, reason string) {
+	var all, silent []*replica
+	for e := c.roster.queue.Front(); e != nil; e = e.Next() {
+		all = append(all, e.Value.(*replica))
+	}
+	for _, r := range c.roster.waiters {
+		if r.place == nil {
+			silent = append(silent, r)
+		}
+	}
+	slices.SortFunc(silent, byID)
+	for _, r := range append(all, slices.Compact(silent)...) {
+		for _, w := range r.waiters(which) {
+			c.refuse(w, Outdated, reason)
+		}
+	}
+}
+
+// turnDown lets a group whose request is refused count as failed until it asks again: nobody waits for it. A member of the latest
+// quorum is evicted only for what it does not show: the others are told then. For any other reason its peers may be in a step
+// with it, and would lose that.
+func (c *core) turnDown(id string, why Refusal, reason string) {
+	if r := c.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
+		c.fail(r, Doubtful, reason)
+	}
+}
+
+// newest lets a request through that is newer than all before it of its member. A request that was held up on the way says what
+// held before: believed, it would complete a quorum at a step that its member has left, and its members would divide by different
+// numbers. Of two processes with one name the newer is believed (replaces): the requests of the other are refused.
+func (c *core) newest(e Asked) (newest, replaces bool) {
+	r := c.roster.replicas[e.Member.ReplicaID]
+	another := r != nil && r.address != "" && r.address != e.Member.Address
+	switch inOrder := c.roster.inOrder(e.Member.ReplicaID, e.Number); {
+	case !inOrder && another:
+		c.replaced(e.Waiter, r.id, r.address)
+		return false, false
+	case !inOrder:
+		c.refuse(e.Waiter, Overtaken, "a newer request of "+e.Member.ReplicaID+" came before this one")
+		return false, false
+	case another:
+		for _, w := range r.waiters(func(q request) bool { return q.member.Address != e.Member.Address }) {
+			c.replaced(w, r.id, e.Member.Address)
+		}
+		return true, true
+	}
+	return true, false
+}
+
+// replaced refuses a request because another process of the same name is newer.
+func (c *core) replaced(w WaiterID, id, by string) {
+	c.refuse(w, Replaced, fmt.Sprintf("another process, with its manager at %q, asks as replica %s: replica ids must be unique", by, id))
+}

@@ -1,0 +1,132 @@
+package quorum
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// This part of the machine forms quorums: it asks the subjects whether the members that wait may have one, and makes it.
+
+// act decides, and does what was decided.
+func (m *Machine) act(tick bool) {
+	t := m.roster.tally(m.now)
+	if !tick && m.votes.stillLacking(t) {
+		return
+	}
+	d := m.decide(t, m.now)
+	m.past.decided(d)
+	switch {
+	case d.ready():
+		m.deliver(d)
+	case d.cause == forbidden:
+		slices.SortFunc(d.in, byID)
+		for _, r := range d.in {
+			m.refuseAll(r, Behind, d.detail)
+		}
+	}
+	m.votes.decided(d, tick)
+	if tick && !d.ready() {
+		m.tellWaiting(d)
+	}
+}
+
+// decide says whether there is a quorum at a time, and of whom. It changes nothing.
+func (m *Machine) decide(t tally, now time.Time) decision {
+	d := compute(m.policy, t)
+	if !d.ready() {
+		return d
+	}
+	// A member knows a later quorum. Without it the job would go on from an older one, with an id that was used.
+	if m.search.pending(now) {
+		return d.unknown(m.search.id)
+	}
+	d.in, d.changed = m.past.pick(d)
+	if id := m.search.ahead(d.in); id != 0 {
+		return d.unknown(id)
+	}
+	// Without the votes another lighthouse may serve the rest: two histories. Looked at for whom it would really be of, as
+	// shrink_only leaves some out.
+	if reason, missing := m.votes.torn(d, d.in); reason != "" {
+		d.cause, d.detail, d.missing = outvoted, reason, missing
+		return d
+	}
+	// A base of any length would be as right, but somebody has to carry it. Members that wait for this hear of the last quorum.
+	if d.changed && tooLong(m.votes.base(d.in, d.changed)) {
+		d.cause, d.detail = outvoted, fmt.Sprintf("too few members know of quorum %d and of those before it: its members stay the same until more do", m.past.latestID())
+		return d
+	}
+	// All of the last quorum are there: whoever was ahead is.
+	if d.cause == fastPath {
+		return d
+	}
+	return m.past.mayRegress(d, now)
+}
+
+// deliver makes the quorum that was decided and answers everybody in it.
+func (m *Machine) deliver(d decision) {
+	if d.changed {
+		slices.SortFunc(d.in, byID)
+	}
+	before := m.past.latest
+	q := &Quorum{Members: make([]Member, len(d.in)), Created: m.now, Base: m.votes.base(d.in, d.changed)}
+	failing, shows := "", true
+	for i, r := range d.in {
+		q.Members[i] = *r.member()
+		shows = shows && r.newest().tells
+		if q.Members[i].CommitFailures > 0 && failing == "" {
+			failing = r.id
+		}
+	}
+	q.ID = m.past.newID(d.changed || failing != "" || m.anew.needed())
+	q.Revision = revisionAfter(before, q.Members)
+	answer := Deliver{Quorum: q, Before: before, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in)), Kept: m.list.listed() && !shows}
+	for _, r := range d.in {
+		answer.Waiters = m.roster.answer(answer.Waiters, r, m.now)
+	}
+	m.roster.joinAgain(m.now)
+	m.do(answer)
+	m.search.delivered(q.ID)
+
+	fresh := before == nil || q.ID != before.ID
+	joined, left := m.past.follow(q, d.in, d.changed)
+	if fresh {
+		m.do(Changed{Quorum: q, Joined: joined, Left: left, Reason: m.whyFresh(d, failing)})
+	}
+	m.drains.release() // whoever was in their last step has ended it
+	if d.regress != "" {
+		m.do(Regressed{Quorum: q, Reason: d.regress})
+	}
+	m.told, m.anew = nobodyWaits, reconnect{}
+	m.suspicion.forget()
+	m.watch.next(!d.changed)
+	m.list.spend()
+	if fresh {
+		m.past.keep(true, m.list.seat)
+	}
+}
+
+// whyFresh says why a quorum has an id of its own.
+func (m *Machine) whyFresh(d decision, failing string) string {
+	reason := d.String()
+	switch {
+	case failing != "":
+		reason += fmt.Sprintf("; %s reports commit failures", failing)
+	case m.anew.needed():
+		reason += "; " + m.anew.reason()
+	case !d.changed:
+		reason += "; a member knows a later quorum than the latest of this lighthouse"
+	}
+	return reason + m.drains.farewell()
+}
+
+// tellWaiting reports at a tick why there is no quorum, once a reason, and only when somebody waits since the
+// tick before: a round of a healthy job is over long before, and would flood the log.
+func (m *Machine) tellWaiting(d decision) {
+	joined := m.now.Add(-d.tally.waited)
+	if d.cause == nobodyWaits || d.cause == m.told || joined.After(m.lastTick) {
+		return
+	}
+	m.told = d.cause
+	m.do(Waiting{Reason: m.roster.explain(d)})
+}

@@ -162,7 +162,7 @@ func (j *job) giveUp(id quorum.WaiterID) (reason string, err error) {
 		return "", errShutdown
 	}
 	reason = j.reason(time.Now()) // while it still counts as one that waits
-	return reason, j.step(quorum.GaveUp{Waiter: id})
+	return reason, j.step(quorum.Withdrawn{Waiter: id})
 }
 
 func (j *job) feed(event quorum.Event) error {
@@ -231,15 +231,15 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				deliver()
 				deliver = nil
 			}
-		case quorum.Again:
+		case quorum.Redeliver:
 			j.log.Info("torchft: a quorum is sent once more, as its answer was lost", "quorum_id", a.Quorum.ID)
 			j.waiters.Answer(a.Waiter, answer{delivered: newDelivery(a.Quorum, nil)})
 		case quorum.Refuse:
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
 		case quorum.Welcome:
 			j.greeting.welcome(a, now)
-		case quorum.TurnAway:
-			j.greeting.turned = status.Error(codes.FailedPrecondition, a.Reason)
+		case quorum.RefuseStream:
+			j.greeting.refused = status.Error(codes.FailedPrecondition, a.Reason)
 		case quorum.Keep:
 			if a.Past.ID == 0 {
 				j.log.Info("torchft: the training has ended, as all of its groups said; what begins here next is another one")
@@ -252,7 +252,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			}
 		case quorum.Recall:
 			j.streams.recall(a.ReplicaID, a.QuorumID)
-		case quorum.GoBack:
+		case quorum.FailBack:
 			j.log.Info("torchft: the members go back to an earlier lighthouse", "place", a.Place+1, "reason", a.Reason)
 			j.streams.goBack(a.Place)
 		case quorum.Probe:

@@ -55,7 +55,7 @@ type stream struct {
 	// The job's lock guards these.
 	waiter   quorum.WaiterID // of the ask that waits; 0 if none does
 	number   uint64          // of that ask
-	turned   error           // why the stream is turned away, nil if it is not
+	refused  error           // why the stream is refused, nil if it is not
 	span     *tracing.Span   // of that ask, nil unless it is traced
 	deadline time.Time       // of that ask
 	expiry   *time.Timer     // runs expire
@@ -168,7 +168,7 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 		KnownQuorumID: greeting.GetKnownQuorumId(),
 	})
 	job.greeting = nil
-	if err = errors.Join(err, s.turned); err != nil {
+	if err = errors.Join(err, s.refused); err != nil {
 		if job.streams.has(s) { // the machine failed after it had welcomed it
 			job.streams.remove(s)
 		}
@@ -380,7 +380,7 @@ func (s *stream) forget() {
 	s.span.End(errGivenUp)
 	s.job.waiters.Drop(waiter)
 	if !s.job.closed {
-		_ = s.job.step(quorum.GaveUp{Waiter: waiter}) // an error is of the machine, and logged
+		_ = s.job.step(quorum.Withdrawn{Waiter: waiter}) // an error is of the machine, and logged
 	}
 }
 

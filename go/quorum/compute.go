@@ -8,11 +8,11 @@ import (
 // tally is all that a decision depends on: how many, never who. The roster keeps it up to date, so that
 // deciding after a request costs the same with ten groups and with ten thousand.
 type tally struct {
-	healthy    int // replicas with a heartbeat younger than the timeout
-	homing     int // those of them that reach a lighthouse before this one
-	presumed   int // those of them that were in a quorum before the start, and of which nothing was heard since
-	candidates int // healthy replicas that wait for a quorum
-	shrinkers  int // candidates that ask shrink_only
+	healthy      int // replicas with a heartbeat younger than the timeout
+	reachEarlier int // those of them that reach a lighthouse before this one
+	presumed     int // those of them that were in a quorum before the start, and of which nothing was heard since
+	candidates   int // healthy replicas that wait for a quorum
+	shrinkers    int // candidates that ask shrink_only
 
 	previous           int // members of the previous quorum, 0 if there was none
 	previousCandidates int // candidates among them

@@ -11,7 +11,7 @@ import (
 //
 // Invariants:
 //
-//  1. No quorum is formed without the votes for it (torn), but where all of the last one ask and it has no base: then all
+//  1. No quorum is formed without the votes for it (lacking), but where all of the last one ask and it has no base: then all
 //     vote.
 //  2. Whoever is sent on is let go first.
 //  3. Requests that lack votes do not wait for ever: after heartbeat_timeout_ms they are sent on, since the votes may be at another
@@ -24,9 +24,9 @@ type votes struct {
 	lacked time.Time // since when those who ask may not go on; zero while they may
 }
 
-// torn reports, in words, that the members of a quorum may not go on, because another lighthouse might serve the rest of
+// lacking reports, in words, that the members of a quorum may not go on, because another lighthouse might serve the rest of
 // the last one. Those whose votes are missing are returned too.
-func (v *votes) torn(d decision, in []*replica) (reason string, missing []Voter) {
+func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Voter) {
 	latest := v.past.latest
 	if !v.list.listed() || d.cause == fastPath && latest.Base == nil {
 		return "", nil // nobody else serves the job, or all of the last quorum vote
@@ -108,7 +108,7 @@ func (v *votes) stranded() {
 		return
 	}
 	alive := v.roster.alive()
-	reason, missing := v.torn(decision{}, alive)
+	reason, missing := v.lacking(decision{}, alive)
 	if reason == "" {
 		v.lacked = time.Time{}
 		return
@@ -140,7 +140,7 @@ func (v *votes) lack(reason string, missing []Voter, in []*replica) {
 // what is missing.
 func (v *votes) missing() (ids []string) {
 	heard := slices.DeleteFunc(v.roster.alive(), func(r *replica) bool { return r.presumed })
-	_, missing := v.torn(decision{}, heard)
+	_, missing := v.lacking(decision{}, heard)
 	for _, voter := range missing {
 		ids = append(ids, voter.ReplicaID)
 	}

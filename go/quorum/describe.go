@@ -150,7 +150,7 @@ func (s *roster) recount(now time.Time) tally {
 		}
 		t.healthy++
 		if r.reaches != 0 {
-			t.homing++
+			t.reachEarlier++
 		}
 		if r.presumed {
 			t.presumed++

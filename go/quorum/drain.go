@@ -81,7 +81,7 @@ func (d *drains) stayed(id string) bool {
 func (d *drains) disconnected(id string) {
 	if r := d.roster.replicas[id]; r != nil && r.pulse != nil && r.draining != "" && r.out != "" {
 		why := r.out
-		d.roster.die(r, d.now)
+		d.roster.drop(r, d.now)
 		r.out = why // for people
 	}
 }
@@ -101,8 +101,8 @@ func (d *drains) release() {
 	d.left = nil
 }
 
-// farewell is what to say of a quorum without those that left; empty if nobody did.
-func (d *drains) farewell() string {
+// whoLeft is what to say of a quorum without those that left; empty if nobody did.
+func (d *drains) whoLeft() string {
 	if !d.any() {
 		return ""
 	}

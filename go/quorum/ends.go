@@ -36,8 +36,8 @@ func (s *ends) ended(id string) {
 	}
 	s.over(id, s.list.holds(id, s.past.latestID(), s.now))
 	if r != nil && r.alive() {
-		s.roster.die(r, s.now)
-		s.failed = append(s.failed, failure{r, ProcessEnded, "its process is gone"})
+		s.roster.drop(r, s.now)
+		s.failed = append(s.failed, failure{r, ProcessEnded, "its process has ended"})
 	}
 }
 

@@ -22,7 +22,7 @@ import (
 //     here is none at the other lighthouse.
 //  3. Nobody is sent while a member that left is still needed, or while this lighthouse is about to learn of a later quorum
 //     (Machine.tick asks both subjects).
-//  4. All that were sent count as failed here without a word to the others (die). When one of the latest quorum comes back, the others
+//  4. All that were sent count as failed here without a word to the others (drop). When one of the latest quorum comes back, the others
 //     have the time to come, and those that do not have failed (cameBack).
 type failback struct {
 	*core
@@ -66,7 +66,7 @@ func (f *failback) before() Places {
 // count until they had the time to.
 func (f *failback) tick() {
 	s := f.roster
-	if n := s.counts.homing; n == 0 || n < s.counts.healthy {
+	if n := s.counts.reachEarlier; n == 0 || n < s.counts.healthy {
 		return
 	}
 	common := f.before()
@@ -79,12 +79,12 @@ func (f *failback) tick() {
 		return
 	}
 	to := Seat{common.First(), f.list.seat.Of}
-	reason := fmt.Sprintf("everybody here (%s) reaches the lighthouse that is %s of the list, and goes back to it", replicas(s.counts.healthy), to)
-	f.do(GoBack{to.Place, reason})
+	reason := fmt.Sprintf("everybody here (%s) reaches the lighthouse that is %s of the list, and fails back to it", replicas(s.counts.healthy), to)
+	f.do(FailBack{to.Place, reason})
 	f.list.releaseAll(f.now)
 	f.outdate(anyRequest, reason)
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
-		s.die(e.Value.(*replica), f.now)
+		s.drop(e.Value.(*replica), f.now)
 	}
 	f.away = true
 }

@@ -47,7 +47,7 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	}
 	// Without the votes another lighthouse may serve the rest: two histories. Looked at for whom it would really be of, as
 	// shrink_only leaves some out.
-	if reason, missing := m.votes.torn(d, d.in); reason != "" {
+	if reason, missing := m.votes.lacking(d, d.in); reason != "" {
 		d.cause, d.detail, d.missing = outvoted, reason, missing
 		return d
 	}
@@ -78,7 +78,7 @@ func (m *Machine) deliver(d decision) {
 			failing = r.id
 		}
 	}
-	q.ID = m.past.newID(d.changed || failing != "" || m.anew.needed())
+	q.ID = m.past.newID(d.changed || failing != "" || m.reconnect.needed())
 	q.Revision = revisionAfter(before, q.Members)
 	answer := Deliver{Quorum: q, Before: before, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in)), Kept: m.list.listed() && !shows}
 	for _, r := range d.in {
@@ -97,7 +97,7 @@ func (m *Machine) deliver(d decision) {
 	if d.regress != "" {
 		m.do(Regressed{Quorum: q, Reason: d.regress})
 	}
-	m.told, m.anew = nobodyWaits, reconnect{}
+	m.told, m.reconnect = nobodyWaits, reconnect{}
 	m.suspicion.forget()
 	m.watch.next(!d.changed)
 	m.list.spend()
@@ -112,12 +112,12 @@ func (m *Machine) whyFresh(d decision, failing string) string {
 	switch {
 	case failing != "":
 		reason += fmt.Sprintf("; %s reports commit failures", failing)
-	case m.anew.needed():
-		reason += "; " + m.anew.reason()
+	case m.reconnect.needed():
+		reason += "; " + m.reconnect.reason()
 	case !d.changed:
 		reason += "; a member knows a later quorum than the latest of this lighthouse"
 	}
-	return reason + m.drains.farewell()
+	return reason + m.drains.whoLeft()
 }
 
 // tellWaiting reports at a tick why there is no quorum, once a reason, and only when somebody waits since the

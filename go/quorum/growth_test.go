@@ -44,8 +44,8 @@ func (c *crowd) looks() int {
 	return sum - c.was
 }
 
-// patient lets nobody be missed who says nothing.
-func patient(n int) Policy {
+// lenient lets nobody be missed who says nothing.
+func lenient(n int) Policy {
 	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: time.Hour, SuspectGrace: time.Hour, StalledAfter: time.Second}
 }
 
@@ -98,18 +98,18 @@ func (c *crowd) others(p Progress) {
 }
 
 var bursts = []burst{
-	{"round", patient, func(*crowd) {}, func(t testing.TB, c *crowd) {
+	{"round", lenient, func(*crowd) {}, func(t testing.TB, c *crowd) {
 		for i, id := range c.ids {
 			actions := c.ask(Member{ReplicaID: id, Address: "http://" + id, Step: 2})
 			assert.Equal(t, i == len(c.ids)-1, len(actions) > 0)
 		}
 	}},
-	{"a tick while half wait for the others", patient, func(c *crowd) {
+	{"a tick while half wait for the others", lenient, func(c *crowd) {
 		half(3)(c)
 		c.others(Progress{Step: 2, Waits: true})
 	}, func(t testing.TB, c *crowd) { assert.Empty(t, c.step(Tick{})) }},
 	{"a tick that ejects half", func(n int) Policy {
-		p := patient(n)
+		p := lenient(n)
 		p.EjectStalledAfter = time.Second
 		return p
 	}, func(c *crowd) {
@@ -120,13 +120,13 @@ var bursts = []burst{
 		latest := c.machine.past.latestID()
 		for i, id := range c.ids {
 			if i%2 == 1 {
-				c.step(GaveUp{Waiter: c.waiter - WaiterID(len(c.ids)/2-1)})
+				c.step(Withdrawn{Waiter: c.waiter - WaiterID(len(c.ids)/2-1)})
 				c.ask(Member{ReplicaID: id, Address: "http://" + id, Step: 2})
 			}
 		}
 		assert.Equal(t, latest, c.machine.past.latestID())
 	}},
-	{"describe", patient, half(3), func(t testing.TB, c *crowd) {
+	{"describe", lenient, half(3), func(t testing.TB, c *crowd) {
 		assert.Len(t, c.machine.Describe(c.now).Members, len(c.ids))
 	}},
 }
@@ -147,7 +147,7 @@ func each() (all []burst) {
 		"Bound":        func(c *crowd, i int) Event { return Bound{ReplicaID: c.ids[i], Since: c.now} },
 		"GivenUp":      func(c *crowd, i int) Event { return GivenUp{ReplicaIDs: []string{c.ids[i]}, By: "an operator"} },
 		"Ended":        func(c *crowd, i int) Event { return Ended{ReplicaID: c.ids[i]} },
-		"GaveUp":       func(_ *crowd, i int) Event { return GaveUp{Waiter: WaiterID(i)} },
+		"Withdrawn":    func(_ *crowd, i int) Event { return Withdrawn{Waiter: WaiterID(i)} },
 		"Beat":         func(c *crowd, i int) Event { return Beat{ReplicaID: c.ids[i]} },
 		"Disconnected": func(c *crowd, i int) Event { return Disconnected{ReplicaID: c.ids[i]} },
 		"Incomplete":   func(c *crowd, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank is gone"} },
@@ -158,7 +158,7 @@ func each() (all []burst) {
 		"Leaving":      func(c *crowd, i int) Event { return Leaving{ReplicaID: c.ids[i]} },
 		"ShuttingDown": func(c *crowd, i int) Event { return ShuttingDown{ReplicaID: c.ids[i]} },
 	} {
-		all = append(all, burst{name, patient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
+		all = append(all, burst{name, lenient, func(*crowd) {}, func(_ testing.TB, c *crowd) {
 			for i := range c.ids {
 				c.step(event(c, i))
 			}
@@ -166,7 +166,7 @@ func each() (all []burst) {
 	}
 	slices.SortFunc(all, func(a, b burst) int { return strings.Compare(a.name, b.name) })
 	for name, event := range map[string]Event{"Slept": Slept{For: time.Second}, "Tick": Tick{}, "Woken": Woken{}} { // one for all members
-		all = append(all, burst{name, patient, half(3), func(_ testing.TB, c *crowd) { c.step(event) }})
+		all = append(all, burst{name, lenient, half(3), func(_ testing.TB, c *crowd) { c.step(event) }})
 	}
 	return all
 }

@@ -64,7 +64,7 @@ func (h *history) event(replicas int) Event {
 	case p < 90:
 		return h.ask(id)
 	case p < 105:
-		return GaveUp{Waiter: h.waiter - WaiterID(h.rng.IntN(8))} // most are open, some were answered, some never were
+		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(8))} // most are open, some were answered, some never were
 	case p < 125:
 		return Beat{ReplicaID: id}
 	case p < 135:
@@ -150,7 +150,7 @@ func (h *history) step(e Event) {
 	switch e := e.(type) {
 	case Asked:
 		h.open[e.Waiter] = e.Member.ReplicaID
-	case GaveUp:
+	case Withdrawn:
 		delete(h.open, e.Waiter)
 	}
 	want, wantAnswered := h.model.step(e, h.now)
@@ -176,7 +176,7 @@ func (h *history) step(e Event) {
 		case InUse:
 			require.NotEqual(h.t, h.inUse, a, "it is told when it changes")
 			h.inUse = a
-		case Again:
+		case Redeliver:
 			require.Same(h.t, h.machine.past.latest, a.Quorum)
 			delete(h.open, a.Waiter)
 			does("again", a.Waiter)
@@ -264,7 +264,7 @@ func (h *history) delivered(q *Quorum, answered []WaiterID) {
 func (h *history) settle(replicas int) {
 	for _, a := range slices.Clone(h.model.waiting) {
 		if a.Member.ShrinkOnly { // it may keep others out for as long as it waits
-			h.step(GaveUp{Waiter: a.Waiter})
+			h.step(Withdrawn{Waiter: a.Waiter})
 		}
 	}
 	replicas = max(replicas, h.policy.MinReplicas)

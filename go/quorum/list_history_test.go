@@ -165,7 +165,7 @@ func (h *listHistory) unasks(m *listMember) {
 	if w := m.asks; w != 0 {
 		m.asks = 0
 		delete(h.waiters, w)
-		h.step(m.at, GaveUp{w})
+		h.step(m.at, Withdrawn{w})
 	}
 }
 
@@ -216,7 +216,7 @@ func (h *listHistory) letGo(m *listMember) {
 	at, w := m.at, m.asks
 	m.at, m.asks, m.promised = -1, 0, time.Time{}
 	if w != 0 {
-		h.step(at, GaveUp{w})
+		h.step(at, Withdrawn{w})
 	}
 	h.step(at, Disconnected{m.id})
 }
@@ -255,7 +255,7 @@ func (h *listHistory) step(at int, e Event) {
 		case Welcome:
 			m := h.member(a.ReplicaID)
 			m.term, m.stamp = max(m.term, a.Term), h.now
-		case TurnAway:
+		case RefuseStream:
 			require.Fail(h.t, a.Reason)
 		case Renew:
 			for _, m := range slices.Clone(h.members) {
@@ -263,7 +263,7 @@ func (h *listHistory) step(at int, e Event) {
 					h.letGo(m)
 				}
 			}
-		case GoBack:
+		case FailBack:
 			for _, m := range slices.Clone(h.members) {
 				if m.at == at {
 					h.letGo(m)
@@ -283,7 +283,7 @@ func (h *listHistory) step(at int, e Event) {
 					m.promised = time.Time{}
 				}
 			}
-		case Again:
+		case Redeliver:
 			h.hears(h.waiters[a.Waiter], a.Waiter, a.Quorum)
 		case Keep:
 			l.keeps = append(l.keeps, Recalled{Past: a.Past, Highest: a.Highest + 10, Seat: a.Seat})

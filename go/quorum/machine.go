@@ -18,7 +18,7 @@ type Machine struct {
 	core
 
 	past      memory    // the latest quorum, ids, and the job's step
-	anew      reconnect // whether the next quorum needs an id of its own, whoever is in it
+	reconnect reconnect // whether the next quorum needs an id of its own, whoever is in it
 	drains    drains    // members of the latest quorum that left it, and are still there
 	suspicion suspicion // among the members of the latest quorum
 	watch     watch     // over its progress
@@ -47,7 +47,7 @@ func NewMachine(policy Policy, start time.Time) *Machine {
 	m.past = memory{core: shared, highest: max(0, start.UnixMilli())}
 	m.drains = drains{core: shared, past: past}
 	m.suspicion = suspicion{core: shared, past: past}
-	m.watch = watch{core: shared, past: past, anew: &m.anew}
+	m.watch = watch{core: shared, past: past, reconnect: &m.reconnect}
 	m.terms = terms{core: shared, past: past, list: list}
 	m.ends = ends{core: shared, past: past, list: list}
 	m.votes = votes{core: shared, past: past, list: list, ends: &m.ends}
@@ -92,7 +92,7 @@ func (m *Machine) take(event Event) (decide bool) {
 	switch e := event.(type) {
 	case Asked:
 		return m.asked(e)
-	case GaveUp: // It does not decide: with one candidate less no quorum becomes possible.
+	case Withdrawn: // It does not decide: with one candidate less no quorum becomes possible.
 		m.roster.giveUp(e.Waiter, m.now)
 	case Beat:
 		m.roster.beat(e.ReplicaID, m.now)
@@ -173,17 +173,17 @@ func (m *Machine) asked(e Asked) bool {
 		return false
 	}
 	if r := m.roster.replicas[id]; replaces && r.previous {
-		m.anew.moved(id)
+		m.reconnect.moved(id)
 	}
 	m.ends.tookAddress(&e.Member)
 	if m.lostAnswer(e) {
 		r := m.roster.beat(id, m.now)
 		r.number, r.returned = max(r.number, e.Number), false
-		m.do(Again{e.Waiter, m.past.latest})
+		m.do(Redeliver{e.Waiter, m.past.latest})
 		return false
 	}
 	if m.drains.stayed(id) {
-		m.anew.rejoined(id)
+		m.reconnect.rejoined(id)
 	}
 	m.roster.ask(e, m.now)
 	m.failback.reaches(id, e.Reaches)
@@ -232,7 +232,7 @@ func (m *Machine) disconnected(id string) {
 func (m *Machine) adopted() {
 	m.failed = m.failed[:0] // They are of the quorum before. The members of this one have heartbeat_timeout_ms to come.
 	m.suspicion.forget()
-	m.anew.forget()
+	m.reconnect.forget()
 	m.failback.away = false // all of this quorum have the time to come
 	m.list.keep(m.past.votes)
 	m.watch.next(false)
@@ -247,7 +247,7 @@ func (m *Machine) finish() {
 	}
 	m.drains.release()
 	m.past.forget(m.list.seat)
-	m.anew = reconnect{}
+	m.reconnect = reconnect{}
 	m.suspicion.forget()
 	m.watch.forget()
 }
@@ -258,7 +258,7 @@ func (m *Machine) tellFailures() {
 		if !d.replica.previous {
 			continue
 		}
-		m.anew.gone(d.replica.id)
+		m.reconnect.memberFailed(d.replica.id)
 		if d.replica.ending {
 			d.cause, d.reason = ShutDown, "its manager server was shut down"
 		}

@@ -83,7 +83,7 @@ func TestMemoryIsBoundedByLiveMembers(t *testing.T) {
 		r.now = r.now.Add(time.Second)
 		r.machine.Step(Beat{ReplicaID: fmt.Sprint("beats ", i)}, r.now)
 		r.ask(Member{ReplicaID: fmt.Sprint("asks ", i)})
-		r.machine.Step(GaveUp{Waiter: r.waiter}, r.now)
+		r.machine.Step(Withdrawn{Waiter: r.waiter}, r.now)
 		require.LessOrEqual(t, len(r.machine.roster.replicas), 10)
 		require.Empty(t, r.machine.roster.waiters)
 	}

@@ -41,12 +41,12 @@ func (m *model) overdue(now time.Time) {
 	if m.latest == nil {
 		return
 	}
-	patience := m.policy.StalledAfter
-	if patience == 0 {
-		patience = max(5*time.Second, 10*m.median(), time.Duration(len(m.latest.Members))*time.Millisecond)
+	timeout := m.policy.StalledAfter
+	if timeout == 0 {
+		timeout = max(5*time.Second, 10*m.median(), time.Duration(len(m.latest.Members))*time.Millisecond)
 	}
-	age, answers := now.Sub(m.began), min(time.Second, patience/2)
-	if m.policy.StalledAfter == 0 && age < 4*time.Second || age < patience-answers {
+	age, answers := now.Sub(m.began), min(time.Second, timeout/2)
+	if m.policy.StalledAfter == 0 && age < 4*time.Second || age < timeout-answers {
 		return
 	}
 	all := true
@@ -54,11 +54,11 @@ func (m *model) overdue(now time.Time) {
 		_, said := m.said[id]
 		all = all && (said || !m.healthy(id, now) || m.waits(id))
 	}
-	if age >= patience && !m.askedAt.IsZero() && (now.Sub(m.askedAt) >= answers || all) {
-		m.nameStalled(now, age, patience)
+	if age >= timeout && !m.askedAt.IsZero() && (now.Sub(m.askedAt) >= answers || all) {
+		m.nameStalled(now, age, timeout)
 		m.part(now)
 	}
-	if m.askedAt.IsZero() || age >= patience && now.Sub(m.askedAt) >= answers {
+	if m.askedAt.IsZero() || age >= timeout && now.Sub(m.askedAt) >= answers {
 		var ask []string
 		for _, id := range m.members() {
 			if m.healthy(id, now) && !m.waits(id) {
@@ -73,7 +73,7 @@ func (m *model) overdue(now time.Time) {
 }
 
 // nameStalled names those that hold up others.
-func (m *model) nameStalled(now time.Time, age, patience time.Duration) {
+func (m *model) nameStalled(now time.Time, age, timeout time.Duration) {
 	held := false
 	for _, id := range m.members() {
 		held = held || m.healthy(id, now) && (m.waits(id) || m.said[id].Progress.Waits)
@@ -84,7 +84,7 @@ func (m *model) nameStalled(now time.Time, age, patience time.Duration) {
 		if said {
 			still = min(age, p.Progress.For+now.Sub(m.heard[id]))
 		}
-		if !held || !m.healthy(id, now) || m.waits(id) || p.Progress.Waits || still < patience {
+		if !held || !m.healthy(id, now) || m.waits(id) || p.Progress.Waits || still < timeout {
 			continue
 		}
 		if !m.named[id] {
@@ -106,7 +106,7 @@ func (m *model) part(now time.Time) {
 		for _, peer := range m.members() {
 			p, said := m.said[peer]
 			if m.waits(id) && said && p.Progress.Waits && p.Progress.Step >= m.newest(id).Step && m.healthy(peer, now) && !m.waits(peer) {
-				m.die(id, Parted)
+				m.ends(id, Parted)
 				return
 			}
 		}

@@ -79,7 +79,7 @@ func (m *model) take(e Event, now time.Time) bool {
 	switch e := e.(type) {
 	case Asked:
 		return m.asked(e, now)
-	case GaveUp:
+	case Withdrawn:
 		m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Waiter == e.Waiter })
 	case Beat:
 		m.beat(e.ReplicaID, now)
@@ -128,7 +128,7 @@ func (m *model) take(e Event, now time.Time) bool {
 		if f := m.facts[e.ReplicaID]; f != nil && m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) && (f.presumed || !f.lost.IsZero()) {
 			delete(m.beats, e.ReplicaID)
 			f.lost, f.presumed = time.Time{}, false
-			m.die(e.ReplicaID, ProcessEnded)
+			m.ends(e.ReplicaID, ProcessEnded)
 		}
 		return true
 	case GivenUp:
@@ -203,11 +203,11 @@ func (m *model) beat(id string, now time.Time) {
 
 func (m *model) markFailed(id string, cause Cause) {
 	m.facts[id].out, m.facts[id].lost = true, time.Time{}
-	m.die(id, cause)
+	m.ends(id, cause)
 }
 
-// die notes the end of one that was alive. Whoever is not in the latest quorum ends without a word.
-func (m *model) die(id string, cause Cause) {
+// ends notes the end of one that was alive. Whoever is not in the latest quorum ends without a word.
+func (m *model) ends(id string, cause Cause) {
 	m.anyFailed = true
 	if m.member(id) || m.waits(id) {
 		m.fresh[id] = cause
@@ -354,7 +354,7 @@ func (m *model) look(now time.Time) {
 			cause = Connection
 		}
 		if !f.out {
-			m.die(id, cause)
+			m.ends(id, cause)
 		}
 		delete(m.beats, id)
 		f.out, f.presumed, f.lost = false, false, time.Time{}

@@ -37,8 +37,8 @@ const (
 //  3. What was said is of this step: the next one begins with nothing.
 type watch struct {
 	*core
-	past *memory
-	anew *reconnect
+	past      *memory
+	reconnect *reconnect
 	pace
 	step
 }
@@ -121,7 +121,7 @@ func (w *watch) tick() {
 	}
 	if age >= timeout && !w.askedAt.IsZero() && (w.now.Sub(w.askedAt) >= answers || w.allSaid()) {
 		w.name(age, timeout)
-		if w.anew.failed == "" { // else the members know already that one of them has failed, and abort the step
+		if w.reconnect.failed == "" { // else the members know already that one of them has failed, and abort the step
 			w.parted()
 		}
 	}

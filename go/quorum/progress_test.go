@@ -10,7 +10,7 @@ import (
 
 // Ten thousand members are still told who the others are when a few of them wait already.
 func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
-	for members, patience := range map[int]time.Duration{2: leastStall, 5_000: leastStall, 10_000: 10 * time.Second} {
+	for members, timeout := range map[int]time.Duration{2: leastStall, 5_000: leastStall, 10_000: 10 * time.Second} {
 		r := &ring{now: epoch, machine: NewMachine(Policy{MinReplicas: members, JoinTimeout: time.Minute, HeartbeatTimeout: time.Minute}, epoch)}
 		ids := make([]string, members)
 		for i := range ids {
@@ -26,7 +26,7 @@ func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
 			}
 			return n
 		}
-		assert.Zero(t, asked(patience-answerTime-time.Millisecond), "%d members", members)
-		assert.Equal(t, members-1, asked(patience-answerTime), "%d members", members)
+		assert.Zero(t, asked(timeout-answerTime-time.Millisecond), "%d members", members)
+		assert.Equal(t, members-1, asked(timeout-answerTime), "%d members", members)
 	}
 }

@@ -101,7 +101,7 @@ func (s *search) heard(r *replica, known int64) {
 		return
 	}
 	if s.past.latest == nil && s.list.listed() {
-		s.past.rumor = Voter{ReplicaID: r.id} // the job had a quorum: newcomers do not begin it again (votes.torn)
+		s.past.rumor = Voter{ReplicaID: r.id} // the job had a quorum: newcomers do not begin it again (votes.lacking)
 	}
 	if s.id == 0 {
 		s.since = s.now

@@ -7,16 +7,16 @@ import "cmp"
 //
 // Invariants:
 //
-//  1. A member that the others were told to be gone is in no quorum with them under the same id: they have ended what they
+//  1. A member of which the others were told that it failed is in no quorum with them under the same id: they have ended what they
 //     shared with it, and would wait for it in a collective that it does not know to be over.
 //  2. While there is a reason, no answer is redelivered (redeliver.go): its quorum is not to be used any more.
 type reconnect struct {
-	failed string // members were told that one is gone; empty: they were not
+	failed string // members were told that one failed; empty: they were not
 	other  string // there is another reason; empty: there is none
 }
 
-// gone: the others were told that a member is. If it is back, they must connect anew all the same.
-func (r *reconnect) gone(id string) { r.failed = id + " is gone" }
+// memberFailed: the others were told that a member failed. If it is back, they must connect anew all the same.
+func (r *reconnect) memberFailed(id string) { r.failed = id + " failed" }
 
 // rejoined: a member that left asks again. It has ended what it shared with the others.
 func (r *reconnect) rejoined(id string) { r.other = id + " had left, and is back" }

@@ -24,7 +24,7 @@ func (m *Machine) lostAnswer(e Asked) bool {
 	if r == nil || !r.previous || !r.returned || !r.alive() || r.waiting() || r.draining != "" {
 		return false
 	}
-	if m.anew.needed() || m.drains.any() || m.roster.counts.previousCandidates > 0 {
+	if m.reconnect.needed() || m.drains.any() || m.roster.counts.previousCandidates > 0 {
 		return false
 	}
 	if latest.ID != m.past.highest || m.search.id > latest.ID || m.list.listed() && termOf(latest.ID) != m.list.term {

@@ -155,7 +155,7 @@ func (s *roster) expire(now time.Time) (failed []failure) {
 			break
 		}
 		told := r.out != ""
-		s.die(r, now)
+		s.drop(r, now)
 		if told {
 			continue
 		}
@@ -166,13 +166,13 @@ func (s *roster) expire(now time.Time) (failed []failure) {
 		if now.Sub(r.lostAt) < s.grace {
 			break
 		}
-		s.die(r, now)
+		s.drop(r, now)
 		failed = append(failed, failure{r, Connection, fmt.Sprintf("its connection broke, and it did not come back within %s ms", milliseconds(s.grace))})
 	}
 	return failed
 }
 
-func (s *roster) die(r *replica, now time.Time) {
+func (s *roster) drop(r *replica, now time.Time) {
 	s.trust(r)
 	s.update(r, now, func() {
 		s.pulses.Remove(r.pulse)
@@ -377,7 +377,7 @@ func (s *roster) count(r *replica, by int) {
 	if r.alive() {
 		t.healthy += by
 		if r.reaches != 0 {
-			t.homing += by
+			t.reachEarlier += by
 		}
 		if r.presumed {
 			t.presumed += by

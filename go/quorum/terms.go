@@ -35,7 +35,7 @@ func (t *terms) admit(e Greeted) *replica {
 		others--
 	}
 	if refusal := t.list.sit(e.ReplicaID, e.Seat, others > 0); refusal != "" {
-		t.do(TurnAway{e.ReplicaID, refusal})
+		t.do(RefuseStream{e.ReplicaID, refusal})
 		return nil
 	}
 	r := t.roster.beat(e.ReplicaID, t.now)
@@ -46,7 +46,7 @@ func (t *terms) admit(e Greeted) *replica {
 		return nil
 	}
 	if refusal := t.overreaches(e); refusal != "" {
-		t.do(TurnAway{e.ReplicaID, refusal})
+		t.do(RefuseStream{e.ReplicaID, refusal})
 		return nil
 	}
 	return r

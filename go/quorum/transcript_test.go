@@ -24,7 +24,7 @@ import (
 //	give-up a b      an operator says that they have ended
 //	missing          without whose votes nothing goes on
 //	ended a          its process is gone
-//	gave-up 1        the waiter is gone
+//	withdrawn 1      the request is withdrawn
 //	beat a b         heartbeats
 //	disconnected a           its last stream broke
 //	incomplete a     a rank of it is gone
@@ -152,8 +152,8 @@ func (r *scribe) run(words []string) []string {
 		return []string{strings.Join(r.machine.votes.missing(), " ")}
 	case "ended":
 		return r.step(Ended{ReplicaID: args[0]})
-	case "gave-up":
-		return r.step(GaveUp{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
+	case "withdrawn":
+		return r.step(Withdrawn{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
 	case "beat":
 		var answers []string
 		for _, id := range args {
@@ -239,18 +239,18 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("quorum %s:%s, to waiters %v%s", id, members, a.Waiters, base))
 		case Changed:
 			answers = append(answers, fmt.Sprintf("changed to %d: joined %v, left %v: %s", a.Quorum.ID, a.Joined, a.Left, a.Reason))
-		case Again:
-			answers = append(answers, fmt.Sprintf("quorum %d once more, to waiter %d", a.Quorum.ID, a.Waiter))
+		case Redeliver:
+			answers = append(answers, fmt.Sprintf("quorum %d redelivered, to waiter %d", a.Quorum.ID, a.Waiter))
 		case Refuse:
 			answers = append(answers, fmt.Sprintf("waiter %d is refused: %s", a.Waiter, a.Reason))
-		case TurnAway:
-			answers = append(answers, fmt.Sprintf("%s is turned away: %s", a.ReplicaID, a.Reason))
+		case RefuseStream:
+			answers = append(answers, fmt.Sprintf("the stream of %s is refused: %s", a.ReplicaID, a.Reason))
 		case Renew:
 			answers = append(answers, "all others begin again: "+a.Reason)
 		case Recall:
 			answers = append(answers, fmt.Sprintf("ask %s for quorum %d", a.ReplicaID, a.QuorumID))
-		case GoBack:
-			answers = append(answers, fmt.Sprintf("all go back to number %d: %s", a.Place+1, a.Reason))
+		case FailBack:
+			answers = append(answers, fmt.Sprintf("all fail back to number %d: %s", a.Place+1, a.Reason))
 		case Probe:
 			answers = append(answers, fmt.Sprintf("probe %s at %s", a.ReplicaID, a.Address))
 		case Doubted:

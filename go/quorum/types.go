@@ -72,12 +72,12 @@ type (
 	}
 	// Ended: the host of a member answered that its process is gone.
 	Ended struct{ ReplicaID string }
-	// GaveUp: a waiter's deadline passed, or its connection broke. It is no candidate any more.
-	GaveUp struct{ Waiter WaiterID }
+	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It waits no more.
+	Withdrawn struct{ Waiter WaiterID }
 	// Beat: a heartbeat.
 	Beat struct{ ReplicaID string }
 	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Those of its requests that
-	// waited gave up before. It is a suspect from then on, and has failed unless there is a sign of life within the grace.
+	// waited were withdrawn before. It is a suspect from then on, and has failed unless there is a sign of life within the grace.
 	Disconnected struct{ ReplicaID string }
 	// Incomplete: a rank of the group is gone. It takes part in nothing until it asks again.
 	Incomplete struct{ ReplicaID, Reason string }
@@ -123,7 +123,7 @@ func (Recalled) isEvent()     {}
 func (Bound) isEvent()        {}
 func (GivenUp) isEvent()      {}
 func (Ended) isEvent()        {}
-func (GaveUp) isEvent()       {}
+func (Withdrawn) isEvent()    {}
 func (Beat) isEvent()         {}
 func (Disconnected) isEvent() {}
 func (Incomplete) isEvent()   {}
@@ -151,8 +151,8 @@ type (
 		// is one, all that was to be kept is on it before anybody is answered.
 		Kept bool
 	}
-	// Again answers a waiter with the latest quorum, which it is in and was sent before: see redeliver.go.
-	Again struct {
+	// Redeliver answers a waiter with the latest quorum, which it is in and whose answer was lost: see redeliver.go.
+	Redeliver struct {
 		Waiter WaiterID
 		Quorum *Quorum
 	}
@@ -169,17 +169,17 @@ type (
 		Bond      time.Duration // for how long a stamp binds the member, 0: it gets none
 		Draining  string        // who wants it to leave: it may not have heard of it. Empty: nobody
 	}
-	// TurnAway ends the stream that a member just began.
-	TurnAway struct {
+	// RefuseStream ends the stream that a member just began.
+	RefuseStream struct {
 		ReplicaID string
 		Reason    string
 	}
 	// Renew ends all streams but those of the member that just greeted. Their members begin others, and so learn of the
 	// new term.
 	Renew struct{ Reason string }
-	// GoBack sends everybody who has a stream to the lighthouse at an earlier place of the list. What they say on those
+	// FailBack sends everybody who has a stream to the lighthouse at an earlier place of the list. What they say on those
 	// streams counts no more, and their end is no failure.
-	GoBack struct {
+	FailBack struct {
 		Place  int
 		Reason string
 	}
@@ -251,29 +251,29 @@ type (
 	Waiting struct{ Reason string }
 )
 
-func (Deliver) isAction()     {}
-func (Again) isAction()       {}
-func (Refuse) isAction()      {}
-func (Welcome) isAction()     {}
-func (TurnAway) isAction()    {}
-func (Renew) isAction()       {}
-func (GoBack) isAction()      {}
-func (Recall) isAction()      {}
-func (Probe) isAction()       {}
-func (Doubted) isAction()     {}
-func (Waived) isAction()      {}
-func (Keep) isAction()        {}
-func (Regressed) isAction()   {}
-func (Changed) isAction()     {}
-func (Failed) isAction()      {}
-func (Stalled) isAction()     {}
-func (Check) isAction()       {}
-func (AskProgress) isAction() {}
-func (Drain) isAction()       {}
-func (Release) isAction()     {}
-func (Wake) isAction()        {}
-func (InUse) isAction()       {}
-func (Waiting) isAction()     {}
+func (Deliver) isAction()      {}
+func (Redeliver) isAction()    {}
+func (Refuse) isAction()       {}
+func (Welcome) isAction()      {}
+func (RefuseStream) isAction() {}
+func (Renew) isAction()        {}
+func (FailBack) isAction()     {}
+func (Recall) isAction()       {}
+func (Probe) isAction()        {}
+func (Doubted) isAction()      {}
+func (Waived) isAction()       {}
+func (Keep) isAction()         {}
+func (Regressed) isAction()    {}
+func (Changed) isAction()      {}
+func (Failed) isAction()       {}
+func (Stalled) isAction()      {}
+func (Check) isAction()        {}
+func (AskProgress) isAction()  {}
+func (Drain) isAction()        {}
+func (Release) isAction()      {}
+func (Wake) isAction()         {}
+func (InUse) isAction()        {}
+func (Waiting) isAction()      {}
 
 // Cause is what made a member count as failed, in one word, for counting.
 type Cause string

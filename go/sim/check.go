@@ -174,7 +174,7 @@ func (c *checker) extinct(id int64) bool {
 // oneStart: where there is a list, a quorum that comes after none has no member that was told of one, and could say so.
 func (c *checker) oneStart(q *quorum.Quorum) {
 	for i := range q.Members {
-		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 && !c.w.Published.has(g.slot) {
+		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 && !c.w.Upstream.has(g.slot) {
 			c.w.broken(ruleOneStart, "quorum %d comes after none, and %s was told of quorum %d", q.ID, g.id, g.lastID)
 		}
 	}
@@ -190,7 +190,7 @@ func (c *checker) progress(by *watch) {
 	if w.rough > 0 || w.now-w.changed <= bound || c.earlier(lh) {
 		return
 	}
-	if w.Lighthouses > 1 && w.Published != 0 { // their votes are at the first lighthouse, and the others may be at another one
+	if w.Lighthouses > 1 && w.Upstream != 0 { // their votes are at the first lighthouse, and the others may be at another one
 		return
 	}
 	connected := 0
@@ -357,7 +357,7 @@ func (c *checker) gaveUpStep(r *rank) {
 	if !r.kept {
 		return
 	}
-	c.w.result.GaveUp++
+	c.w.result.NotReplayed++
 	if c.w.OnlyFailures && r.replays < mostReplays {
 		c.w.broken(ruleKept, "%s rank %d computes step %d anew, and had its gradients", r.g.id, r.index, r.step)
 	}

@@ -129,7 +129,7 @@ func (g *group) crash(silent bool, why string) {
 		if silent || w.up(g.slot, g.at) {
 			notice = 2 * w.Keepalive
 		}
-		w.after(notice, event{kind: lhGaveUp, g: g, id: g.asking.req, lh: uint8(g.at), life: l.life})
+		w.after(notice, event{kind: lhWithdrawn, g: g, id: g.asking.req, lh: uint8(g.at), life: l.life})
 	}
 	for r := range g.ranks {
 		g.ranks[r].leaveComm(silent)
@@ -369,7 +369,7 @@ func (g *group) refused(req uint64) {
 	}
 	w := g.w
 	if l := &w.lhs[g.at]; l.up { // it notices, too, that the connection broke, sooner or later
-		w.after(w.upTo(w.Keepalive), event{kind: lhGaveUp, g: g, id: req, lh: uint8(g.at), life: l.life})
+		w.after(w.upTo(w.Keepalive), event{kind: lhWithdrawn, g: g, id: req, lh: uint8(g.at), life: l.life})
 	}
 	a.failed++
 	wait := 20 * time.Millisecond << min(a.failed-1, 6)
@@ -389,8 +389,8 @@ func (g *group) cancel() {
 	g.asking.active = false
 	switch l := &w.lhs[g.at]; {
 	case g.link != nil:
-		g.link.up(event{kind: lhGaveUp, id: g.asking.req, link: g.link})
+		g.link.up(event{kind: lhWithdrawn, id: g.asking.req, link: g.link})
 	case w.calls(g.slot) && l.up && !w.up(g.slot, g.at) && !w.lost():
-		w.after(w.delay(g.slot), event{kind: lhGaveUp, g: g, id: g.asking.req, lh: uint8(g.at), life: l.life})
+		w.after(w.delay(g.slot), event{kind: lhWithdrawn, g: g, id: g.asking.req, lh: uint8(g.at), life: l.life})
 	}
 }

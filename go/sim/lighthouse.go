@@ -176,7 +176,7 @@ func (l *lighthouse) handle(e *event) {
 	case lhEnded:
 		l.check.ended(e.g)
 		l.step(quorum.Ended{ReplicaID: e.g.id})
-	case lhGaveUp:
+	case lhWithdrawn:
 		l.giveUp(func(q *waiting) bool { return q.g == e.g && q.req == e.id })
 	case lhDeadline:
 		l.timer = 0
@@ -220,10 +220,10 @@ func (l *lighthouse) ask(e *event) {
 	asked := quorum.Asked{Waiter: id, Member: r.member, KnownQuorumID: r.known, Number: e.id, Tells: e.link != nil}
 	if e.link != nil {
 		asked.Reaches = r.reaches
-	} else if !w.Published.has(e.g.slot) {
+	} else if !w.Upstream.has(e.g.slot) {
 		asked.Lighthouses = w.Lighthouses
 	}
-	if w.Published.has(e.g.slot) {
+	if w.Upstream.has(e.g.slot) {
 		asked.Number, asked.KnownQuorumID, r.known = 0, 0, 0 // no such fields
 	} else if !l.check.newest(e.g, e.id) {
 		l.refused = 0
@@ -286,7 +286,7 @@ func (l *lighthouse) giveUp(which func(*waiting) bool) {
 		if q := l.waiting[i]; which(&q) {
 			l.waiting = slices.Delete(l.waiting, i, i+1)
 			l.check.gaveUp(q.g)
-			l.step(quorum.GaveUp{Waiter: q.id})
+			l.step(quorum.Withdrawn{Waiter: q.id})
 		}
 	}
 }
@@ -332,7 +332,7 @@ func (l *lighthouse) do(input quorum.Event) {
 			w.served(a.Quorum)
 		case quorum.Keep:
 			l.keep(a)
-		case quorum.Again:
+		case quorum.Redeliver:
 			w.say("quorum %d is sent once more", a.Quorum.ID)
 			l.again(a)
 		case quorum.Refuse:
@@ -357,7 +357,7 @@ func (l *lighthouse) do(input quorum.Event) {
 					w.push(event{at: max(k.downAt, w.now+w.Delay, k.g.pausedUntil), kind: lhDisconnected, g: k.g, link: k, lh: uint8(l.index), life: l.life})
 				}
 			}
-		case quorum.GoBack:
+		case quorum.FailBack:
 			w.say("%s: %s", l.name(), a.Reason)
 			l.check.goesBack()
 			for _, k := range l.links {
@@ -433,7 +433,7 @@ func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
 }
 
 // again answers one who did not get the quorum that the others have.
-func (l *lighthouse) again(a quorum.Again) {
+func (l *lighthouse) again(a quorum.Redeliver) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	q := l.waiting[i]
 	l.waiting = slices.Delete(l.waiting, i, i+1)

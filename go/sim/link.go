@@ -335,12 +335,12 @@ func (g *group) send() {
 	}
 }
 
-// call makes the request of a group without a stream, of several lighthouses at the one that was reached last, or the next. A published
+// call makes the request of a group without a stream, of several lighthouses at the one that was reached last, or the next. An upstream
 // group knows the first one only.
 func (g *group) call() {
 	w := g.w
 	for range w.Lighthouses {
-		if w.Published.has(g.slot) || w.lhs[g.at].up && !w.cutOff(g.slot, g.at) {
+		if w.Upstream.has(g.slot) || w.lhs[g.at].up && !w.cutOff(g.slot, g.at) {
 			break
 		}
 		g.at = (g.at + 1) % w.Lighthouses

@@ -26,7 +26,7 @@ var mistakes = []struct {
 	})}, []string{ruleBroadcast}},
 
 	{mistake{name: "who gave up stays registered", anySize: true, lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
-		if _, ok := e.(quorum.GaveUp); ok {
+		if _, ok := e.(quorum.Withdrawn); ok {
 			return nil
 		}
 		return m.Step(e, now)

@@ -9,7 +9,7 @@ type kind uint8
 const (
 	lhAsk          kind = iota // a quorum request arrives; x is the *request
 	lhBeat                     // a heartbeat of g arrives
-	lhGaveUp                   // the client cancelled request id, or its connection broke
+	lhWithdrawn                // the client cancelled request id, or its connection broke
 	lhDeadline                 // the earliest deadline of a request has come
 	lhTick                     // quorum_tick_ms passed
 	lhGreet                    // a link of g begins

@@ -206,7 +206,7 @@ func (r *rank) stepTime() time.Duration {
 
 // says is what it tells of the quorum of its last commit.
 func (r *rank) says() int64 {
-	if r.g.w.Published.has(r.g.slot) {
+	if r.g.w.Upstream.has(r.g.slot) {
 		return 0
 	}
 	return r.committed

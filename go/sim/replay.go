@@ -16,7 +16,7 @@ type replay struct {
 }
 
 // replays reports whether a group announces that it does.
-func (w *world) replays(slot int) bool { return w.Replay && !w.Published.has(slot) }
+func (w *world) replays(slot int) bool { return w.Replay && !w.Upstream.has(slot) }
 
 // compute makes the gradients of a step, of the weights that the rank has.
 func (r *rank) compute() {

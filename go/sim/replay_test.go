@@ -39,7 +39,7 @@ func TestAFailureCostsNoStep(t *testing.T) {
 				s := onlyFailures(seed)
 				s.ReplayFailure = p
 				r := hold(t, s)
-				require.Zero(t, r.GaveUp)
+				require.Zero(t, r.NotReplayed)
 				replays, commits, joins = replays+r.Replays, commits+r.Commits, joins+r.replayJoins
 				failures += r.replayFailures[p]
 			}

@@ -22,14 +22,14 @@ func TestJobsThatMoveWhileAGroupEnds(t *testing.T) {
 	}
 }
 
-// Published groups show no past, know no term and make calls, at the first lighthouse only. It knows all that they do, also when it starts
+// Upstream groups show no past, know no term and make calls, at the first lighthouse only. It knows all that they do, also when it starts
 // anew, but for a quorum that was not on its disk yet: docs/correctness.md says what is not promised then.
-func TestPublishedGroupsAtTwoLighthouses(t *testing.T) {
+func TestUpstreamGroupsAtTwoLighthouses(t *testing.T) {
 	t.Parallel()
 	for _, job := range []struct {
-		published Slots
-		seeds     int
-		setup     func(*Setup)
+		upstream Slots
+		seeds    int
+		setup    func(*Setup)
 	}{
 		{0b0010, 45, several},
 		{0b0001, 15, restless},
@@ -38,10 +38,10 @@ func TestPublishedGroupsAtTwoLighthouses(t *testing.T) {
 		for seed := range uint64(budget(job.seeds, 1)) {
 			s := Draw(3000+seed, 0, 200)
 			job.setup(&s)
-			s.Slots, s.Published, s.Disk, s.Duplicate = max(s.Slots, 4), job.published, true, 0
+			s.Slots, s.Upstream, s.Disk, s.Duplicate = max(s.Slots, 4), job.upstream, true, 0
 			s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
 			if b := Run(s, nil).Broken; b != nil {
-				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the hole of the upstream protocol
+				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the gap of the upstream protocol
 			}
 		}
 	}

@@ -36,9 +36,9 @@ type Setup struct {
 
 	Faults []Fault // in the order of Round
 
-	// Published are the slots whose groups say nothing that upstream does not say: not in which quorum
+	// Upstream are the slots whose groups say nothing that upstream does not say: not in which quorum
 	// they committed, and no numbers of requests. Where there are several lighthouses, they know the first.
-	Published Slots
+	Upstream Slots
 	// Calls are those whose groups say all that ours say, and keep no stream: in calls, which may overtake each other.
 	Calls Slots
 
@@ -46,7 +46,7 @@ type Setup struct {
 	// they make calls, too, and are to be refused.
 	Streamless Slots
 
-	// Replay: groups reduce a step again that lost a member, but for those that are Published.
+	// Replay: groups reduce a step again that lost a member, but for those that are Upstream.
 	Replay bool
 	// OnlyFailures: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
 	OnlyFailures bool

@@ -182,7 +182,7 @@ func TestEachFaultForLong(t *testing.T) {
 // The upstream protocol compares steps and nothing else. Groups that reached one step apart from each other then go
 // on together with different weights, and nobody notices. Not even a fault is needed: a group that is slow to ask, or
 // the first of a job to ask, trains in a quorum of its own while the others form the next one.
-func TestTheHoleOfThePublishedProtocolIsClosed(t *testing.T) {
+func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
 	t.Parallel()
 	apart := func(s *Setup) {
 		s.Policy.MinReplicas = 1
@@ -190,14 +190,14 @@ func TestTheHoleOfThePublishedProtocolIsClosed(t *testing.T) {
 		s.Policy.JoinTimeout = min(s.Policy.JoinTimeout, 250*time.Millisecond)
 		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
 	}
-	published, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Lighthouses, s.Published = 1, ^Slots(0) })
-	require.NotNil(t, first, "the upstream protocol has no hole any more?")
+	upstream, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Lighthouses, s.Upstream = 1, ^Slots(0) })
+	require.NotNil(t, first, "the upstream protocol has no gap any more?")
 	require.Equal(t, ruleEqual, first.Rule)
-	require.Empty(t, published.Faults)
-	t.Logf("as published:\n%s", History(published, 60))
+	require.Empty(t, upstream.Faults)
+	t.Logf("as upstream does:\n%s", History(upstream, 60))
 
-	published.Published = 0
-	require.Nil(t, Run(published, nil).Broken)
+	upstream.Upstream = 0
+	require.Nil(t, Run(upstream, nil).Broken)
 	for seed := range uint64(budget(200, 20)) {
 		s := Draw(seed, 0, 60)
 		apart(&s)
@@ -243,15 +243,15 @@ func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
 	missed := 0
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(seed, 0, 300)
-		s.Lighthouses, s.Published = 1, 0b1010101010101010
-		s.Duplicate = 0 // published requests have no numbers that would tell a late one
+		s.Lighthouses, s.Upstream = 1, 0b1010101010101010
+		s.Duplicate = 0 // upstream requests have no numbers that would tell a late one
 		s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
 		if b := Run(s, nil).Broken; b != nil {
 			require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b)
 			missed++
 		}
 	}
-	t.Logf("the hole of the upstream protocol was hit in %d histories", missed)
+	t.Logf("the gap of the upstream protocol was hit in %d histories", missed)
 }
 
 // A lighthouse whose clock is behind after a restart, and which only newcomers ask, knows of no id: only what it kept

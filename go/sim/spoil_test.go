@@ -135,7 +135,7 @@ func silent(s *Setup) {
 // and g02, and ends. When it starts anew g01 and g02 ask it, and g00 goes to the second one.
 func lagging(s *Setup) {
 	quiet(s, 3)
-	s.Rounds, s.Published, s.Disk = 60, 0b100, true
+	s.Rounds, s.Upstream, s.Disk = 60, 0b100, true
 	s.Keepalive = s.Policy.HeartbeatTimeout / 4 // the answers are there before the fault is noticed
 	r := rand.New(rand.NewPCG(s.Seed, 9))
 	without := time.Duration(r.Int64N(int64(s.Policy.HeartbeatTimeout + s.Policy.SuspectGrace)))

@@ -18,18 +18,18 @@ var epoch = time.UnixMilli(1000).UTC()
 
 // Result is what a run came to.
 type Result struct {
-	Broken    *Violation // the first rule that did not hold, nil if all did
-	Hash      uint64     // of every event and what came of it
-	Rounds    int        // quorums
-	Events    uint64
-	Commits   uint64 // of ranks
-	Heals     uint64 // of ranks
-	Replays   uint64 // of ranks
-	Lost      uint64 // of ranks: attempts at a step that were not committed
-	GaveUp    uint64 // of ranks: steps that could have been reduced again, and were not
-	LastID    int64
-	Elapsed   time.Duration // on the clock of the simulation
-	FaultsHit int
+	Broken      *Violation // the first rule that did not hold, nil if all did
+	Hash        uint64     // of every event and what came of it
+	Rounds      int        // quorums
+	Events      uint64
+	Commits     uint64 // of ranks
+	Heals       uint64 // of ranks
+	Replays     uint64 // of ranks
+	Lost        uint64 // of ranks: attempts at a step that were not committed
+	NotReplayed uint64 // of ranks: steps that could have been reduced again, and were not
+	LastID      int64
+	Elapsed     time.Duration // on the clock of the simulation
+	FaultsHit   int
 
 	replayFailures [killed + 1]int // of ranks, by what they did while they reduced a step again
 	replayJoins    int             // groups that began while others did
@@ -123,11 +123,11 @@ func Run(s Setup, trace Tracer) Result {
 }
 
 // calls reports whether the group in a slot makes calls: it keeps no stream.
-func (w *world) calls(i int) bool { return (w.Published | w.Calls | w.Streamless).has(i) }
+func (w *world) calls(i int) bool { return (w.Upstream | w.Calls | w.Streamless).has(i) }
 
 // kept reports whether the lighthouses keep the group in a slot out of the job.
 func (w *world) kept(i int) bool {
-	return w.Lighthouses > 1 && (w.calls(i) && !w.Published.has(i) || w.slots[i].g != nil && w.slots[i].g.boasts)
+	return w.Lighthouses > 1 && (w.calls(i) && !w.Upstream.has(i) || w.slots[i].g != nil && w.slots[i].g.boasts)
 }
 
 // push makes something happen, at the earliest now.

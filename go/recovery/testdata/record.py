@@ -1,6 +1,6 @@
-"""Record what upstream makes of random quorums, for TestAsPublished.
+"""Record what upstream makes of random quorums, for TestAsUpstream.
 
-    PYTHONPATH=DIR_OF_PUBLISHED python record.py SEED CASES published_NAME.jsonl
+    PYTHONPATH=DIR_OF_UPSTREAM python record.py SEED CASES upstream_NAME.jsonl
 
 One upstream lighthouse and a manager server per replica group run in this process; every rank of every
 group asks for a quorum, and its result is written down. One line is one quorum.

@@ -30,7 +30,7 @@ func draw(seed uint64, rounds int) sim.Setup {
 	between := func(least, most time.Duration) time.Duration {
 		return least + time.Duration(r.Int64N(int64(most-least)+1))
 	}
-	s.Loss, s.Duplicate, s.Straggle, s.Published, s.Calls, s.Streamless, s.Replay = 0, 0, 0, 0, 0, 0, false
+	s.Loss, s.Duplicate, s.Straggle, s.Upstream, s.Calls, s.Streamless, s.Replay = 0, 0, 0, 0, 0, 0, false
 	s.Lighthouses = 1 + int(seed/2%3)
 	s.Policy.MinReplicas = 1 + r.IntN(s.Slots/2+1)
 	s.Policy.JoinTimeout = between(2*time.Second, 4*time.Second)

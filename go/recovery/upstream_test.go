@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// recordedQuorum is one line of testdata/published_*.jsonl, as testdata/record.py writes it.
+// recordedQuorum is one line of testdata/upstream_*.jsonl, as testdata/record.py writes it.
 type recordedQuorum struct {
 	WorldSize uint64 `json:"world_size"`
 	InitSync  bool   `json:"init_sync"`
@@ -41,8 +41,8 @@ type recordedQuorum struct {
 
 // Groups that run upstream must find the same ranks, store and sources in a quorum as ours do,
 // or the job would hang.
-func TestAsPublished(t *testing.T) {
-	files, err := filepath.Glob("testdata/published_*.jsonl")
+func TestAsUpstream(t *testing.T) {
+	files, err := filepath.Glob("testdata/upstream_*.jsonl")
 	require.NoError(t, err)
 	require.NotEmpty(t, files)
 	for _, path := range files {

@@ -1,0 +1,189 @@
+package quorum
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// stage is what the subjects share, without a machine: a quorum of some members, all of them alive.
+type stage struct {
+	core
+	past memory
+	list succession
+}
+
+func newStage(seat Seat, members ...string) *stage {
+	policy := Policy{MinReplicas: 1, JoinTimeout: time.Second, HeartbeatTimeout: 5 * time.Second, StalledAfter: 2 * time.Second}
+	s := &stage{core: newCore(policy, epoch), list: succession{seat: seat}}
+	s.past = memory{core: &s.core}
+	q := &Quorum{ID: 1000, Created: epoch}
+	var in []*replica
+	for _, id := range members {
+		r := s.roster.beat(id, epoch)
+		q.Members, in = append(q.Members, Member{ReplicaID: id, Address: "http://" + id}), append(in, r)
+	}
+	s.past.follow(q, in, true)
+	return s
+}
+
+// take is an event after a time: its actions, and the members that failed by it.
+func (s *stage) take(after time.Duration, event func()) (actions []Action, failed []string) {
+	s.open(s.now.Add(after))
+	event()
+	for _, f := range s.failed {
+		failed = append(failed, f.replica.id)
+	}
+	return s.actions, failed
+}
+
+// Each subject takes in the events of its subject without the machine.
+
+func TestSuspicionAlone(t *testing.T) {
+	s := newStage(Seat{}, "a", "b", "c", "d")
+	one := suspicion{core: &s.core, past: &s.past}
+	suspects := func(by, of string) []Action {
+		actions, failed := s.take(0, func() { one.suspected(Suspected{Reporter: by, Suspect: of, QuorumID: 1000}) })
+		require.Empty(t, failed, "a report alone evicts nobody")
+		return actions
+	}
+	require.Empty(t, suspects("a", "d"))
+	require.Empty(t, suspects("a", "d"), "each counts once")
+	require.Empty(t, suspects("x", "d"), "a stranger does not count")
+	require.Equal(t, []Action{Check{ReplicaID: "d", Address: "http://d", QuorumID: 1000}}, suspects("b", "d"))
+	require.Empty(t, suspects("c", "d"), "it is checked once")
+	_, failed := s.take(0, func() { one.lookedAt(Checked{ReplicaID: "d", QuorumID: 999}) })
+	require.Empty(t, failed, "of another quorum")
+	_, failed = s.take(0, func() { one.lookedAt(Checked{ReplicaID: "d", QuorumID: 1000, Reason: "refused"}) })
+	require.Equal(t, []string{"d"}, failed)
+}
+
+func TestWatchAlone(t *testing.T) {
+	s := newStage(Seat{}, "a", "b", "c")
+	one := watch{core: &s.core, past: &s.past, reconnect: &reconnect{}}
+	one.next(false)
+	s.roster.ask(Asked{Waiter: 1, Member: Member{ReplicaID: "a", Step: 1}}, s.now)
+	actions, _ := s.take(time.Second, one.tick)
+	require.Equal(t, []Action{AskProgress{[]string{"b", "c"}}}, actions)
+	s.take(0, func() { one.progressed(Progressed{ReplicaID: "b", Progress: Progress{Step: 1, Waits: true}}) })
+	actions, _ = s.take(time.Second, one.tick)
+	require.Len(t, actions, 2)
+	require.Equal(t, "c", actions[0].(Stalled).ReplicaID, "the others wait for it, and it says nothing")
+	s.take(0, func() { one.forgive(time.Second); one.next(true) })
+	require.Zero(t, one.stalled, "the next step begins with nothing")
+	require.Equal(t, time.Second, one.median(), "the time in which nobody was heard does not count")
+}
+
+func TestDrainsAlone(t *testing.T) {
+	s := newStage(Seat{}, "a", "b")
+	one := drains{core: &s.core, past: &s.past}
+	actions, _ := s.take(0, func() { one.drained(Drained{"a", "maintenance"}) })
+	require.Equal(t, []Action{Drain{"a", "maintenance"}}, actions)
+	actions, failed := s.take(0, func() { require.True(t, one.leaving("a")) })
+	require.Empty(t, actions, "b may be in the step that it left after")
+	require.Empty(t, failed, "it has not failed")
+	actions, _ = s.take(0, one.tick)
+	require.Empty(t, actions)
+	s.roster.ask(Asked{Waiter: 1, Member: Member{ReplicaID: "b"}}, s.now)
+	actions, _ = s.take(0, one.tick)
+	require.Equal(t, []Action{Release{"a"}}, actions)
+	actions, _ = s.take(0, func() { require.False(t, one.leaving("x")) })
+	require.Equal(t, []Action{Release{"x"}}, actions, "nobody needs one that is unknown")
+}
+
+func TestEndsAlone(t *testing.T) {
+	s := newStage(Seat{0, 2}, "a", "b", "c")
+	one := ends{core: &s.core, past: &s.past, list: &s.list}
+	s.list.greets("c", 0, false, s.now)
+	s.list.answered("c", s.now.Add(time.Millisecond))
+	_, failed := s.take(10*time.Millisecond, func() { one.ended("c") })
+	require.Empty(t, failed, "it said something since")
+	s.roster.disconnected("c", s.now)
+	actions, _ := s.take(0, func() { one.disconnected("c") })
+	require.Equal(t, []Action{Probe{"c", "http://c"}}, actions)
+	_, failed = s.take(0, func() { one.ended("c") })
+	require.Equal(t, []string{"c"}, failed)
+	require.Contains(t, s.list.ended, "c", "it was bound: its end is a vote")
+	_, failed = s.take(0, func() { one.ended("b") })
+	require.Empty(t, failed)
+	require.NotContains(t, s.list.ended, "b")
+	s.roster.disconnected("b", s.now)
+	s.take(0, func() { one.ended("b") })
+	require.NotContains(t, s.list.ended, "b", "it was not bound")
+	actions, _ = s.take(0, func() { require.True(t, one.givenUp(GivenUp{[]string{"b", "x"}, "an operator"})) })
+	require.Equal(t, []Action{Waived{"b", "an operator"}}, actions)
+}
+
+func TestVotesAlone(t *testing.T) {
+	s := newStage(Seat{0, 2}, "a", "b", "c", "d")
+	one := votes{core: &s.core, past: &s.past, list: &s.list, ends: &ends{core: &s.core, past: &s.past, list: &s.list}}
+	for ids, missing := range map[string]int{"abc": 0, "ab": 0, "bc": 2, "a": 3} {
+		var in []*replica
+		for _, id := range ids {
+			in = append(in, s.roster.replicas[string(id)])
+		}
+		_, lacks := one.lacking(decision{}, in)
+		assert.Len(t, lacks, missing, ids)
+	}
+	s.list.seat = Seat{}
+	reason, _ := one.lacking(decision{}, nil)
+	require.Empty(t, reason, "alone, a lighthouse allows everything")
+}
+
+func TestTermsAlone(t *testing.T) {
+	s := newStage(Seat{}, "a")
+	one := terms{core: &s.core, past: &s.past, list: &s.list}
+	greet := func(e Greeted) []Action {
+		actions, _ := s.take(0, func() {
+			if r := one.admit(e); r != nil {
+				one.greeted(r, e)
+			}
+		})
+		return actions
+	}
+	require.Equal(t, []Action{Welcome{ReplicaID: "a"}}, greet(Greeted{ReplicaID: "a", Seat: Seat{0, 1}}))
+	require.IsType(t, RefuseStream{}, greet(Greeted{ReplicaID: "b", Seat: Seat{0, 2}})[0], "a has another list")
+	s.list.seat = Seat{0, 2}
+	actions := greet(Greeted{ReplicaID: "b", Seat: Seat{0, 2}, Term: 3})
+	require.IsType(t, Renew{}, actions[0], "a higher term begins, and ends all other streams")
+	require.Equal(t, Welcome{ReplicaID: "b", Term: 4, Bond: BondTime}, actions[1])
+	require.IsType(t, RefuseStream{}, greet(Greeted{ReplicaID: "c", Seat: Seat{0, 2}, Term: maxTerm})[0], "no room for others")
+}
+
+func TestFailbackAlone(t *testing.T) {
+	s := newStage(Seat{1, 2}, "a", "b")
+	one := failback{core: &s.core, past: &s.past, list: &s.list}
+	one.reaches("a", PlacesOf(0, 1))
+	actions, _ := s.take(0, one.tick)
+	require.Empty(t, actions, "b does not reach it")
+	one.reaches("b", PlacesOf(0))
+	actions, failed := s.take(0, one.tick)
+	require.Len(t, actions, 1)
+	require.Zero(t, actions[0].(FailBack).Place)
+	require.Empty(t, failed, "they are sent, and have not failed")
+	require.Empty(t, s.roster.alive())
+	one.cameBack(1000)
+	require.Len(t, s.roster.alive(), 2, "one is back: the other has the time to come")
+}
+
+func TestSearchAlone(t *testing.T) {
+	s := newStage(Seat{0, 2}, "a", "b")
+	one := search{core: &s.core, past: &s.past, list: &s.list, terms: &terms{core: &s.core, past: &s.past, list: &s.list}}
+	actions, _ := s.take(0, func() { one.heard(s.roster.replicas["a"], 1001) })
+	require.Equal(t, []Action{Recall{"a", 1001}}, actions)
+	require.True(t, one.pending(s.now))
+	shows := func(from string, members ...Voter) (actions []Action, adopted bool) {
+		actions, _ = s.take(0, func() { adopted = one.recalled(Recalled{Past: Past{ID: 1001, Members: members}, From: from}) })
+		return actions, adopted
+	}
+	actions, adopted := shows("b", Voter{ReplicaID: "a"})
+	require.IsType(t, Doubted{}, actions[0], "b was not in it")
+	require.False(t, adopted)
+	_, adopted = shows("a", Voter{ReplicaID: "a"}, Voter{ReplicaID: "c"})
+	require.True(t, adopted)
+	require.False(t, one.pending(s.now))
+	require.Equal(t, int64(1001), s.past.latestID())
+	require.True(t, s.roster.replicas["c"].presumed, "it has the time to come")
+}

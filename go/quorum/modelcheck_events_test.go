@@ -73,7 +73,7 @@ func (x *explorer) put(w *world, place int) {
 // goes: a member begins a stream with a lighthouse.
 func (x *explorer) goes(w *world, i, place int) {
 	p, h, id := &w.members[i], &w.houses[place], ids[i:i+1]
-	if from := int(p.at); from >= 0 && from != place && p.on && x.mistake != "it leaves before its bond has run out" {
+	if from := int(p.at); from >= 0 && from != place && p.on && x.mistake != "bonds broken early" {
 		w.houses[from].bound &^= 1 << i
 	}
 	s := x.take(w, place)
@@ -95,7 +95,7 @@ func (x *explorer) goes(w *world, i, place int) {
 	}
 	s.answered(id, stampedAt)
 	x.put(w, place)
-	if x.mistake == "a new term lets nobody go" {
+	if x.mistake == "a new term releases no bonds" {
 		h.bound |= before
 	}
 	h.greeted[i] = p.knows
@@ -106,7 +106,7 @@ func (x *explorer) goes(w *world, i, place int) {
 // tells: it tells what it knows, and asks.
 func (x *explorer) tells(w *world, i, place int) {
 	p, h := &w.members[i], &w.houses[place]
-	if w.id(p.knows) > w.id(h.last) && (h.last < 0 || x.mistake != "a lighthouse that knows a quorum asks for no later one") {
+	if w.id(p.knows) > w.id(h.last) && (h.last < 0 || x.mistake != "no questions for later quorums") {
 		h.last, h.knows = p.knows, 0
 		x.forget(w, place)
 	}
@@ -132,9 +132,9 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	changed := in != before.members
 	base := x.take(w, place).baseAfter(last, changed, func(id string) bool {
 		switch x.mistake {
-		case "whoever asks knows of the last quorum":
+		case "all know the last quorum":
 			return true
-		case "a vote that is given now counts as knowledge":
+		case "a late vote counts as knowledge":
 			return (h.knows&in | h.ended).has(member(id))
 		}
 		return (h.knows & in).has(member(id))
@@ -142,7 +142,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	switch {
 	case x.mistake == "no base":
 		base = nil
-	case x.mistake == "the base holds one quorum" && len(base) > 1:
+	case x.mistake == "one quorum in the base" && len(base) > 1:
 		base = base[:1]
 	case changed && len(base) > mostBases:
 		return false
@@ -171,7 +171,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	h.last = n
 	h.asks &^= in
 	h.knows = 0
-	if x.mistake == "a vote is given to two branches" {
+	if x.mistake == "a vote for two branches" {
 		x.forget(w, place)
 	} else {
 		x.take(w, place).spend()
@@ -237,9 +237,9 @@ func (x *explorer) learns(w *world, i, place int) {
 	last := &w.branches[h.last]
 	holds := x.take(w, place).holds(ids[i:i+1], whole(last.id), checkedAt)
 	switch x.mistake {
-	case "gone is a vote":
+	case "an unbound end is a vote":
 		holds = true
-	case "a bond of one that knows more":
+	case "bonds of members that know more":
 		holds = h.bound.has(i)
 	}
 	if !holds || !last.voters().has(i) {

@@ -9,6 +9,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testmain"
 )
 
 // The model check looks at all histories of a few members, two lighthouses and a bounded number of events, not at a sample: breadth
@@ -183,29 +185,32 @@ func TestNoLaterHistoryHasTwoBranches(t *testing.T) {
 
 // Each of these is found: what the rule has is needed.
 func TestTheModelCheckFindsMistakes(t *testing.T) {
+	var names []string
 	for _, m := range []struct {
 		mistake          string
 		first, newcomers set
 		events           int // of the shortest history that shows it, from its start on
 		start            []func(*explorer, *world)
 	}{
-		{"gone is a vote", 0b011, 0b100, 4, nil},
+		{"an unbound end is a vote", 0b011, 0b100, 4, nil},
 		{"half is enough", 0b011, 0b100, 3, nil},
 		{"no base", 0b011, 0b100, 5, nil},
-		{"whoever asks knows of the last quorum", 0b111, 0, 6, nil},
+		{"all know the last quorum", 0b111, 0, 6, nil},
 		{"no terms", 0b011, 0b100, 6, nil},
-		{"a lighthouse that knows a quorum asks for no later one", 0b011, 0b100, 5, nil},
-		{"it leaves before its bond has run out", 0b011, 0b100, 4, nil},
-		{"a new term lets nobody go", 0b011, 0b100, 6, nil},
-		{"a bond of one that knows more", 0b011, 0b100, 5, nil},
-		{"the base holds one quorum", 0b111, 0, 7, []func(*explorer, *world){between}},
-		{"a vote is given to two branches", 0b1110, 0b0001, 5, []func(*explorer, *world){spent}},
-		{"a vote that is given now counts as knowledge", 0b1110, 0b0001, 5, []func(*explorer, *world){late}},
+		{"no questions for later quorums", 0b011, 0b100, 5, nil},
+		{"bonds broken early", 0b011, 0b100, 4, nil},
+		{"a new term releases no bonds", 0b011, 0b100, 6, nil},
+		{"bonds of members that know more", 0b011, 0b100, 5, nil},
+		{"one quorum in the base", 0b111, 0, 7, []func(*explorer, *world){between}},
+		{"a vote for two branches", 0b1110, 0b0001, 5, []func(*explorer, *world){spent}},
+		{"a late vote counts as knowledge", 0b1110, 0b0001, 5, []func(*explorer, *world){late}},
 	} {
+		names = append(names, m.mistake)
 		t.Run(m.mistake, func(t *testing.T) {
 			states, broken := explore(m.first, m.newcomers, m.events, 0, m.mistake, m.start...)
 			require.True(t, broken)
 			t.Logf("found after %d states", states)
 		})
 	}
+	require.Equal(t, names, testmain.Row(t, "correctness.md", "go/quorum/modelcheck_test.go", "; "))
 }

@@ -36,7 +36,7 @@ const (
 	ruleKnown     = "a quorum comes after all that its members know of"
 	ruleTerm      = "a request counts only in the term in which it was made"
 	ruleOneStart  = "a quorum that comes after none has no member that knows of one"
-	ruleUnshown   = "a group that does not show what it knows, as it says, stops nobody"
+	ruleUnshown   = "a group that claims a quorum and does not show it stops nobody"
 	ruleMemory    = "memory is bounded by live members"
 	ruleDrained   = "a group that was asked to leave is told with its next quorum, all ranks with the same one"
 	ruleFinished  = "a training that begins after one that has ended on purpose goes back behind nothing"

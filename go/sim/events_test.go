@@ -6,11 +6,13 @@ import (
 	"go/token"
 	"math/rand/v2"
 	"reflect"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
 )
@@ -65,7 +67,9 @@ func TestEveryEventIsFed(t *testing.T) {
 	require.Positive(t, fed["finished"], "groups whose training has ended on purpose")
 	require.Positive(t, fed["drain"], "ranks that were told to leave")
 	for path, pkg := range map[string]string{"../quorum/types.go": "quorum.", "../round/types.go": "round."} {
-		for _, name := range eventTypes(t, path) {
+		names := eventTypes(t, path)
+		require.ElementsMatch(t, testmain.Row(t, "correctness.md", "go/"+strings.TrimSuffix(pkg, "."), ", "), names)
+		for _, name := range names {
 			require.GreaterOrEqual(t, fed[pkg+name], budget(4, 2), "%s%s is fed %d times", pkg, name, fed[pkg+name])
 		}
 	}

@@ -32,19 +32,19 @@ var mutants = []struct {
 		many(6), []string{ruleEvicted}, false,
 	},
 	{
-		"who was evicted commits", "round/vote.go", `case m.evicted != nil && m.evicted.QuorumID == m.answered:`, `case m.evicted != nil && false:`,
+		"evicted groups commit", "round/vote.go", `case m.evicted != nil && m.evicted.QuorumID == m.answered:`, `case m.evicted != nil && false:`,
 		many(6), []string{ruleEvicted}, false,
 	},
 	{
-		"the newest quorum is not the one that was evicted from", "round/vote.go", `m.evicted.QuorumID == m.answered:`, `m.evicted.QuorumID < m.answered:`,
+		"the fence is of an older quorum", "round/vote.go", `m.evicted.QuorumID == m.answered:`, `m.evicted.QuorumID < m.answered:`,
 		many(6), []string{ruleEvicted, ruleProgress}, false,
 	},
 	{
-		"an old vote counts in the next attempt", "round/gather.go", "if m.ballot.count > 0 {", "if m.ballot.count > len(m.ranks) {",
+		"votes count in the next attempt", "round/gather.go", "if m.ballot.count > 0 {", "if m.ballot.count > len(m.ranks) {",
 		func(s *Setup) { s.Ranks = 2; many(6, LoseVote, DropRank, Flaky, Slow)(s) }, []string{ruleVote, ruleWaiters, ruleEqual}, false,
 	},
 	{
-		"one liar is enough for a look", "quorum/suspicion.go", "2*(s.unnamed+s.named[r.id]) > others", "2*(s.unnamed+s.named[r.id]) > min(others, 0)",
+		"one report is enough for a check", "quorum/suspicion.go", "2*(s.unnamed+s.named[r.id]) > others", "2*(s.unnamed+s.named[r.id]) > min(others, 0)",
 		many(6, Accuse, Flaky, Pause), []string{ruleCause}, false,
 	},
 	{
@@ -68,36 +68,36 @@ var mutants = []struct {
 		many(6, PauseLighthouse, ClockLighthouse), []string{ruleCause, ruleMajority, ruleMemory, ruleForms}, false,
 	},
 	{
-		"a group that lost a rank counts as healthy", "quorum/machine.go", "m.fail(r, RankFailed, e.Reason)", "_ = r",
+		"a lost rank ignored", "quorum/machine.go", "m.fail(r, RankFailed, e.Reason)", "_ = r",
 		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}, false,
 	},
 	{
-		"who was evicted stays so when it asks", "quorum/roster.go", `		r.out = ""
+		"evicted members stay evicted", "quorum/roster.go", `		r.out = ""
 		r.requests = append`, `		r.requests = append`,
 		many(6, DropRank, Hang, Drain), []string{ruleForms, ruleMajority, ruleMembers, ruleNewcomer, ruleMemory, ruleProgress}, false,
 	},
 	{
-		"a suspicion lasts although its member is back", "quorum/roster.go", "	r.lastBeat = now\n	s.trust(r)\n", "	r.lastBeat = now\n",
+		"suspicion outlasts a return", "quorum/roster.go", "	r.lastBeat = now\n	s.trust(r)\n", "	r.lastBeat = now\n",
 		many(6), []string{ruleCause, ruleMajority, ruleForms, ruleMemory}, false,
 	},
 	{
-		"a member that waits counts as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || said.Waits {", "if !r.alive() || r.waiting() {",
+		"waiting members named as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || said.Waits {", "if !r.alive() || r.waiting() {",
 		many(6, Hang, Slow, CutPeers), []string{ruleCause}, false,
 	},
 	{
-		"newcomers' waits count as those of members", "quorum/compute.go", "case t.joining >= p.JoinTimeout", "case t.waited >= p.JoinTimeout",
+		"newcomers' waits count", "quorum/compute.go", "case t.joining >= p.JoinTimeout", "case t.waited >= p.JoinTimeout",
 		many(6, Crash, Leave, Slow), []string{ruleMajority}, false,
 	},
 	{
-		"half of the healthy are enough", "quorum/compute.go", "case 2*t.candidates <= t.healthy:", "case 2*t.candidates < t.healthy:",
+		"half of the healthy suffice", "quorum/compute.go", "case 2*t.candidates <= t.healthy:", "case 2*t.candidates < t.healthy:",
 		many(6, CutLighthouse, Slow, Pause), []string{ruleMajority}, false,
 	},
 	{
-		"nobody waits for those who are ahead", "quorum/memory.go", "case mayCome && (m.behind.IsZero()", "case mayCome && false && (m.behind.IsZero()",
+		"no wait for members ahead", "quorum/memory.go", "case mayCome && (m.behind.IsZero()", "case mayCome && false && (m.behind.IsZero()",
 		func(s *Setup) { s.Policy.MinReplicas = 1; many(6)(s) }, []string{ruleBehind}, false,
 	},
 	{
-		"an older quorum's weights count as the newest", "recovery/compute.go", "latest = max(latest, m.CommittedQuorumID)", "latest = min(max(latest, 0), m.CommittedQuorumID)",
+		"older weights count as the newest", "recovery/compute.go", "latest = max(latest, m.CommittedQuorumID)", "latest = min(max(latest, 0), m.CommittedQuorumID)",
 		func(s *Setup) {
 			s.Lighthouses, s.Policy.MinReplicas = 1, 1
 			many(8, Partition, CutLighthouse, LoseVote)(s)
@@ -105,47 +105,47 @@ var mutants = []struct {
 		[]string{ruleHeal, ruleEqual}, false,
 	},
 	{
-		"a quorum that is not shown is asked for, for ever", "quorum/recall.go", "case r.unshown || r.unanswered(r.lastBeat, s.now, pause):", "case false && r.unshown:",
+		"endless questions for an unshown quorum", "quorum/recall.go", "case r.unshown || r.unanswered(r.lastBeat, s.now, pause):", "case false && r.unshown:",
 		boasts, []string{ruleUnshown}, false,
 	},
 	{
-		"there is no base", "quorum/succession.go", "		base = append(base, p.Members)\n", "",
+		"no base", "quorum/succession.go", "		base = append(base, p.Members)\n", "",
 		restless, []string{ruleBranch, ruleOneSet}, true,
 	},
 	{
-		"a bond holds of a member that knows of a later quorum", "quorum/bond.go", "!one.stamp.IsZero() && one.known <= latest", "!one.stamp.IsZero()",
+		"bonds of members that know more", "quorum/bond.go", "!one.stamp.IsZero() && one.known <= latest", "!one.stamp.IsZero()",
 		withheld, []string{ruleBranch}, true,
 	},
 	{
-		"a term that begins lets nobody go", "quorum/succession.go", "	s.releaseAll(now) // all streams", "	// all streams",
+		"a new term releases no bonds", "quorum/succession.go", "	s.releaseAll(now) // all streams", "	// all streams",
 		renewed, []string{ruleBranch}, true,
 	},
 	{
-		"a quorum that only the disk can show is told before it is there", "quorum/form.go", "Kept: m.list.listed() && !shows}", "Kept: shows && !shows}",
+		"answers before the disk", "quorum/form.go", "Kept: m.list.listed() && !shows}", "Kept: shows && !shows}",
 		lagging, []string{ruleBranch}, true,
 	},
 	{
-		"a signal of a rank is not heard", "round/gather.go", "	m.draining = m.draining || e.Drain\n", "",
+		"a rank's signal ignored", "round/gather.go", "	m.draining = m.draining || e.Drain\n", "",
 		many(6, Signal), []string{ruleDrained}, false,
 	},
 	{
-		"the past of a training that has ended is kept", "quorum/machine.go", "if m.past.latest == nil || m.list.listed() ||", "if true || m.list.listed() ||",
+		"a finished training is kept", "quorum/machine.go", "if m.past.latest == nil || m.list.listed() ||", "if true || m.list.listed() ||",
 		finishes, []string{ruleFinished, ruleMemory, ruleForms}, false,
 	},
 	{
-		"any end is that of the training", "quorum/machine.go", "return !r.finished })", "return !r.ending })",
+		"any shutdown finishes the training", "quorum/machine.go", "return !r.finished })", "return !r.ending })",
 		finishes, []string{ruleMemory, ruleBehind, ruleForms, ruleMajority, ruleNewcomer, ruleMembers}, false,
 	},
 	{
-		"half of a quorum may go on, whoever is in it", "quorum/succession.go", "2*n == len(set) && first", "2*n == len(set) && (first || n > 0)",
+		"half of a quorum suffices", "quorum/succession.go", "2*n == len(set) && first", "2*n == len(set) && (first || n > 0)",
 		several, []string{ruleBranch, ruleOneSet}, false,
 	},
 	{
-		"a member that makes calls is let in by a lighthouse of a list", "quorum/machine.go", `m.list.streamless(e); reason != ""`, `m.list.streamless(e); false`,
+		"calls accepted in a list", "quorum/machine.go", `m.list.streamless(e); reason != ""`, `m.list.streamless(e); false`,
 		streamless, []string{ruleBranch, ruleOneStart}, false,
 	},
 	{
-		"a lighthouse goes by what others say of its list", "quorum/bond.go", "case e.Lighthouses > 1:", "case e.Lighthouses > 1 && s.listed():",
+		"a call's list ignored", "quorum/bond.go", "case e.Lighthouses > 1:", "case e.Lighthouses > 1 && s.listed():",
 		streamless, []string{ruleBranch, ruleOneStart, ruleOneSet}, false,
 	},
 }

@@ -13,6 +13,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testmain"
 )
 
 var mistakesFlag = flag.Bool("mistakes", false, "look for planted mistakes (TestMistakesInTheShellsAreFound): half a minute each")
@@ -25,67 +27,67 @@ var mistakes = []struct {
 	rules      []string // one of them finds it; the beginnings of their words
 }{
 	{
-		"a stream that is made anew has no greeting", "membership/lighthouses/member.go",
+		"no greeting on a new stream", "membership/lighthouses/member.go",
 		"	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
 		"	if m.stream != nil {\n		go stream.receive()\n		return stream, client, nil\n	}\n" +
 			"	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
 		[]string{"a call ends before its deadline"},
 	},
 	{
-		"a member takes no notice of a failure", "membership/lighthouses/stream.go",
+		"failures not passed on", "membership/lighthouses/stream.go",
 		"		s.member.heard.Tell(membership.Notice{Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})\n",
 		"		_ = f\n",
 		[]string{"a failure reaches everybody in its quorum"},
 	},
 	{
-		"a member goes back to an earlier lighthouse alone", "membership/lighthouses/member.go",
+		"failback alone", "membership/lighthouses/member.go",
 		"			case m.stream != nil && !m.stream.broken():\n				stream = m.stream",
 		"			case m.stream != nil && !m.stream.broken() && reaches != 0:\n				m.choice.failBack(reaches.First())\n				m.stream.leave()",
 		[]string{"while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{
-		"a greeting says no term", "membership/lighthouses/member.go",
+		"greetings without a term", "membership/lighthouses/member.go",
 		"Term: max(m.term.Load(), quorum.TermOf(m.known())), KnownQuorumId: m.known(),", "Term: 0 * quorum.TermOf(m.known()),",
 		[]string{"ids never fall", "while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{
-		"a request outlives the stream on which it came", "lighthouse/member.go",
+		"requests outlive their stream", "lighthouse/member.go",
 		"	s.forget()\n	if s.expiry != nil {", "	if s.expiry != nil {",
 		[]string{"every waiter is answered once"},
 	},
 	{
-		"a member that waits says nothing", "membership/lighthouses/stream.go",
+		"waiting members silent", "membership/lighthouses/stream.go",
 		"	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	return s.interval",
 		"	return s.interval",
 		[]string{"groups that reach each other and a lighthouse train in one quorum", "while nothing fails, no step is lost"},
 	},
 	{
-		"all requests of a member have one number", "membership/lighthouses/member.go",
+		"one number for all requests", "membership/lighthouses/member.go",
 		"client.number.Add(1)", "client.number.Add(0)",
 		[]string{"a call ends before its deadline"},
 	},
 	{
-		"the end of a stream is no sign of a failure", "lighthouse/member.go",
+		"a stream's end unnoticed", "lighthouse/member.go",
 		"if job.streams.remove(s) && !job.closed {", "if job.streams.remove(s) && job.closed {",
 		[]string{"after a failure the others have a quorum"},
 	},
 	{
-		"a member does not tell a lighthouse of its quorum", "membership/lighthouses/stream.go",
+		"quorums not shown", "membership/lighthouses/stream.go",
 		"q != nil && q.ID >= m.Recall", "q != nil && q.ID < m.Recall",
 		[]string{"after a failure the others have a quorum"},
 	},
 	{
-		"a member that is sent back forgets where", "membership/lighthouses/member.go",
+		"failback target forgotten", "membership/lighthouses/member.go",
 		"if place, sent := m.stream.sentBack(); sent {", "if place, sent := m.stream.sentBack(); sent && place < 0 {",
 		[]string{"groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{
-		"a lighthouse that is away fails the round", "manager/retry.go",
+		"an absent lighthouse fails the round", "manager/retry.go",
 		"case rpc.IsUnavailable(err):", "case false && rpc.IsUnavailable(err):",
 		[]string{"a call ends before its deadline"},
 	},
 	{
-		"a session's answer to a vote is always yes", "manager/session.go",
+		"votes of sessions always yes", "manager/session.go",
 		"ShouldCommitResponse{ShouldCommit: a.commit}", "ShouldCommitResponse{ShouldCommit: true}",
 		[]string{"a group commits only what all its ranks voted for"},
 	},
@@ -102,11 +104,14 @@ func spoil(t *testing.T, file, from, to string) (path, code string) {
 	return path, strings.Replace(string(source), from, to, 1)
 }
 
-// The sources still have what the mistakes replace.
+// The sources still have what the mistakes replace, and the page names them.
 func TestTheMistakesFitTheShells(t *testing.T) {
+	var names []string
 	for _, m := range mistakes {
 		spoil(t, m.file, m.from, m.to)
+		names = append(names, m.name)
 	}
+	require.Equal(t, names, testmain.Row(t, "correctness.md", "go/sim/servers/mistakes_test.go", "; "))
 }
 
 func TestMistakesInTheShellsAreFound(t *testing.T) {

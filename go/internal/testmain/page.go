@@ -1,0 +1,58 @@
+package testmain
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// Row is what a page of docs lists of a file: the second cell of the row that begins with it, split at a separator. A test holds it
+// against the code, so that the page does not rot.
+func Row(t testing.TB, page, file, separator string) []string {
+	t.Helper()
+	for _, line := range lines(t, page) {
+		if row, found := strings.CutPrefix(line, "| `"+file+"` | "); found {
+			return strings.Split(strings.TrimSuffix(row, " |"), separator)
+		}
+	}
+	t.Fatalf("docs/%s has no row of %s", page, file)
+	return nil
+}
+
+// Rules are the first cells of a page's tables of rules.
+func Rules(t testing.TB, page string) (rules []string) {
+	t.Helper()
+	in := false
+	for _, line := range lines(t, page) {
+		cell, row := strings.CutPrefix(line, "| ")
+		cell, _, _ = strings.Cut(cell, " | ")
+		switch {
+		case cell == "rule":
+			in = true
+		case !strings.HasPrefix(line, "|"):
+			in = false
+		case in && row:
+			rules = append(rules, cell)
+		}
+	}
+	return rules
+}
+
+// lines are those of a page. The folder of the docs is beside one of those above.
+func lines(t testing.TB, page string) []string {
+	t.Helper()
+	dir, err := os.Getwd()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for {
+		if text, err := os.ReadFile(filepath.Join(dir, "docs", page)); err == nil {
+			return strings.Split(string(text), "\n")
+		}
+		if dir == filepath.Dir(dir) {
+			t.Fatalf("there is no docs/%s", page)
+		}
+		dir = filepath.Dir(dir)
+	}
+}

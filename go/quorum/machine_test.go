@@ -3,6 +3,7 @@ package quorum
 import (
 	"encoding/json"
 	"fmt"
+	"reflect"
 	"slices"
 	"testing"
 	"time"
@@ -141,4 +142,17 @@ func TestReasonsNameOnlySomeOfManyThatAreMissing(t *testing.T) {
 	r.ask(Member{ReplicaID: "a"})
 	require.Equal(t, "1 of 31 healthy replicas asked, more than half are needed; "+
 		"missing: r00, r01, r02, r03, r04, r05, r06, r07 and 22 more", r.machine.Describe(r.now).Reason)
+}
+
+// Results leave the machine as actions. What else a shell can reach is for people, and read at any time (Describe).
+func TestResultsLeaveAsActionsOnly(t *testing.T) {
+	machine := reflect.TypeFor[*Machine]()
+	var methods []string
+	for i := range machine.NumMethod() {
+		methods = append(methods, machine.Method(i).Name)
+	}
+	require.Equal(t, []string{"Describe", "Remembers", "Step"}, methods)
+	for _, field := range reflect.VisibleFields(machine.Elem()) {
+		require.False(t, field.IsExported(), field.Name)
+	}
 }

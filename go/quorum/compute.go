@@ -75,7 +75,7 @@ func (d decision) unknown(id int64) decision {
 //  2. Unless all of the previous quorum ask, there are min_replicas, whatever else holds.
 //  3. Nobody that is healthy is left out before it had join_timeout_ms, from when the first member of the previous quorum
 //     asked: it may be in the middle of a step.
-//  4. It depends on counts and on the policy alone. Who they are may only forbid what it allows (Machine.decide).
+//  4. It depends on counts and on the policy alone. Their identities may only forbid what it allows (Machine.decide).
 func compute(p Policy, t tally) decision {
 	d := decision{policy: p, tally: t}
 	// Without a previous quorum there is nothing to shrink from: a fresh lighthouse must let a job start.
@@ -90,7 +90,7 @@ func compute(p Policy, t tally) decision {
 	case d.eligible() < p.MinReplicas:
 		d.cause = tooFew
 	case 2*t.candidates <= t.healthy:
-		// Counted before shrink_only takes its pick: who asks is here, even if it must wait for its turn.
+		// Counted before shrink_only selects: a member that asks is here, even if the quorum leaves it out.
 		d.cause = noMajority
 	case t.candidates == t.healthy:
 		d.cause = allAsked

@@ -6,14 +6,14 @@ import (
 	"time"
 )
 
-// votes is whether this lighthouse of a list may go on: it asks succession.go for whom there are the votes, and sends on those
+// votes decides whether this lighthouse of a list may go on: it counts votes by the rule of succession.go, and sends on members
 // that may not go on here. Alone, it allows everything.
 //
 // Invariants:
 //
 //  1. No quorum is formed without the votes for it (lacking), but where all of the last one ask and it has no base: then all
 //     vote.
-//  2. Whoever is sent on is let go first.
+//  2. A member that is sent on is released from its bond first (bond.go, invariant 2).
 //  3. Requests that lack votes do not wait for ever: after heartbeat_timeout_ms they are sent on, since the votes may be at another
 //     lighthouse.
 type votes struct {
@@ -21,7 +21,7 @@ type votes struct {
 	past   *memory
 	list   *succession
 	ends   *ends
-	lacked time.Time // since when those who ask may not go on; zero while they may
+	lacked time.Time // since when the waiting members may not go on; zero while they may
 }
 
 // lacking reports, in words, that the members of a quorum may not go on, because another lighthouse might serve the rest of
@@ -55,7 +55,7 @@ func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Vot
 	return reason, missing
 }
 
-// base is whom the quorum after the next one has to outvote besides the members of the next one.
+// base holds the sets that the quorum after the next one has to outvote besides the members of the next one.
 func (v *votes) base(in []*replica, changed bool) [][]Voter {
 	latest := v.past.latest
 	if !v.list.listed() || latest == nil || latest.Base == nil && !changed {
@@ -68,8 +68,8 @@ func (v *votes) base(in []*replica, changed bool) [][]Voter {
 	return v.list.baseAfter(latest.Past(), changed, func(id string) bool { return knows[id] })
 }
 
-// stillLacking reports that a decision would change nothing: the last one was that votes are missing, by the numbers alone they still are,
-// whoever asks, and nothing else is due. Without it each request would cost as much as a quorum has members while one is held up.
+// stillLacking reports that a decision would change nothing: the last one was that votes are missing, by the numbers alone they still
+// are, and nothing else is due. Without it each request would cost as much as a quorum has members while one is held up.
 func (v *votes) stillLacking(t tally) bool {
 	if v.lacked.IsZero() || !v.list.listed() || v.past.latest == nil || t.candidates == 0 ||
 		v.now.Sub(v.lacked) >= v.policy.HeartbeatTimeout || v.now.Sub(v.ends.asked) >= probePause {
@@ -98,7 +98,7 @@ func (v *votes) decided(d decision, tick bool) {
 	}
 }
 
-// stranded sends on those who wait where not even all who are alive could go on, whatever they wait for.
+// stranded sends on the waiting members if not even all members that are alive could go on, whatever they wait for.
 func (v *votes) stranded() {
 	if !v.list.listed() || v.roster.queue.Len() == 0 {
 		return
@@ -116,7 +116,7 @@ func (v *votes) stranded() {
 	v.lack(reason, missing, slices.DeleteFunc(alive, func(r *replica) bool { return !r.waiting() }))
 }
 
-// lack asks the hosts of the missing members, and refuses those who may not go on here after a while: at another lighthouse there may
+// lack asks the hosts of the missing members, and refuses the members that may not go on here after a while: at another lighthouse there may
 // be more. Without that they might wait here for ever.
 func (v *votes) lack(reason string, missing []Voter, in []*replica) {
 	v.ends.probeMissing(missing)
@@ -136,8 +136,8 @@ func (v *votes) lack(reason string, missing []Voter, in []*replica) {
 	}
 }
 
-// missing are those without whose votes no quorum forms, whoever of those that are alive asks: nobody where votes are not
-// what is missing.
+// missing are the members without whose votes no quorum forms even if all that are alive ask; none if a quorum lacks something
+// else.
 func (v *votes) missing() (ids []string) {
 	heard := slices.DeleteFunc(v.roster.alive(), func(r *replica) bool { return r.presumed })
 	_, missing := v.lacking(decision{}, heard)

@@ -64,7 +64,7 @@ type MemberStatus struct {
 
 // Describe tells the state at a time. It changes nothing, and it counts anew what Step counts as it goes.
 //
-// It and Remembers are the queries: all else leaves Step as actions. Somebody who looks may do so at any time, its ages and
+// It and Remembers are the queries: all else leaves Step as actions. They may be asked at any time, their ages and
 // what is left of a timeout are those of that moment, and to hand all of it out with every event would cost as much as the
 // job has groups. Nothing is decided by it: the shell shows it to people and dashboards.
 func (m *Machine) Describe(now time.Time) Status {

@@ -55,8 +55,8 @@ func (s *ends) over(id string, bound bool) {
 	}
 }
 
-// tookAddress notes that another process has the address of a member, whose process has ended then. What it sent before may be on its way
-// until its stream breaks: its end counts after that, when the other process asks again.
+// tookAddress notes that another process has the address of a member, whose process has ended then. Earlier messages of the member may
+// be on their way until its stream breaks: its end counts after that, when the other process asks again.
 func (s *ends) tookAddress(by *Member) {
 	if !s.list.listed() || s.past.latest == nil || by.Address == "" || s.past.votes(by.ReplicaID) {
 		return

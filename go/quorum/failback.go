@@ -6,11 +6,11 @@ import (
 )
 
 // failback sends the members of a job that is served by a later lighthouse of their list to an earlier one when it is there again, all
-// at the same moment. If each went when it likes, those who go first would be too few to be served there, the others would
+// at the same moment. If each went when it likes, the first would be too few to be served there, the others would
 // go on without them, and they would come back when the next ones go: for as long as their clocks stay apart.
 //
-// So each says which earlier lighthouses it reaches, and the lighthouse that serves decides: once all who are alive here
-// reach one of them, all are sent there. Whoever does not reach it keeps the job here, where all can be.
+// So each says which earlier lighthouses it reaches, and the lighthouse that serves decides: once all that are alive here
+// reach one of them, all are sent there. A member that does not reach it keeps the job here, where all can be.
 //
 // They go at once, in the middle of a step. The other lighthouse learns of the quorum that they are in from their
 // greetings, so that it knows who trains before anybody asks.
@@ -62,7 +62,7 @@ func (f *failback) before() Places {
 	return Before(f.list.seat.Place)
 }
 
-// tick sends everybody to an earlier lighthouse that all reach. Those who were in the latest quorum and have yet to come
+// tick sends everybody to an earlier lighthouse that all reach. Members of the latest quorum that have yet to come
 // count until they had the time to.
 func (f *failback) tick() {
 	s := f.roster

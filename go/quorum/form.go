@@ -31,7 +31,7 @@ func (m *Machine) act(tick bool) {
 	}
 }
 
-// decide says whether there is a quorum at a time, and of whom. It changes nothing.
+// decide says whether there is a quorum at a time, and its members. It changes nothing.
 func (m *Machine) decide(t tally, now time.Time) decision {
 	d := compute(m.policy, t)
 	if !d.ready() {
@@ -45,7 +45,7 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	if id := m.search.ahead(d.in); id != 0 {
 		return d.unknown(id)
 	}
-	// Without the votes another lighthouse may serve the rest: two histories. Looked at for whom it would really be of, as
+	// Without the votes another lighthouse may serve the rest: two histories. Looked at for its real members, as
 	// shrink_only leaves some out.
 	if reason, missing := m.votes.lacking(d, d.in); reason != "" {
 		d.cause, d.detail, d.missing = outvoted, reason, missing
@@ -56,7 +56,7 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 		d.cause, d.detail = outvoted, fmt.Sprintf("too few members know of quorum %d and of those before it: its members stay the same until more do", m.past.latestID())
 		return d
 	}
-	// All of the last quorum are there: whoever was ahead is.
+	// All of the last quorum are there, also those that are ahead.
 	if d.cause == fastPath {
 		return d
 	}
@@ -93,7 +93,7 @@ func (m *Machine) deliver(d decision) {
 	if fresh {
 		m.do(Changed{Quorum: q, Joined: joined, Left: left, Reason: m.whyFresh(d, failing)})
 	}
-	m.drains.release() // whoever was in their last step has ended it
+	m.drains.release() // no member is in their last step any more
 	if d.regress != "" {
 		m.do(Regressed{Quorum: q, Reason: d.regress})
 	}

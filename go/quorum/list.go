@@ -30,8 +30,8 @@ func RevisionOf(members []Member) Revision {
 // Change turns one list of members into another. Both are ordered by ReplicaID.
 type Change struct {
 	Whole bool     // Set is the new list; the old one does not matter
-	Left  []int    // who is not in it any more, by the place in the old list, ascending
-	Set   []Member // who joined, or says something new, ordered by ReplicaID
+	Left  []int    // members that are not in it any more, by the place in the old list, ascending
+	Set   []Member // members that joined, or say something new, ordered by ReplicaID
 }
 
 // Empty reports whether the lists are the same.
@@ -60,7 +60,7 @@ func Compare(before, after []Member) Change {
 }
 
 // Since is what a member that holds the list of a revision lacks of q's. Only q's own list and that of the quorum
-// before, which may be nil, are known; who holds any other gets the whole.
+// before, which may be nil, are known; a member that holds any other gets the whole.
 func (q *Quorum) Since(held Revision, before *Quorum) Change {
 	switch {
 	case held == q.Revision:

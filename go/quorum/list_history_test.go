@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// listHistory drives the machines of two lighthouses of a list through random events, with members that keep to the protocol. What it
-// holds against them is the rule of succession.go, written down once more as it is said there.
+// listHistory drives the machines of two lighthouses of a list through random events, with members that keep to the protocol. It
+// holds against them the rule of succession.go, written down once more in other code.
 type listHistory struct {
 	t       *testing.T
 	rng     *rand.Rand
@@ -189,7 +189,7 @@ func (h *listHistory) ends(m *listMember) {
 	}
 }
 
-// crash: a lighthouse starts anew, with what it has written. Whoever finds that it has ended may leave.
+// crash: a lighthouse starts anew, with what it has written. A member that finds that it has ended may leave.
 func (h *listHistory) crash(at int) {
 	l := &h.houses[at]
 	var disk *Recalled

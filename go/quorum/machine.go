@@ -9,16 +9,16 @@ import (
 // Machine decides who trains together. It is a state machine for one goroutine: events go in through Step,
 // and what must be done about them comes out.
 //
-// It routes events to the subjects below, each of which keeps its own invariants, and forms quorums (form.go). What all of
-// them share is in core.
+// It routes events to the subjects below, each of which keeps its own invariants, and forms quorums (form.go). Their shared
+// state is in core.
 //
 // A request costs the same whatever the number of groups; only the one that completes a quorum costs as
-// much as the quorum has members. The quorum that is delivered is one value for all who waited.
+// much as the quorum has members. The quorum that is delivered is one value for all waiters.
 type Machine struct {
 	core
 
 	past      memory    // the latest quorum, ids, and the job's step
-	reconnect reconnect // whether the next quorum needs an id of its own, whoever is in it
+	reconnect reconnect // whether the next quorum needs an id of its own, also with the same members
 	drains    drains    // members of the latest quorum that left it, and are still there
 	suspicion suspicion // among the members of the latest quorum
 	watch     watch     // over its progress
@@ -75,7 +75,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.act(tick)
 	}
 	if tick {
-		// Failback comes after the decision: whoever has just got a quorum asks for nothing more here, and goes with the others.
+		// Failback comes after the decision: members that have just got a quorum have no request here any more, and go with the others.
 		if !m.drains.any() && !m.search.pending(m.now) {
 			m.failback.tick()
 		}

@@ -144,7 +144,7 @@ func TestReasonsNameOnlySomeOfManyThatAreMissing(t *testing.T) {
 		"missing: r00, r01, r02, r03, r04, r05, r06, r07 and 22 more", r.machine.Describe(r.now).Reason)
 }
 
-// Results leave the machine as actions. What else a shell can reach is for people, and read at any time (Describe).
+// Results leave the machine as actions. The other methods that a shell can reach are for people, at any time (Describe).
 func TestResultsLeaveAsActionsOnly(t *testing.T) {
 	machine := reflect.TypeFor[*Machine]()
 	var methods []string

@@ -19,7 +19,7 @@ import (
 //  2. highest grows by ids that may have been given out (plausible), and by those of quorums that a member shows that was in
 //     them. So no single number spoils the ids of a job for good.
 //  3. members[i] is the replica of latest.Members[i], and nobody else is previous.
-//  4. A quorum below step forms only after heartbeat_timeout_ms, or once nobody who knows more may come (regress).
+//  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member that is ahead may come (regress).
 type memory struct {
 	*core
 	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
@@ -32,7 +32,7 @@ type memory struct {
 	// start: the next lighthouse of this job begins above all that this one can give out.
 	highest int64
 
-	rumor Voter // who spoke of a quorum, where none is known, and did not tell of it; empty: nobody
+	rumor Voter // the member that spoke of a quorum, where none is known, and did not show it; empty: none
 	disk  kept  // what was handed over last
 }
 
@@ -219,7 +219,7 @@ func (m *memory) adopt(p Past) {
 			m.do(Probe{v.ReplicaID, v.Address})
 		}
 	}
-	for _, r := range before { // after that: who is in both is not forgotten in between, nor the number of its last request
+	for _, r := range before { // after that: a member of both is not forgotten in between, nor the number of its last request
 		_, in := q.at(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
@@ -263,8 +263,8 @@ func (m *memory) mayRegress(d decision, now time.Time) decision {
 	return d
 }
 
-// decided keeps the time since when the quorum waits for those that are ahead. That wait begins once. Membership churn must not
-// restart it: other causes leave it as it is.
+// decided keeps the time since when the quorum waits for those that are ahead. Membership churn must not
+// restart that wait: other causes leave it as it is.
 func (m *memory) decided(d decision) {
 	switch {
 	case d.cause == nobodyWaits, d.cause == forbidden, d.ready():

@@ -206,7 +206,7 @@ func (m *model) markFailed(id string, cause Cause) {
 	m.ends(id, cause)
 }
 
-// ends notes the end of one that was alive. Whoever is not in the latest quorum ends without a word.
+// ends notes the end of one that was alive. The end of one that is not in the latest quorum is not told.
 func (m *model) ends(id string, cause Cause) {
 	m.anyFailed = true
 	if m.member(id) || m.waits(id) {
@@ -215,7 +215,7 @@ func (m *model) ends(id string, cause Cause) {
 	m.broken = m.broken || m.member(id)
 }
 
-// fail tells of those that failed and are in the latest quorum. Who said before that it ends did.
+// fail tells of those that failed and are in the latest quorum. A member that said before that it ends is told as shut down.
 func (m *model) fail() {
 	m.failed = map[string]Cause{}
 	for id, cause := range m.fresh {

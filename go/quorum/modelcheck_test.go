@@ -14,7 +14,7 @@ import (
 )
 
 // The model check looks at all histories of a few members, two lighthouses and a bounded number of events, not at a sample: breadth
-// first, each state once. What the lighthouses decide is decided by succession.go and bond.go themselves. The rule is that at
+// first, each state once. The decisions of the lighthouses are made by succession.go and bond.go themselves. The rule is that at
 // most one branch of a job ever commits, whoever is in it: of two quorums of which all members have heard, one comes after
 // the other.
 //

@@ -34,7 +34,7 @@ const (
 //
 //  1. Nobody is named before a step takes as long as the stall timeout, before it was asked, and before it had the time to answer.
 //  2. A member is named only while another one waits: where all compute, nobody is held up.
-//  3. What was said is of this step: the next one begins with nothing.
+//  3. Answers are of this step: the next one begins with none.
 type watch struct {
 	*core
 	past      *memory
@@ -53,9 +53,9 @@ type pace struct {
 type step struct {
 	began   time.Time           // when the quorum was delivered
 	askedAt time.Time           // when its members were asked last, zero if they were not
-	said    map[string]Progress // by those who answered since; For is still to grow by the age of heard
+	said    map[string]Progress // by the members that answered since; For is still to grow by the age of heard
 	heard   map[string]time.Time
-	stalled map[string]string // who was named, and why
+	stalled map[string]string // by member that was named: why
 }
 
 // next begins a step. The first quorum of a set of members tells nothing of how long a step takes.

@@ -16,7 +16,7 @@ import (
 //     lighthouse of a list, the one that was asked is alive and had less than heartbeat_timeout_ms to tell. Alone, a lighthouse
 //     goes on in the end, although one that knows waits: nobody else can have served the job meanwhile.
 //  2. One of a list goes on without those that do not tell (disbelieve): they are in no quorum here, and give no vote. So it is with
-//     a member that was silent meanwhile, and speaks again (ahead). Once nobody is left here who knows, the votes alone keep two
+//     a member that was silent meanwhile, and speaks again (ahead). Once nobody that knows is left here, the votes alone keep two
 //     histories apart (succession.go).
 //  3. A quorum is believed that a member shows that was in it, or the disk, within the bounds of what was seen before (recalled).
 type search struct {
@@ -32,7 +32,7 @@ type recall struct {
 	id    int64     // the newest such quorum, 0 if there is none
 	since time.Time // when it was first heard of
 	asked time.Time // when a member was last asked
-	whom  string    // which one
+	by    string    // which one
 }
 
 const (
@@ -112,19 +112,19 @@ func (s *search) heard(r *replica, known int64) {
 // ask asks a member for the quorum that it knows.
 func (s *search) ask(r *replica, known int64) {
 	r.claim.asked(s.now, s.policy.recallPause())
-	s.id, s.asked, s.whom = known, s.now, r.id
+	s.id, s.asked, s.by = known, s.now, r.id
 	s.do(Recall{r.id, known})
 }
 
 // tick asks another member if the one before did not answer, and those that do not answer at all no more. Nobody may be left
-// who knows that quorum.
+// that knows that quorum.
 func (s *search) tick() {
 	if s.id == 0 && !s.list.listed() {
 		return
 	}
 	pause := s.policy.recallPause()
 	var newest int64
-	var whom *replica
+	var best *replica
 	for e := s.roster.queue.Front(); e != nil; {
 		r := e.Value.(*replica)
 		e = e.Next() // a refusal takes r out of the queue
@@ -132,12 +132,12 @@ func (s *search) tick() {
 		case !q.tells || q.known <= s.past.latestID() || r.unshown && !s.list.listed():
 		case r.unshown || r.unanswered(r.lastBeat, s.now, pause):
 			s.disbelieve(r, q.known)
-		case q.known > newest || q.known == newest && r.recalls < whom.recalls:
-			newest, whom = q.known, r
+		case q.known > newest || q.known == newest && r.recalls < best.recalls:
+			newest, best = q.known, r
 		}
 	}
 	since := s.now.Sub(s.asked)
-	switch r := s.roster.replicas[s.whom]; {
+	switch r := s.roster.replicas[s.by]; {
 	case newest == 0 && s.list.listed() && r != nil && r.alive() && !r.unshown && since < s.policy.HeartbeatTimeout:
 		return // it greeted, and is in the middle of a step
 	case newest == 0:
@@ -146,7 +146,7 @@ func (s *search) tick() {
 	case newest == s.id && since < pause:
 		return
 	}
-	s.ask(whom, newest)
+	s.ask(best, newest)
 }
 
 // pending reports whether a decision has to wait until a member has told of its quorum. Alone, a lighthouse goes on in the
@@ -208,8 +208,8 @@ func (s *search) delivered(id int64) {
 	if s.id <= id {
 		return
 	}
-	s.do(Doubted{s.whom, notShown(s.id)})
-	if r := s.roster.replicas[s.whom]; r != nil {
+	s.do(Doubted{s.by, notShown(s.id)})
+	if r := s.roster.replicas[s.by]; r != nil {
 		r.unshown = true // the next quorum does not wait for it again
 	}
 	s.recall = recall{}

@@ -32,5 +32,5 @@ func (r *reconnect) needed() bool { return r.failed != "" || r.other != "" }
 
 func (r *reconnect) reason() string { return cmp.Or(r.failed, r.other) }
 
-// forget is for another latest quorum, in which nobody was told of an end. What a member did may be later than that quorum.
+// forget is for another latest quorum, in which nobody was told of an end. Another reason may be later than that quorum, and stays.
 func (r *reconnect) forget() { r.failed = "" }

@@ -14,7 +14,7 @@ package quorum
 //     another step, or a failure, to report.
 
 // lostAnswer reports whether a member that asks is in the latest quorum and cannot have received it: it says exactly what
-// it said then, on a stream that it has begun since. (Whoever was in a quorum has committed the step, or failed in it.)
+// it said then, on a stream that it has begun since. (A member that received it has committed the step, or failed in it.)
 // Where anything else has happened since, there is a new quorum anyway.
 func (m *Machine) lostAnswer(e Asked) bool {
 	latest, r := m.past.latest, m.roster.replicas[e.Member.ReplicaID]

@@ -310,7 +310,7 @@ func (s *roster) giveUp(w WaiterID, now time.Time) {
 	})
 }
 
-// answer ends the wait of a member, and adds those who waited to a list.
+// answer ends the requests of a member, and adds their waiters to a list.
 func (s *roster) answer(waiters []WaiterID, r *replica, now time.Time) []WaiterID {
 	for _, q := range r.requests {
 		delete(s.waiters, q.waiter)
@@ -328,7 +328,7 @@ func (s *roster) joinAgain(now time.Time) {
 	}
 }
 
-// setPrevious marks who is in the latest quorum.
+// setPrevious marks whether a replica is in the latest quorum.
 func (s *roster) setPrevious(r *replica, previous bool, now time.Time) {
 	s.update(r, now, func() { r.previous = previous })
 }

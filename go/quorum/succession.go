@@ -29,7 +29,7 @@ import (
 //     the one before, and B the other way round, they would have no member in common. So the base may hold several, as many as can
 //     be carried (tooLong); then the members stay the same until more of them know of the last one.
 //
-// So of two quorums that both commit, the second is a successor of the first. That a member has ended is no vote by itself: it
+// So of two quorums that both commit, the second is a successor of the first. The end of a member is no vote by itself: it
 // may have been in a later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go checks all short
 // histories.
 type succession struct {

@@ -1,7 +1,7 @@
 package quorum
 
-// suspicion gathers, for the latest quorum, who lost a collective and whom it suspects. A process group often cannot tell
-// which peer broke; but whoever reports is alive, so that those who do not are the suspects.
+// suspicion gathers, for the latest quorum, which members lost a collective and which peers they suspect. A process group often cannot
+// tell which peer broke; but a member that reports is alive, so that the suspects are those that do not.
 //
 // Invariants:
 //
@@ -17,7 +17,7 @@ type suspicion struct {
 
 // reports are those of one quorum.
 type reports struct {
-	accused map[string]string // by reporter: whom it suspects, empty if it cannot tell
+	accused map[string]string // by reporter: the suspect, empty if it cannot tell
 	named   map[string]int    // how many name a member
 	unnamed int               // how many cannot tell
 	checked map[string]bool

@@ -27,8 +27,8 @@ const (
 // told is the highest term that a member knows of. One that got its quorum by a call was not told any.
 func (e Greeted) told() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
 
-// admit lets a member's stream begin, or refuses it. What it says of terms is still to be taken in (greeted) where the replica is returned:
-// at a lighthouse of a list.
+// admit lets a member's stream begin, or refuses it. At a lighthouse of a list it returns the replica, whose term is still to be taken in
+// (greeted).
 func (t *terms) admit(e Greeted) *replica {
 	others := t.roster.counts.healthy
 	if r := t.roster.replicas[e.ReplicaID]; r != nil && r.alive() {

@@ -11,7 +11,7 @@ import "time"
 type Quorum struct {
 	ID       int64
 	Members  []Member  // ordered by ReplicaID
-	Base     [][]Voter // of quorums before, whom the next one has to outvote besides Members, each for itself; nil for nobody: see succession.go
+	Base     [][]Voter // members of earlier quorums, each of which the next one has to outvote besides Members; nil for none: see succession.go
 	Created  time.Time
 	Revision Revision // of Members; 0 where nobody asked for it, as in an answer to a call
 }
@@ -34,7 +34,7 @@ type (
 		Lighthouses   int    // in the list of a member that makes a call; 0 if it does not say
 		Reaches       Places // as in Reaches
 		// Number grows with each request of the member, retries included; 0 if it does not say. A request that comes
-		// after a newer one was held up on the way. What it says does not hold any more, and nobody waits for it.
+		// after a newer one was held up on the way. Its content does not hold any more, and nobody waits for it.
 		Number uint64
 	}
 	// Greeted: a member of ours begins a stream. It counts as a heartbeat.
@@ -162,7 +162,7 @@ type (
 		Why    Refusal
 		Reason string
 	}
-	// Welcome answers the greeting of a member. What was said before it is for the streams that were open then.
+	// Welcome answers the greeting of a member. Actions before it are for the streams that were open then.
 	Welcome struct {
 		ReplicaID string
 		Term      int64         // 0 where there is no list
@@ -177,8 +177,8 @@ type (
 	// Renew ends all streams but those of the member that just greeted. Their members begin others, and so learn of the
 	// new term.
 	Renew struct{ Reason string }
-	// FailBack sends everybody who has a stream to the lighthouse at an earlier place of the list. What they say on those
-	// streams counts no more, and their end is no failure.
+	// FailBack sends all members that have a stream to the lighthouse at an earlier place of the list. Messages on those
+	// streams count no more, and their end is no failure.
 	FailBack struct {
 		Place  int
 		Reason string

@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Who reduces again what it kept of a step that failed.
+// The groups that reduce kept gradients of a failed step again.
 func TestReplay(t *testing.T) {
 	for _, c := range []struct {
 		name      string

@@ -14,7 +14,7 @@ import (
 
 const module = "github.com/torchft/torchft/go/"
 
-// Who may know whom: recovery reads quorums, round uses both, and none of them knows anything else.
+// Imports form a ladder: recovery reads quorums, round uses both, and none of them knows anything else.
 func TestThePureImportOnlyTheStandardLibraryAndEachOther(t *testing.T) {
 	for name, want := range map[string][]string{
 		"quorum":   {"quorum"},
@@ -32,7 +32,7 @@ func TestThePureImportOnlyTheStandardLibraryAndEachOther(t *testing.T) {
 	}
 }
 
-// What is replayed from a seed must not depend on a schedule, on a clock or on the surroundings.
+// A replay of a seed must not depend on a schedule, on a clock or on the surroundings.
 func TestThePureHaveNoGoroutinesLocksOrClocks(t *testing.T) {
 	allowed := map[string]bool{
 		"bytes": true, "cmp": true, "container/list": true, "crypto/sha256": true, "encoding/binary": true, "errors": true, "fmt": true,

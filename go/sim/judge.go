@@ -72,7 +72,7 @@ func (j *Judge) Say(format string, args ...any) { j.w.say(format, args...) }
 // Break says that a rule about waiting does not hold: what has a deadline had no end by then.
 func (j *Judge) Break(format string, args ...any) { j.w.broken(ruleWaiters, format, args...) }
 
-// change says that something changed: at some lighthouses only, or, with 0, anywhere. What happens at one that does not serve
+// change says that something changed: at some lighthouses only, or, with 0, anywhere. Changes at one that does not serve
 // the job must cost nothing.
 func (j *Judge) change(at uint8) {
 	j.w.changed = j.w.now

@@ -9,7 +9,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// What groups say besides their requests, and what the lighthouse asks them: package manager's Witness and package
+// The messages of groups besides their requests, and the questions of the lighthouse: package manager's Witness and package
 // lighthouse's watch. Times that are seconds there are as short as the timeouts of the simulation are.
 
 // checkTime is how long a member that its peers suspect may take to give a sign of life.

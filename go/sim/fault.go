@@ -53,22 +53,22 @@ const (
 	Hang                              // groups do not reach their collective, and their manager servers live
 	Accuse                            // groups say of a peer that they lost it, which is not so
 	Drain                             // somebody wants groups to leave
-	Boast                             // groups say that they know of a later quorum, which is not so, and show none
+	Claim                             // groups say that they know of a later quorum, which is not so, and show none
 	Withhold                          // groups do not show the quorum that they know
 	Signal                            // rank N of groups is told to leave, as by SIGTERM
 	Finish                            // the training of groups ends on purpose, N = 1: of all; another one begins
 
 	faultKinds
-	drawnKinds = Boast // the kinds after it come where a setup wants them, or in the place of others (variant)
+	drawnKinds = Claim // the kinds after it come where a setup wants them, or in the place of others (variant)
 )
 
 var faultWords = [faultKinds]string{
-	"crash", "vanish", "a rank dies", "leave", "the lighthouse is killed", "the host of the lighthouse vanishes",
-	"partition", "cut from the lighthouse", "cut towards the lighthouse", "cut from the lighthouse, one way",
+	"crash", "vanish", "a rank fails", "leave", "the lighthouse is killed", "the host of the lighthouse vanishes",
+	"partition", "cut from the lighthouse", "cut towards the lighthouse", "cut on the way back from the lighthouse",
 	"cut from peers", "cut towards peers", "pause", "the lighthouse pauses", "slow", "clock jumps",
 	"the lighthouse's clock jumps", "noise", "the next collective fails", "the decision is lost",
-	"a connection of a rank breaks", "shrink_only", "hang", "accuse a peer", "drain", "boast",
-	"keep a quorum back", "a rank is told to leave", "the training ends",
+	"a connection of a rank breaks", "shrink_only", "stall", "accuse a peer", "drain", "claim a quorum",
+	"withhold a quorum", "a rank is told to leave", "the training ends",
 }
 
 // Fault is one thing that goes wrong: After the quorum number Round, on Slots, and for how long.
@@ -242,7 +242,7 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 
 // rough faults make no promises while they last.
 func (f *Fault) rough(s *Setup) bool {
-	return f.For > 0 && (f.Kind == Boast && !s.OnlyBoasts || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Hang)
+	return f.For > 0 && (f.Kind == Claim && !s.OnlyClaims || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Hang)
 }
 
 func (w *world) faultNumber(f *Fault) uint64 {
@@ -322,8 +322,8 @@ func (w *world) strike(f *Fault, i int) {
 		for r := range g.ranks {
 			g.ranks[r].hangsUntil = w.now + f.For
 		}
-	case Boast:
-		g.boasts = true
+	case Claim:
+		g.claims = true
 	case Withhold:
 		g.withholds = w.now + f.For
 	case Signal:
@@ -366,9 +366,9 @@ func (w *world) endFault(f *Fault) {
 			w.cut(f, i, -1)
 		case Slow:
 			s.slow--
-		case Boast:
+		case Claim:
 			if s.g != nil {
-				s.g.boasts = false
+				s.g.claims = false
 			}
 		case RankDies:
 			if g := s.g; g != nil && g.ranks[min(int(f.N), len(g.ranks)-1)].phase == killed {
@@ -377,7 +377,7 @@ func (w *world) endFault(f *Fault) {
 		}
 	}
 	switch f.Kind {
-	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Hang, Boast, Withhold:
+	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Hang, Claim, Withhold:
 		if w.trace != nil {
 			w.say("over: %s (%s)", faultWords[f.Kind], f.Slots)
 		}

@@ -299,7 +299,7 @@ func (g *group) step(input round.Event) {
 			_, g.hasMetadata = g.answered(a.Waiter)
 		case round.Fail:
 			if c, ok := g.answered(a.Waiter); ok && c.kind != metadataCall {
-				if w.OnlyBoasts && !g.boasts && c.kind == quorumCall {
+				if w.OnlyClaims && !g.claims && c.kind == quorumCall {
 					w.broken(ruleUnshown, "%s has no quorum: %s", g.id, a.Failure.Reason)
 				}
 				if w.trace != nil {

@@ -103,7 +103,7 @@ type connection struct {
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
 	last   *quorum.Quorum // that it was told of
-	boasts bool           // it says that it knows a later one
+	claims bool           // it says that it knows a later one
 
 	withholds time.Duration // until when it does not show what it knows
 
@@ -292,7 +292,7 @@ func (g *group) known() int64 {
 	if g.last != nil {
 		id = g.last.ID
 	}
-	if g.boasts {
+	if g.claims {
 		id += (2 * time.Hour).Milliseconds() // further ahead than a lighthouse takes for the difference of two clocks
 	}
 	return id

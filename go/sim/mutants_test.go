@@ -106,7 +106,7 @@ var mutants = []struct {
 	},
 	{
 		"endless questions for an unshown quorum", "quorum/recall.go", "case r.unshown || r.unanswered(r.lastBeat, s.now, pause):", "case false && r.unshown:",
-		boasts, []string{ruleUnshown}, false,
+		claims, []string{ruleUnshown}, false,
 	},
 	{
 		"no base", "quorum/succession.go", "		base = append(base, p.Members)\n", "",

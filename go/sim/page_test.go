@@ -4,6 +4,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"math"
 	"strconv"
 	"strings"
 	"testing"
@@ -33,7 +34,11 @@ func TestThePageListsRulesAndMistakes(t *testing.T) {
 		})
 	}
 	require.Greater(t, len(rules), 30)
-	require.ElementsMatch(t, rules, testmain.Rules(t, "correctness.md"))
+	var listed []string
+	for _, row := range testmain.Table(t, "correctness.md", "rule") {
+		listed = append(listed, row[0])
+	}
+	require.ElementsMatch(t, rules, listed)
 
 	var between, inside []string
 	for _, m := range mistakes {
@@ -45,4 +50,37 @@ func TestThePageListsRulesAndMistakes(t *testing.T) {
 	require.GreaterOrEqual(t, len(between)+len(inside), 40)
 	require.Equal(t, between, testmain.Row(t, "correctness.md", "go/sim/mistakes_test.go", "; "))
 	require.Equal(t, inside, testmain.Row(t, "correctness.md", "go/sim/mutants_test.go", "; "))
+}
+
+// The page says what each kind of fault may cost, and the simulation allows no more.
+func TestThePageSaysWhatFaultsCost(t *testing.T) {
+	kinds := map[string]FaultKind{}
+	for kind, word := range faultWords {
+		kinds[word] = FaultKind(kind)
+	}
+	for _, row := range testmain.Table(t, "correctness.md", "fault") {
+		for word := range strings.SplitSeq(row[0], "; ") {
+			require.Contains(t, kinds, word)
+			f := Fault{Kind: kinds[word]}
+			delete(kinds, word)
+			if row[1] == "not bounded: each is a fault" {
+				require.Equal(t, math.MaxInt32, f.cost(&Setup{Timeout: 1, Ranks: 1}))
+				continue
+			}
+			number, more, _ := strings.Cut(strings.TrimSuffix(row[1], ":"), " ")
+			steps, err := strconv.Atoi(strings.TrimRight(number, ":,"))
+			require.NoError(t, err)
+			require.Equal(t, steps, f.cost(&Setup{Timeout: 1, Ranks: 1}), word)
+			f.For = 3
+			if strings.Contains(more, "more each `timeout`") {
+				steps += 3
+			}
+			require.Equal(t, steps, f.cost(&Setup{Timeout: 1, Ranks: 1}), word)
+			if strings.Contains(more, "each rank") {
+				steps *= 4
+			}
+			require.Equal(t, steps, f.cost(&Setup{Timeout: 1, Ranks: 4}), word)
+		}
+	}
+	require.Empty(t, kinds, "each kind is in the table")
 }

@@ -50,8 +50,8 @@ type Setup struct {
 	Replay bool
 	// OnlyFailures: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
 	OnlyFailures bool
-	// OnlyBoasts: no fault is anything but Boast, of few groups at a time. Then the others go on.
-	OnlyBoasts bool
+	// OnlyClaims: no fault is anything but Claim, of few groups at a time. Then the others go on.
+	OnlyClaims bool
 	// CountLosses: no rank loses more steps than the faults up to then may cost. For faults that are far apart.
 	CountLosses bool
 	// ReplayFailure: in this phase of a replay some groups fail, as long as others live.

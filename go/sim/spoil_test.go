@@ -175,14 +175,14 @@ func finishes(s *Setup) {
 	}
 }
 
-// boasts of one group at a time, of a quorum that it cannot show.
-func boasts(s *Setup) {
+// claims of one group at a time, of a quorum that it cannot show.
+func claims(s *Setup) {
 	several(s)
-	s.Loss, s.Duplicate, s.Straggle, s.OnlyBoasts = 0, 0, 0, true
+	s.Loss, s.Duplicate, s.Straggle, s.OnlyClaims = 0, 0, 0, true
 	s.Slots = max(s.Slots, 4)
 	s.Faults = nil
 	for round := 20; round < s.Rounds; round += 100 {
-		s.Faults = append(s.Faults, Fault{Round: round, Kind: Boast, Slots: 1 << (round / 20 % s.Slots), For: 2 * s.bound()})
+		s.Faults = append(s.Faults, Fault{Round: round, Kind: Claim, Slots: 1 << (round / 20 % s.Slots), For: 2 * s.bound()})
 	}
 }
 

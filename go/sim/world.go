@@ -127,7 +127,7 @@ func (w *world) calls(i int) bool { return (w.Upstream | w.Calls | w.Streamless)
 
 // kept reports whether the lighthouses keep the group in a slot out of the job.
 func (w *world) kept(i int) bool {
-	return w.Lighthouses > 1 && (w.calls(i) && !w.Upstream.has(i) || w.slots[i].g != nil && w.slots[i].g.boasts)
+	return w.Lighthouses > 1 && (w.calls(i) && !w.Upstream.has(i) || w.slots[i].g != nil && w.slots[i].g.claims)
 }
 
 // push makes something happen, at the earliest now.

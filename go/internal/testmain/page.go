@@ -20,23 +20,23 @@ func Row(t testing.TB, page, file, separator string) []string {
 	return nil
 }
 
-// Rules are the first cells of a page's tables of rules.
-func Rules(t testing.TB, page string) (rules []string) {
+// Table is the first and the second cell of each row of the page's tables that have a first column of this name.
+func Table(t testing.TB, page, name string) (rows [][2]string) {
 	t.Helper()
 	in := false
 	for _, line := range lines(t, page) {
-		cell, row := strings.CutPrefix(line, "| ")
-		cell, _, _ = strings.Cut(cell, " | ")
+		text, row := strings.CutPrefix(line, "| ")
+		cells := strings.SplitN(strings.TrimSuffix(text, "|"), " | ", 2)
 		switch {
-		case cell == "rule":
+		case row && cells[0] == name:
 			in = true
 		case !strings.HasPrefix(line, "|"):
 			in = false
-		case in && row:
-			rules = append(rules, cell)
+		case in && row && len(cells) == 2:
+			rows = append(rows, [2]string{cells[0], strings.TrimSpace(cells[1])})
 		}
 	}
-	return rules
+	return rows
 }
 
 // lines are those of a page. The folder of the docs is beside one of those above.

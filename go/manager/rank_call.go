@@ -152,7 +152,7 @@ func (s *Server) giveUp(c *rankCall, cause error) {
 	if c.answered || c.id == 0 {
 		return
 	}
-	s.step(round.GaveUp{Waiter: c.id, Timeout: errors.Is(cause, context.DeadlineExceeded)})
+	s.step(round.Withdrawn{Waiter: c.id, Timeout: errors.Is(cause, context.DeadlineExceeded)})
 	s.waiters.Answer(c.id, answer{err: status.FromContextError(cause).Err()})
 }
 

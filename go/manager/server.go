@@ -158,7 +158,7 @@ func (s *Server) Status() round.Status {
 // failed is the error of a call. If its deadline passed while the lighthouse was not reached, it says why.
 func (s *Server) failed(event round.Event, f round.Failure) error {
 	err := wire.ToStatus(f)
-	if _, gaveUp := event.(round.GaveUp); gaveUp && s.trouble != "" && rpc.IsTimeout(err) {
+	if _, withdrawn := event.(round.Withdrawn); withdrawn && s.trouble != "" && rpc.IsTimeout(err) {
 		return status.Errorf(status.Code(err), "%s; %s", rpc.Message(err), s.trouble)
 	}
 	return err

@@ -202,7 +202,7 @@ func (m *memory) follow(q *Quorum, in []*replica, changed bool) (joined, left []
 }
 
 // adopt makes a quorum that was formed elsewhere, or before the start, the latest one. Its members are taken for alive until
-// they had the time to come, but for those whose hosts say that they are gone: else the first of them that asks would go on alone.
+// they had the time to come, but for those whose hosts say that they have ended: else the first of them that asks would go on alone.
 func (m *memory) adopt(p Past) {
 	before := m.members
 	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Base: p.Base, Created: m.now}

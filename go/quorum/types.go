@@ -70,7 +70,7 @@ type (
 		ReplicaIDs []string
 		By         string
 	}
-	// Ended: the host of a member answered that its process is gone.
+	// Ended: the host of a member answered that its process has ended.
 	Ended struct{ ReplicaID string }
 	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It waits no more.
 	Withdrawn struct{ Waiter WaiterID }
@@ -79,7 +79,7 @@ type (
 	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Those of its requests that
 	// waited were withdrawn before. It is a suspect from then on, and has failed unless there is a sign of life within the grace.
 	Disconnected struct{ ReplicaID string }
-	// Incomplete: a rank of the group is gone. It takes part in nothing until it asks again.
+	// Incomplete: a rank of the group has failed. It takes part in nothing until it asks again.
 	Incomplete struct{ ReplicaID, Reason string }
 	// Suspected: a collective of a quorum failed in the reporter's group. It names the peer that it suspects, or nobody if
 	// it cannot tell. It is a sign of life of the reporter.
@@ -188,7 +188,7 @@ type (
 		ReplicaID string
 		QuorumID  int64
 	}
-	// Probe asks the host of a member whether its process is gone. The shell answers with Ended if it is.
+	// Probe asks the host of a member whether its process has ended. The shell answers with Ended if it is.
 	Probe struct {
 		ReplicaID string
 		Address   string
@@ -281,10 +281,10 @@ type Cause string
 const (
 	Silent       Cause = "silent"      // no sign of life for too long
 	Connection   Cause = "connection"  // its connection broke, and it did not come back
-	RankFailed   Cause = "rank"        // one of its ranks is gone
+	RankFailed   Cause = "rank"        // one of its ranks has failed
 	Unreachable  Cause = "unreachable" // its peers lost it, and it gives no sign of life
 	NoProgress   Cause = "stalled"     // it made no progress, and was evicted
-	ProcessEnded Cause = "process"     // its host says that its process is gone
+	ProcessEnded Cause = "process"     // its host says that its process has ended
 	Parted       Cause = "parted"      // its peers wait for it in a step whose quorum it did not get
 	Doubtful     Cause = "doubtful"    // it knows of a later quorum, as it says, and does not show it
 

@@ -166,7 +166,7 @@ func (m *Machine) disagreement() string {
 	return ""
 }
 
-func (m *Machine) quorumGaveUp(e GaveUp) []Action {
+func (m *Machine) quorumWithdrawn(e Withdrawn) []Action {
 	g := &m.gathering
 	if g.count == 0 {
 		return nil
@@ -180,7 +180,7 @@ func (m *Machine) quorumGaveUp(e GaveUp) []Action {
 		if g.round == 0 {
 			what = "ranks " + m.where(func(r int) bool { return !g.has(r) })
 		}
-		own, others := gaveUp(e, r, what)
+		own, others := withdrawn(e, r, what)
 		if g.round != 0 {
 			// The request to the lighthouse has the earliest deadline of the ranks, so it has timed out for all of them.
 			others.Kind = own.Kind
@@ -192,14 +192,14 @@ func (m *Machine) quorumGaveUp(e GaveUp) []Action {
 	return nil
 }
 
-// gaveUp makes the failures of a rank whose call has ended, and of the other ranks. They fail with it, since it may never ask again.
-func gaveUp(e GaveUp, rank int, what string) (own, others Failure) {
+// withdrawn makes the failures of a rank whose call has ended, and of the other ranks. They fail with it, since it may never ask again.
+func withdrawn(e Withdrawn, rank int, what string) (own, others Failure) {
 	if e.Timeout {
 		return Failure{KindTimeout, "the deadline passed while waiting for " + what},
-			Failure{KindAborted, fmt.Sprintf("rank %d gave up: its deadline passed while waiting for %s", rank, what)}
+			Failure{KindAborted, fmt.Sprintf("rank %d no longer waits: its deadline passed while waiting for %s", rank, what)}
 	}
 	return Failure{KindAborted, "cancelled while waiting for " + what},
-		Failure{KindAborted, fmt.Sprintf("rank %d gave up: its call was cancelled while waiting for %s", rank, what)}
+		Failure{KindAborted, fmt.Sprintf("rank %d no longer waits: its call was cancelled while waiting for %s", rank, what)}
 }
 
 // endGathering fails all pending quorum requests, and cancels the one to the lighthouse.

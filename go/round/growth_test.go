@@ -44,7 +44,7 @@ func (c *many) vote(rank int64) Event {
 	return Voted{Waiter: c.waiter, GroupRank: rank, Step: 1, ShouldCommit: true}
 }
 
-func (c *many) giveUp(int64) Event { return GaveUp{Waiter: c.waiter, Timeout: true} }
+func (c *many) withdraw(int64) Event { return Withdrawn{Waiter: c.waiter, Timeout: true} }
 
 func gone(rank int64) Event { return RankDisconnected{rank} }
 
@@ -62,10 +62,10 @@ func TestWhatAllRanksDoCostsAsMuchAsThereAreRanks(t *testing.T) {
 			c.each(0, c.vote)
 			require.Equal(t, AnswerVote{c.actions[len(c.actions)-1].(AnswerVote).Waiter, true}, c.actions[len(c.actions)-1])
 		},
-		"a quorum that all give up": func(c *many) { c.each(1, c.ask(1)); c.waiter = 0; c.each(1, c.giveUp) },
-		"a vote that all give up":   func(c *many) { c.each(1, c.vote); c.waiter = 0; c.each(1, c.giveUp) },
-		"all connections break":     func(c *many) { c.each(1, c.ask(1)); c.each(0, gone) },
-		"all ask and one is absent": func(c *many) { c.machine.Step(RankDisconnected{0}, epoch); c.each(1, c.ask(1)) },
+		"a quorum that all withdraw from": func(c *many) { c.each(1, c.ask(1)); c.waiter = 0; c.each(1, c.withdraw) },
+		"a vote that all withdraw from":   func(c *many) { c.each(1, c.vote); c.waiter = 0; c.each(1, c.withdraw) },
+		"all connections break":           func(c *many) { c.each(1, c.ask(1)); c.each(0, gone) },
+		"all ask and one is absent":       func(c *many) { c.machine.Step(RankDisconnected{0}, epoch); c.each(1, c.ask(1)) },
 		"all vote and one is absent": func(c *many) {
 			c.machine.Step(RankDisconnected{0}, epoch)
 			c.each(1, c.vote)

@@ -66,7 +66,7 @@ func NewMachine(g Group) *Machine {
 }
 
 // Step takes one event and returns the actions, in the order in which they must be done. The shell watches the deadlines, and feeds
-// GaveUp when one passes.
+// Withdrawn when one passes.
 func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.now = now
 	switch e := event.(type) {
@@ -86,8 +86,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.rankProgressed(e)
 	case MetadataAsked:
 		return m.metadataAsked(e)
-	case GaveUp:
-		return append(m.quorumGaveUp(e), m.voteGaveUp(e)...)
+	case Withdrawn:
+		return append(m.quorumWithdrawn(e), m.voteWithdrawn(e)...)
 	case RankDisconnected:
 		return m.rankDisconnected(e)
 	case StillDisconnected:

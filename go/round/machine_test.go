@@ -64,7 +64,7 @@ func TestDescribeAsJSON(t *testing.T) {
 func TestReasonsNameOnlySomeOfManyRanks(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", WorldSize: 40})
 	m.Step(QuorumAsked{Waiter: 1}, epoch)
-	actions := m.Step(GaveUp{Waiter: 1, Timeout: true}, epoch)
+	actions := m.Step(Withdrawn{Waiter: 1, Timeout: true}, epoch)
 	require.Equal(t, []Action{Fail{1, Failure{KindTimeout, "the deadline passed while waiting for " +
 		"ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more"}}}, actions)
 }

@@ -111,8 +111,8 @@ func (m *model) step(e Event) outcome {
 		}
 	case RankBack:
 		delete(m.absent, e.GroupRank)
-	case GaveUp:
-		m.gaveUp(e)
+	case Withdrawn:
+		m.withdrawn(e)
 	case RankDisconnected:
 		if !m.closed && e.GroupRank >= 0 && e.GroupRank < m.size {
 			m.absent[e.GroupRank] = KindAborted
@@ -299,7 +299,7 @@ func (m *model) voted(e Voted) {
 	}
 }
 
-func (m *model) gaveUp(e GaveUp) {
+func (m *model) withdrawn(e Withdrawn) {
 	own, others := KindAborted, KindAborted
 	if e.Timeout {
 		own = KindTimeout
@@ -405,7 +405,7 @@ func (h *history) event() Event {
 	case p < 90:
 		return MetadataAsked{Waiter: h.next(), GroupRank: rank}
 	case p < 96:
-		return GaveUp{Waiter: h.waiter - WaiterID(h.rng.IntN(6)), Timeout: h.rng.IntN(2) == 0}
+		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(6)), Timeout: h.rng.IntN(2) == 0}
 	default:
 		return RankDisconnected{GroupRank: rank}
 	}

@@ -22,7 +22,7 @@ import (
 //	failed 1 unavailable     or fails
 //	vote 0 yes [waiter=1] [step=3]
 //	metadata 0               someone asks where rank 0 serves its checkpoint
-//	timeout 1, cancel 1      waiter 1 gave up
+//	timeout 1, cancel 1      waiter 1 is withdrawn
 //	disconnected 1           the last connection of rank 1 broke
 //	still-disconnected 1, back 1
 //	drained          the lighthouse wants the group to leave
@@ -92,7 +92,7 @@ func (r *scribe) run(words []string) []string {
 	case "metadata":
 		return r.step(MetadataAsked{Waiter: r.waiter(args), GroupRank: r.number(args[0])})
 	case "timeout", "cancel":
-		return r.step(GaveUp{Waiter: WaiterID(r.number(args[0])), Timeout: words[0] == "timeout"})
+		return r.step(Withdrawn{Waiter: WaiterID(r.number(args[0])), Timeout: words[0] == "timeout"})
 	case "disconnected":
 		return r.step(RankDisconnected{GroupRank: r.number(args[0])})
 	case "still-disconnected":

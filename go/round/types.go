@@ -68,9 +68,9 @@ type (
 		Waiter    WaiterID
 		GroupRank int64
 	}
-	// GaveUp: the deadline of a waiter passed, or its call was cancelled. The gathering ends, and all of its waiters get Fail with a
+	// Withdrawn: the deadline of a waiter passed, or its call was cancelled. The gathering ends, and all of its waiters get Fail with a
 	// reason that names the missing ranks. A shell that has answered this waiter already drops its Fail.
-	GaveUp struct {
+	Withdrawn struct {
 		Waiter  WaiterID
 		Timeout bool
 	}
@@ -92,7 +92,7 @@ func (Drained) isEvent()           {}
 func (ProgressAsked) isEvent()     {}
 func (RankProgressed) isEvent()    {}
 func (MetadataAsked) isEvent()     {}
-func (GaveUp) isEvent()            {}
+func (Withdrawn) isEvent()         {}
 func (RankDisconnected) isEvent()  {}
 func (StillDisconnected) isEvent() {}
 func (RankBack) isEvent()          {}

@@ -114,7 +114,7 @@ func (m *Machine) wentOnBefore(voter int64) int {
 	})
 }
 
-func (m *Machine) voteGaveUp(e GaveUp) []Action {
+func (m *Machine) voteWithdrawn(e Withdrawn) []Action {
 	b := &m.ballot
 	if b.count == 0 {
 		return nil
@@ -125,7 +125,7 @@ func (m *Machine) voteGaveUp(e GaveUp) []Action {
 			continue
 		}
 		missing := m.where(func(r int) bool { return !b.has(r) })
-		own, others := gaveUp(e, r, fmt.Sprintf("the votes of ranks %s on step %d", missing, v.Step))
+		own, others := withdrawn(e, r, fmt.Sprintf("the votes of ranks %s on step %d", missing, v.Step))
 		b.votes[r] = nil
 		b.count--
 		return append([]Action{Fail{e.Waiter, own}}, m.endBallot(others)...)

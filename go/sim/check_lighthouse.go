@@ -28,7 +28,7 @@ type view struct {
 	expected bool
 
 	out      bool             // it counts as failed until it asks again
-	ended    bool             // its host said that its process is gone
+	ended    bool             // its host said that its process has ended
 	ending   bool             // it said that its manager server ends
 	finished bool             // and that its training has, on purpose
 	draining bool             // somebody wants it to leave

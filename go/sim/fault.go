@@ -29,8 +29,8 @@ type FaultKind int
 
 const (
 	Crash            FaultKind = iota // processes of groups are killed; their hosts close the connections
-	Vanish                            // hosts of groups are gone, and nobody is told
-	RankDies                          // rank N of groups; its group follows
+	Vanish                            // hosts of groups vanish, and nobody is told
+	RankFails                         // rank N of groups; its group follows
 	Leave                             // groups shut down in order
 	KillLighthouse                    // and start it again, with an empty memory
 	VanishLighthouse                  // as its host does
@@ -50,7 +50,7 @@ const (
 	LoseVote                          // the last rank of groups does not hear its next decision
 	DropRank                          // the connection of the last rank of groups to its manager server breaks: N = 0: when it calls
 	ShrinkOnly                        // groups ask shrink_only for N steps
-	Hang                              // groups do not reach their collective, and their manager servers live
+	Stall                             // groups do not reach their collective, and their manager servers live
 	Accuse                            // groups say of a peer that they lost it, which is not so
 	Drain                             // somebody wants groups to leave
 	Claim                             // groups say that they know of a later quorum, which is not so, and show none
@@ -146,7 +146,7 @@ func drawFault(r *rand.Rand, s Setup) Fault {
 	switch f.Kind {
 	case KillLighthouse, VanishLighthouse, PauseLighthouse, Noise:
 		f.Slots = 0
-	case RankDies:
+	case RankFails:
 		f.N = r.Int64N(int64(s.Ranks))
 	case ClockLighthouse:
 		f.Slots, f.N = 0, int64(100+r.IntN(2000))
@@ -218,7 +218,7 @@ func (f *Fault) cost(s *Setup) int {
 	switch f.Kind {
 	case PauseLighthouse, ClockLighthouse, LoseVote, ShrinkOnly, Accuse, Drain, Signal, Withhold:
 		return 0
-	case Crash, RankDies, Leave, Finish:
+	case Crash, RankFails, Leave, Finish:
 		return 2 // the step that a peer was still receiving, and the next one, whose quorum it was in already
 	case CutPeers, CutPeersOneWay, Slow:
 		return 2 + int(f.For/s.Timeout)
@@ -242,7 +242,7 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 
 // rough faults make no promises while they last.
 func (f *Fault) rough(s *Setup) bool {
-	return f.For > 0 && (f.Kind == Claim && !s.OnlyClaims || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Hang)
+	return f.For > 0 && (f.Kind == Claim && !s.OnlyClaims || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Stall)
 }
 
 func (w *world) faultNumber(f *Fault) uint64 {
@@ -286,7 +286,7 @@ func (w *world) strike(f *Fault, i int) {
 		g.finished = f.Kind == Finish
 		g.shutDown()
 		w.after(f.For, event{kind: slotStart, id: uint64(i)})
-	case RankDies:
+	case RankFails:
 		r := &g.ranks[min(int(f.N), len(g.ranks)-1)]
 		if r.index == 0 {
 			w.restart(g, "rank 0 ended", f.For)
@@ -318,7 +318,7 @@ func (w *world) strike(f *Fault, i int) {
 		}
 	case ShrinkOnly:
 		g.shrink = int(f.N)
-	case Hang:
+	case Stall:
 		for r := range g.ranks {
 			g.ranks[r].hangsUntil = w.now + f.For
 		}
@@ -370,14 +370,14 @@ func (w *world) endFault(f *Fault) {
 			if s.g != nil {
 				s.g.claims = false
 			}
-		case RankDies:
+		case RankFails:
 			if g := s.g; g != nil && g.ranks[min(int(f.N), len(g.ranks)-1)].phase == killed {
 				w.restart(g, "a rank of it ended", 0)
 			}
 		}
 	}
 	switch f.Kind {
-	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Hang, Claim, Withhold:
+	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Stall, Claim, Withhold:
 		if w.trace != nil {
 			w.say("over: %s (%s)", faultWords[f.Kind], f.Slots)
 		}

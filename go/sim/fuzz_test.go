@@ -35,7 +35,7 @@ func schedule(b []byte) Setup {
 			N:     int64(f[5]%16) * int64(1+f[7]/16),
 			Of:    f[6] % (1 << s.Lighthouses),
 		}
-		if fault.Kind == RankDies {
+		if fault.Kind == RankFails {
 			fault.N %= int64(s.Ranks)
 		}
 		if fault.Kind.ofLighthouse() {

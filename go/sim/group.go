@@ -120,7 +120,7 @@ func (g *group) crash(silent bool, why string) {
 		}
 	}
 	w.slots[g.slot].g, w.slots[g.slot].hostDown = nil, silent
-	w.say("%s dies: %s", g.id, why)
+	w.say("%s ends: %s", g.id, why)
 	if k := g.link; k != nil {
 		k.close(silent)
 	}
@@ -254,7 +254,7 @@ func (g *group) giveUp(r *rank, number uint64, timeout bool) {
 		if c.rank != int16(r.index) || c.number != number {
 			continue
 		}
-		g.step(round.GaveUp{Waiter: c.waiter, Timeout: timeout})
+		g.step(round.Withdrawn{Waiter: c.waiter, Timeout: timeout})
 		if i := g.find(c.waiter); i >= 0 {
 			g.w.broken(ruleWaiters, "the deadline of %s has passed, and it has no answer", g.describeCalls())
 		}

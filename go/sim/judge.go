@@ -113,7 +113,7 @@ func (j *Judge) Begins(f *Fault) {
 	case Crash, Vanish, Leave, Finish, KillLighthouse, VanishLighthouse: // Dies and Lighthouse say the rest
 		w.changed = w.now
 		return
-	case RankDies:
+	case RankFails:
 		w.changed = w.now
 		j.unsettle()
 		return
@@ -183,7 +183,7 @@ func (j *Judge) Dies(id, why string, silent bool) {
 		}
 	}
 	j.w.slots[l.slot].g = nil
-	j.w.say("%s dies: %s", id, why)
+	j.w.say("%s ends: %s", id, why)
 }
 
 func (j *Judge) life(id string) *life {

@@ -62,11 +62,11 @@ func (j *Judge) soon(l *life, q *quorum.Quorum) {
 	j.failed = nil
 }
 
-// failoverTime is the longest until a job whose lighthouse is gone has a quorum at the next one: the connections of its members
+// failoverTime is the longest until a job whose lighthouse has failed has a quorum at the next one: the connections of its members
 // may have to be found failed, and the next lighthouse wants to know who was in the latest quorum.
 const failoverTime = 35 * time.Second
 
-// failedOver looks whether a job whose lighthouse is gone is at another one by now, if all reach that.
+// failedOver looks whether a job whose lighthouse has failed is at another one by now, if all reach that.
 func (j *Judge) failedOver() {
 	if lighthouse, all := j.home(); j.failover > 0 && j.w.now > j.failover && all && j.w.lhs[lighthouse].up {
 		j.w.broken(ruleSoon, "there is no quorum %s after the lighthouse went, and all reach lighthouse %d", j.w.now-j.moved, lighthouse)

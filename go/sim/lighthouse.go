@@ -462,7 +462,7 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 	}
 }
 
-// probe asks the host of a group whether its process is gone. Only a host that can be reached, and runs, says so.
+// probe asks the host of a group whether its process has ended. Only a host that can be reached, and runs, says so.
 func (l *lighthouse) probe(g *group) {
 	w := l.w
 	if w.mistake.silentIsEnded && g != nil {

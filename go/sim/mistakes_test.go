@@ -182,7 +182,7 @@ var mistakes = []struct {
 	}), setup: many(6, Pause)}, []string{ruleEvicted}},
 
 	{mistake{name: "lost ranks not heard", anySize: true, lighthouse: deaf(to[quorum.Incomplete]),
-		setup: func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }}, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}},
+		setup: func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankFails)(s) }}, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}},
 
 	{mistake{name: "broken connections not heard", anySize: true, lighthouse: deaf(to[quorum.Disconnected])}, []string{ruleForms, ruleMajority}},
 
@@ -213,12 +213,12 @@ var mistakes = []struct {
 				e = p
 			}
 			return m.Step(e, now)
-		}), setup: many(6, Hang, Slow, CutPeers)}, []string{ruleCause}},
+		}), setup: many(6, Stall, Slow, CutPeers)}, []string{ruleCause}},
 
 	{mistake{name: "recalled quorums not heard", lighthouse: deaf(to[quorum.Recalled]),
 		setup: func(s *Setup) { s.Calls = 0; many(10, KillLighthouse)(s) }}, []string{ruleMemory, ruleForms, ruleOneSet, ruleIDs, ruleMajority}},
 
-	{mistake{name: "timed-out ranks not answered", group: deafGroup[round.GaveUp](), setup: many(10)}, []string{ruleWaiters}},
+	{mistake{name: "timed-out ranks not answered", group: deafGroup[round.Withdrawn](), setup: many(10)}, []string{ruleWaiters}},
 
 	{mistake{name: "a closing server answers nobody", group: deafGroup[round.Closed](), setup: many(10, Leave)}, []string{ruleWaiters}},
 

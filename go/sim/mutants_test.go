@@ -69,12 +69,12 @@ var mutants = []struct {
 	},
 	{
 		"a lost rank ignored", "quorum/machine.go", "m.fail(r, RankFailed, e.Reason)", "_ = r",
-		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankDies)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}, false,
+		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankFails)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}, false,
 	},
 	{
 		"evicted members stay evicted", "quorum/roster.go", `		r.out = ""
 		r.requests = append`, `		r.requests = append`,
-		many(6, DropRank, Hang, Drain), []string{ruleForms, ruleMajority, ruleMembers, ruleNewcomer, ruleMemory, ruleProgress}, false,
+		many(6, DropRank, Stall, Drain), []string{ruleForms, ruleMajority, ruleMembers, ruleNewcomer, ruleMemory, ruleProgress}, false,
 	},
 	{
 		"suspicion outlasts a return", "quorum/roster.go", "	r.lastBeat = now\n	s.trust(r)\n", "	r.lastBeat = now\n",
@@ -82,7 +82,7 @@ var mutants = []struct {
 	},
 	{
 		"waiting members named as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || said.Waits {", "if !r.alive() || r.waiting() {",
-		many(6, Hang, Slow, CutPeers), []string{ruleCause}, false,
+		many(6, Stall, Slow, CutPeers), []string{ruleCause}, false,
 	},
 	{
 		"newcomers' waits count", "quorum/compute.go", "case t.joining >= p.JoinTimeout", "case t.waited >= p.JoinTimeout",

@@ -15,7 +15,7 @@ const (
 	lhGreet                    // a link of g begins
 	lhDisconnected             // a link has ended
 	lhPast                     // a member answers a recall; x is the *quorum.Past
-	lhEnded                    // the host of g says that its process is gone
+	lhEnded                    // the host of g says that its process has ended
 	lhWake                     // what the machine asked to be woken for
 	lhReaches                  // a member reaches the lighthouses id
 	lhStamp                    // a member answers the stamp id

@@ -96,8 +96,8 @@ func (w *world) living() (n int) {
 	return n
 }
 
-// dieInReplay lets a group die in the phase of a replay that the setup names, now and then, if others live.
-func (w *world) dieInReplay(g *group) {
+// failInReplay lets a group fail in the phase of a replay that the setup names, now and then, if others live.
+func (w *world) failInReplay(g *group) {
 	if w.ReplayFailure == idle || g.killed || w.living() < 2 || w.ending {
 		return
 	}

@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// onlyFailures draws a job whose groups die at any moment, alone and several at once, and come back.
+// onlyFailures draws a job whose groups fail at any moment, alone and several at once, and come back.
 func onlyFailures(seed uint64) Setup {
 	s := Draw(seed, 2+int(seed%4), 400)
 	s.Replay, s.OnlyFailures = true, true
@@ -24,7 +24,7 @@ func onlyFailures(seed uint64) Setup {
 	return s
 }
 
-// No step is lost that a live group had computed: whenever groups die, alone or at once, in each phase of a replay, and
+// No step is lost that a live group had computed: whenever groups fail, alone or at once, in each phase of a replay, and
 // when others join meanwhile.
 func TestAFailureCostsNoStep(t *testing.T) {
 	joins := 0

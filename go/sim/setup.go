@@ -83,7 +83,7 @@ type mistake struct {
 	start         func(time.Time) time.Time // of a lighthouse's clock when it begins
 	replayBehind  bool                      // a step is reduced again whatever the quorum says
 	replaySums    bool                      // what a reduction left is reduced again, not what was kept
-	silentIsEnded bool                      // a host that cannot be asked is taken for one that says that the process is gone
+	silentIsEnded bool                      // a host that cannot be asked is taken for one that says that the process has ended
 	setup         func(*Setup)              // of the histories in which it is looked for
 	keepState     bool                      // a group that heals goes to the step and keeps its weights
 	long          bool                      // no short history has it

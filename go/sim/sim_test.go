@@ -126,7 +126,7 @@ func TestHistoriesThatOnceBrokeARule(t *testing.T) {
 	t.Parallel()
 	hold(t, Draw(382, 16, 1000))  // what a member reached was forgotten when it was silent for long
 	hold(t, Draw(432, 16, 1000))  // the checker's own: a lighthouse forgot a group, and its clock went back
-	hold(t, Draw(11930, 0, 1000)) // the only one who knew of a quorum died
+	hold(t, Draw(11930, 0, 1000)) // the only one that knew of a quorum failed
 	for _, seed := range []uint64{4399, 5231} {
 		s := Draw(seed, 0, 300) // a member was not told of a new term
 		several(&s)

@@ -106,7 +106,7 @@ func quiet(s *Setup, slots int) {
 	s.Streamless, s.Calls, s.Policy.MinReplicas = 0, 0, 1
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
 	s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
-	s.QuorumTimeout = 20 * time.Second // nobody gives up while it waits for the others
+	s.QuorumTimeout = 20 * time.Second // no request is withdrawn while it waits for the others
 }
 
 // withheld is a job of three groups. g00 and g02 train at the second lighthouse, and g01 waits at the first. Then g00 goes back to the
@@ -186,7 +186,7 @@ func claims(s *Setup) {
 	}
 }
 
-// keepHeartbeats lets nobody die whose heartbeat ever came.
+// keepHeartbeats lets no member fail whose heartbeat ever came.
 func keepHeartbeats(m *quorum.Machine) lighthouseMachine {
 	var ids []string
 	return spoiled{m, func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
@@ -292,7 +292,7 @@ func many(every int, kinds ...FaultKind) func(*Setup) {
 				f := &s.Faults[i]
 				f.Kind = kinds[(int(s.Seed)+i)%len(kinds)]
 				f.For = max(f.For, s.Timeout/2)
-				if f.Kind == RankDies {
+				if f.Kind == RankFails {
 					f.N = int64(i % s.Ranks)
 				}
 				if f.Kind.ofLighthouse() {

@@ -184,7 +184,7 @@ func (w *world) step() {
 		w.lhs[e.lh].handle(e)
 	case e.kind < lastOfGroup:
 		e.g.handle(e)
-		w.dieInReplay(e.g)
+		w.failInReplay(e.g)
 	case e.kind == lhStart:
 		w.lhs[e.lh].start()
 	case e.kind == slotStart:

@@ -71,17 +71,17 @@ func (g *group) strike(f *sim.Fault) {
 	j := g.j
 	switch f.Kind {
 	case sim.Crash, sim.Vanish:
-		g.die(f.Kind, "killed", f.For)
+		g.end(f.Kind, "killed", f.For)
 	case sim.Leave:
 		if f.After%2 == 0 && len(g.ranks) == 1 {
 			g.tell(func(*sim.Judge) { g.leaves = true })
 			return
 		}
-		g.die(sim.Leave, "it shuts down", f.For)
+		g.end(sim.Leave, "it shuts down", f.For)
 	case sim.Finish:
 		g.tell(func(*sim.Judge) { g.finishes = true })
-		g.die(sim.Leave, "its training ends", f.For)
-	case sim.RankDies:
+		g.end(sim.Leave, "its training ends", f.For)
+	case sim.RankFails:
 		if r := g.ranks[min(int(f.N), len(g.ranks)-1)]; r.index > 0 {
 			j.net.Host(r.host).Kill()
 			g.tell(func(*sim.Judge) {
@@ -89,7 +89,7 @@ func (g *group) strike(f *sim.Fault) {
 				r.leaveAverage(false)
 			})
 		}
-		j.after(f.For, func() { g.die(sim.Crash, "a rank of it ended", 0) })
+		j.after(f.For, func() { g.end(sim.Crash, "a rank of it ended", 0) })
 	case sim.Pause:
 		g.tell(func(*sim.Judge) { g.stopped = time.Now().Add(f.For) })
 	case sim.Flaky:

@@ -159,9 +159,9 @@ func (g *group) tell(what func(*sim.Judge)) (alive bool) {
 	return alive
 }
 
-// die ends a group, and lets another one begin in its slot. A process that dies breaks its connections, a host that vanishes
+// end ends a group, and lets another one begin in its slot. A process that ends breaks its connections, a host that vanishes
 // does not, and one that shuts down says so.
-func (g *group) die(how sim.FaultKind, why string, down time.Duration) {
+func (g *group) end(how sim.FaultKind, why string, down time.Duration) {
 	j := g.j
 	if !g.tell(func(judge *sim.Judge) {
 		g.killed = true

@@ -87,7 +87,7 @@ func (r *rank) failed(err *callError) {
 	count := 0
 	r.tell(func(*sim.Judge) { count = r.model.Failed(err, err.early) })
 	if err.vote && r.chance(0.3) || r.chance(0.1) || count > 3 {
-		r.g.die(sim.Crash, "an error reached its training loop", r.upTo(s.QuorumTimeout))
+		r.g.end(sim.Crash, "an error reached its training loop", r.upTo(s.QuorumTimeout))
 		return
 	}
 	sleep(r.ctx, s.Delay+r.upTo(s.Compute))
@@ -126,7 +126,7 @@ func (r *rank) left() bool {
 		ctx, cancel := context.WithTimeout(r.ctx, s.Timeout)
 		defer cancel()
 		_ = r.client.Leave(ctx) // who waits for it in vain goes all the same
-		r.g.die(sim.Leave, "it leaves", r.upTo(s.Timeout))
+		r.g.end(sim.Leave, "it leaves", r.upTo(s.Timeout))
 	}
 	return leaves
 }

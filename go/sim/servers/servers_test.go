@@ -144,7 +144,7 @@ func (j *job) end() {
 			if j.setup.Seed%2 == 1 {
 				how = sim.Crash
 			}
-			g.die(how, "the history is over", time.Hour)
+			g.end(how, "the history is over", time.Hour)
 		}
 	}
 	time.Sleep(j.setup.Policy.HeartbeatTimeout + 2*time.Second)

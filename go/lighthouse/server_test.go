@@ -137,7 +137,7 @@ func TestAFrozenPeerDoesNotHoldUpShutdown(t *testing.T) {
 	})
 }
 
-func TestAWaiterThatGaveUpIsForgotten(t *testing.T) {
+func TestAWithdrawnRequestIsForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		ghost, a, b := dial(t, c, "ghost"), dial(t, c, "a"), dial(t, c, "b")

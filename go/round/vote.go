@@ -101,7 +101,7 @@ func wentOn(rank, step int64) Failure {
 
 // wentOnBefore finds a rank that asked for the next quorum before this vote, -1 if there is none.
 //
-// If the voter itself has a pending quorum request, it has cancelled that request before it voted, and the GaveUp of it, which comes by
+// If the voter itself has a pending quorum request, it has cancelled that request before it voted, and the Withdrawn of it, which comes by
 // another goroutine, is still to be fed. It will end the gathering, so the vote may stay open.
 func (m *Machine) wentOnBefore(voter int64) int {
 	g := &m.gathering

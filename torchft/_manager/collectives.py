@@ -1,7 +1,8 @@
 """The collectives of one step, and those of earlier steps that still run in the backend after an abort.
 
-On a device a collective has ended when the device has finished it. Whoever waits for one only queues what comes after:
-then its mark stays here until the vote, and its tensors do not.
+On a device a collective has ended when the device has finished it, but `wait` only orders the current stream behind it.
+So a `wait` leaves an event on that stream (a :class:`Mark`) here until the vote. The tensors are not kept: the training
+loop may free them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from torchft._manager.state import Place
     from torchft._manager.work import _ManagedWork
 
-# How long the aborted collectives of a step may take to end. Gloo's take some 10 ms; but in one of a hundred failures
-# it forgets a send, which then waits for its own timeout.
+# How long the aborted collectives of a step may take to end. Gloo's end within some 10 ms, but in one of a hundred
+# failures it never wakes a send, which then lasts until its own timeout.
 _DRAIN_SEC = 0.5
-# How often it is looked whether one that was forgotten is over.
+# The pause between two looks at such collectives.
 _LOOK_SEC = 0.01
 
 
@@ -33,8 +34,8 @@ def check_reducible(tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: 
     """Refuses arguments of ``Manager.allreduce``.
 
     Raises:
-        ValueError: the dtype does not go with the reduction.
-        RuntimeError: the current stream is captured into a graph.
+        ValueError: the dtype does not fit the reduction.
+        RuntimeError: the current stream is captured into a CUDA graph.
     """
     if not tensor.is_cpu:
         refuse_capture("Manager.allreduce")
@@ -45,18 +46,18 @@ def check_reducible(tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: 
 
 
 class Collectives:
-    """What runs in a step, and whether it is of use.
+    """The collectives of one step.
 
     Args:
         abort: aborts the process group.
-        report: learns of a collective that failed, and whose it is: these.
-        backlog: takes those that the backend is not through with.
-        place: where the rank is; the timeout of each.
+        report: is called with the error of a failed collective, and this object.
+        backlog: keeps the collectives that the backend has not ended after an abort.
+        place: has the timeout of a collective, and the step of the rank.
         logger: of the Manager.
 
     Attributes:
-        usable: whether more of them make sense. A failed heal spoils the step of its group, but its peers still count
-            on it in their collectives.
+        usable: whether the step may run further collectives. True also after a failed heal: the step is then not
+            committed here, but the peers' collectives need this group.
         aborted: whether the process group was aborted in this step.
     """
 
@@ -75,10 +76,11 @@ class Collectives:
         self._logger = logger
         self.usable = True
         self.aborted = False
-        self._aborting = threading.Lock()  # held by an abort that goes on
+        self._aborting = threading.Lock()  # held during an abort
         self._retired = False
         self._begun = 0
-        # Those that have not ended, by number: failed ones, those nobody waited for, and what a device has to reach.
+        # By number: collectives that failed or that the training loop has not waited for, and events that the device
+        # has not reached.
         self._flights: dict[int, Union[_ManagedWork, Mark]] = {}
 
     def __len__(self) -> int:
@@ -86,17 +88,17 @@ class Collectives:
 
     @property
     def _timeout(self) -> timedelta:
-        """Read by name: see _ManagedWork."""
+        """_ManagedWork reads it by this name, which a Manager has too."""
         return self._place.timeout
 
     def add(self, work: _ManagedWork) -> None:
-        """A collective has begun."""
+        """Adds a collective that has begun."""
         self._flights[self._begun] = work
         work.belongs_to(self._flights, self._begun)
         self._begun += 1
 
     def report_error(self, e: Exception) -> None:
-        """One of them failed."""
+        """Reports that a collective of this step failed."""
         self._report(e, self)
 
     def running(self) -> Optional[int]:
@@ -107,9 +109,10 @@ class Collectives:
         return None
 
     def abort(self) -> None:
-        """Aborts the process group, once a step. The next quorum has a new id, as this step is not committed.
+        """Aborts the process group, at most once in a step. That is safe because the step is then not committed, so the
+        next quorum has a new id and reconfigures the group.
 
-        Returns at once where another thread does: an abort may wait for what that one holds.
+        Returns at once if another thread is in an abort: that one may wait for a lock that this thread holds.
         """
         if self.aborted or self._retired or not self._aborting.acquire(blocking=False):
             return
@@ -124,25 +127,25 @@ class Collectives:
             self._aborting.release()
 
     def retire(self) -> None:
-        """The next step begins: what fails late aborts nothing any more. Returns when no abort goes on."""
+        """The next step begins: from now on a late failure of this one aborts nothing. Waits for an abort that runs."""
         with self._aborting:
             self._retired = True
 
     def wait(self) -> None:
-        """Waits for the collectives that nobody waited for; most have ended long ago."""
+        """Waits for the collectives that the training loop has not waited for; most of them have ended already."""
         for flight in list(self._flights.values()):
             if not isinstance(flight, Mark):
                 flight.wait()
 
     def end(self, timeout: timedelta) -> bool:
-        """As :meth:`wait`, and until devices have finished; and after an abort for the real end of those that were in
-        flight: they must not write into memory that the next step uses.
+        """As :meth:`wait`, then waits until devices have finished, and after an abort until the backend has ended the
+        operations that were in flight: before that they may write into memory that the next step uses.
 
         Args:
-            timeout: after which a device is given up, and the process group aborted.
+            timeout: for the devices; after it the process group is aborted.
 
         Returns:
-            False if one of them has still not ended.
+            False if an operation has still not ended.
         """
         self.wait()
         marks = [flight for flight in self._flights.values() if isinstance(flight, Mark)]
@@ -158,7 +161,7 @@ class Collectives:
         return not left and all(_waited(mark, deadline - time.monotonic()) for mark in marks)
 
     def _await_devices(self, marks: list[Mark], timeout: timedelta) -> None:
-        """Until then the collectives are in flight: a failure that is told ends them."""
+        """Waits until devices have reached the marks, or a reported failure has aborted the collectives."""
         try:
             ended = poll(lambda: self.aborted or all(mark.reached() for mark in marks), timeout.total_seconds())
         except Exception as e:  # the device has failed
@@ -174,11 +177,11 @@ class Collectives:
 
 
 class Backlog:
-    """Collectives of earlier steps that were aborted, and are not over in the backend.
+    """Collectives of earlier steps that were aborted, but have not ended in the backend.
 
     Args:
-        at_once: how many collectives hold all threads of the process group, also for its next peers; None: new peers
-            come with new threads.
+        at_once: the number of threads that the process group has for collectives and keeps when its peers change; None
+            if a group with new peers has new threads.
         logger: of the Manager.
     """
 
@@ -188,7 +191,7 @@ class Backlog:
         self._left: list[_ManagedWork] = []
 
     def add(self, left: list[_ManagedWork]) -> None:
-        """The step that they belong to ends without them."""
+        """Adds collectives whose step ends before them."""
         if self._at_once is not None:
             self._left += left
 
@@ -201,21 +204,21 @@ class Backlog:
         if self._at_once is None or self._lost() < self._at_once:
             return
         self._logger.warn(
-            f"{len(self._left)} collectives of an earlier quorum, which the backend lost, hold its {self._at_once} "
-            "threads until their timeout: this group joins no quorum before"
+            f"{len(self._left)} aborted collectives of an earlier quorum occupy the {self._at_once} threads of the "
+            "backend until their timeout: this group joins no quorum before"
         )
         deadline = time.monotonic() + timeout.total_seconds()
         while self._lost() >= self._at_once:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
-                    f"timed out: collectives that the backend lost hold all of its {self._at_once} threads "
+                    f"timed out: aborted collectives occupy all {self._at_once} threads of the backend "
                     f"for more than {timeout}"
                 )
             time.sleep(min(left, _LOOK_SEC))
 
     def _lost(self) -> int:
-        """How many of earlier steps the backend is still not through with."""
+        """The number of collectives of earlier steps that still occupy a thread."""
         self._left = [work for work in self._left if not work.drain(timedelta(0))]
         return len(self._left)
 
@@ -223,5 +226,5 @@ class Backlog:
 def _waited(mark: Mark, timeout: float) -> bool:
     try:
         return mark.wait(max(0.0, timeout))
-    except RuntimeError:  # a device that has failed writes nothing any more
+    except RuntimeError:  # a failed device writes nothing any more
         return True

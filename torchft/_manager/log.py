@@ -1,5 +1,5 @@
-"""What the Manager says: lines for people, and one record for each quorum, commit, error, failure, heal and
-divergence for machines."""
+"""The Manager's log lines, and its records for exporters: one for each quorum, commit, error, failure, heal and
+divergence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _divergences = logging.getLogger("torchft_divergences")
 
 
 def export_events() -> None:
-    """Sends the events to OpenTelemetry if the environment asks for it. That costs nothing where it does not."""
+    """Sends the events to OpenTelemetry if the environment asks for it; otherwise nothing is imported."""
     if not otel_exporters():
         return
     try:
@@ -38,7 +38,7 @@ def export_events() -> None:
 
 
 class _Stepping(Protocol):
-    """Where a rank is."""
+    """The step and quorum of a rank."""
 
     @property
     def _quorum_id(self) -> int: ...
@@ -47,13 +47,13 @@ class _Stepping(Protocol):
 
 
 class _ManagerLogger:
-    """Prefixes each line with who says it and at which step.
+    """Prefixes each line with replica id, rank and step.
 
     Args:
-        manager: says at which step and quorum the rank is; named as in upstream. A Manager gives its
+        manager: has the step and quorum of the rank; the argument's name is upstream's. A Manager passes its
             ``Place``.
         replica_id, group_rank: of this rank.
-        reports: tells the manager server what people want to see; None: nothing is told.
+        reports: sends what the page and the metrics show to the manager server; None: nothing is sent.
     """
 
     def __init__(self, manager: _Stepping, replica_id: str, group_rank: int, reports: Optional[Reports] = None) -> None:
@@ -86,7 +86,7 @@ class _ManagerLogger:
         self._event(_errors, logging.ERROR, str(error), error=str(error))
 
     def heal_progress(self, received: int, total: int) -> None:
-        """Bytes of a peer's state that have come, and all of them."""
+        """Bytes of a peer's state that have arrived, and bytes in total."""
         self._reports.healing(received, total)
 
     def recovery_event(self, from_step: int, phases: Phases) -> None:
@@ -112,14 +112,13 @@ class _ManagerLogger:
     def divergence_event(
         self, text: str, digested_step: int, groups: list[str], tensors: list[str], certain: bool
     ) -> None:
-        """Groups have other weights, or another optimizer state, than most; not certain: it is not known which."""
+        """Weights or optimizer state of some groups differ; ``certain``: it is known which of them are wrong."""
         self.warn(text)
         fields = {"groups": ", ".join(groups), "tensors": "; ".join(tensors), "certain": certain}
         self._event(_divergences, logging.ERROR, text, digested_step=digested_step, **fields)
 
     def _event(self, logger: logging.Logger, level: int, msg: str, **fields: Any) -> None:
-        # These records are for exporters: without a handler of their own they would reach Python's handler of last
-        # resort and print empty lines.
+        # Without a handler these records would reach logging.lastResort, which prints a line for each.
         if not logger.isEnabledFor(level) or not logger.hasHandlers():
             return
         logger.log(

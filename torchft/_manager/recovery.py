@@ -1,7 +1,7 @@
 """Healing: sends this group's state to groups that are behind, and receives a peer's state when this group is behind.
 
-A heal has three moments. It is *fetched* on the quorum thread, while the model runs. It is *loaded* on the training
-thread, because the model is its own. Until then it can be *discarded*, and the group is again where its weights are.
+A state is *fetched* on the quorum thread while the model runs, and *loaded* on the training thread, the only one that
+may change the model. Until it is loaded it can be *discarded*; the group then reports the step of its own weights.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The timeout for reaching an additional source; a later one would not shorten the transfer.
+# The timeout for reaching an additional source. One that takes longer would hardly shorten the transfer.
 _HELPER_TIMEOUT = timedelta(seconds=3)
-# The first try to reach a source; each further one takes twice as long. Between two of them its failure may be told.
+# The timeout of the first attempt to reach a source; it doubles with each attempt. Between two attempts the quorum
+# thread learns of a failure of the source.
 _FIRST_TRY = timedelta(seconds=0.5)
-# Between two attempts to end a transfer, which may not have begun.
+# The pause between two attempts to abort a transfer, which may not have begun when its source fails.
 _ABANDON_AGAIN_SEC = 0.05
 
 
@@ -44,17 +45,18 @@ class Recovery:
         transport: moves the bytes.
         user_state: reads and loads the user's part.
         group_rank: which rank of a source serves this one.
-        connect: opens a client to a manager server, within a time.
+        connect: opens a client to a manager server, within a timeout.
         check_peers: raises if a member of the quorum is known to have failed.
-        timeout: for asking where the state is, and again for fetching it.
-        connect_timeout: for reaching the source's manager server.
-        sources: how many groups this one asks for one state, and whether (if more than 1) it helps others so.
+        timeout: of the request for the state's address, and of the transfer.
+        connect_timeout: of connecting to the source's manager server.
+        sources: the number of groups that this one fetches a state from; with more than 1 it is also an additional
+            source for others.
         in_background: whether the model runs while a state is fetched.
         logger: of the Manager.
 
     Attributes:
-        pending: what was fetched and is not loaded yet.
-        phases: where the seconds of the heal went that is under way, or was the last.
+        pending: the state that was fetched and is not loaded yet.
+        phases: the seconds of each phase of the current or last heal.
         along: heals piece by piece, None if that is off.
     """
 
@@ -85,8 +87,8 @@ class Recovery:
         self.phases = Phases()
         self.along: Optional[Along] = None
         self._before: Optional[Position] = None
-        self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, while its state comes
-        self._target = Target(self._own, writable=False)  # of the heal that is under way
+        self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, during the transfer
+        self._target = Target(self._own, writable=False)  # of the current heal
         self._in_background = in_background
         if transport.in_place and in_background:
             warnings.warn(
@@ -94,13 +96,13 @@ class Recovery:
                 "pass runs: pass use_async_quorum=False, or leave state_dict out (docs/healing.md)",
                 stacklevel=4,
             )
-        # A load that failed may have changed some of the weights, and a transfer in place some or all of them: until a
-        # load succeeds they are of no step.
+        # A failed load may have changed some of the weights, and a failed transfer in place some or all of them. Until
+        # a load succeeds, the weights are of no step, and must not be trained on or served.
         self._spoiled = False
 
     @property
     def fetching(self) -> bool:
-        """Whether a heal has begun, and the others wait for its end."""
+        """Whether a heal has begun whose end the other groups wait for."""
         return self._before is not None and self.pending is None and not self.joining
 
     @property
@@ -109,7 +111,7 @@ class Recovery:
         return self.along is not None and self.along.joining
 
     def follow(self, plan: Plan) -> None:
-        """A quorum, before anything is done about it.
+        """Takes a quorum into account, before the group acts on it.
 
         Raises:
             RuntimeError: the weights are of no step, and there is no group to heal from.
@@ -123,17 +125,17 @@ class Recovery:
             )
 
     def begin(self, before: Position, asked: float) -> None:
-        """A heal begins in a group that has this state. Until it is loaded, :meth:`discard` gives it back.
+        """Begins a heal.
 
         Args:
-            before: the state.
-            asked: when the quorum was asked for that says so, by time.monotonic().
+            before: the position of the group's own weights, which :meth:`discard` returns if nothing is loaded.
+            asked: the time.monotonic() of the quorum request whose result names this group as a target.
         """
         self._before = before
         self.phases = Phases(quorum=time.monotonic() - asked)
 
     def serve(self, plan: Plan, read: Callable[[], dict[str, Any]]) -> None:
-        """Offers the state that ``read`` gives to the groups that heal from this one, or may ask it for help.
+        """Offers the state that ``read`` returns to the targets that this group is a source or additional source of.
 
         Raises:
             Exception: the transport failed.
@@ -153,12 +155,12 @@ class Recovery:
             self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
             try:
                 self._serve(plan, read)
-            except Unsendable as e:  # the targets know; this group has its state, and trains on
+            except Unsendable as e:  # the targets were told; this group has its state, and trains on
                 self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
         elif plan.help_dst and self._helpers > 0:
             try:
                 self._transport.help_checkpoint(plan.max_step, read())
-            except Exception as e:  # it has another source
+            except Exception as e:  # the target has its assigned source
                 self._logger.exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
 
     @ranged("_checkpoint_transport::send_checkpoint")
@@ -176,10 +178,10 @@ class Recovery:
         """Fetches the state of ``plan.max_step`` from this rank's counterpart in the assigned group.
 
         Returns:
-            what this group has once that state is loaded.
+            the group's position after that state is loaded.
 
         Raises:
-            RuntimeError: the source cannot be reached, or serves another step than it was asked for.
+            RuntimeError: the source cannot be reached, or serves another step than the requested one.
             PeerFailed: the source cannot be reached, and a member of the quorum has failed.
             CheckpointTimeout: it took longer than the timeout.
         """
@@ -195,7 +197,7 @@ class Recovery:
                 several["target"] = target
             self._source = plan.quorum_id, source.replica_id
             try:
-                self._check_peers()  # of what is told from here on peer_failed hears
+                self._check_peers()  # failures that are reported from here on reach peer_failed
                 in_place = self._transport.in_place or (self._transport.takes_target and target.writable)
                 self._spoiled = self._spoiled or in_place
                 with watched_by(self._logger.heal_progress):
@@ -218,16 +220,17 @@ class Recovery:
         return Position(served["step"], served["batches_committed"], plan.committed_quorum_id)
 
     def _may_write(self, plan: Plan) -> bool:
-        """Whether the state may be received into this group's own tensors while it arrives.
+        """Whether the state may be received directly into this group's own tensors.
 
-        Nobody reads them then, since the training thread waits for the quorum. Nothing is lost if the transfer fails:
-        there is another group to heal from, or this one is at the beginning of a job that is further.
+        It may if two things hold. No thread reads the tensors during the transfer: the training thread waits for the
+        quorum, unless heals run in the background. And nothing is lost if the transfer fails half-way: another group
+        has the state too, or this group has trained no step.
         """
         new = self._before is not None and self._before.step == 0 and plan.max_step > 0
         return not self._in_background and not plan.replay and (new or plan.num_up_to_date > 1)
 
     def _own(self) -> dict[str, Any]:
-        """What this group has, built as what is served. Read when the training thread waits, or by itself."""
+        """This group's own state, structured as a served one. Called by the training thread, or while that waits."""
         return {"user": {key: read() for key, read in self._user_state.read_fns.items()}}
 
     def _reach(self, manager_address: str) -> ManagerClient:
@@ -265,19 +268,19 @@ class Recovery:
             time.sleep(_ABANDON_AGAIN_SEC)
 
     def locate(self, manager_address: str) -> str:
-        """Where this rank's counterpart in a group offers its state; one attempt, of a few seconds at most."""
+        """The address at which this rank's counterpart in a group offers its state; one attempt, of at most 3 s."""
         return self._ask(self._connect(manager_address, _HELPER_TIMEOUT), _HELPER_TIMEOUT)
 
     def _ask(self, client: ManagerClient, timeout: timedelta) -> str:
-        """The client closes when it is dropped."""
+        """Asks for the address of a state. The client closes its connection when it is garbage collected."""
         return client._checkpoint_metadata(self._group_rank, timeout=timeout)
 
     def join(self, plan: Plan) -> bool:
-        """Whether this group trains along while its state arrives; else it is to :meth:`fetch` it."""
+        """Whether this group trains along while its state arrives; if not, the caller has to :meth:`fetch` it."""
         return self.along is not None and self.along.join(plan)
 
     def how_far(self) -> str:
-        """How much of a state that arrives in pieces is here, for the log."""
+        """How much of a state that arrives in pieces has arrived, for the log."""
         assert self.along is not None
         return self.along.how_far()
 
@@ -285,7 +288,7 @@ class Recovery:
         """Ends a step in which this group trains along, before it votes: see :meth:`Along.advance`.
 
         Returns:
-            what this group has once the state is loaded; None: it is not all here.
+            the group's position after the state is loaded; None: the state is not complete.
         """
         assert self.along is not None
         began = self.along.began
@@ -299,7 +302,7 @@ class Recovery:
         return Position(plan.max_step, state["torchft"]["batches_committed"], plan.committed_quorum_id)
 
     def load(self) -> bool:
-        """Loads what was fetched, on the training thread. False if there is nothing.
+        """Loads the fetched state, on the training thread. False if there is none.
 
         Raises:
             Exception: the user's function failed; the weights are then of no step.
@@ -324,10 +327,10 @@ class Recovery:
         return True
 
     def discard(self) -> Optional[Position]:
-        """Forgets a heal that was not loaded.
+        """Drops a heal that was not loaded.
 
         Returns:
-            what this group really has, so that it is healed again; None if there was no heal.
+            the position of the group's own weights, to report it in the next quorum; None if there was no heal.
         """
         before, self._before, self.pending = self._before, None, None
         return before

@@ -1,9 +1,9 @@
 """Parameters with their optimizer state, in pieces: read at a source, put in place and stepped along at a target.
 
-A piece is a range of elements of a parameter, in the order in which they lie in memory, and the same range of each
-tensor of its optimizer state that has the parameter's layout; what is small besides, such as Adam's count of steps,
-goes with each piece. That is right for optimizers that compute each element from itself alone, with the hyperparameters
-of its group: those of :data:`ELEMENTWISE`, in each of their forms (foreach, fused).
+A piece is a range of elements of a parameter, in memory order, and the same range of each tensor of its optimizer state
+that has the parameter's layout. Small values of the state, such as Adam's count of steps, are part of each piece. Such
+pieces can be stepped one by one only if the optimizer computes each element from that element's own parameter, gradient
+and state and the hyperparameters of its group. That holds for :data:`ELEMENTWISE`, in each form (foreach, fused).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchft.checkpointing._encoding import dtype_name, dtype_of
 # By exact type: a subclass may do anything. Each is in the table of tests/unit/manager/test_tracked.py.
 ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 
-_SMALL = 64  # bytes of a tensor that goes with each piece
+_SMALL = 64  # the most bytes of a tensor that becomes part of each piece
 
 Json = Any
 
@@ -74,7 +74,7 @@ class Parameters:
         return [parameter.numel() for parameter in self.all]
 
     def layout(self) -> str:
-        """A digest of what optimizers and parameters look like: groups with the same one give each other pieces."""
+        """A digest of the kinds of optimizers and the layout of parameters: pieces fit groups with the same digest."""
         lines = [
             f"{type(optimizer).__name__} {[len(g['params']) for g in optimizer.param_groups]}"
             for optimizer in self._optimizers
@@ -85,7 +85,7 @@ class Parameters:
     # Hyperparameters
 
     def hyperparameters(self) -> Json:
-        """What the parameter groups say, but for the parameters."""
+        """The values of the optimizers' parameter groups, without the parameters."""
         return [
             [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in one.param_groups]
             for one in self._optimizers
@@ -103,7 +103,7 @@ class Parameters:
     # Pieces
 
     def read(self, number: int, begin: int, end: int) -> tuple[Json, list[torch.Tensor]]:
-        """A copy of a piece: what describes it, and the memory of its ranges."""
+        """A copy of a piece: its description, and the memory of its ranges."""
         parameter = self.all[number]
         parts = [_range(parameter, begin, end).clone()]
         state: dict[str, Json] = {}
@@ -116,7 +116,7 @@ class Parameters:
         return state, parts
 
     def bytes_of(self, number: int, begin: int, end: int, state: Json) -> list[int]:
-        """The lengths of the ranges of a piece that is described so.
+        """The lengths in bytes of the ranges of a piece with this description.
 
         Raises:
             ValueError: it is malformed.
@@ -133,7 +133,7 @@ class Parameters:
 
         Args:
             number, begin, end: of the piece.
-            state: what describes it.
+            state: its description.
             raw: the memory of its ranges, one after the other.
         """
         parameter = self.all[number]
@@ -151,7 +151,7 @@ class Parameters:
                 own[key] = _value(value)
 
     def digest(self, number: int, begin: int, end: int) -> Json:
-        """What two groups compare of a piece: equal where all its bits are."""
+        """The digests of a piece, to compare with another group's: equal if all bits are equal."""
         parameter = self.all[number]
         found: dict[str, Json] = {"": _digest(parameter, begin, end)}
         for key, value in self._of[number].state.get(parameter, {}).items():
@@ -162,7 +162,7 @@ class Parameters:
         return found
 
     def storages(self) -> dict[int, tuple[int, str]]:
-        """By address of its memory: which parameter a tensor is, and the key of its optimizer state ("" for itself)."""
+        """By address of a tensor's memory: its parameter's number, and its key in the optimizer state ("": itself)."""
         found: dict[int, tuple[int, str]] = {}
         for number, parameter in enumerate(self.all):
             state = self._of[number].state.get(parameter, {})
@@ -184,11 +184,11 @@ class Parameters:
     # Gradients
 
     def gradients(self, numbers: set[int], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copies of what the optimizers would read now, of these parameters that have a gradient.
+        """Copies of the present gradients of these parameters, as the optimizers would read them.
 
         Args:
             numbers: of the parameters.
-            into: earlier copies, whose memory is used again.
+            into: earlier copies, whose memory is reused.
 
         Raises:
             Unfit: a gradient is sparse.
@@ -214,7 +214,7 @@ class Parameters:
             for number, parameter in enumerate(self.all):
                 parameter.grad = gradients.get(number) if number in numbers else None
             for optimizer in self._optimizers:
-                # Of the class: a learning rate scheduler counts the calls of the object's.
+                # The class's method, not the instance's: a learning rate scheduler wraps the latter to count its calls.
                 type(optimizer).step(optimizer)
         finally:
             for parameter, gradient in zip(self.all, own):
@@ -222,7 +222,7 @@ class Parameters:
 
 
 def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether an element of one belongs to the element of the other at the same place in memory."""
+    """Whether both have the same layout, so that elements at the same place in memory correspond."""
     return (
         value.shape == parameter.shape
         and value.stride() == parameter.stride()
@@ -241,7 +241,7 @@ def _digest(tensor: torch.Tensor, begin: int, end: int) -> int:
 
 
 def _plain(key: str, value: Any) -> Json:
-    """A value that goes with each piece, as JSON has it."""
+    """A small value of the optimizer state, in JSON's types."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):

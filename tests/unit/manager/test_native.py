@@ -138,7 +138,7 @@ def test_a_group_whose_threads_are_all_held_joins_no_quorum(
         assert not manager.should_commit()
     fixture.client._quorum.side_effect = RuntimeError("asked")
     if lost == 2:
-        with pytest.raises(TimeoutError, match="collectives that the backend lost hold all of its 2 threads"):
+        with pytest.raises(TimeoutError, match="aborted collectives occupy all 2 threads"):
             manager.start_quorum(timeout=timedelta(milliseconds=50))
         assert fixture.client._quorum.call_count == 1
         threading.Timer(0.1, abort_group, [peer]).start()  # which is what Gloo waits for

@@ -15,32 +15,32 @@ from torchft.utils import get_stream_context
 
 
 class WorkerFailed(RuntimeError):
-    """The worker's process has ended without a word."""
+    """The worker's process ended and sent no error."""
 
 
 @dataclass
 class _FutureMetadata:
-    """A future that somebody asked for, and the stream on which it is completed."""
+    """The future of an operation, and the stream on which it is completed."""
 
     future: torch.futures.Future[object]
     stream: Optional[torch.Stream]
 
     @contextlib.contextmanager
     def set_stream(self) -> Generator[None, None, None]:
-        """Makes its stream the current one."""
+        """Makes the future's stream the current one."""
         with get_stream_context(self.stream):
             yield
 
 
 class _OpMetadata:
-    """An operation that was sent to the worker.
+    """An operation that the trainer sent to the worker.
 
     Args:
         op_id: its number.
         registrations: (device, registration) of every tensor.
-        result: what its future gives: the caller's tensors.
-        timeout_sec: seconds until a silent worker is asked whether it lives.
-        stream: the current one when it was called.
+        result: the value of its future: the caller's tensors.
+        timeout_sec: seconds without an answer after which the worker is checked.
+        stream: the current stream at the call.
     """
 
     __slots__ = (
@@ -63,18 +63,19 @@ class _OpMetadata:
         self.started = time.monotonic()
         self.done = False
         self.error: Optional[Exception] = None
-        # Of the worker's device, when it is done.
+        # Events of the worker's device behind the operation, set when the worker has answered.
         self.marks: Sequence[protocol.Item] = ()
         self.future: Optional[_FutureMetadata] = None
 
     @contextlib.contextmanager
     def set_stream(self) -> Generator[None, None, None]:
-        """Makes the stream it was called on the current one."""
+        """Makes the stream of the call the current one."""
         with get_stream_context(self.stream):
             yield
 
 
 def release(op: _OpMetadata) -> None:
+    """Ends the sharing of the operation's tensors with the worker."""
     registrations, op.registrations = op.registrations, []
     for _, registration in registrations:
         registration.release()

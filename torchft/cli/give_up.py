@@ -20,15 +20,15 @@ _UNKNOWN_JOB = 404
 _FORCE = "--risk-two-histories"
 
 _RISK = """\
-You answer for it that these groups have ended, and that no group trains on that was with them since: {names}.
-If one does, at another lighthouse of the list, the job has two histories, and the steps of one are lost."""
+You confirm that these groups have ended: {names}; and that no group that was in a later quorum with them still trains.
+If one does, at another lighthouse of the list, the job has two histories, and the steps of one of them are lost."""
 
 Status = Mapping[str, Any]  # what a lighthouse answers at /status
 
 
 @dataclass(frozen=True)
 class Other:
-    """Another lighthouse of the list: its status, or why it has none. With neither, it does not know the job."""
+    """Another lighthouse of the list: its status, or why it did not answer; neither if it does not know the job."""
 
     address: str
     status: Status | None = None
@@ -38,11 +38,11 @@ class Other:
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="torchft give-up",
-        description="With several lighthouses: lets the groups that wait go on without others whose votes are missing. "
-        "Those must have ended, and no group may train that was with them since, at any lighthouse: otherwise the job "
-        "gets two histories, and the steps of one are lost. The command asks the other lighthouses of the list and the "
-        "managers of the missing groups, and refuses where one of them says that it is not so, or a lighthouse does "
-        "not answer. `torchft status` says whose votes are missing.",
+        description="With several lighthouses: lets the waiting groups continue without the groups whose votes are "
+        "missing. The missing groups must have ended, and no group that was in a later quorum with them may train at "
+        "any lighthouse: otherwise the job gets two histories, and the steps of one of them are lost. The command "
+        "checks this with the other lighthouses of the list and the managers of the missing groups. It refuses if one "
+        "of them contradicts, or a lighthouse does not answer. `torchft status` shows whose votes are missing.",
     )
     ask_of(parser)
     parser.add_argument("replica_id", nargs="+", help="as `torchft status` shows it, or the beginning of it")
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         _FORCE,
         action="store_true",
-        help="go on although groups may train elsewhere: the job may get two histories, and lose the steps of one",
+        help="continue although groups may train elsewhere: the job may get two histories, and lose the steps of one",
     )
     args = parser.parse_args(arguments)
     try:
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def objections(status: Status, others: Sequence[Other], accepts: Callable[[str], bool]) -> list[str]:
-    """What speaks against it that the missing groups have ended and that no group of the job is at another lighthouse.
+    """Evidence that a missing group has not ended, or that a group of the job may be at another lighthouse.
 
     Args:
         status: of the lighthouse that misses votes.
         others: all others of the list.
         accepts: whether a process accepts connections at the address of a group's manager. A host that does not
-            answer, and a group whose address is not known, say nothing; the operator has to know.
+            answer, or an unknown address, is no evidence in either direction; the operator has to know.
     """
     against = []
     addresses = {member["replica_id"]: member.get("address", "") for member in status.get("members", [])}
@@ -89,7 +89,7 @@ def objections(status: Status, others: Sequence[Other], accepts: Callable[[str],
             against.append(f"{name} has not ended: its manager accepts connections at {address}")
     for other in others:
         if other.unanswered is not None:
-            against.append(f"groups may train at {other.address}, which does not say: {other.unanswered}")
+            against.append(f"groups may train at {other.address}, which does not answer: {other.unanswered}")
         if other.status is None:
             continue
         alive = [member["replica_id"] for member in other.status.get("members", []) if member["healthy"]]
@@ -104,7 +104,9 @@ def objections(status: Status, others: Sequence[Other], accepts: Callable[[str],
 
 
 def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
-    """The lighthouse that is told, what it says, and the others. A vote that is given at two is one for two histories.
+    """The first lighthouse that misses votes, its status, and all others.
+
+    Only one is told: a vote given at two lighthouses would count in two histories.
 
     Raises:
         Unanswered: none answers, or none misses a vote.

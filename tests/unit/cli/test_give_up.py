@@ -40,7 +40,7 @@ def idle(**status: Any) -> Other:
         (
             [Other("http://second:1", unanswered="no lighthouse answered within 5 s")],
             [],
-            ["groups may train at http://second:1, which does not say: no lighthouse answered within 5 s"],
+            ["groups may train at http://second:1, which does not answer: no lighthouse answered within 5 s"],
         ),
         (
             [idle(members=[{"replica_id": "b:1", "healthy": True}, {"replica_id": "d:1", "healthy": True}])],
@@ -128,7 +128,7 @@ def test_it_refuses_unless_the_risk_is_named(
             assert main(["give-up", "--yes", "a"]) == 1
             said = capsys.readouterr()
             assert f"a:1 has not ended: its manager accepts connections at {address}" in said.err
-            assert f"groups may train at {nobody}, which does not say" in said.err
+            assert f"groups may train at {nobody}, which does not answer" in said.err
             assert "--risk-two-histories" in said.err and said.out == "" and told == []
             assert main(["give-up", "--yes", "--risk-two-histories", "a"]) == 0
             said = capsys.readouterr()

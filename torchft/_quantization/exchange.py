@@ -1,10 +1,10 @@
 """The exchange of quantized codes between ranks.
 
-On a device (NCCL, XCCL) collectives are queued on a stream, so all of them are queued at once, and the host goes on.
+On a device (NCCL, XCCL) collectives are queued on a stream: both exchanges are queued at once, and the host continues.
 
-Gloo works on the host: the second exchange can be started only when the first is over, on a thread of our own, while
-the trainer starts other collectives. Gloo takes collectives for the same that are started as the n-th by each rank, so
-the thread must start none. It sends and receives, with tags that nobody else uses.
+With Gloo the host waits for the first exchange before it starts the second one. A thread of its own does so, while the
+training thread may start other collectives. Gloo matches the collectives of the ranks by the order in which each rank
+starts them, and with two threads that order would be undefined. So the thread only sends and receives, with own tags.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from torchft.utils import Mark, get_stream_context
 
-# Of sends and receives; large, so that nobody else's are the same.
+# Tags of sends and receives; large, so that they differ from those of other users of the group.
 _DESCRIPTION_TAG = 0x71F7_0001
 _SCATTER_TAG = 0x71F7_0002
 _GATHER_TAG = 0x71F7_0003
@@ -32,15 +32,13 @@ _DESCRIPTION_BYTES = 512
 
 
 class Ranks:
-    """A process group as an exchange wants it: torchft's, PyTorch's own, or another project's.
-
-    What it may lack is asked here, and nowhere behind it.
+    """An adapter for process groups: torchft's, PyTorch's own, or another project's, which may lack torchft's methods.
 
     Args:
         pg: the group.
 
     Attributes:
-        on_host: whether it is Gloo that moves the data, or something in front of it.
+        on_host: whether the backend is Gloo, or a wrapper of it.
     """
 
     def __init__(self, pg: BaseProcessGroup) -> None:
@@ -50,7 +48,7 @@ class Ranks:
         self.on_host = "gloo" in name.lower()
 
     def peers(self) -> Any:
-        """What the group has as long as its peers stay: its innermost group, or the process that has it."""
+        """An object that is replaced when the group gets new peers: its innermost group, or its worker process."""
         return self._find()
 
 
@@ -60,11 +58,11 @@ class Exchange:
     rank: int
 
     def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Slice i of the result is what rank i has in the slice of this rank."""
+        """All to all: slice i of the result is the slice for this rank in the buffer of rank i."""
         raise NotImplementedError
 
     def gather(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Slice i of the result is slice i of rank i."""
+        """All gather: slice i of the result is slice i of the buffer of rank i."""
         raise NotImplementedError
 
 
@@ -80,11 +78,11 @@ def start(
 
     Args:
         run: the function.
-        what: it does; the same on all ranks.
-        tensors: that it reads and writes.
-        result: what the future of the work gives.
+        what: a description of the operation, which must be equal on all ranks.
+        tensors: the tensors that it reads and writes.
+        result: the value of the work's future.
         ranks: of the group.
-        stream: where a device does its part.
+        stream: for the work on a device; None: a new one.
     """
     device = tensors[0].device
     if device.type == "cpu" or ranks.on_host:
@@ -112,7 +110,7 @@ class _StreamExchange(Exchange):
 
 
 class _StreamWork(Work):
-    """Everything is queued; whoever waits orders the current stream behind it."""
+    """Queues both exchanges at once; `wait` orders the current stream behind them."""
 
     def __init__(
         self,
@@ -139,14 +137,14 @@ class _StreamWork(Work):
             self._future.set_result(result)  # done for those whose stream waits for this one
 
     def _over(self) -> bool:
-        """Whether the group was aborted, or has other peers, since it began: the result may be anything then."""
+        """Whether the group was aborted, or got new peers, since this work began: then its outputs are undefined."""
         try:
             return self._ranks.peers() is not self._peers()
-        except (AssertionError, RuntimeError):  # it has none
+        except (AssertionError, RuntimeError):  # an aborted group has no peers
             return True
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Makes the current stream wait for the end; the host goes on.
+        """Makes the current stream wait for the end of this work; the host continues.
 
         Raises:
             RuntimeError: the group was aborted, or got new peers, since it began.
@@ -202,7 +200,7 @@ class _HostExchange(Exchange):
         return all.view(-1).to(self._device)
 
     def _swap(self, tag: int, sent: Callable[[int], torch.Tensor], received: Callable[[int], torch.Tensor]) -> None:
-        """Sends to and receives from every peer, and waits for it."""
+        """Exchanges a tensor with every peer, and waits for all of them."""
         other_peers = "the process group got other peers in the middle of a quantized collective"
         others = [peer for peer in range(self._ranks) if peer != self.rank]
         try:
@@ -210,13 +208,13 @@ class _HostExchange(Exchange):
                 raise RuntimeError(other_peers)
             works = [self._pg.recv([received(peer)], peer, tag) for peer in others]
             works += [self._pg.send([sent(peer)], peer, tag) for peer in others]
-        except AssertionError as e:  # it has none while another thread gives it others
+        except AssertionError as e:  # the group has no peers while another thread reconfigures it
             raise RuntimeError(other_peers) from e
         for work in works:
             work.wait()
 
     def _compare(self) -> None:
-        """Raises if a peer is about to do something else: the sizes of what is exchanged depend on it."""
+        """Raises if a peer runs another operation, whose buffers would have other sizes."""
         all = torch.zeros(self._ranks, _DESCRIPTION_BYTES, dtype=torch.uint8)
         all[self.rank] = _encode(self._what)
         self._swap(_DESCRIPTION_TAG, lambda peer: all[self.rank], lambda peer: all[peer])
@@ -230,7 +228,7 @@ class _HostExchange(Exchange):
 
 
 def _encode(what: str) -> torch.Tensor:
-    """A text of fixed length; of a longer one its beginning, and a digest."""
+    """Pads a text to a fixed length; a longer one is cut, and gets a digest of the whole."""
     text = what.encode()
     if len(text) > _DESCRIPTION_BYTES:
         digest = hashlib.blake2b(text, digest_size=8).hexdigest().encode()
@@ -242,13 +240,14 @@ def _decode(text: torch.Tensor) -> str:
     return bytes(text.tolist()).decode(errors="replace").rstrip()
 
 
-# The work among each set of peers that was started last: works among the same peers run one after the other.
+# By set of peers, the work that was started last: works among the same peers run one after the other, because all use
+# the same tags.
 _last: weakref.WeakKeyDictionary[Any, _HostWork] = weakref.WeakKeyDictionary()
 _last_lock = threading.Lock()
 
 
 def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
-    """The work that has to end before this one, if any; this one is the last among these peers from now on."""
+    """Makes this the last work among these peers. Returns the work that has to end before it, if any."""
     with _last_lock:
         previous = _last.get(peers)
         _last[peers] = work
@@ -258,7 +257,7 @@ def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
 def _on_stream(
     run: Callable[[Exchange], None], device: torch.device, stream: Optional[torch.Stream]
 ) -> Callable[[Exchange], None]:
-    """`run` behind what is queued on the current stream now, until its own stream has done all of it."""
+    """Wraps `run`: it begins behind the work now queued on the current stream, and returns when the device is done."""
     before = Mark([device])
     own = torch.Stream(device) if stream is None else stream
 
@@ -279,7 +278,7 @@ def _start_on_host(
     ranks: Ranks,
     stream: Optional[torch.Stream],
 ) -> _HostWork:
-    """Runs it on a thread, behind the work before it among the same peers."""
+    """Runs `run` on a thread, after the previous work among the same peers."""
     exchange = _HostExchange(ranks, what, device)
     if device.type != "cpu":
         run = _on_stream(run, device, stream)
@@ -290,11 +289,11 @@ def _start_on_host(
 
 
 class _HostWork(Work):
-    """What a thread does that exchanges and computes, and ends with it.
+    """The work of a thread that exchanges and computes; the thread ends with it.
 
     Args:
         device: of the tensors.
-        result: what the future gives.
+        result: the value of the future.
     """
 
     def __init__(self, device: torch.device, result: object) -> None:
@@ -307,7 +306,7 @@ class _HostWork(Work):
         self._device = device
 
     def run(self, run: Callable[[Exchange], None], exchange: Exchange, previous: Optional[_HostWork]) -> None:
-        """On the thread: waits for the work before, and does this one."""
+        """The thread's function: waits for the previous work, then does this one."""
         try:
             if previous is not None:
                 previous._ended.wait()  # it ends: its sends and receives have deadlines
@@ -337,8 +336,8 @@ class _HostWork(Work):
         """Waits until the result is there.
 
         Raises:
-            TimeoutError: not in time.
-            Exception: why there is none.
+            TimeoutError: there is no result in time.
+            Exception: the work failed with it.
         """
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         if not self._ended.wait(seconds):

@@ -1,4 +1,4 @@
-"""What protects a job's connections: a token and certificates, in files that the environment names.
+"""The token and the certificates that protect a job's connections, in files that the environment names.
 
 The Go core reads the certificates, and the token for its calls; the checkpoint servers read the token here.
 """
@@ -24,17 +24,17 @@ _FILES = {
 def security() -> str:
     """The files for the Go core, and the job that its calls name, as JSON.
 
-    Go's own view of the environment is of the moment at which its library was loaded.
+    They are passed because Go copies the environment when its library is loaded, and sees no later change.
     """
     files = {name: os.environ.get(env, "") for name, env in _FILES.items()}
     return json.dumps({**files, "job": os.environ.get(JOB_ENV) or DEFAULT_JOB})
 
 
 def tokens() -> list[str]:
-    """The job's tokens, one a line of their file: the first is shown to others, each is accepted.
+    """The job's tokens, one per line of the file: the first is sent with requests, and each of them is accepted.
 
-    Without TORCHFT_TOKEN_FILE there are none. The file is read each time, so that a token can be changed under a
-    running job.
+    Without TORCHFT_TOKEN_FILE there are none. The file is read each time, so that a token can be changed while the
+    job runs.
 
     Raises:
         ValueError: TORCHFT_TOKEN_FILE names a file that cannot be read, or holds no token

@@ -1,7 +1,7 @@
-"""The one place that decides under which address this process announces itself.
+"""The address that this process announces to other hosts.
 
-Manager servers, stores, reconfigure handles and checkpoint servers all ask here, so that a host with several
-networks is set right once: a wrong choice is how healing ends up on the slow network.
+Manager servers, stores, reconfigure handles and checkpoint servers all use it, so that a host with several networks
+has one setting. With a wrong address heals may run over a slow network.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _lighthouse = ""
 
 
 def use_lighthouse(address: str) -> None:
-    """Says with which lighthouse this process speaks: a Manager may have got its address as an argument, and process
-    groups and checkpoint servers announce themselves too.
+    """Sets the lighthouse of this process, which a Manager may have got as an argument.
+
+    Process groups and checkpoint servers, which have no such argument, announce the address on the route towards it.
     """
     global _lighthouse
     _lighthouse = address
 
 
 def announced_host(lighthouse_addr: str | None = None) -> str:
-    """The host name or IP address that other hosts can reach this process under, without brackets or port.
+    """The host name or IP address at which other hosts can reach this process, without brackets or port.
 
     In this order: ``TORCHFT_HOST`` (an address, or the name of a network interface); the local end of the route
     towards the lighthouse, unless that is a loopback address, which says nothing about other hosts; the host name, if
@@ -86,12 +87,12 @@ def _host_of_setting(setting: str) -> str:
 def _route_towards(lighthouse_addr: str) -> str | None:
     """The local address that packets to the lighthouse leave from; None if unknown or loopback."""
     try:
-        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # of several, the one that serves when all is well
+        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # of several the first, which serves without failures
         if not parts.hostname:
             return None
         targets = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
     except (OSError, ValueError):
-        return None  # a bad address is reported by whoever connects to it
+        return None  # the connection to the lighthouse will report a bad address
     for family, kind, proto, _, target in targets:
         try:
             with socket.socket(family, kind, proto) as probe:
@@ -109,7 +110,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_own_name(host: str) -> bool:
-    # Without the domain, and so without the name server: torchrun takes the full name, where the host has one.
+    # The domain is ignored, which saves a DNS query: torchrun sets the full name if the host has one.
     return host.partition(".")[0] == socket.gethostname().partition(".")[0]
 
 

@@ -1,8 +1,9 @@
 """Decides whether a failed step is replayed: reduced again with the remaining groups. Pure, and free of torch.
 
-A rank decides three times. Can it (:func:`why_not`)? The ranks of a group vote on that: all replay, or none. What does
-the next quorum say (:func:`why_anew`)? If nobody there has committed the step, all have the weights that the gradients
-were made of. And was it committed this time? If not, it begins again.
+There are three decisions. First, each rank decides whether it can replay (:func:`why_not`), and the ranks of a group
+vote: all of them replay, or none. Second, the next quorum decides (:func:`why_recomputed`): only if none of its groups
+has committed the step do all have the weights from which their gradients were computed. Third, the group votes on the
+replayed step; if it is not committed, the decisions begin again.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import TYPE_CHECKING, Optional
 if TYPE_CHECKING:
     from torchft._manager.plan import Plan
 
-# Each replay of one step takes another failure in it. So many in a row are a network that does not work: then the
-# step is lost, and max_retries counts.
+# Each replay of a step is due to another failure. After so many in a row the network is taken to be broken: the step is
+# lost, and counts for max_retries.
 MOST_REPLAYS = 5
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a rank knows of an attempt at a step that its group did not commit."""
+    """An attempt at a step that the group of this rank did not commit."""
 
-    replays: int  # attempts before this one, but the first
-    kept: int  # allreduces whose inputs were kept
-    refused: Optional[str] = None  # what this rank did that cannot be done again
-    changed: Optional[str] = None  # what became of the results in the meantime
+    replays: int  # earlier replays of the step
+    kept: int  # the number of allreduces whose inputs were kept
+    refused: Optional[str] = None  # an action of this rank in the step that cannot be repeated
+    changed: Optional[str] = None  # how the reduced results were changed since
 
 
 def why_not(attempt: Attempt) -> Optional[str]:
@@ -39,8 +40,8 @@ def why_not(attempt: Attempt) -> Optional[str]:
     return attempt.changed
 
 
-def why_anew(plan: Plan) -> Optional[str]:
-    """Why the gradients that were kept are of no use in a quorum; None if they are reduced again in it."""
+def why_recomputed(plan: Plan) -> Optional[str]:
+    """Why the kept gradients cannot be used in a quorum; None if they are reduced again in it."""
     if plan.replay:
         return None
     if plan.heal:
@@ -51,5 +52,5 @@ def why_anew(plan: Plan) -> Optional[str]:
 
 
 def peers_fault(error: BaseException) -> bool:
-    """Whether an error of a collective can be due to its peers. Others come again with the same arguments."""
+    """Whether an error of a collective can be due to its peers. Other errors would recur with the same arguments."""
     return isinstance(error, (RuntimeError, OSError, EOFError)) and not isinstance(error, NotImplementedError)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchft._manager.inputs import Inputs, Kept
-from torchft._manager.replay import MOST_REPLAYS, Attempt, why_anew, why_not
+from torchft._manager.replay import MOST_REPLAYS, Attempt, why_not, why_recomputed
 
 if TYPE_CHECKING:
     from torchft._manager.errors import Errors
@@ -67,7 +67,7 @@ class Replayer:
         if not self.enabled:
             return None
         assert step.plan is not None
-        reason = why_anew(step.plan)
+        reason = why_recomputed(step.plan)
         if reason is not None:
             step.inputs.refuse(reason)
         if local_steps:
@@ -116,7 +116,7 @@ class Replayer:
                 self._logger.exception(f"the step is not reduced again: {e}")
                 return False
             assert step.plan is not None
-            reason = why_anew(step.plan)
+            reason = why_recomputed(step.plan)
             if reason is not None:
                 self._logger.warn(f"the step is not reduced again: {reason}")
                 # Its quorum becomes that of the next step: the others count on this group in it. The state of a heal is

@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_plan import plan, result
 from torchft._manager.inputs import Inputs
-from torchft._manager.replay import MOST_REPLAYS, Attempt, peers_fault, why_anew, why_not
+from torchft._manager.replay import MOST_REPLAYS, Attempt, peers_fault, why_not, why_recomputed
 from torchft._torchft import QuorumResult
 from torchft.manager import Manager
 
@@ -44,12 +44,12 @@ def test_who_can_reduce_a_step_again(attempt: Attempt, reason: Optional[str]) ->
     ],
 )
 def test_what_a_quorum_says(quorum: dict[str, Any], reason: Optional[str]) -> None:
-    assert (why_anew(plan(result(**quorum))) or "").startswith(reason or "")
-    assert (why_anew(plan(result(**quorum))) is None) == (reason is None)
+    assert (why_recomputed(plan(result(**quorum))) or "").startswith(reason or "")
+    assert (why_recomputed(plan(result(**quorum))) is None) == (reason is None)
 
 
 def test_a_group_that_may_not_heal_does_not_replay_behind_the_others() -> None:
-    assert why_anew(plan(result(), allow_heal=False)) == "others are ahead, at step 20"
+    assert why_recomputed(plan(result(), allow_heal=False)) == "others are ahead, at step 20"
 
 
 @pytest.mark.parametrize(

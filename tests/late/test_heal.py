@@ -1,4 +1,4 @@
-"""Heals on the test device: into the tensors that are there, on the target's own devices, with little beside them."""
+"""Heals on the test accelerator: into existing tensors, on the target's own devices, with little further memory."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_a_heal_takes_no_second_copy_on_the_device(
 
 
 @pytest.mark.parametrize("in_background", [True, False], ids=["asynchronous quorum", "synchronous quorum"])
-def test_a_group_that_cannot_take_a_state_costs_the_others_nothing(
+def test_a_target_without_memory_costs_the_others_nothing(
     late: Any, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
-    """It has no memory for it, twice. Its source sends it all the same, and trains on."""
+    """The target fails twice to allocate memory for the state. The source sends it nevertheless, and trains on."""
     new, trains, healed, ended = pg_transport._Places.new, Gate(), threading.Event(), threading.Event()
     failures: list[CheckpointError] = []
 

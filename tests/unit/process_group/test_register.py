@@ -1,4 +1,4 @@
-"""Groups that torch.distributed knows: dist calls, functional collectives, DeviceMesh."""
+"""Groups registered with torch.distributed: dist calls, functional collectives, DeviceMesh."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_device_mesh(group: ProcessGroup) -> None:
 
 
 def test_the_size_is_that_of_the_peers(store: TCPStore) -> None:
-    """PyTorch's registries know one rank; the group knows better."""
+    """PyTorch's registries may say 1 rank; size() and functional collectives use the group's own number."""
     group = ProcessGroupDummy(0, 3)
     group.register("size")
     try:

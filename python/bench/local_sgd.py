@@ -1,4 +1,4 @@
-"""What a synchronisation of LocalSGD and DiLoCo sends, and what memory and time it takes, beside upstream.
+"""Bytes sent, memory and time of a synchronisation of LocalSGD and DiLoCo, beside upstream.
 
 Two groups as processes on Gloo over loopback, a model of four equal layers. Both sides run the same script, a process
 for each group, and take turns.
@@ -40,10 +40,10 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
             return Workers(job, [job.python(f"{name}-{g}", script, f"--group={g}", path=path, env=env) for g in (0, 1)])
 
         sides = {side.name: start(side, {}) for side in (ours, upstream)}
-        # For these, memory goes back to the system when it is freed, which costs time: they tell the memory alone.
+        # These processes return freed memory to the system at once. That costs time, so only their memory is measured.
         exact = {side.name: start(side, {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}) for side in (ours, upstream)}
-        everybody = [child for of in (sides, exact) for workers in of.values() for child in workers.children]
-        job.wait(lambda: all(c.of("imported") for c in everybody), START_TIMEOUT_S, "all have imported torchft")
+        children = [child for of in (sides, exact) for workers in of.values() for child in workers.children]
+        job.wait(lambda: all(c.of("imported") for c in children), START_TIMEOUT_S, "all have imported torchft")
         for number in range(rounds):
             for name, (fragments, settings, upstream_can) in CASES.items():
                 for side in rotated((ours, upstream), number):

@@ -1,6 +1,6 @@
-"""One rank of one replica group, of whichever torchft is on PYTHONPATH (or of plain PyTorch). See `common.py`.
+"""One rank of a replica group, with the torchft that is on PYTHONPATH, or with plain PyTorch. See `common.py`.
 
-Commands come on stdin, each is answered by an event of its name with the times measured here, in milliseconds.
+Commands arrive on stdin. The answer to each is an event of the same name, with measured times in milliseconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMPORTED = time.monotonic()
 
 
 class Noise(Dataset[torch.Tensor]):
-    """Samples of 768 numbers, which take some microseconds to make."""
+    """Random samples of 768 numbers, each computed in some microseconds."""
 
     def __len__(self) -> int:
         return 200_000
@@ -67,15 +67,15 @@ class Worker:
     # Setting up
 
     def do_state(self, mb: int) -> None:
-        """Make the state that heals, in pieces of 1 MB as the parameters of a model are; another one in each group."""
+        """Make the state that heals: `mb` tensors of 1 MB, with different values in each group."""
         torch.manual_seed(GROUP)
-        self.state = []  # two of the larger ones do not fit
+        self.state = []  # frees the previous one first: two large ones do not fit into memory
         first = torch.randn(250_000)
         self.state = [first + i for i in range(mb)]
 
     def do_adam(self, mb: int, trained: bool) -> dict[str, Any]:
-        """Make the state a model with Adam, of so many MB in all; one that has not trained has no state of Adam yet."""
-        from torchft import Manager, ProcessGroupGloo  # noqa: F401  a script has imported them when it makes its model
+        """Make the state a model with Adam, `mb` MB in all. Without `trained` Adam has no state yet."""
+        from torchft import Manager, ProcessGroupGloo  # noqa: F401  as in a script, imported before the model is made
 
         torch.manual_seed(GROUP)
         width = 2048
@@ -100,7 +100,7 @@ class Worker:
         from torchft import Manager, ProcessGroupGloo
         from torchft.process_group import ProcessGroupBabyGloo
 
-        if RANK == 0 and self.group_store is None:  # torchrun's agent hosts it for all lives of the group
+        if RANK == 0 and self.group_store is None:  # as torchrun's agent hosts it, for all incarnations of the group
             port = int(os.environ["MASTER_PORT"])
             self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
         self.manager = Manager(
@@ -132,15 +132,15 @@ class Worker:
     # step.py
 
     def do_tensor(self, floats: int) -> None:
-        """Reduce so many floats in a step from now on."""
+        """Reduce `floats` floats in each of the following steps."""
         self.tensor = torch.ones(floats)
 
     def do_ranges(self, kept: bool) -> None:
-        """From now on run the Manager's functions in their profiler ranges, or without."""
+        """Keep the profiler ranges around the Manager's functions, or take them off, for the following steps."""
         from torchft import Manager
 
         if not self.ranged:
-            ranges = "torchft._manager.ranges"  # where what stands around them was made
+            ranges = "torchft._manager.ranges"  # the module of their decorator
             self.ranged = {
                 name: function
                 for name, function in vars(Manager).items()
@@ -150,14 +150,14 @@ class Worker:
             setattr(Manager, name, in_range if kept else in_range.__wrapped__)
 
     def do_compared(self) -> None:
-        """Compare the model of Adam with that of the other group, unless the environment says no."""
+        """Compare the model of `do_adam` with the other group's, if TORCHFT_COMPARE_COMMITS says so."""
         from torchft import Optimizer
 
         Optimizer(self.manager, self.optimizer)
         self.manager.register_replicated(self.model.named_parameters)
 
     def do_sweep(self) -> dict[str, Any]:
-        """Tell in how many commits all of it is compared."""
+        """Return the number of commits in which all of the state is compared once."""
         return {"commits": self.manager._replicas.commits}
 
     def do_steps(self, count: int, profiled: bool = False) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Worker:
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
     def do_train(self, count: int, batch: int) -> dict[str, Any]:
-        """Train `count` steps; after the last one the time is taken too, so that nothing is left for later."""
+        """Train `count` steps, and time each including its optimizer step."""
         x = torch.randn(batch, 768)
         first = self.manager.current_step() if self.manager else 0
         times = []
@@ -226,8 +226,8 @@ class Worker:
     # loader.py
 
     def do_data(self, elastic: bool, batch: int) -> None:
-        """Read so many samples a step, with two processes."""
-        # A fork would wait for stdin, which a thread reads here.
+        """Read `batch` samples a step, with two worker processes."""
+        # Not by fork: a thread of this process holds the lock of stdin while it reads, and a child would wait for it.
         settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "spawn"}
         self.elastic = elastic
         if elastic:
@@ -240,7 +240,7 @@ class Worker:
             self.data = iter(DataLoader(Noise(), batch, sampler=sampler, **settings))
 
     def do_train_data(self, count: int) -> dict[str, Any]:
-        """Train `count` steps on what is read."""
+        """Train `count` steps on the samples of `do_data`."""
         first, times = self.manager.current_step(), []
         for _ in range(count):
             t0 = time.perf_counter()
@@ -258,7 +258,7 @@ class Worker:
         return {"step": times, "failed": count - (self.manager.current_step() - first)}
 
     def do_ordered_steps(self, count: int, compute_ms: float, asked_first: bool) -> dict[str, Any]:
-        """Run `count` steps that know their quorum before they compute, or in their allreduce."""
+        """Run `count` steps that wait for their quorum before they compute, or in the allreduce."""
         first, times = self.manager.current_step(), []
         for _ in range(count):
             t0 = time.perf_counter()
@@ -275,7 +275,7 @@ class Worker:
     # heal_stall.py, recovery.py
 
     def do_survive(self, compute_ms: float) -> dict[str, Any]:
-        """Run steps until the parent says stop; return when each began and ended (seconds, a clock all share)."""
+        """Run steps until the parent says stop; return when each began and ended (time.monotonic(), shared by all)."""
         emit("surviving")
         steps, numbers = [], []
         together = 0
@@ -301,7 +301,7 @@ class Worker:
             first = first or end * committed
             if committed and participants == 2:
                 together.append(end)
-        # The last two are left out: the survivor's next step already waits for a group that is leaving.
+        # The last two steps are left out: the survivor already waits for this group, which ends.
         return {
             "began": began,
             "made": made,
@@ -346,7 +346,7 @@ class Worker:
     # restart.py
 
     def do_restart(self, lighthouse: str, compute_ms: float) -> dict[str, Any]:
-        """Join a running job, heal and commit; return when each phase ended, and what the recovery's took."""
+        """Join a running job, heal and commit; return when each phase ended, and how long those of the heal took."""
         began = time.monotonic()
         import torchft  # noqa: F401
         from torchft import Manager, ProcessGroupGloo  # noqa: F401

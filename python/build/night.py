@@ -1,8 +1,8 @@
-"""`make test-all`: all that has ever found a mistake, for a given time, with seeds of today.
+"""`make test-all`: every kind of test, for a given time, with the date as the seed.
 
-One lane runs the whole of pytest: slow tests first, no second runs, every process started for itself. The other lane
-runs Go's tests with the race detector and the simulation, kills real processes (chaos), runs the fuzz targets, and
-simulates on and on. The page at the end names what ran, what was left out, and how to repeat a failure.
+One lane runs all of pytest: slow tests first, without reruns, and without a fork server for processes. The other lane
+runs Go's tests with the race detector, the simulation, chaos (kills of real processes), the fuzz targets, and longer
+simulations. The page at the end lists what ran, what was left out, and how to repeat a failure.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import toolchain
 from lanes import ROOT, Part, Result, clock, ends_on_signals, pytest, run, show
 
 FOLDER = Path("build/night")
-# The parts that are pytest's: the test accelerator's tests run by themselves.
+# The parts that run pytest; the tests of the test accelerator run in a process of their own.
 PYTEST = ("pytest", "late")
 GO = os.environ.get("GO") or "go"
-# What still runs so long after the time is ended, so that TIME=10m is over in twelve.
+# A part that still runs this long after the end is killed, so that TIME=10m takes twelve minutes at most.
 OVER_S = 90.0
-# One lane is one core. An input that reaches new code is made smaller for a minute if nothing else is said.
+# One lane uses one core. By default Go minimizes each input that reaches new code for up to a minute.
 FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
 # Shares of the time; Go's tests with the race detector take some four minutes, whatever the time is.
 FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
-# What takes minutes and cannot be told to end sooner runs from this time on: the mistakes that are planted in machines
-# and shells, and the model check with a second event more.
+# The least time with which parts run that take minutes and have no limit of their own: the tests with planted mistakes
+# in machines and shells, and the model check with two further events.
 LONG_S = 1800.0
-# A night that has time for every part.
+# A time that is enough for every part.
 ALL_S = 7200.0
 CHAOS = (
     ("gloo", "--kind=gloo", "--groups=4"),
@@ -46,7 +46,7 @@ CHAOS = (
     ("torchrun", "--groups=2", "--torchrun"),
 )
 UNITS = {"s": 1, "m": 60, "h": 3600}
-# The lines of a log that say what was done, and those that say what failed; the last of them counts.
+# Patterns of a log's lines that say what was done, and what failed; the page shows the last match.
 WHAT = "|".join(
     (
         r"^=+ (.*\b(?:passed|failed|error).*) =+$",  # pytest
@@ -87,13 +87,13 @@ def fuzz_targets(go: Path = ROOT / "go") -> list[tuple[str, str]]:
 
 
 def rotated(things: Sequence[Part], seed: int) -> list[Part]:
-    """Another one is the first each day, so that a short night does not always leave out the same."""
+    """Rotates the parts by the seed, so that a short time does not leave out the same ones each day."""
     n = seed % max(len(things), 1)
     return [*things[n:], *things[:n]]
 
 
 def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, str]]) -> list[Part]:
-    """The parts, in the order in which two lanes take them: pytest has the first for itself.
+    """The parts, in the order in which two lanes take them. pytest is first, and occupies a lane to its end.
 
     `until` is the end in seconds of time.monotonic(), after which pytest begins no test."""
     go = ROOT / "go"
@@ -102,12 +102,13 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     late = Part("late", pytest("late", "-m", "", "tests/late", folder=FOLDER), env=settings, needs_s=60)
     cgo = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-O2 -I{toolchain.python_include()}"}
     test = [GO, "test", "-trimpath"]
-    # Histories and lives of servers are longer, and there are more of them.
+    # FULL: random histories are longer, servers live longer, and there are more of both.
     full = {"FULL": "1"}
-    # Histories are the same each time, so that Go may take the result of an earlier run; schedules are not.
+    # No -count=1 here: the histories are the same each time, so Go may reuse an earlier result. Schedules of the race
+    # detector differ.
     mutants = ["-mutants"] if time_s >= LONG_S else []
     sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", *mutants], go, full, needs_s=90)
-    # All histories that are one event longer than those of `make test`, or two.
+    # All histories that are one or two events longer than those of `make test`.
     more, needs_s = (2, 180) if time_s >= LONG_S else (1, 60)
     model = Part(
         "model",
@@ -164,7 +165,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
 
 
 def unplanned(parts: Sequence[Part], seed: int, targets: Sequence[tuple[str, str]]) -> list[Result]:
-    """The parts that a longer night has besides, for the page."""
+    """The parts for which there is no time, for the page."""
     planned = {part.name for part in parts}
     more = [part for part in plan(ALL_S, seed, 0, targets) if part.name not in planned]
     return [Result(part, tuple(part.command), 0.0, None) for part in more]
@@ -176,7 +177,7 @@ def last(pattern: str, text: str) -> str:
 
 
 def command_line(command: Sequence[str], env: dict[str, str], cwd: Path) -> str:
-    """What to type in the root of the repository."""
+    """The command as typed in the root of the repository."""
     words = [Path(sys.executable).name if word == sys.executable else word for word in command]
     words = [".venv/bin/python" if word.startswith("python") and i == 0 else word for i, word in enumerate(words)]
     kept = [f"{name}={shlex.quote(value)}" for name, value in env.items() if name != "NIGHT_UNTIL"]
@@ -185,7 +186,7 @@ def command_line(command: Sequence[str], env: dict[str, str], cwd: Path) -> str:
 
 
 def failures(result: Result, text: str) -> list[tuple[str, str]]:
-    """(what failed, how to repeat it); of pytest each test."""
+    """(what failed, how to repeat it): each failed test of pytest, one entry for any other part."""
     part = result.part
     found = []
     if part.name in PYTEST:
@@ -222,7 +223,7 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
             "The fuzzer draws without a seed; the input is in go/*/testdata/fuzz, and is committed with the fix.",
             "",
         ]
-    # Every part is a test of this one, as every test of pytest's.
+    # The verdict counts each test of pytest, and each other part as one test.
     others = [r for r in results if r.part.name not in PYTEST]
     passed = sum(r.status == 0 for r in others) + sum(_count("passed", text) for text in tests)
     failed = sum(r.failed for r in others) + sum(_count("failed|errors?", text) for text in tests)
@@ -233,13 +234,13 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
 
 
 def _count(words: str, text: str) -> int:
-    """So many of them, in the closing line of pytest."""
+    """The number before one of these words in the closing line of pytest."""
     return sum(int(number) for number in re.findall(rf"(\d+) (?:{words})\b", last(r"^=+ (.* in [\d.]+s.*) =+$", text)))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run everything that there is, with seeds of today.")
-    parser.add_argument("--time", default="2h", help="for how long, such as 30m (default: %(default)s)")
+    parser = argparse.ArgumentParser(description="Run every kind of test for a given time, with the date as the seed.")
+    parser.add_argument("--time", default="2h", help="how long to run, such as 30m (default: %(default)s)")
     today = datetime.date.today()
     seed = int(os.environ.get("SEED") or f"{today:%Y%m%d}")
     parser.add_argument("--seed", type=int, default=seed, help="of all choices (default: SEED, else the date)")

@@ -1,6 +1,7 @@
-"""What building torchft needs, checked before anything else, so that the first line of an error says what to
-install. setup.py calls check(); `make` runs this file, with any Python, hence the plain syntax. With the
-argument `include` it prints the folder of Python.h.
+"""Checks for Python, Go and a C compiler before a build, so that the first line of an error says what to install.
+
+setup.py calls check(). `make` runs this file with any Python, so its syntax is that of old versions. With the argument
+`include` it prints the folder of Python.h.
 """
 
 import os
@@ -16,11 +17,11 @@ PYTHON = (3, 10)
 
 
 class Missing(Exception):
-    """Something that building torchft needs is not there, or too old."""
+    """A tool that building torchft needs is missing or too old."""
 
 
 def _output(*command):
-    env = dict(os.environ, LC_ALL="C", GOTOOLCHAIN="local")  # ask for what is installed, download nothing
+    env = dict(os.environ, LC_ALL="C", GOTOOLCHAIN="local")  # GOTOOLCHAIN: go must not download a newer version
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -75,7 +76,7 @@ def compiler():
         raise Missing(need + ("CC={} is no command.".format(" ".join(wanted)) if wanted else "no `gcc` on PATH."))
     output = _output(*(command + ["--version"])) or ""
     if "clang" in output:
-        return command  # any clang that Python itself was built with will do
+        return command  # every version of clang is new enough
     dumped = _output(*(command + ["-dumpfullversion", "-dumpversion"]))
     if dumped is None or not _version(dumped):
         raise Missing(need + "{} does not tell its version.".format(" ".join(command)))
@@ -98,7 +99,7 @@ def python_include():
 
 
 def check():
-    """Raises Missing unless everything is there."""
+    """Raises Missing if a tool is missing or too old."""
     python()
     go()
     compiler()

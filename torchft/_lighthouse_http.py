@@ -20,10 +20,10 @@ _TIMEOUT_SEC = 5.0
 
 
 class Unanswered(Exception):
-    """The lighthouse did not do what it was asked for; the text says what was tried.
+    """The lighthouse did not answer, or refused the request; the text says what was tried.
 
     Attributes:
-        code: the status code of HTTP of an answer that says so; None where nothing answered.
+        code: the HTTP status code of a refusal; None if there was no answer.
     """
 
     def __init__(self, text: str, code: int | None = None) -> None:
@@ -41,11 +41,11 @@ class Lighthouse:
 
     Args:
         addresses: separated by commas; default: TORCHFT_LIGHTHOUSE, else this machine.
-        job: the one that is asked about; default: TORCHFT_JOB_ID, else that of members that name none.
-        timeout: seconds for one answer to begin.
+        job: the job of the requests; default: TORCHFT_JOB_ID, else the job of members that name none.
+        timeout: seconds until an answer begins.
 
     Raises:
-        Unanswered: no address is given, or one that is none.
+        Unanswered: an address is malformed.
     """
 
     def __init__(self, addresses: str | None, job: str | None = None, *, timeout: float = _TIMEOUT_SEC) -> None:
@@ -58,7 +58,7 @@ class Lighthouse:
         """The JSON at a path.
 
         Raises:
-            Unanswered: no lighthouse answers, or the server at the address is none.
+            Unanswered: no lighthouse answers, or the server at the address is not a lighthouse.
         """
         with self._open(path, "GET", {}) as response:
             try:
@@ -70,7 +70,8 @@ class Lighthouse:
         """The server-sent events at a path, (name, data) each, until the lighthouse ends the stream.
 
         Raises:
-            Unanswered: it does not answer, or is silent for longer than its stream ever is.
+            Unanswered: the lighthouse does not answer, or sends nothing for ``timeout`` seconds. Its streams send more
+                often than the default timeout.
         """
         with self._open(path, "GET", {"Accept": "text/event-stream"}) as response:
             name = ""
@@ -88,7 +89,7 @@ class Lighthouse:
         """Asks to ``kill``, ``drain`` or ``give_up`` a group, with the token of TORCHFT_TOKEN_FILE if there is one.
 
         Returns:
-            what was done, in words.
+            a line that says what the lighthouse did.
         """
         body = json.dumps({"replica_id": replica_id}).encode()
         with self._open(f"/api/v1/{what}", "POST", _headers(), body) as response:
@@ -128,14 +129,14 @@ class Line:
         )
 
     def post(self, path: str, value: Any) -> Any:
-        """Sends JSON with the job's token, if there is one, and returns the answer's.
+        """Sends JSON, with the job's token if there is one, and returns the JSON of the answer.
 
         Raises:
-            Unanswered: nothing answers, or it refuses; the next call connects anew.
+            Unanswered: the server does not answer, or refuses; the next call reconnects.
         """
         try:
             headers = _headers()
-        except ValueError as error:  # of the file with the token
+        except ValueError as error:  # the token's file cannot be read
             raise Unanswered(str(error), 401) from None
         try:
             self._connection.request("POST", path, json.dumps(value), headers)
@@ -156,10 +157,10 @@ class Line:
 
 
 def address_of(endpoint: str) -> str:
-    """The address of a lighthouse that is given as HOST:PORT; with TLS where the environment sets it up.
+    """The address of a lighthouse given as HOST:PORT: https if the environment names certificates, else http.
 
     Raises:
-        ValueError: it is neither that nor an address.
+        ValueError: `endpoint` is neither HOST:PORT nor an address.
     """
     tls = os.environ.get(TLS_CERT_ENV) or os.environ.get("TORCHFT_TLS_CA")
     address = endpoint if "://" in endpoint else f"{'https' if tls else 'http'}://{endpoint}"
@@ -170,13 +171,13 @@ def address_of(endpoint: str) -> str:
 
 
 def _headers() -> dict[str, str]:
-    """Of a request with JSON, which shows the token of TORCHFT_TOKEN_FILE if there is one."""
+    """The headers of a request with JSON, with the token of TORCHFT_TOKEN_FILE if there is one."""
     token = next(iter(tokens()), None)
     return {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
 
 
 def _reason(body: bytes) -> str:
-    """Why it was refused: what the API says in JSON, else the text."""
+    """The reason of a refusal: the `error` of the API's JSON, else the text of the answer."""
     try:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
@@ -187,7 +188,7 @@ def _checked(address: str) -> str:
     try:
         parts = urlsplit(address)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port
-    except ValueError:  # a port that is none
+    except ValueError:  # the port is not a number
         usable = False
     if not usable:
         raise Unanswered(f"the lighthouse address {address!r} is not allowed; allowed: http://host:port")

@@ -9,10 +9,10 @@ from typing import Callable, Iterable, Mapping
 
 
 class DummyContext:
-    """What `multiprocessing.get_context` gives, with threads instead of processes.
+    """Has the interface of `multiprocessing.get_context`'s result, with threads instead of processes.
 
     Args:
-        method: the start method; there is nothing to choose, so it is ignored.
+        method: the start method; ignored, since threads have only one.
     """
 
     def __init__(self, method: object = None) -> None:
@@ -27,7 +27,7 @@ class DummyContext:
         kwargs: Mapping[str, object] = {},
         daemon: bool | None = None,
     ) -> mp.DummyProcess:
-        """A thread with the methods of a process, but for those that kill."""
+        """A thread with the methods of a process, without `kill` and `terminate`."""
         process = mp.Process(group, target, name, tuple(args), dict(kwargs))
         if daemon is not None:
             process.daemon = daemon
@@ -61,7 +61,7 @@ class DummyContext:
         return threading.Condition(lock)
 
     def Manager(self) -> object:
-        """Threads share their objects anyway: the module whose `list`, `dict` and `Namespace` are plain ones."""
+        """A module with plain `list`, `dict` and `Namespace`: threads share their objects without proxies."""
         return mp.Manager()
 
 

@@ -1,9 +1,9 @@
 """8-bit codes for tensors that are sent between replica groups.
 
 Tensors are cut into one slice for each rank, and these into blocks of BLOCK_SIZE_T elements. A block has a scale, a
-power of two, and each element an 8-bit code: its value divided by the scale, rounded to even. (As in the
-Microscaling formats, Rouhani et al. 2023, "Microscaling Data Formats for Deep Learning", but with larger blocks.) As
-scaling by a power of two is exact, the same numbers come out on every device, with Triton and without.
+power of two, and each element an 8-bit code: its value divided by the scale, rounded to even. (The Microscaling formats
+of Rouhani et al. 2023, "Microscaling Data Formats for Deep Learning", do so with smaller blocks.) Scaling by a power of
+two is exact, so every device computes the same codes, with Triton and without.
 
 Formats, chosen by TORCHFT_QUANTIZATION_FORMAT, the same in all groups of a job:
 
@@ -14,9 +14,9 @@ format    codes                                  \\|decoded - value\\| of finite
 ``int8``  integers from -127 to 127              at most max(L / 127, 2**-101)
 ========  =====================================  ===============================================================
 
-Codes of fp8 are made in integer arithmetic: devices without fp8 have them too. Both formats have a code for NaN. It
-stands for infinities as well, so that nothing that is not finite becomes a number again; the rest of its block keeps
-the error bound. Values above 2**128 * (1 - 2**-5) may come back as infinity.
+Codes of fp8 are computed in integer arithmetic, so devices without fp8 can do it. Both formats have a code for NaN,
+which also encodes infinities: a value that is not finite never decodes to a number. The other elements of its block
+keep the error bound. Values above 2**128 * (1 - 2**-5) may decode to infinity.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BLOCK_SIZE_T: int = BLOCK
 
 def __getattr__(name: str) -> Any:
     if name in ("SCALE_TL_DTYPE", "SCALE_TL_DTYPE_BYTES"):
-        import triton.language as tl  # slow to import, and not there on every host
+        import triton.language as tl  # slow to import, and not installed on every host
 
         return tl.float32 if name == "SCALE_TL_DTYPE" else tl.constexpr(SCALE_BYTES)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -69,16 +69,16 @@ def fused_quantize_into_fp8(
     """Quantizes tensors into one buffer, with a slice for each rank.
 
     Args:
-        inputs: float32, float16 or bfloat16, any shape, on one device. A tensor of n elements has
-            ceil(n / all_reduce_group_size) of them in each slice, in the order of its flat elements.
+        inputs: float32, float16 or bfloat16, any shape, on one device. Each slice has ceil(n / all_reduce_group_size)
+            elements of a tensor of n elements, in the order of the flattened tensor.
         all_reduce_group_size: number of slices.
         format: of the codes; default: as TORCHFT_QUANTIZATION_FORMAT says.
 
     Returns:
-        The buffer, uint8, flat; its slices are equally long.
+        The buffer: uint8, one-dimensional, with slices of equal length.
 
     Raises:
-        ValueError: a tensor cannot be quantized; it is named.
+        ValueError: a tensor cannot be quantized; the text names it.
     """
     layout = _layout(inputs, all_reduce_group_size)
     device = inputs[0].device if inputs else torch.device("cpu")
@@ -99,12 +99,12 @@ def fused_dequantize_from_fp8(
 
     Args:
         inputs: the tensors to write to, with the shapes from which the buffer was made.
-        output: the buffer; it stays as it is.
+        output: the buffer, which is only read.
         all_reduce_group_size: number of its slices.
         format: of its codes.
 
     Raises:
-        ValueError: a tensor cannot be quantized, or the buffer is none of theirs.
+        ValueError: a tensor cannot be quantized, or the buffer has another size or type than these tensors need.
     """
     layout = _layout(inputs, all_reduce_group_size)
     _check_buffer(output, layout)
@@ -135,7 +135,7 @@ def fused_reduce_fp8(
         format: of its codes.
 
     Raises:
-        ValueError: another reduce_op, no such slice, or the buffer is none of these tensors.
+        ValueError: another reduce_op, no such slice, or the buffer has another size or type than these tensors need.
     """
     divisor = check_reduce_op(reduce_op, all_reduce_group_size)
     if not 0 <= all_reduce_rank < all_reduce_group_size:
@@ -151,7 +151,7 @@ def fused_reduce_fp8(
 def reduce_into(
     outputs: Sequence[torch.Tensor], buffer: torch.Tensor, divisor: int, slices: int, format: Format
 ) -> None:
-    """Adds up all slices of a buffer, as fused_reduce_fp8 does, and writes the result to tensors without codes.
+    """Adds up all slices of a buffer, as fused_reduce_fp8 does, and writes the result to tensors, unquantized.
 
     Args:
         outputs: contiguous, each with as many elements as its tensor has in one slice.
@@ -164,7 +164,7 @@ def reduce_into(
 
 
 def check_reduce_op(reduce_op: Any, world_size: int) -> int:
-    """By what a sum over so many ranks is divided.
+    """The divisor of a sum over `world_size` ranks: 1 for SUM, `world_size` for AVG.
 
     Raises:
         ValueError: neither SUM nor AVG.
@@ -177,7 +177,7 @@ def check_reduce_op(reduce_op: Any, world_size: int) -> int:
 
 
 def reduce_op_name(reduce_op: Any) -> str:
-    """For people and peers; PyTorch's own text may be an address in memory."""
+    """A name for messages, the same on all ranks; str() of a ReduceOp may be an address in memory."""
     names = (name for name, op in ReduceOp.RedOpType.__members__.items() if reduce_op == op)
     return next(names, str(reduce_op))
 
@@ -197,12 +197,12 @@ def _check_buffer(buffer: torch.Tensor, layout: Layout) -> None:
         )
 
 
-# On others, that of a vendor say, PyTorch's operators do it.
+# On devices of other types PyTorch's operators do the work.
 _OF_TRITON = ("cuda", "xpu")
 
 
 def _implementation(device: torch.device) -> Any:
-    """The module that does it there: Triton's kernels on a device that Triton knows, if Triton is there."""
+    """The module for a device: Triton's kernels if Triton is installed and supports it, else PyTorch's operators."""
     if device.type in _OF_TRITON:
         try:
             from torchft._quantization import kernels

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["get_stream_context", "record_event", "synchronize"]
 
-# Of the host's look at an event: the first pause, and the longest one.
+# Pauses between two queries of an event by the host: the first one, and the longest.
 _PAUSE_SEC = 20e-6
 _MAX_PAUSE_SEC = 200e-6
 
@@ -35,7 +35,7 @@ def get_stream_context(
 
 @contextmanager
 def on_device(device: Optional[torch.device]) -> Generator[None, None, None]:
-    """Within it `device` is the current one; None, or the CPU, leaves the current one as it is."""
+    """A context in which `device` is the current one; None, or the CPU, leaves the current device as it is."""
     if device is None or device.index is None or device.type == "cpu" or not torch.accelerator.is_available():
         yield
         return
@@ -66,25 +66,25 @@ def record_event() -> Union[torch.cuda.Event, torch.xpu.Event]:
 
 
 def synchronize() -> None:
-    """Waits for everything queued on the current device."""
+    """Waits until the current device has finished all queued work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def refuse_capture(what: str) -> None:
-    """Raises if the current stream is captured into a graph: a replay would use peers that are gone, unnoticed.
+    """Refuses a capture of the current stream into a graph: its replay would use the communicator of earlier peers.
 
     Raises:
-        RuntimeError: it is.
+        RuntimeError: the stream is captured.
     """
     if torch.accelerator.is_available():
         capturing = getattr(torch.get_device_module(), "is_current_stream_capturing", None)
         if capturing is not None and capturing():
-            raise RuntimeError(f"{what} cannot be captured into a graph: its peers change. Capture what is around it")
+            raise RuntimeError(f"{what} cannot be captured into a graph: its peers change. Capture the code around it")
 
 
 def devices_of(value: object) -> list[torch.device]:
-    """The devices other than the CPU on which the tensors of a value lie: a tensor, or lists of them."""
+    """The devices, without the CPU, of the tensors in a value: a tensor, or nested lists of tensors."""
     if isinstance(value, torch.Tensor):
         return [] if value.is_cpu or value.is_meta else [value.device]
     if isinstance(value, (list, tuple)):
@@ -93,7 +93,7 @@ def devices_of(value: object) -> list[torch.device]:
 
 
 class Mark:
-    """What the current streams of some devices have queued so far.
+    """Events on the current streams of some devices, behind the work queued so far.
 
     Args:
         devices: none of them the CPU.
@@ -105,12 +105,12 @@ class Mark:
         self._events = [(device, torch.accelerator.current_stream(device).record_event()) for device in devices]
 
     def follow(self) -> None:
-        """Makes the current streams of the devices wait for it; the host goes on."""
+        """Makes the current streams of the devices wait for the events; the host continues."""
         for device, event in self._events:
             torch.accelerator.current_stream(device).wait_event(event)
 
     def reached(self) -> bool:
-        """Whether the devices have done it.
+        """Whether the devices have reached the events.
 
         Raises:
             RuntimeError: a device has failed.
@@ -118,7 +118,7 @@ class Mark:
         return all(event.query() for _, event in self._events)
 
     def wait(self, timeout: float = math.inf) -> bool:
-        """Waits on the host; False when the devices are not there within `timeout` seconds.
+        """Waits on the host; False if the devices do not reach the events within `timeout` seconds.
 
         Raises:
             RuntimeError: a device has failed.
@@ -127,7 +127,7 @@ class Mark:
 
 
 def poll(done: Callable[[], bool], timeout: float = math.inf) -> bool:
-    """Looks until something is done; False when it is not within `timeout` seconds. Other threads may run meanwhile."""
+    """Calls `done` until it is true; False if it is not within `timeout` seconds. Sleeps between the calls."""
     deadline = time.monotonic() + timeout
     pause = _PAUSE_SEC
     while not done():

@@ -1,7 +1,7 @@
 """DLRover's interfaces for elastic training, over torchft's parts.
 
 ``dataset``: :class:`ElasticDataset` and :class:`DataShardService`, over the position of ElasticDataLoader
-``optimizer``: :class:`DistributedOptimizer`, a batch of the same size with any number of workers
+``optimizer``: :class:`DistributedOptimizer`, a fixed global batch with any number of workers
 ``rendezvous``: torchrun's rendezvous through the lighthouse: :class:`TorchRendezvousService`,
 :class:`DlroverRendezvousBackend`, and the handler of ``torchrun --rdzv-backend torchft``
 

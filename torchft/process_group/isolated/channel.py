@@ -1,8 +1,8 @@
 """The trainer's end of one worker: requests out, answers in, and threads that wait for them.
 
-Of the threads that wait, one leads: it reads the answers, for all of them, until its own operation has ended, and then
-hands the lead over (`leader`). So a thread that waits alone reads its own answer, and no thread is needed as long as
-nobody asks for a future.
+One of the waiting threads is the leader: it reads the answers for all of them until its own operation has ended, and
+then hands the lead over (`leader`). So a thread that waits alone reads its own answer, and a further thread is needed
+only for futures.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchft.process_group.isolated.sharing import Registration
 from torchft.process_group.isolated.wire import Wire
 from torchft.utils import poll
 
-# A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. It
-# reads its requests all the time, whatever its operations do.
+# A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A worker that
+# does not hang answers, since it reads its requests while its operations run.
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
 
-# How long it takes at most until the end of a worker is read after a request could not be sent for it.
+# The longest time from a request that could not be sent because the worker ended until that end is read.
 _LAST_WORDS_SEC = 1.0
 
 # With this many operations in flight, answers are read before the next one is sent, so that they never fill
@@ -46,12 +46,12 @@ class Channel:
     Args:
         name: of the group, for errors.
         sharings: makes the sharing of each device.
-        on_broken: called once, with no lock held, when the worker is of no use any more. It shall see to it that
-            `devices.close` is called as soon as the worker has ended.
+        on_broken: called once, with no lock held, when the worker can no longer be used. It has to call `devices.close`
+            when the worker has ended.
 
     Attributes:
         wire: what connects the two; `wire.theirs` is for the worker.
-        devices: what the two share.
+        devices: the memory and events that trainer and worker share.
         asks: whether the worker's backend may fail after it has answered that an operation is queued.
     """
 
@@ -67,7 +67,7 @@ class Channel:
                 _UNRESPONSIVE_SEC, protocol.TELL, device, note, descriptor=descriptor
             ),
         )
-        # Guards what follows. A garbage collection may close this on a thread that is in here already.
+        # Guards the attributes below. Reentrant: a garbage collection may call `close` on a thread that holds it.
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
         self._ops: dict[int, _OpMetadata] = {}
@@ -93,11 +93,11 @@ class Channel:
         """Sends an operation.
 
         Raises:
-            Exception: why the worker is of no use.
+            Exception: why the worker cannot be used.
         """
         op = _OpMetadata(next(self._ids), registrations, result, timeout_sec, stream)
         if self._broken is not None:
-            # Here, too: in a forked child the lock may be another thread's, for ever.
+            # Checked also without the lock, which in a forked child may be held for ever by a thread of the parent.
             release(op)
             raise self._error()
         if kind == protocol.RUN:
@@ -117,7 +117,7 @@ class Channel:
         return op
 
     def tell(self, kind: int, rest: bytes = b"") -> None:
-        """Sends something that is not answered."""
+        """Sends a message that has no answer."""
         self._send(_UNRESPONSIVE_SEC, kind, 0, rest)
 
     def _send(self, timeout: float, kind: int, operation: int, *parts: bytes, descriptor: Optional[int] = None) -> None:
@@ -160,7 +160,7 @@ class Channel:
         return True
 
     def _follow(self, signal: threading.Lock, op: _OpMetadata, deadline: Optional[float]) -> bool:
-        """Waits until the operation has ended or nobody leads; False at the deadline."""
+        """Waits until the operation has ended or there is no leader; False at the deadline."""
         left = threading.TIMEOUT_MAX if deadline is None else max(0.0, deadline - time.monotonic())
         woken = False
         try:
@@ -179,7 +179,7 @@ class Channel:
             self._close_wire()
 
     def _lead(self, until: Callable[[], bool], op: Optional[_OpMetadata], deadline: Optional[float]) -> None:
-        """Reads answers until there is no more need to, the deadline has passed, or the worker is lost."""
+        """Reads answers until `until` is true, the deadline has passed, or the worker has failed."""
         pinged = None
         while not until() and self._broken is None:
             now = time.monotonic()
@@ -191,7 +191,7 @@ class Channel:
                     pinged = now
                     try:
                         self.tell(protocol.PING)
-                    except Exception:  # what broke is kept
+                    except Exception:  # it is in _broken
                         return
                 elif now >= pinged + _UNRESPONSIVE_SEC:
                     self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
@@ -203,13 +203,13 @@ class Channel:
     def _ping_at(self, op: Optional[_OpMetadata]) -> float:
         if op is not None:
             return max(op.started + op.timeout_sec, self._heard) + _PING_EVERY_SEC
-        # Whoever completes futures waits for all of them.
+        # The thread that completes futures waits for all operations.
         with self._lock:
             first = min((o.started + o.timeout_sec for o in self._ops.values()), default=time.monotonic() + 3600.0)
         return max(first, self._heard) + _PING_EVERY_SEC
 
     def _read(self, timeout: float) -> bool:
-        """Handles what answers there are, or come within `timeout` seconds; whether any came. Only for the leader."""
+        """Handles answers that arrive within `timeout` seconds. True if there were any. Only for the leader."""
         if self._broken is not None:
             return False
         try:
@@ -246,7 +246,7 @@ class Channel:
             self._end(op)
 
     def _done(self, operation: int, marks: bytes) -> None:
-        # Whoever takes it out ends it: the leader here, or `close`.
+        # Either the leader here or `close` removes an operation, and the one that removes it ends it.
         op = self._ops.pop(operation, None)
         if op is None:
             return
@@ -257,14 +257,14 @@ class Channel:
                 registration.fetch()
         except Exception as e:
             op.error = e
-        except BaseException as e:  # of the thread that leads: whoever waits for this operation has no part in it
+        except BaseException as e:  # such as KeyboardInterrupt: the leader's, not that of the operation's thread
             op.error = RuntimeError(f"{self._name}: interrupted while a result was copied: {e!r}")
             raise
         finally:
             self._end(op)
 
     def _end(self, op: _OpMetadata) -> None:
-        """Ends an operation that was taken out: nobody else does."""
+        """Ends an operation that the caller has removed from `_ops`, and so is called once for each."""
         try:
             if op.marks:
                 self.devices.hold(op)
@@ -287,10 +287,10 @@ class Channel:
     # Devices
 
     def reach(self, op: _OpMetadata, deadline: float) -> bool:
-        """Waits until the worker's device has done an operation; False when it has not at the deadline.
+        """Waits until the worker's device has finished an operation; False at the deadline.
 
         Raises:
-            Exception: why the worker is of no use.
+            Exception: why the worker cannot be used.
         """
 
         def ended() -> bool:
@@ -303,13 +303,13 @@ class Channel:
         return poll(ended, deadline - time.monotonic())
 
     def check(self, timeout: Optional[float] = None) -> None:
-        """Asks the worker's backend for an error. After the device has passed an operation, that is one of it, too.
+        """Asks the worker's backend for its error: after the device has finished an operation, also for that one's.
 
         Args:
             timeout: in seconds.
 
         Raises:
-            Exception: what it reports, why the worker is of no use, or TimeoutError.
+            Exception: the backend's error, why the worker cannot be used, or TimeoutError.
         """
         if not self.asks:
             return
@@ -320,13 +320,13 @@ class Channel:
             raise copied(op.error)
 
     def is_over(self, op: _OpMetadata) -> bool:
-        """Whether an operation has ended, and the device has done it; does not wait."""
+        """Whether an operation has ended, also on the device; does not wait."""
         if not self.is_done(op):
             return False
         return op.error is not None or self._broken is not None or self.devices.reached(op)
 
     def drain(self, timeout: float) -> bool:
-        """Waits until the worker's device has done what was queued; False when it has not in `timeout` seconds."""
+        """Waits until the worker's device has finished all queued work; False after `timeout` seconds."""
 
         def drained() -> bool:
             if self.devices.queued and self._broken is None:
@@ -352,7 +352,7 @@ class Channel:
         return metadata.future
 
     def _lead_for_futures(self, until: Callable[[], bool]) -> bool:
-        """Leads until that is true; False at once when somebody else does, or there is nothing to wait for."""
+        """Leads until `until` is true; False at once if another thread leads, or no future is open."""
         with self._lock:
             if not any(op.future for op in self._ops.values()) or not self._leadership.lead():
                 return False
@@ -368,11 +368,11 @@ class Channel:
         return WorkerFailed(f"{self._name}: the worker process died")
 
     def _why_it_died(self) -> Exception:
-        """For whoever could not send: what it said last may not have been read yet."""
+        """The error for a request that could not be sent. Reads the worker's last message first: it may explain it."""
         deadline = time.monotonic() + _LAST_WORDS_SEC
         while self._broken is None and time.monotonic() < deadline:
             self._read_what_is_there()
-            # Somebody else reads, or the kernel is not through with its descriptors.
+            # Another thread reads, or the kernel has not closed the worker's descriptors yet.
             time.sleep(0.001)
         return self._worker_died()
 
@@ -382,11 +382,11 @@ class Channel:
 
     @property
     def broken(self) -> Optional[Exception]:
-        """Why the worker is of no use any more."""
+        """Why the worker cannot be used any more; None if it can."""
         return self._broken
 
     def lost(self) -> bool:
-        """Whether the worker is of no use any more; looks whether it still lives."""
+        """Whether the worker cannot be used any more. Reads its answers first, which shows its end."""
         self._read_what_is_there()
         return self._broken is not None
 
@@ -407,7 +407,7 @@ class Channel:
             self._broken = error
             self._leadership.close()
             ops, self._ops = self._ops, {}
-        with contextlib.ExitStack() as rest:  # backwards, and each part whatever another one raises
+        with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
             rest.callback(self._on_broken)
             rest.callback(self._hang_up)
             for op in reversed(ops.values()):
@@ -429,18 +429,18 @@ class Channel:
         self.wire.close()
 
     def _forget(self) -> None:
-        """In a forked child: these are the parent's."""
+        """In a forked child: the operations and the wire belong to the parent."""
         if self._broken is None:
             self._broken = RuntimeError(f"{self._name}: a forked process cannot use its parent's group")
             self._leadership.close()
-            # The lock may be held for ever; nobody else is here.
+            # Without the lock, which may be held for ever; the child has no other thread.
             for op in self._ops.values():
                 op.error, op.done = self._error(), True
         self.wire.forget()
 
 
 def _first_wait(timeout_sec: float, deadline: Optional[float]) -> float:
-    """Seconds that a leader waits for the first answer before it looks around."""
+    """Seconds that a leader waits for the first answer before it begins to ping the worker."""
     return timeout_sec if deadline is None else min(timeout_sec, max(0.0, deadline - time.monotonic()))
 
 
@@ -448,7 +448,7 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    # A child that kept them open would hide the end of the trainer from the workers.
+    # If a child kept the descriptors open, the workers would not see the end of the trainer.
     for channel in list(_channels):
         channel._forget()
     _channels.clear()

@@ -19,8 +19,8 @@ class Completer:
         name: of the group.
         devices: of the group's worker.
         lock: of the channel. `begin`, `wake` and `ended` are called with it.
-        lead: reads answers until something is true; False at once when somebody else does, or no future is open.
-        broken: whether no operation will end any more.
+        lead: reads answers until its argument is true; False at once if another thread reads, or no future is open.
+        broken: whether the channel is closed, after which no operation ends.
         check: raises if the worker's backend has failed.
     """
 
@@ -60,7 +60,7 @@ class Completer:
     def ended(self, op: _OpMetadata) -> None:
         """An operation with a future has ended."""
         self._ended.append(op)
-        # Where the worker was lost in this moment, the thread may be gone already.
+        # Restarts the thread, which may have ended if the worker failed at this moment.
         self.begin()
 
     def _run(self) -> None:
@@ -68,12 +68,12 @@ class Completer:
             with self._lock:
                 ended, self._ended = self._ended, []
                 if not ended:
-                    # Before it looks whether there is something to do: whoever has something then wakes it.
+                    # Taken before the checks below, so that a `wake` after them is not lost: it releases this lock.
                     self._idle.acquire(blocking=False)
             if ended:
                 for op in ended:
                     self.complete(op)
-                # Held on to, they would keep their tensors until the next ones end.
+                # These names would keep the operations' tensors alive until the next operations end.
                 del ended, op
             elif not self._lead(lambda: bool(self._ended)):
                 with self._lock:

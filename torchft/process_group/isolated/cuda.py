@@ -1,19 +1,19 @@
 """CUDA: a worker uses the trainer's device memory directly, and CUDA events order the work that the two queue.
 
-**Memory.** A storage is shared once in the life of the process, whatever the number of workers that come and go, and is
-known by weak reference, never by address. PyTorch counts who uses shared memory, and frees it only when a counter says
-nobody; a worker that was killed would never count down. So the trainer alone counts: a worker is told to drop what the
-trainer's user has freed, says so with its next mark, and only then, or when the worker has ended, PyTorch may have the
-memory back. (CUDA forbids to free what another process still maps.)
+**Memory.** A storage is shared once in the life of the process, however many workers it has one after the other, and
+is identified by weak reference, never by address. PyTorch frees shared memory when a counter of its users reaches 0,
+which a killed worker would never decrement. So the trainer alone counts. When the user frees a storage, the trainer
+tells the worker to drop it; the worker confirms that with its next mark. Only then, or when the worker has ended, is
+the memory returned to PyTorch, because CUDA forbids to free memory that another process maps.
 
-**Order.** A mark is an interprocess event, recorded on the current stream; both ends send such marks. An event is
-recorded again only after the device has passed it, so a mark that somebody looks at too late may make him wait too
-long, never too short; and what a mark stands for was queued before it, so nobody waits for himself.
+**Order.** A mark is an interprocess event, recorded on the current stream; both ends send marks. An event is reused
+only after the device has passed it. So an end that looks at an old mark may wait for a later recording of the same
+event, which is too long but safe. There is no deadlock, because the work before a mark never waits for that mark.
 
-**Done** is finished, not queued: the trainer's `follow` waits on the host. A stream of the trainer that waits for an
-event of its worker would wait for ever if the worker is killed before, and the trainer would hang with its peer: the
-very thing that an isolated group is for. `queue=True` makes the stream wait instead, for hosts where a GPU test has
-shown that a killed worker's events let go (docs/gpu.md).
+**Done** means finished on the device, not queued: the trainer's `follow` waits on the host. If a stream of the trainer
+waited for an event of a worker that is then killed, it would never continue, and the trainer would hang, which isolated
+groups are to prevent. `queue=True` makes the stream wait instead, for hosts where a GPU test has shown that the driver
+releases the events of a killed worker (docs/gpu.md).
 
 XPU has the events, but PyTorch has no way to share its memory: a tensor there is refused by name.
 """
@@ -37,7 +37,7 @@ from torchft.process_group.isolated.sharing import Registration, Sharing, Tell
 
 _DEVICE = "cuda"
 
-# Both ends run the same PyTorch, so the place in this list says which one.
+# A dtype is encoded as its index in this list, which is the same at both ends because both run the same PyTorch.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
@@ -53,14 +53,14 @@ _USE, _DROP, _NOTHING = b"U", b"D", b"N"
 # The streams a worker's operations take turns on; PyTorch has as many.
 _STREAMS = 32
 
-# Of the host's look at an event: the first pause, and the longest one.
+# Pauses between two queries of an event by the host: the first one, and the longest.
 _PAUSE_SEC = 20e-6
 _MAX_PAUSE_SEC = 500e-6
 
-# So often whoever waits looks whether the worker still lives.
+# The interval at which a waiting thread checks that the worker is alive.
 _LOOK_SEC = 0.02
 
-# What PyTorch's own counting gets from the worker: the name of no counter, which it ignores.
+# The worker passes this name of a counter that does not exist to PyTorch, which then counts nothing.
 _NO_COUNTER = b"/torchft-counts-itself"
 
 
@@ -78,50 +78,50 @@ class _Export:
         self.holders: set[TrainerEnd] = set()
         self.dead = False
         (_, handle, size, offset, counter, counter_offset, _, _) = storage._share_cuda_()
-        # Nothing for a storage without memory.
+        # Empty for a storage without memory.
         self.handle: bytes = handle or b""
         self.size: int = size
         self.offset: int = offset
         self._counter: Optional[tuple[bytes, int]] = None if counter is None else (counter, counter_offset)
 
     def _died(self, _: object) -> None:
-        # Wherever the garbage collector was called, maybe by a thread that holds the lock: so no waiting.
+        # The garbage collector may call this on a thread that holds the lock, so it must not wait.
         _dead.append(self)
         _settle()
 
     def let_go(self) -> None:
-        """PyTorch may use the memory again, once."""
+        """Returns the memory to PyTorch; only the first call does."""
         counter, self._counter = self._counter, None
         if counter is not None:
             torch.UntypedStorage._release_ipc_counter_cuda(*counter)
-            # On a device that has failed nothing can be freed any more; whoever uses it is told.
+            # A failed device frees nothing, and reports its error to the next operation.
             with contextlib.suppress(RuntimeError):
                 torch.cuda.ipc_collect()
 
     def give_back(self) -> None:
-        """PyTorch may use the memory again when the device has done what is queued: see `_Returns`."""
+        """Returns the memory to PyTorch when the device has finished what is queued: see `_Returns`."""
         if self._counter is not None:
             _returns.put(self)
 
     def forget(self) -> None:
-        """In a forked child: the counter is the parent's, who still counts."""
+        """In a forked child: the counter belongs to the parent, which still uses it."""
         self._counter = None
 
 
 class _Returns:
-    """A thread that gives memory back to PyTorch, after the device has done all that was queued when it was freed.
+    """A thread that returns freed memory to PyTorch after the device has finished all work queued at that time.
 
-    PyTorch's allocator does not know a shared storage any more, so `record_stream` does nothing for it: it would hand
-    out the memory in the order of one stream, while another one that the user has recorded still reads it.
+    PyTorch's allocator ignores `record_stream` of a shared storage: it would reuse the memory in the order of one
+    stream, while another stream, which the user has recorded, may still read it.
     """
 
     def __init__(self) -> None:
-        # The garbage collector may put something on a thread that is in here: a SimpleQueue allows that.
+        # The garbage collector may call `put` on a thread that is in `put`: a SimpleQueue is reentrant.
         self._freed: queue.SimpleQueue[_Export] = queue.SimpleQueue()
         self._started = False
 
     def start(self) -> None:
-        """Not by `put`: the garbage collector may have called that where no thread can be started."""
+        """Starts the thread. `put` does not: the garbage collector may call it where no thread can be started."""
         if not self._started:
             self._started = True
             threading.Thread(target=self._run, name="torchft_shared_memory", daemon=True).start()
@@ -136,7 +136,7 @@ class _Returns:
                 while True:
                     exports.append(self._freed.get_nowait())
             for device in {export.device for export in exports}:
-                # A device that has failed does nothing any more.
+                # A failed device runs nothing that could use the memory.
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize(device)
             while exports:
@@ -176,7 +176,7 @@ def _hold(storage: torch.UntypedStorage, holder: TrainerEnd) -> _Export:
     with _lock:
         _bury()
         export = _exports.get(id(storage))
-        # An address comes back, also that of a freed storage that was not handled yet.
+        # An id() may be reused, also that of a freed storage which is still in the table.
         if export is None or export.storage() is not storage:
             export = _exports[id(storage)] = _Export(storage)
         export.holders.add(holder)
@@ -215,9 +215,9 @@ class _Marks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        # Recorded, the oldest first: number, event, handle, how often.
+        # Recorded events, the oldest first: number, event, handle, the count of its recordings.
         self._recorded: deque[tuple[int, torch.cuda.Event, bytes, int]] = deque()
-        # Of the other end: the event, and the newest mark seen of it.
+        # Events of the other end, by number, with the highest count of recordings seen.
         self._opened: dict[int, tuple[torch.cuda.Event, int]] = {}
 
     def mark(self, device: torch.device, notes: int) -> bytes:
@@ -229,7 +229,7 @@ class _Marks:
         return _MARK.pack(number, times, notes) + handle
 
     def _next(self, device: torch.device) -> tuple[int, torch.cuda.Event, bytes, int]:
-        # Only one that the device has passed: whoever still waits for it then has nothing to wait for.
+        # Only an event that the device has passed is reused: its earlier recordings are then complete.
         if self._recorded and self._recorded[0][1].query():
             return self._recorded.popleft()
         with torch.cuda.device(device):
@@ -238,7 +238,7 @@ class _Marks:
             return self._count, event, event.ipc_handle(), 0
 
     def event(self, mark: bytes, device: torch.device) -> Optional[torch.cuda.Event]:
-        """The other end's event behind its mark, None where the device has passed that for sure."""
+        """The other end's event of a mark; None if the device is known to have passed it."""
         number, times, _ = _MARK.unpack_from(mark)
         with self._lock:
             known = self._opened.get(number)
@@ -263,14 +263,15 @@ class _Marks:
 
 
 class _Registration:
-    """The tensor is kept from being freed, and so its memory from being used again, until `release`."""
+    """Keeps a tensor alive until `release`, so that its memory is not reused."""
 
     __slots__ = ("_all", "_tensor", "ref")
 
     def __init__(self, tensor: torch.Tensor, ref: bytes, all_: set[_Registration]) -> None:
         self._tensor: Optional[torch.Tensor] = tensor
         self.ref = ref
-        # Kept by its end too: who forgets a registration when the worker is killed does not free the memory.
+        # Its end refers to it too. So the memory stays even if the caller drops the registration of a killed worker,
+        # whose kernels may still run.
         self._all = all_
         all_.add(self)
 
@@ -294,15 +295,15 @@ class TrainerEnd:
         self._tell = tell
         self._queue = queue
         self._marks = _Marks()
-        # The device of the first tensor: a worker has one.
+        # The device of the first tensor: a worker uses one device.
         self._device: Optional[torch.device] = None
         self._registrations: set[_Registration] = set()
         self._held: dict[int, _Export] = {}
         self._doomed: deque[_Export] = deque()
-        # What the worker was told to drop, by the number of the note.
+        # Storages that the worker was told to drop, by the number of the note.
         self._told: OrderedDict[int, list[_Export]] = OrderedDict()
         self._notes = 0
-        # Telling a worker that is gone may end in `close`.
+        # Reentrant: a note to a worker that has ended may call `close`.
         self._lock = threading.RLock()
         self._closed = False
 
@@ -342,7 +343,7 @@ class TrainerEnd:
         self._tell(note, None)
 
     def _dropped(self, notes: int) -> None:
-        """The worker has read so many notes, and unmapped what they named."""
+        """The worker has read `notes` notes, and unmapped the storages that they name."""
         gone: list[_Export] = []
         with self._lock:
             while self._told and next(iter(self._told)) <= notes:
@@ -367,7 +368,8 @@ class TrainerEnd:
             return
         pause = _PAUSE_SEC
         look_at = time.monotonic() + _LOOK_SEC
-        # The deadline is that of the operation, at which the worker ends. To tell it something shows that.
+        # No deadline of its own: at the operation's deadline the worker is ended. A note to an ended worker fails,
+        # which sets `_closed`.
         while not event.query():
             if self._closed:
                 raise RuntimeError("the worker of this group ended before its operation did")
@@ -403,10 +405,10 @@ class TrainerEnd:
 
 
 class WorkerEnd:
-    """Operations take turns on streams: one that waits for a silent peer does not hold up the next."""
+    """Operations use the streams in turn, so that one that waits for a silent peer does not delay the next."""
 
     def __init__(self) -> None:
-        # The trainer says which one. A thread of the worker that waits for an operation may have another.
+        # The trainer sets it. It is kept here because the current device of another thread may differ.
         self._device = torch.device(_DEVICE, 0)
         self._marks = _Marks()
         self._imports: dict[int, torch.UntypedStorage] = {}
@@ -426,7 +428,7 @@ class WorkerEnd:
         with self._lock:
             storage = self._imports.get(export)
             if storage is None:
-                # No event to wait for: marks do that.
+                # Without an event to wait for: marks keep the order.
                 storage = torch.UntypedStorage._new_shared_cuda(
                     device.index, handle, size, at, _NO_COUNTER, 0, b"", False
                 )
@@ -434,7 +436,7 @@ class WorkerEnd:
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
 
     def told(self, note: bytes, descriptor: Optional[int]) -> None:
-        """Unmaps storages that the trainer's user has freed; what was done with them is long over."""
+        """Reads a note. Storages to drop are unmapped; the trainer names them after all their operations have ended."""
         kind, numbers = note[:1], [number for (number,) in _ID.iter_unpack(note[1:])]
         if kind == _USE:
             torch.cuda.set_device(numbers[0])
@@ -444,7 +446,7 @@ class WorkerEnd:
             self._notes += 1
             dropped = [self._imports.pop(number, None) for number in numbers]
         if any(storage is not None for storage in dropped):
-            # To drop one waits for the current stream: one with nothing on it.
+            # Unmapping waits for the current stream, so it is done on an idle one.
             if self._idle is None:
                 self._idle = torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._idle):
@@ -456,7 +458,7 @@ class WorkerEnd:
         return self._marks.mark(self._device, notes)
 
     def follow(self, mark: bytes) -> None:
-        """Begins an operation: on the next stream, which waits for the trainer's mark."""
+        """Makes the next stream the current one, and makes it wait for the trainer's mark: an operation begins."""
         if not self._streams:
             self._streams = [torch.cuda.Stream(self._device) for _ in range(_STREAMS)]
         stream = self._streams[self._turn]
@@ -487,7 +489,7 @@ def worker() -> Sharing:
 
 
 def prepare(device: torch.device) -> None:
-    """Worker: makes it the current device and creates its context, which takes device memory. It may be an XPU."""
+    """Worker: makes a CUDA or XPU device the current one and creates its context, which takes device memory."""
     module: Any = torch.get_device_module(device)
     module.set_device(device)
     torch.empty(1, device=device)

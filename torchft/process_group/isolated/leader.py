@@ -13,34 +13,34 @@ def _held_lock() -> threading.Lock:
 
 
 class Leadership:
-    """The leader reads answers; followers sleep until their operation has ended or nobody leads.
+    """The leader reads answers; followers sleep until their operation has ended or there is no leader.
 
     This class decides and wakes; it neither reads nor waits. Every method is called with the channel's lock held. A
     thread that waits for an operation calls, until that has ended:
 
     - `join`. The leader reads, then calls `step_down`. A follower sleeps at its signal, a held lock that is released;
-    - `leave`, if it stops sleeping without having been woken: at its deadline, or interrupted. Woken, it joins again.
+    - `leave`, if it stops sleeping before it was woken: at its deadline, or interrupted. If woken, it joins again.
 
-    A thread that does not wait reads between `lead`, if that is True, and `step_down`.
+    A thread that only reads what has arrived calls `lead`, and if that is True reads and calls `step_down`.
 
     Invariants, whenever the lock is free:
 
     1. At most one thread leads.
-    2. While there are followers, somebody leads, or a thread that was woken has not joined or left yet; or the channel
+    2. While there are followers, there is a leader, or a woken thread that has not joined or left yet; or the channel
        is closed. So all answers are read, and no follower needs a timeout for that.
-    3. A follower is woken because its operation has ended or because nobody leads, and for nothing else.
+    3. A follower is woken because its operation has ended or because there is no leader, and for nothing else.
     4. When the last thread leaves, the reserve is woken.
-    5. After `close` nobody begins to lead. Operations end without being read then, which wakes all followers.
+    5. After `close` no thread becomes the leader. `Channel.close` ends all operations, which wakes all followers.
 
-    A thread that comes may take the lead before the follower that was woken for it, which joins as a follower again. So
-    one that waits for many operations in turn reads its own answers, and does not wait for another thread to wake up.
+    A new thread may take the lead before the follower that was woken for it; that one then joins as a follower again.
+    So a thread that waits for many operations in turn reads its own answers, without waiting for a thread to wake up.
 
     Args:
-        wake_reserve: wakes the thread that leads only where no other thread waits; it uses `lead`.
-        make_signal: what a follower sleeps at.
+        wake_reserve: wakes the thread that leads only if no other thread waits; it uses `lead`.
+        make_signal: makes the lock at which a follower sleeps.
 
     Attributes:
-        taken: whether somebody leads.
+        taken: whether there is a leader.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Leadership:
     ) -> None:
         self._wake_reserve = wake_reserve
         self._make_signal = make_signal
-        # The signals of followers, the first one first, and what each waits for. A garbage collection may call `close`
-        # and `ended` on a thread that is in here.
+        # The signals of followers, in the order in which they joined, and the operation of each. A garbage collection
+        # may call `close` and `ended` in the middle of another method.
         self._followers: dict[threading.Lock, object] = {}
         self._closed = False
         self.taken = False
@@ -63,21 +63,21 @@ class Leadership:
         return signal
 
     def lead(self) -> bool:
-        """Whether the thread leads from now on."""
+        """Tries to become the leader; True if the thread leads from now on."""
         if self.taken or self._closed:
             return False
         self.taken = True
         return True
 
     def step_down(self) -> None:
-        """The leader reads no more."""
+        """The leader stops reading."""
         self.taken = False
         self._pass_on()
 
     def leave(self, signal: threading.Lock) -> None:
-        """A follower waits no more, and had not been woken when it stopped."""
+        """A follower that was not woken stops waiting."""
         if self._followers.pop(signal, None) is None:
-            # Woken since then, perhaps to lead.
+            # It was woken in the meantime, perhaps to lead: another thread has to.
             self._pass_on()
 
     def ended(self, operation: object) -> None:
@@ -87,7 +87,7 @@ class Leadership:
                 self._wake(signal)
 
     def close(self) -> None:
-        """Nobody begins to lead any more."""
+        """From now on no thread becomes the leader."""
         self._closed = True
 
     def _pass_on(self) -> None:

@@ -1,8 +1,8 @@
-"""The trainer's side of the fork server: one server for a process, and workers that stand by.
+"""The trainer's side of the fork server: one server for a process, and standby workers.
 
-Server    the process, started with the first group, shared by all, ended some seconds after the last one
-Worker    a worker: its channel, and how it is ended
-Workers   of one group: gives out the one that stands by, and asks for the next
+Server    the server process: started with the first group, shared by all groups, ended some seconds after the last one
+Worker    a worker process: its channel, and its end
+Workers   the workers of one group: hands out the standby worker, and starts the next one
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torchft.process_group.isolated.devices import MakeSharing
 from torchft.process_group.isolated.messages import send
 from torchft.process_group.isolated.operation import WorkerFailed
 
-# Where nobody has started a worker yet, PyTorch is imported first.
+# For the first worker the server imports PyTorch first, so this is long.
 _START_SEC = 60.0
 
-# How many workers may fail in a row before one of them has answered.
+# How many workers in a row may end before they answer.
 _ATTEMPTS = 5
 
-# A group that is shut down is often followed by another. Until then the server costs memory, but no time.
+# How long the server outlives the last group, since another group often follows. An idle server costs only memory.
 _LINGER = timedelta(seconds=10)
 
-# How long the end of the server is waited for before it is killed. It needs a few milliseconds.
+# How long a server may take to end, usually a few milliseconds, before it is killed.
 _END_SEC = 1.0
 
-# A worker that has not ended by then (a driver hangs) is given up: what it shares stays allocated.
+# The memory that a worker shares stays allocated for good if it has not ended by then, because a driver hangs.
 _REAP_SEC = 30.0
 
 # How long an abort waits for the end of the worker, which takes some ten milliseconds.
@@ -58,13 +58,13 @@ class WorkerTimedOut(TimeoutError, RuntimeError):
 
 
 class Server:
-    """The fork server. Starting it does not wait for it: what is asked of it meanwhile it does when it is up."""
+    """The fork server. Its constructor does not wait for it; requests are queued until it is up."""
 
     def __init__(self) -> None:
         if sys.platform != "linux":
             raise RuntimeError(f"isolated groups need Linux, not {sys.platform}")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Not PR_SET_PDEATHSIG, which strikes when the thread ends that started it.
+        # The server ends when this socket is closed. PR_SET_PDEATHSIG would end it with the thread that started it.
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
@@ -72,7 +72,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
             )
         self._numbers = itertools.count()
-        # A garbage collection may end a group on a thread that is in here already: so RLock, here and below.
+        # RLock, here and below: a garbage collection may end a group on a thread that holds the lock.
         self._lock = threading.RLock()
 
     @property
@@ -86,7 +86,7 @@ class Server:
         """Asks for a worker.
 
         Returns:
-            Its number, and a descriptor that reads nothing when the worker has ended.
+            Its number, and a descriptor that is at its end of file when the worker has ended.
         """
         number = next(self._numbers)
         ended, theirs = os.pipe()
@@ -100,7 +100,7 @@ class Server:
         return number, ended
 
     def kill(self, number: int) -> None:
-        # A server that is gone has taken its workers along.
+        # If the server has ended, so have its workers.
         with contextlib.suppress(OSError):
             self._send({"kill": number}, ())
 
@@ -112,7 +112,7 @@ class Server:
                     send(self._control, data, descriptors)
                     return
                 except BlockingIOError:
-                    # It is still starting, and was asked for very much.
+                    # The server is still starting, and the socket's buffer is full of requests.
                     poll = select.poll()
                     poll.register(self._control, select.POLLOUT)
                     if not poll.poll(60_000):
@@ -125,19 +125,19 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SEC)
             return
-        # It still imports, say.
+        # For example, it still imports PyTorch.
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SEC)
 
     def forget(self) -> None:
-        """In a forked child: it is the parent's."""
+        """In a forked child: the server belongs to the parent."""
         os.close(self._control.detach())
         self._process.returncode = 0
 
 
 class _Servers:
-    """The server of this process, while somebody needs it."""
+    """The server of this process, as long as a group needs it."""
 
     def __init__(self) -> None:
         self._reset()
@@ -160,7 +160,7 @@ class _Servers:
     def release(self) -> None:
         with self._lock:
             self._users -= 1
-            # At the end of the process it is gone before its last users: no thread is to be started then.
+            # At exit the server is closed before its last users, and no timer may be started then.
             if self._users == 0 and self._server is not None:
                 self._end = _TIMEOUT_MANAGER.schedule(_LINGER, self._expire)
 
@@ -169,7 +169,7 @@ class _Servers:
             return self._alive()
 
     def retire(self, server: Server) -> None:
-        """It is asked for no more workers, but ends only when no group needs a worker: some may have one of its."""
+        """Takes no more workers from a server. It ends when no group needs a worker: its workers may be in use."""
         with self._lock:
             if self._server is server:
                 self._server = None
@@ -218,7 +218,7 @@ class Worker:
     """One worker's process.
 
     Args:
-        message: what it is to be; see `worker.main`.
+        message: its settings; see `worker.main`.
         name: of the group, for errors.
         sharings: see `Channel`.
     """
@@ -237,7 +237,7 @@ class Worker:
             try:
                 self._spawn(message, requests.fileno(), answers)
             except ConnectionError:
-                # The server has been killed, and counts as alive until the kernel is through with it.
+                # The server was killed a moment ago, and `alive` is True until the kernel has ended it.
                 servers.retire(self._server)
                 self._spawn(message, requests.fileno(), answers)
         except OSError as e:
@@ -261,12 +261,12 @@ class Worker:
 
         Args:
             timeout: in seconds.
-            what: the worker does for it; for the error.
-            meanwhile: called when it is sent.
+            what: the action of the worker, for the error.
+            meanwhile: called after the request was sent.
 
         Raises:
-            WorkerFailed: it has no answer for that reason.
-            WorkerTimedOut: nor for that.
+            WorkerFailed: the worker ended before it answered.
+            WorkerTimedOut: the worker did not answer in time.
             Exception: the worker's own error.
         """
         op = self.channel.start(kind, (rest,), [], None, timeout)
@@ -277,15 +277,15 @@ class Worker:
             raise copied(op.error)
 
     def blame_server(self) -> None:
-        """The next worker comes from another server: this one's may be what hangs."""
+        """Makes the next worker come from a new server: this one may be what hangs."""
         servers.retire(self._server)
 
     def _broken(self) -> None:
         if self._number < 0:
             return
         self._server.kill(self._number)
-        # It must not write into shared memory any more when whoever aborts goes on. Nobody waits for a device to let go
-        # of a process.
+        # An abort returns only after the worker has ended, since until then the worker may write into shared memory.
+        # With a device that can take long, so a thread waits, and the memory is kept until then.
         if not self.channel.devices.any and self._poll_end(_STOP_SEC):
             self._close(ended=True)
         else:
@@ -296,7 +296,7 @@ class Worker:
 
     def _close(self, ended: bool) -> None:
         os.close(self._ended)
-        if ended:  # else it may still write into what it shares
+        if ended:  # else it may still write into the shared memory
             self.channel.devices.close()
 
     def _poll_end(self, seconds: float) -> bool:
@@ -305,16 +305,16 @@ class Worker:
         return bool(poll.poll(seconds * 1000))
 
     def end(self, error: Exception) -> None:
-        """Kills it. Whoever waits for it gets `error`; nobody waits for its end."""
+        """Kills the worker. Threads that wait for it get `error`. Does not wait for the end of the process."""
         self.channel.close(error)
 
 
 class Workers:
-    """Gives a group its workers.
+    """The workers of a group.
 
     Args:
         make: starts a worker, without waiting for it.
-        standby: whether one is started ahead.
+        standby: whether a standby worker is kept.
     """
 
     def __init__(self, make: Callable[[], Worker], standby: bool) -> None:
@@ -326,7 +326,7 @@ class Workers:
         self._used = False
 
     def prepare(self) -> None:
-        """Sees to it that there is a server, and a worker that stands by."""
+        """Starts a server and a standby worker, unless there are."""
         with self._lock:
             if not self._used:
                 self._used = True
@@ -335,7 +335,7 @@ class Workers:
                 self._next = self._make()
 
     def first(self) -> Worker:
-        """The worker that `take` will give, started now if need be."""
+        """The worker that `take` will return; it is started if there is none."""
         self.prepare()
         with self._lock:
             if self._next is None or self._next.channel.lost():
@@ -343,7 +343,7 @@ class Workers:
             return self._next
 
     def take(self) -> Worker:
-        """The worker that stands by, or a new one. Only an answer shows that it lives; see `started`."""
+        """The standby worker, or a new one. Only an answer shows that it is alive; see `started`."""
         self.prepare()
         with self._lock:
             worker, self._next = self._next, None
@@ -353,14 +353,14 @@ class Workers:
         return worker
 
     def end(self, error: Exception) -> None:
-        """Ends the worker that was taken last, if any."""
+        """Ends the worker that `take` returned last, if any."""
         with self._lock:
             worker, self._given = self._given, None
         if worker is not None:
             worker.end(error)
 
     def close(self) -> None:
-        """Ends all workers; until `prepare` is called again the server is not needed."""
+        """Ends all workers. The server is not needed until `prepare` is called again."""
         self.end(RuntimeError("the group is gone"))
         with self._lock:
             worker, self._next = self._next, None
@@ -372,16 +372,16 @@ class Workers:
 
 
 def started(get: Callable[[], Worker]) -> Worker:
-    """A worker that has answered: one that ends before is replaced.
+    """A worker that has answered. One that ends before it answers is replaced.
 
-    A spare worker ends with its server, all of them at the same moment, but the trainer is not told at once. One
-    that answers was not among them.
+    Standby workers end with their server, but the trainer does not notice that at once. A worker that answers has not
+    ended so.
 
     Args:
-        get: gives one, another one after the last has ended.
+        get: returns a worker, a new one in each call after the previous has ended.
 
     Raises:
-        Exception: the worker's own error; or too many have ended, or 60 s passed.
+        Exception: the worker's own error; or too many workers have ended, or 60 s have passed.
     """
     deadline = time.monotonic() + _START_SEC
     for attempt in itertools.count(1):

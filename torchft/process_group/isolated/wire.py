@@ -25,7 +25,7 @@ class Wire:
     """Sends requests from any thread, and reads answers for one at a time.
 
     Attributes:
-        theirs: the worker's ends, of requests and answers, to be closed here when it has them.
+        theirs: the worker's ends, of requests and answers; the trainer closes them when the worker has its copies.
     """
 
     def __init__(self) -> None:
@@ -38,19 +38,19 @@ class Wire:
             fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _ANSWERS_SIZE)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._requests_fd = self._requests.fileno()
-        # A garbage collection may close this on a thread that is in here already.
+        # Reentrant: a garbage collection may call `close` on a thread that holds this lock.
         self._send_lock = threading.RLock()
-        # The number of a closed descriptor may be somebody else's at once.
+        # Held while a descriptor is used: the number of a closed one may be reused for another file at once.
         self._closing = threading.RLock()
         self._rest = b""
         self.closed = False
 
     def send(self, timeout: float, kind: int, operation: int, *parts: bytes, descriptor: Optional[int] = None) -> None:
-        """Waits, `timeout` seconds at most, only while the worker does not read, which it does all the time.
+        """Sends a request. Waits, `timeout` seconds at most, only if the worker hangs: it reads all the time.
 
         Raises:
-            TimeoutError: it does not read.
-            OSError: it is gone.
+            TimeoutError: the worker does not read.
+            OSError: the worker has ended.
         """
         with self._send_lock:
             if self.closed:
@@ -78,12 +78,12 @@ class Wire:
         """Waits for answers, `timeout` seconds at most. For one thread at a time.
 
         Returns:
-            The number of an operation that is done, which is what comes most of the time; else the answers.
+            The number of an operation that is done, the usual case, or a list of answers of any kind.
 
         Raises:
-            EOFError: the worker is gone.
+            EOFError: the worker has ended.
         """
-        # An answer is written in one piece: where there is a part of one, there is the rest.
+        # An answer is written by one call: if a part of it is read, the rest is in the pipe, and this does not block.
         found = (
             os.read(self._answers, LONG)
             if self._rest
@@ -99,18 +99,18 @@ class Wire:
         return answers
 
     def wake(self) -> None:
-        """Ends the wait of whoever reads."""
+        """Ends the wait of the thread in `read`."""
         with self._closing:
             if not self.closed:
                 os.eventfd_write(self._wake, 1)
 
     def hang_up(self) -> None:
-        """Whoever sends gets an error from now on, and the worker ends."""
+        """Ends the connection: further sends fail, and the worker ends."""
         with contextlib.suppress(OSError):
             self._requests.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """To be called when nobody reads any more."""
+        """Closes the descriptors. No thread may be in `read`."""
         with self._send_lock, self._closing:
             if self.closed:
                 return
@@ -120,7 +120,7 @@ class Wire:
             os.close(self._wake)
 
     def forget(self) -> None:
-        """In a forked child: it is the parent's."""
+        """In a forked child: closes its copies of the descriptors, so that the worker notices the parent's end."""
         if self.closed:
             return
         self.closed = True

@@ -1,0 +1,301 @@
+package agree
+
+import (
+	"maps"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// job is members on a network without faults: what one says all others see at once.
+type job struct {
+	t        *testing.T
+	machines map[string]*Machine
+	away     map[string]bool // cannot be reached by the others, nor reach them
+	lives    int64
+}
+
+func newJob(t *testing.T, names ...string) *job {
+	j := &job{t, map[string]*Machine{}, map[string]bool{}, 0}
+	for _, name := range names {
+		j.start(name)
+	}
+	j.settle()
+	return j
+}
+
+func (j *job) start(name string) *Machine {
+	j.lives++
+	at := name
+	if j.lives > 1 && name == "a" {
+		at = "a again"
+	}
+	m := New(Config{Me: ID{name, j.lives}, Address: "store of " + name, At: at, Seeds: [][]string{{"a", "another address of a"}}, MinMembers: 1})
+	j.machines[name] = m
+	return m
+}
+
+func (j *job) names() []string { return slices.Sorted(maps.Keys(j.machines)) }
+
+func (j *job) connected(a, b string) bool { return a != b && j.away[a] == j.away[b] }
+
+// settle lets all see and hear all until nothing changes.
+func (j *job) settle() {
+	j.t.Helper()
+	for range 100 {
+		before := map[string]Note{}
+		for name, m := range j.machines {
+			before[name] = m.Note()
+		}
+		for _, name := range j.names() {
+			j.meet(name)
+		}
+		same := true
+		for name, m := range j.machines {
+			same = same && m.Note() == before[name]
+		}
+		if same {
+			return
+		}
+	}
+	j.t.Fatal("the members do not come to rest")
+}
+
+func (j *job) meet(name string) {
+	peers := map[ID]Peer{}
+	for _, other := range j.names() {
+		if o := j.machines[other]; j.connected(name, other) {
+			peers[o.cfg.Me] = Peer{o.Note(), o.cfg.At}
+			if p, found := o.Proposal(); found {
+				require.True(j.t, j.machines[name].Hear(p))
+			}
+		}
+	}
+	j.machines[name].See(peers)
+}
+
+// ask lets members want a view, and all come to rest.
+func (j *job) ask(names ...string) {
+	j.t.Helper()
+	j.settle()
+	for _, name := range names {
+		j.machines[name].Ask()
+	}
+	j.settle()
+}
+
+// in says which members are in the view of one of them.
+func (j *job) in(name string) (members []string) {
+	if v := j.machines[name].Taken(); v != nil {
+		for _, q := range v.Members {
+			members = append(members, q.Name)
+		}
+	}
+	return members
+}
+
+func TestMembersAgree(t *testing.T) {
+	j := newJob(t, "a", "b", "c")
+	j.ask("a", "b")
+	require.Empty(t, j.in("a"))
+	require.Equal(t, "waits for c", j.machines["a"].Waits())
+	j.ask("c")
+	for _, name := range j.names() {
+		require.Equal(t, []string{"a", "b", "c"}, j.in(name))
+		require.Equal(t, News{View: 1}, j.machines[name].News())
+	}
+	j.ask(j.names()...)
+	require.Equal(t, int64(2), j.machines["a"].Taken().Number, "a list that was asked for has a new number")
+}
+
+func TestAMemberJoins(t *testing.T) {
+	j := newJob(t, "a")
+	j.ask("a")
+	require.Equal(t, []string{"a"}, j.in("a"))
+	j.start("b")
+	j.settle()
+	require.Empty(t, j.machines["a"].News().Joining, "b has not asked")
+	j.ask("b")
+	require.Equal(t, News{View: 1, Joining: []string{"b"}}, j.machines["a"].News())
+	j.ask("a")
+	require.Equal(t, []string{"a", "b"}, j.in("b"))
+}
+
+func TestTheFirstViewHoldsMoreThanHalfOfTheSeeds(t *testing.T) {
+	j := newJob(t, "b", "c")
+	j.ask("b", "c")
+	require.Equal(t, "0 of the 1 seeds are here, and the first view must hold more than half of them", j.machines["b"].Waits())
+	j.lives = 0
+	j.start("a")
+	j.ask("a", "b", "c")
+	require.Equal(t, []string{"a", "b", "c"}, j.in("b"))
+}
+
+func TestTheLargerPartGoesOn(t *testing.T) {
+	j := newJob(t, "a", "b", "c", "d", "e")
+	j.ask(j.names()...)
+	j.away = map[string]bool{"a": true, "b": true}
+	j.settle()
+	require.Equal(t, "e does not answer", j.machines["a"].News().Lost)
+	j.ask(j.names()...)
+	require.Equal(t, []string{"c", "d", "e"}, j.in("e"))
+	require.Empty(t, j.in("a"))
+	require.Equal(t, "2 of the 5 members of view 1 are here, and more than half must be; missing: c, d, e", j.machines["a"].Waits())
+	j.away = nil
+	j.settle()
+	require.Equal(t, []string{"a", "b"}, j.machines["c"].News().Joining)
+	j.ask("c", "d", "e")
+	require.Equal(t, j.names(), j.in("a"))
+}
+
+func TestHalfIsNotEnough(t *testing.T) {
+	j := newJob(t, "a", "b", "c", "d")
+	j.ask(j.names()...)
+	j.away = map[string]bool{"a": true, "b": true}
+	j.settle()
+	j.ask(j.names()...)
+	for _, name := range j.names() {
+		require.Empty(t, j.in(name))
+	}
+	j.start("c") // c was started again, and d is still away: its half alone is known to have ended
+	j.ask("c")
+	require.Empty(t, j.in("c"))
+	j.away = nil
+	j.settle()
+	require.Equal(t, j.names(), j.in("c"))
+}
+
+// Half is enough where the other half was started again, under the same names: it cannot go on elsewhere.
+func TestHalfIsEnoughWhereTheOtherHalfHasEnded(t *testing.T) {
+	j := newJob(t, "a", "b")
+	j.ask("a", "b")
+	delete(j.machines, "b")
+	j.settle()
+	j.ask("a")
+	require.Empty(t, j.in("a"), "b may be elsewhere")
+	j.start("b")
+	j.ask("b")
+	require.Equal(t, []string{"a", "b"}, j.in("a"))
+	require.Equal(t, j.in("a"), j.in("b"))
+}
+
+func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
+	for _, told := range []string{"by its note", "by a message"} {
+		t.Run(told, func(t *testing.T) {
+			j := newJob(t, "a", "b", "c")
+			j.ask(j.names()...)
+			for _, leaver := range []string{"a", "b"} {
+				gone := j.machines[leaver]
+				gone.Leave()
+				if told == "by its note" {
+					j.settle()
+				}
+				delete(j.machines, leaver)
+				if told == "by a message" {
+					for _, m := range j.machines {
+						m.Bury(gone.cfg.Me, gone.Note())
+					}
+				}
+				j.settle()
+				require.Equal(t, leaver+" has left the view", j.machines["c"].News().Lost)
+				j.ask(j.names()...)
+				require.Equal(t, j.names(), j.in("c"))
+			}
+			j.start("d") // which has seen none of them, and learns it from c
+			j.ask("c", "d")
+			require.Equal(t, []string{"c", "d"}, j.in("d"))
+		})
+	}
+}
+
+// A view that some have confirmed may have been formed: those who confirmed it do not follow an earlier one alone.
+func TestAViewThatMayHaveBeenFormed(t *testing.T) {
+	j := newJob(t, "a", "b", "c", "d", "e")
+	j.ask(j.names()...)
+	j.away = map[string]bool{"d": true, "e": true}
+	for _, name := range []string{"a", "b", "c"} {
+		j.machines[name].Ask()
+	}
+	for range 2 {
+		j.meet("a") // proposes a view of a, b and c, which a and b confirm
+	}
+	j.meet("b")
+	require.Equal(t, int64(2), j.machines["b"].Note().Confirmed)
+	j.away = map[string]bool{"a": true, "b": true} // and c has not heard of it
+	j.settle()
+	j.ask("c", "d", "e")
+	require.Equal(t, []string{"c", "d", "e"}, j.in("c"))
+	j.ask("a", "b")
+	require.Empty(t, j.in("a"), "a and b are more than half of a, b and c, and less of the view before")
+	j.away = nil
+	j.settle()
+	j.ask(j.names()...)
+	require.Equal(t, j.names(), j.in("a"), "c never confirmed the view of a, b and c, and a sees it")
+}
+
+func TestALaterLifeTakesThePlace(t *testing.T) {
+	j := newJob(t, "a", "b")
+	j.ask("a", "b")
+	old := j.machines["b"]
+	j.start("b")
+	j.settle()
+	require.Equal(t, "b was started again", j.machines["a"].News().Lost)
+	old.See(map[ID]Peer{j.machines["b"].cfg.Me: {}})
+	require.True(t, old.Replaced())
+	require.Equal(t, "a later life of b has taken its place", old.News().Lost)
+	old.Ask()
+	require.Nil(t, old.Taken())
+}
+
+func TestAMemberGivesUp(t *testing.T) {
+	j := newJob(t, "a", "b")
+	j.ask("a", "b")
+	j.machines["a"].Ask()
+	j.settle()
+	require.Equal(t, "waits for b", j.machines["a"].Waits())
+	require.Equal(t, "a has left the view", j.machines["b"].News().Lost)
+	j.machines["a"].GiveUp()
+	j.ask("b")
+	require.Empty(t, j.in("b"), "a confirms nothing")
+	j.ask("a")
+	require.Equal(t, []string{"a", "b"}, j.in("b"))
+}
+
+func TestTooFewMembers(t *testing.T) {
+	j := newJob(t, "a", "b")
+	for _, m := range j.machines {
+		m.cfg.MinMembers = 3
+	}
+	j.ask("a", "b")
+	require.Equal(t, "2 of 3 members", j.machines["a"].Waits())
+}
+
+func TestWhatCannotBeIsRefused(t *testing.T) {
+	a, b := Member{ID{"a", 1}, ""}, Member{ID{"b", 1}, ""}
+	m := New(Config{Me: a.ID, MinMembers: 1})
+	for _, p := range []Proposal{
+		{},
+		{View: View{Number: 1}},
+		{View: View{Number: 1, Members: []Member{b, a}}},
+		{View: View{Number: 1, Members: []Member{a, {ID{"a", 2}, ""}}}},
+		{View: View{Number: 1, Members: []Member{a}}, Base: &View{Number: 2, Members: []Member{a}}},
+		{View: View{Number: 2, Members: []Member{a}}, Base: &View{Members: []Member{a}}},
+	} {
+		require.False(t, m.Hear(p), "%+v", p)
+	}
+	require.True(t, m.Hear(Proposal{View: View{Number: 1, Members: []Member{a, b}}}))
+}
+
+func TestWhoReminds(t *testing.T) {
+	j := newJob(t, "a", "b")
+	j.machines["a"].Ask()
+	j.machines["b"].Ask()
+	require.Nil(t, j.machines["b"].Missing())
+	j.machines["a"].See(map[ID]Peer{j.machines["b"].cfg.Me: {j.machines["b"].Note(), "b"}})
+	require.Equal(t, []ID{j.machines["b"].cfg.Me}, j.machines["a"].Missing())
+	require.Equal(t, int64(1), j.machines["a"].Proposed())
+	j.settle()
+	require.Nil(t, j.machines["a"].Missing())
+	require.Equal(t, []string{"a", "b"}, j.in("b"))
+}

@@ -66,6 +66,76 @@ PyObject * _wrap__torchft_go_pyapi_Forget(PyObject * PYBINDGEN_UNUSED(dummy), Py
 
 
 PyObject *
+_wrap__torchft_go_pyapi_GossipNewsStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_GossipNewsStart(handle, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_GossipNewsStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_GossipStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    char *config;
+    int64_t connectTimeoutUs;
+    char *security;
+    const char *keywords[] = {"config", "connectTimeoutUs", "security", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sLs", (char **) keywords, &config, &connectTimeoutUs, &security)) {
+        return NULL;
+    }
+    retval = pyapi_GossipStart(config, connectTimeoutUs, security);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_GossipStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__torchft_go_pyapi_GossipViewStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    if (tft_forked()) return tft_raise_forked();
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t handle;
+    int64_t timeoutUs;
+    const char *keywords[] = {"handle", "timeoutUs", NULL};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &timeoutUs)) {
+        return NULL;
+    }
+    retval = pyapi_GossipViewStart(handle, timeoutUs);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__torchft_go_pyapi_GossipViewStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__torchft_go_pyapi_Handles(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
 {
     if (tft_forked()) return tft_raise_forked();
@@ -1108,6 +1178,9 @@ PyObject * _wrap__torchft_go_pyapi_SetLogLevel(PyObject * PYBINDGEN_UNUSED(dummy
 
 static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_Forget", (PyCFunction) _wrap__torchft_go_pyapi_Forget, METH_KEYWORDS|METH_VARARGS, "pyapi_Forget(prepared)\n\ntype: prepared: int64_t" },
+    {(char *) "pyapi_GossipNewsStart", (PyCFunction) _wrap__torchft_go_pyapi_GossipNewsStart, METH_KEYWORDS|METH_VARARGS, "pyapi_GossipNewsStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_GossipStart", (PyCFunction) _wrap__torchft_go_pyapi_GossipStart, METH_KEYWORDS|METH_VARARGS, "pyapi_GossipStart(config, connectTimeoutUs, security)\n\ntype: config: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
+    {(char *) "pyapi_GossipViewStart", (PyCFunction) _wrap__torchft_go_pyapi_GossipViewStart, METH_KEYWORDS|METH_VARARGS, "pyapi_GossipViewStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_Handles", (PyCFunction) _wrap__torchft_go_pyapi_Handles, METH_NOARGS, "pyapi_Handles()\n\n" },
     {(char *) "pyapi_HealAdd", (PyCFunction) _wrap__torchft_go_pyapi_HealAdd, METH_KEYWORDS|METH_VARARGS, "pyapi_HealAdd(fetch, address, secret, assigned)\n\ntype: fetch: int64_t\ntype: address: char *\ntype: secret: char *\ntype: assigned: bool" },
     {(char *) "pyapi_HealBlockSize", (PyCFunction) _wrap__torchft_go_pyapi_HealBlockSize, METH_KEYWORDS|METH_VARARGS, "pyapi_HealBlockSize(offer)\n\ntype: offer: int64_t" },

@@ -57,6 +57,42 @@ func pyapi_Forget(prepared C.longlong) C.char {
 	return boolGoToPy(cret)
 }
 
+//export pyapi_GossipNewsStart
+func pyapi_GossipNewsStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.GossipNewsStart(int64(handle), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_GossipStart
+func pyapi_GossipStart(config *C.char, connectTimeoutUs C.longlong, security *C.char) C.longlong {
+	cret, __err := pyapi.GossipStart(C.GoString(config), int64(connectTimeoutUs), C.GoString(security))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export pyapi_GossipViewStart
+func pyapi_GossipViewStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.GossipViewStart(int64(handle), int64(timeoutUs))
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.tft_raise(estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export pyapi_Handles
 func pyapi_Handles() C.longlong {
 	cret, __err := pyapi.Handles()

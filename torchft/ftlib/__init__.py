@@ -5,6 +5,7 @@
 ``framework``: the abstract class of a communication library, and the one over torchft's process groups
 ``lighthouse``: consensus by the lighthouse; active
 ``shared_storage``: consensus by a directory that all members see; passive
+``gossip``: consensus by the members alone; passive
 ``flag``, ``views``, ``storage_rules``: what is decided; pure, and free of torch
 
 Names are resolved on first use.

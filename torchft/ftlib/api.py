@@ -84,13 +84,13 @@ class FTLib:
     ) -> "FTLib":
         """
         Args:
-            consensus: "lighthouse", "shared_storage", or a :class:`~torchft.ftlib.Consensus` of your own.
+            consensus: "gossip", "lighthouse", "shared_storage", or a :class:`~torchft.ftlib.Consensus` of your own.
             framework: a process group of torchft without peers, or a :class:`~torchft.ftlib.Framework` of your own.
             state_dict: gives what members must have alike: weights, the optimizer's state.
             load_state_dict: takes it.
             rebuild_timeout: of a process group that connects with its new peers.
-            settings: of the consensus: arguments of :class:`torchft.ftlib.lighthouse.Lighthouse` or
-                :class:`torchft.ftlib.shared_storage.SharedStorage`.
+            settings: of the consensus: arguments of :class:`torchft.ftlib.gossip.Gossip`,
+                :class:`torchft.ftlib.lighthouse.Lighthouse` or :class:`torchft.ftlib.shared_storage.SharedStorage`.
 
         Raises:
             ValueError: an unknown consensus, or a setting that is not allowed.
@@ -349,4 +349,10 @@ def _make_consensus(name: str, settings: dict[str, Any]) -> Consensus:
         from torchft.ftlib.shared_storage import SharedStorage
 
         return SharedStorage(**settings)
-    raise ValueError(f"consensus={name!r} is not allowed; allowed: 'lighthouse', 'shared_storage', or a Consensus")
+    if name == "gossip":
+        from torchft.ftlib.gossip import Gossip
+
+        return Gossip(**settings)
+    raise ValueError(
+        f"consensus={name!r} is not allowed; allowed: 'gossip', 'lighthouse', 'shared_storage', or a Consensus"
+    )

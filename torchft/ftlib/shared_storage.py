@@ -22,7 +22,7 @@ from typing import Any, Optional
 from torchft._security import DEFAULT_JOB, JOB_ENV
 from torchft.ftlib.consensus import Consensus, Listener
 from torchft.ftlib.storage_rules import Confirm, Create, News, Record, Take, Wait, Want, decide, living, news
-from torchft.ftlib.views import Identity, Member, View
+from torchft.ftlib.views import Identity, Member, View, checked_name
 from torchft.process_group.reconfigure import host_store
 
 _logger = logging.getLogger(__name__)
@@ -58,9 +58,7 @@ class SharedStorage(Consensus):
             raise ValueError(f"min_members={min_members} is not allowed; allowed: 1 and more")
         if expiry <= timedelta(0):
             raise ValueError(f"expiry={expiry!r} is not allowed; allowed: a timedelta above zero")
-        self.identity = Identity(name or uuid.uuid4().hex, time.time_ns())
-        if not self.identity.name.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"name={name!r} is not allowed; allowed: letters, digits, '-' and '_'")
+        self.identity = Identity(checked_name(name), time.time_ns())
         self._files = Files(Path(directory) / (os.environ.get(JOB_ENV) or DEFAULT_JOB))
         self._files.check()
         self._min_members = min_members

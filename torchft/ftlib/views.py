@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 
 class Identity(NamedTuple):
@@ -19,6 +20,17 @@ class Identity(NamedTuple):
 
     name: str
     incarnation: int
+
+
+def checked_name(name: Optional[str]) -> str:
+    """A member's name, a random one if there is none.
+
+    Raises:
+        ValueError: it cannot stand in the name of a file, or of a node.
+    """
+    if name and not name.replace("-", "").replace("_", "").isalnum():
+        raise ValueError(f"name={name!r} is not allowed; allowed: letters, digits, '-' and '_'")
+    return name or uuid.uuid4().hex
 
 
 class Member(NamedTuple):

@@ -248,7 +248,9 @@ def test_steps_are_those_that_were_averaged() -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match=r"consensus='raft' is not allowed; allowed: 'lighthouse', 'shared_storage'"):
+    with pytest.raises(
+        ValueError, match=r"consensus='raft' is not allowed; allowed: 'gossip', 'lighthouse', 'shared_storage'"
+    ):
         FTLib.init("raft", Moved())
     with pytest.raises(ValueError, match=r"framework=.* is not allowed; allowed: a Framework, a process group"):
         FTLib.init(Told(), object())  # type: ignore[arg-type]

@@ -1,0 +1,9 @@
+package gossip
+
+import (
+	"testing"
+
+	"github.com/torchft/torchft/go/internal/testmain"
+)
+
+func TestMain(m *testing.M) { testmain.Run(m) }

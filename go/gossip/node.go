@@ -1,0 +1,507 @@
+package gossip
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"math/rand/v2"
+	"net"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+
+	"github.com/torchft/torchft/go/gossip/agree"
+	"github.com/torchft/torchft/go/internal/rpc"
+)
+
+const (
+	tick          = 250 * time.Millisecond // between looks at what is overdue
+	remindAfter   = 500 * time.Millisecond // a proposal is sent again to members that have not confirmed it
+	reconnect     = 5 * time.Second        // between attempts to reach a member that was lost
+	tellAgain     = time.Second            // between two equal News
+	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
+	farewell      = time.Second            // for telling the others that this member leaves
+	announceBound = time.Millisecond       // UpdateNode has queued its message when it begins to wait
+)
+
+// ErrClosed is the error of calls on a node that is closed.
+var ErrClosed = errors.New("gossip: the node is closed")
+
+// TimeoutError says what a list of members waited for.
+type TimeoutError struct {
+	After time.Duration
+	Waits string
+}
+
+func (e *TimeoutError) Error() string {
+	return fmt.Sprintf("list of members: timed out after %v: %s", e.After, e.Waits)
+}
+
+// Node is one member of a job.
+type Node struct {
+	cfg     Config
+	id      agree.ID
+	log     *slog.Logger
+	list    *memberlist.Memberlist
+	keys    *keyring
+	seeds   [][]string // each with all of its addresses
+	own     string     // "ip:port" that is announced
+	address string     // the same by name
+
+	ctx    context.Context // until Close
+	cancel context.CancelFunc
+	tasks  sync.WaitGroup
+	run    chan struct{} // closed when the background task has ended
+	wake   chan struct{} // the background task has something to say
+
+	mu       sync.Mutex
+	machine  *agree.Machine
+	peers    map[string]peer   // by the name of the node
+	lost     map[string]string // addresses of nodes that stopped answering
+	changed  chan struct{}     // closed, and another one made, at each change
+	told     agree.News        // that News has returned
+	toldAt   time.Time
+	announce bool // the own note is to be announced
+	propose  bool // the own proposal is to be sent
+}
+
+// peer is a node as memberlist has it.
+type peer struct {
+	agree.Peer
+	id   agree.ID
+	node memberlist.Node // a copy: memberlist changes its own
+}
+
+// Open makes a node and, if there are seeds beside it, reaches at least one of them within the timeout for connecting.
+func Open(ctx context.Context, cfg Config) (*Node, error) {
+	settings := cfg.settings()
+	ctx, cancel := context.WithTimeout(ctx, cfg.ConnectTimeout)
+	defer cancel()
+	announced, err := resolve(ctx, net.JoinHostPort(cfg.Host, strconv.Itoa(cfg.Port)))
+	if err != nil {
+		return nil, fmt.Errorf("gossip: the announced host %q (TORCHFT_HOST) has no address: %w", cfg.Host, err)
+	}
+	seeds := make([][]string, 0, len(cfg.Seeds))
+	for _, seed := range cfg.Seeds {
+		found, err := resolve(ctx, seed)
+		if err != nil {
+			return nil, fmt.Errorf("gossip: seed %q has no address: %w", seed, err)
+		}
+		seeds = append(seeds, found)
+	}
+	w, err := listen(settings, cfg.Port)
+	if err != nil {
+		return nil, fmt.Errorf("gossip: port %d of TCP and UDP cannot be used: %w", cfg.Port, err)
+	}
+	settings.Transport = w
+	settings.AdvertiseAddr, _, _ = net.SplitHostPort(announced[0])
+	settings.AdvertisePort = w.GetAutoBindPort()
+	return open(ctx, cfg, settings, seeds, net.JoinHostPort(cfg.Host, strconv.Itoa(settings.AdvertisePort)))
+}
+
+// open goes on with a transport, which it owns.
+func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds [][]string, address string) (_ *Node, err error) {
+	n := &Node{
+		cfg: cfg, id: cfg.id(), log: cfg.Log, address: address,
+		own: net.JoinHostPort(settings.AdvertiseAddr, strconv.Itoa(settings.AdvertisePort)),
+		run: make(chan struct{}), wake: make(chan struct{}, 1), changed: make(chan struct{}),
+		peers: map[string]peer{}, lost: map[string]string{},
+	}
+	if n.seeds = seeds; len(seeds) == 0 {
+		n.seeds = [][]string{{n.own}}
+	}
+	n.machine = agree.New(agree.Config{Me: n.id, Address: cfg.StoreAddress, At: n.own, Seeds: n.seeds, MinMembers: cfg.MinMembers})
+	protection, err := cfg.Security.Open(cfg.Log)
+	if err == nil {
+		n.keys, err = newKeyring(protection.Tokens)
+	}
+	if err != nil {
+		_ = settings.Transport.Shutdown()
+		return nil, err
+	}
+	if n.keys != nil {
+		settings.Keyring = n.keys.Keyring
+	}
+	settings.Delegate, settings.Events = delegate{n}, events{n}
+	if n.list, err = memberlist.Create(settings); err != nil {
+		_ = settings.Transport.Shutdown()
+		return nil, fmt.Errorf("gossip: %w", err)
+	}
+	n.ctx, n.cancel = context.WithCancel(context.Background())
+	rpc.Go(&n.tasks, n.log, "gossip", n.background)
+	if err := n.join(ctx); err != nil {
+		n.close(false)
+		return nil, err
+	}
+	return n, nil
+}
+
+// Address is "host:port", which others name as a seed.
+func (n *Node) Address() string { return n.address }
+
+// join reaches one of the seeds.
+func (n *Node) join(ctx context.Context) error {
+	var others []string
+	for _, addresses := range n.seeds {
+		if !slices.Contains(addresses, n.own) {
+			others = append(others, addresses...)
+		}
+	}
+	if len(others) == 0 {
+		return nil
+	}
+	type attempt struct {
+		address string
+		err     error
+	}
+	why := map[string]string{} // the last error of each
+	for {
+		attempts := make(chan attempt, len(others))
+		for _, address := range others {
+			rpc.Go(&n.tasks, n.log, "gossip join", func() {
+				_, err := n.list.Join([]string{address})
+				attempts <- attempt{address, err}
+			})
+		}
+		for range others {
+			select {
+			case a := <-attempts:
+				if a.err == nil {
+					return nil
+				}
+				why[a.address] = joinError(a.err)
+			case <-ctx.Done():
+				return n.unreached(why)
+			}
+		}
+		select {
+		case <-time.After(joinPause):
+		case <-ctx.Done():
+			return n.unreached(why)
+		}
+	}
+}
+
+func (n *Node) unreached(why map[string]string) error {
+	texts := slices.Compact(slices.Sorted(maps.Values(why)))
+	if len(texts) == 0 {
+		texts = []string{"no answer"}
+	}
+	return fmt.Errorf("gossip: none of the seeds %s answered within %v: %s", strings.Join(n.cfg.Seeds, ", "), n.cfg.ConnectTimeout,
+		strings.Join(texts, "; "))
+}
+
+// joinError says what may be wrong where a seed is there and does not take this node for one of its job. memberlist joins its errors
+// as text.
+func joinError(err error) string {
+	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "), "1 error occurred: * Failed to join ")
+	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt", "encrypt"} {
+		if strings.Contains(text, refusal) {
+			return "a node is there, and refuses this one: its job (TORCHFT_JOB_ID) or its token (TORCHFT_TOKEN_FILE) is another one (" + text + ")"
+		}
+	}
+	return text
+}
+
+// View waits until the members agree on a view with this one.
+func (n *Node) View(ctx context.Context) (*agree.View, error) {
+	began := time.Now()
+	n.step(func(m *agree.Machine) { m.Ask() })
+	for {
+		n.mu.Lock()
+		taken, replaced, waits, changed := n.machine.Taken(), n.machine.Replaced(), n.machine.Waits(), n.changed
+		n.mu.Unlock()
+		switch {
+		case taken != nil:
+			return taken, nil
+		case replaced:
+			return nil, fmt.Errorf("gossip: %s is no member any more: a later life of it has taken its place", n.id.Name)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			n.step(func(m *agree.Machine) { m.GiveUp() })
+			return nil, &TimeoutError{time.Since(began).Round(time.Millisecond), waits}
+		case <-n.ctx.Done():
+			return nil, ErrClosed
+		}
+	}
+}
+
+// News waits until there is something to tell about the view that this member is in: a member is lost, or processes want to
+// join. What was told is told again as long as it holds: the receiver may not have known the view yet.
+func (n *Node) News(ctx context.Context) (agree.News, error) {
+	for {
+		n.mu.Lock()
+		news, changed, wait := n.machine.News(), n.changed, time.Hour
+		if news.Lost != "" || len(news.Joining) > 0 {
+			if wait = tellAgain - time.Since(n.toldAt); wait <= 0 || !reflect.DeepEqual(news, n.told) {
+				n.told, n.toldAt = news, time.Now()
+				n.mu.Unlock()
+				return news, nil
+			}
+		}
+		n.mu.Unlock()
+		again := time.NewTimer(wait)
+		select {
+		case <-changed:
+		case <-again.C:
+		case <-ctx.Done():
+			return agree.News{}, ctx.Err()
+		case <-n.ctx.Done():
+			return agree.News{}, ErrClosed
+		}
+		again.Stop()
+	}
+}
+
+// Close leaves: the others need not wait until they notice the end of this member.
+func (n *Node) Close() error {
+	n.close(true)
+	return nil
+}
+
+func (n *Node) close(leave bool) {
+	n.cancel()
+	<-n.run // nobody else announces the note
+	if leave {
+		n.step(func(m *agree.Machine) { m.Leave() })
+		n.bid()
+		_ = n.list.Leave(farewell / 2) // without an answer the others notice it themselves
+	}
+	_ = n.list.Shutdown()
+	n.tasks.Wait()
+}
+
+// bid tells all members that this one leaves, and waits for a bounded time: a member that hears it counts without this one.
+func (n *Node) bid() {
+	_ = n.list.UpdateNode(announceBound)
+	n.mu.Lock()
+	last := n.machine.Note()
+	n.mu.Unlock()
+	sent := n.send(message{Left: &said{n.id, last}}, n.nodes(nil))
+	select {
+	case <-sent:
+	case <-time.After(farewell):
+	}
+}
+
+// step lets something happen to the machine.
+func (n *Node) step(happens func(m *agree.Machine)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	note, proposed := n.machine.Note(), n.machine.Proposed()
+	happens(n.machine)
+	if n.machine.Note() != note {
+		n.announce = true
+	}
+	if n.machine.Proposed() > proposed {
+		n.propose = true
+	}
+	close(n.changed)
+	n.changed = make(chan struct{})
+	if n.announce || n.propose {
+		select {
+		case n.wake <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// background is the one task that announces the own note and follows the tokens.
+func (n *Node) background() {
+	defer close(n.run)
+	ticker := time.NewTicker(tick)
+	defer ticker.Stop()
+	reminded, reconnected := time.Now(), time.Now()
+	for {
+		select {
+		case <-n.wake:
+		case <-ticker.C:
+		case <-n.ctx.Done():
+			return
+		}
+		if err := n.keys.refresh(); err != nil {
+			n.log.Error("torchft: gossip goes on with the keys that it has", "error", err)
+		}
+		n.mu.Lock()
+		announce, propose := n.announce, n.propose
+		n.announce, n.propose = false, false
+		proposal, found := n.machine.Proposal()
+		missing := n.machine.Missing()
+		n.mu.Unlock()
+		if propose && found {
+			n.send(message{Proposal: &proposal}, n.nodes(nil))
+			reminded = time.Now()
+		}
+		if announce {
+			_ = n.list.UpdateNode(announceBound) // an error: it was not sent yet
+		}
+		if len(missing) > 0 && time.Since(reminded) >= remindAfter {
+			n.send(message{Proposal: &proposal}, n.nodes(missing))
+			reminded = time.Now()
+		}
+		if time.Since(reconnected) >= reconnect {
+			n.reconnect()
+			reconnected = time.Now()
+		}
+	}
+}
+
+// reconnect tries to reach one of the members that are not there: both sides of a partition have forgotten the other one when
+// it was long.
+func (n *Node) reconnect() {
+	n.mu.Lock()
+	away := slices.Collect(maps.Values(n.lost))
+	here := map[string]bool{n.own: true}
+	for _, p := range n.peers {
+		here[p.At] = true
+	}
+	n.mu.Unlock()
+	for _, addresses := range n.seeds {
+		if !slices.ContainsFunc(addresses, func(a string) bool { return here[a] }) {
+			away = append(away, addresses...)
+		}
+	}
+	if len(away) > 0 {
+		address := away[rand.IntN(len(away))]
+		rpc.Go(&n.tasks, n.log, "gossip reconnect", func() { _, _ = n.list.Join([]string{address}) })
+	}
+}
+
+// message is what members send each other beside notes. It has one of the fields.
+type message struct {
+	Proposal *agree.Proposal `json:"proposal,omitempty"`
+	Left     *said           `json:"left,omitempty"`
+}
+
+// send sends a message to nodes at once. The channel is closed when all have it, or cannot be reached.
+func (n *Node) send(m message, to []memberlist.Node) (done <-chan struct{}) {
+	text, err := json.Marshal(m)
+	if err != nil {
+		panic(err) // strings and numbers
+	}
+	sent := make(chan struct{})
+	var group sync.WaitGroup
+	for i := range to {
+		rpc.Go(&group, n.log, "gossip send", func() {
+			if err := n.list.SendReliable(&to[i], text); err != nil {
+				n.log.Debug("torchft: gossip could not send", "to", to[i].Name, "error", err)
+			}
+		})
+	}
+	rpc.Go(&n.tasks, n.log, "gossip sent", func() {
+		group.Wait()
+		close(sent)
+	})
+	return sent
+}
+
+// nodes are those of these members, all for nil.
+func (n *Node) nodes(of []agree.ID) (found []memberlist.Node) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, p := range n.peers {
+		if of == nil || slices.Contains(of, p.id) {
+			found = append(found, p.node)
+		}
+	}
+	return found
+}
+
+func (n *Node) receive(text []byte) {
+	var m message
+	if err := json.Unmarshal(text, &m); err != nil {
+		n.log.Debug("torchft: gossip got a message that it does not know", "error", err)
+		return
+	}
+	n.step(func(machine *agree.Machine) {
+		if m.Proposal != nil && !machine.Hear(*m.Proposal) {
+			n.log.Debug("torchft: gossip got a proposal that cannot be", "number", m.Proposal.View.Number)
+		}
+		if m.Left != nil {
+			machine.Bury(m.Left.ID, m.Left.Note)
+		}
+	})
+}
+
+// delegate is what memberlist asks of a node. None of its methods waits.
+type delegate struct{ n *Node }
+
+func (d delegate) guard(what string) {
+	var err error // logged
+	rpc.Recovered(d.n.log, what, &err)
+}
+
+func (d delegate) NodeMeta(int) []byte {
+	d.n.mu.Lock()
+	defer d.n.mu.Unlock()
+	return metadata(d.n.id, d.n.machine.Note())
+}
+
+func (d delegate) NotifyMsg(text []byte) {
+	defer d.guard("gossip message")
+	d.n.receive(text)
+}
+
+func (delegate) GetBroadcasts(int, int) [][]byte { return nil }
+
+func (d delegate) LocalState(bool) []byte {
+	d.n.mu.Lock()
+	defer d.n.mu.Unlock()
+	var m message
+	if proposal, found := d.n.machine.Proposal(); found {
+		m.Proposal = &proposal
+	}
+	text, err := json.Marshal(m)
+	if err != nil {
+		panic(err) // strings and numbers
+	}
+	return text
+}
+
+func (d delegate) MergeRemoteState(text []byte, _ bool) {
+	defer d.guard("gossip state")
+	d.n.receive(text)
+}
+
+// events are what memberlist tells of other nodes, and of this one. It holds a lock meanwhile.
+type events struct{ n *Node }
+
+func (e events) NotifyJoin(node *memberlist.Node)   { e.heard(node, true) }
+func (e events) NotifyUpdate(node *memberlist.Node) { e.heard(node, true) }
+func (e events) NotifyLeave(node *memberlist.Node)  { e.heard(node, false) }
+
+func (e events) heard(node *memberlist.Node, alive bool) {
+	n := e.n
+	var err error // logged
+	defer rpc.Recovered(n.log, "gossip event", &err)
+	var s said
+	if json.Unmarshal(node.Meta, &s) != nil || s.ID == n.id {
+		return // this node itself, or one that is no member
+	}
+	n.step(func(machine *agree.Machine) {
+		delete(n.lost, node.Name)
+		if alive {
+			n.peers[node.Name] = peer{agree.Peer{Note: s.Note, At: node.Address()}, s.ID, *node}
+		} else {
+			delete(n.peers, node.Name)
+			if !s.Left {
+				n.lost[node.Name] = node.Address()
+			}
+		}
+		seen := make(map[agree.ID]agree.Peer, len(n.peers))
+		for _, p := range n.peers {
+			seen[p.id] = p.Peer
+		}
+		machine.See(seen)
+	})
+}

@@ -1,0 +1,397 @@
+package gossip
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/gossip/agree"
+	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/testmain"
+)
+
+var discard = slog.New(slog.DiscardHandler)
+
+// trainer is a member that asks for another view whenever its own does not hold, as FTLib does.
+type trainer struct {
+	*Node
+	mu   sync.Mutex
+	view *agree.View // it has a communicator of these members
+	all  []int64     // numbers of its views
+	ctx  context.Context
+	stop context.CancelFunc
+	done chan struct{}
+}
+
+func train(node *Node) *trainer {
+	tr := &trainer{Node: node, done: make(chan struct{})}
+	tr.ctx, tr.stop = context.WithCancel(context.Background())
+	go func() {
+		defer close(tr.done)
+		for tr.ctx.Err() == nil {
+			ctx, cancel := context.WithTimeout(tr.ctx, 10*time.Second)
+			view, err := node.View(ctx)
+			cancel()
+			if err != nil {
+				continue
+			}
+			tr.set(view)
+			for {
+				news, err := node.News(tr.ctx)
+				if err != nil || news.View == view.Number {
+					break
+				}
+			}
+			tr.set(nil)
+		}
+	}()
+	return tr
+}
+
+func (tr *trainer) set(v *agree.View) {
+	tr.mu.Lock()
+	defer tr.mu.Unlock()
+	if tr.view = v; v != nil {
+		tr.all = append(tr.all, v.Number)
+	}
+}
+
+func (tr *trainer) now() *agree.View {
+	tr.mu.Lock()
+	defer tr.mu.Unlock()
+	return tr.view
+}
+
+func (tr *trainer) end() {
+	tr.stop()
+	<-tr.done
+	_ = tr.Close()
+}
+
+// kill ends a member without a word.
+func (tr *trainer) kill() {
+	tr.stop()
+	<-tr.done
+	tr.close(false)
+}
+
+// live are the views whose members are all in it: nothing of the rules.
+func live(all []*trainer) (views []*agree.View) {
+	in, seen := map[agree.ID]string{}, map[string]bool{}
+	for _, tr := range all {
+		if v := tr.now(); v != nil {
+			in[tr.id] = v.Digest()
+		}
+	}
+	for _, tr := range all {
+		v := tr.now()
+		if v == nil || seen[v.Digest()] {
+			continue
+		}
+		seen[v.Digest()] = true
+		together := true
+		for _, q := range v.Members {
+			together = together && in[q.ID] == v.Digest()
+		}
+		if together {
+			views = append(views, v)
+		}
+	}
+	return views
+}
+
+// until waits for a view of so many members, and looks all the time that no two views are live.
+func until(t *testing.T, all []*trainer, size int) {
+	t.Helper()
+	for range 20 * 120 {
+		views := live(all)
+		require.LessOrEqual(t, len(views), 1)
+		if len(views) == 1 && len(views[0].Members) == size {
+			return
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	for _, tr := range all {
+		t.Log(tr.id.Name, tr.machine.Waits())
+	}
+	t.Fatalf("%d members did not agree on a view", size)
+}
+
+func watch(t *testing.T, all []*trainer, span time.Duration, most int) {
+	t.Helper()
+	for end := time.Now().Add(span); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
+		require.LessOrEqual(t, len(live(all)), most)
+	}
+}
+
+func start(m *mesh, numbers ...int) (all []*trainer) {
+	for _, number := range numbers {
+		all = append(all, train(m.open(number)))
+	}
+	return all
+}
+
+func endAll(all []*trainer) {
+	var group sync.WaitGroup
+	for _, tr := range all {
+		group.Go(tr.end)
+	}
+	group.Wait()
+	ended()
+}
+
+// ended waits for goroutines of memberlist, which end by themselves: with a probe, at the latest. In a bubble time stands still when
+// the test has returned.
+func ended() { time.Sleep(5 * time.Second) }
+
+// Virtual time. 100 of them with FULL.
+func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
+	count := 20
+	if testmain.Full() {
+		count = 100
+	}
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0.2)
+		var numbers []int
+		for i := range count {
+			numbers = append(numbers, i+1)
+		}
+		began := time.Now()
+		all := start(m, numbers...)
+		until(t, all, count)
+		t.Logf("%d members agree after %v", count, time.Since(began))
+		began = time.Now()
+		all[count/2].kill()
+		until(t, append(all[:count/2:count/2], all[count/2+1:]...), count-1)
+		t.Logf("a death is noticed, and another view agreed on, after %v", time.Since(began))
+		endAll(append(all[:count/2:count/2], all[count/2+1:]...))
+	})
+}
+
+func TestPartitions(t *testing.T) {
+	for name, away := range map[string]int{"60 and 40": 4, "50 and 50": 5} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := newMesh(t, 0.05)
+				all := start(m, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+				until(t, all, 10)
+				var cut []*Node
+				for _, tr := range all[:away] { // the seed among them
+					cut = append(cut, tr.Node)
+				}
+				for _, long := range []time.Duration{3 * time.Second, 40 * time.Second} {
+					m.cut(cut...)
+					if away == 5 {
+						watch(t, all, long, 1)
+						if long > 10*time.Second {
+							require.Empty(t, live(all), "no part has more than half")
+						}
+					} else {
+						watch(t, all, long, 1)
+						if long > 10*time.Second {
+							until(t, all, 6)
+						}
+					}
+					m.cut()
+					until(t, all, 10)
+				}
+				endAll(all)
+			})
+		})
+	}
+}
+
+func TestAMemberThatLeavesOrIsStartedAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0)
+		all := start(m, 1, 2)
+		until(t, all, 2)
+		all[1].end()
+		began := time.Now()
+		until(t, all[:1], 1)
+		require.Less(t, time.Since(began), time.Second, "it said that it leaves")
+		all[1] = train(m.open(2))
+		until(t, all, 2)
+		all[1].kill()
+		watch(t, all[:1], 20*time.Second, 1)
+		require.Empty(t, live(all[:1]), "half is not enough")
+		all[1] = train(m.open(2))
+		until(t, all, 2)
+		endAll(all)
+	})
+}
+
+func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0.05)
+		var files []string
+		write := func(tokens ...string) {
+			for _, path := range files { // one after the other
+				require.NoError(t, os.WriteFile(path+".draft", []byte(strings.Join(tokens, "\n")), 0o600))
+				require.NoError(t, os.Rename(path+".draft", path)) // another file: the clock of this test is not that of files
+				time.Sleep(2 * time.Second)
+			}
+		}
+		add := func(number int, tokens ...string) *trainer {
+			path := filepath.Join(t.TempDir(), "tokens")
+			require.NoError(t, os.WriteFile(path, []byte(strings.Join(tokens, "\n")), 0o600))
+			cfg, settings, seeds := m.config(number)
+			node, err := m.try(withTokens(cfg, path), settings, seeds)
+			require.NoError(t, err)
+			files = append(files, path)
+			return train(node)
+		}
+		all := []*trainer{add(1, "old-secret"), add(2, "old-secret"), add(3, "old-secret")}
+		until(t, all, 3)
+		view := all[0].now().Number
+		for _, tokens := range [][]string{{"old-secret", "new-secret"}, {"new-secret", "old-secret"}, {"new-secret"}} {
+			write(tokens...)
+			watch(t, all, 5*time.Second, 1)
+		}
+		require.Equal(t, view, all[0].now().Number, "nobody was lost meanwhile")
+		require.Len(t, all[0].keys.GetKeys(), 1)
+		all = append(all, add(4, "new-secret"))
+		until(t, all, 4)
+
+		cfg, settings, seeds := m.config(5)
+		_, err := m.try(withTokens(cfg, filepath.Join(t.TempDir(), "none")), settings, seeds)
+		require.ErrorContains(t, err, "token_file")
+		path := filepath.Join(t.TempDir(), "old")
+		require.NoError(t, os.WriteFile(path, []byte("old-secret"), 0o600))
+		cfg, settings, seeds = m.config(5)
+		_, err = m.try(withTokens(cfg, path), settings, seeds)
+		require.ErrorContains(t, err, "none of the seeds 10.0.0.1:7946 answered within 20s: a node is there, and refuses this one")
+		require.ErrorContains(t, err, "TORCHFT_TOKEN_FILE")
+		endAll(all)
+	})
+}
+
+func TestBadSeeds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0)
+		first := train(m.open(1))
+		for name, test := range map[string]struct {
+			change func(cfg *Config, seeds *[][]string)
+			says   string
+		}{
+			"nobody answers": {func(_ *Config, seeds *[][]string) { *seeds = [][]string{{at(9)}, {at(8)}} }, "timed out"},
+			"another job":    {func(cfg *Config, _ *[][]string) { cfg.Job = "another" }, "its job (TORCHFT_JOB_ID)"},
+		} {
+			cfg, _, seeds := m.config(2)
+			test.change(&cfg, &seeds)
+			settings := cfg.settings()
+			settings.AdvertiseAddr, settings.AdvertisePort = "10.0.0.2", 7946
+			began := time.Now()
+			_, err := m.try(cfg, settings, seeds)
+			require.ErrorContains(t, err, "none of the seeds", name)
+			require.ErrorContains(t, err, test.says, name)
+			require.LessOrEqual(t, time.Since(began), cfg.ConnectTimeout+5*time.Second, name)
+		}
+		first.end()
+		ended()
+	})
+}
+
+func TestALateSeedIsWaitedFor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0)
+		second := make(chan *trainer)
+		go func() { second <- train(m.open(2)) }()
+		time.Sleep(5 * time.Second)
+		first := train(m.open(1))
+		all := []*trainer{first, <-second}
+		until(t, all, 2)
+		endAll(all)
+	})
+}
+
+func TestAListOfMembersThatDoesNotCome(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0)
+		cfg, settings, seeds := m.config(1)
+		cfg.MinMembers = 2
+		node, err := m.try(cfg, settings, seeds)
+		require.NoError(t, err)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err = node.View(ctx)
+		require.EqualError(t, err, "list of members: timed out after 1s: 1 of 2 members")
+		go func() {
+			time.Sleep(time.Second)
+			_ = node.Close()
+		}()
+		_, err = node.View(t.Context())
+		require.ErrorIs(t, err, ErrClosed)
+		_, err = node.News(t.Context())
+		require.ErrorIs(t, err, ErrClosed)
+		ended()
+	})
+}
+
+func TestSettingsThatAreNotAllowed(t *testing.T) {
+	good := Config{Name: "a", StoreAddress: "host:1", MinMembers: 1, Seeds: []string{"host:1", "[::1]:2"}}
+	require.NoError(t, good.Validate())
+	for says, change := range map[string]func(c *Config){
+		"port=-1 is not allowed":                func(c *Config) { c.Port = -1 },
+		"min_members=0 is not allowed":          func(c *Config) { c.MinMembers = 0 },
+		"job id (TORCHFT_JOB_ID) has 256 bytes": func(c *Config) { c.Job = strings.Repeat("j", 256) },
+		`seeds: "host" is not allowed`:          func(c *Config) { c.Seeds = []string{"host"} },
+		`seeds: ":1" is not allowed`:            func(c *Config) { c.Seeds = []string{":1"} },
+		"bytes; allowed: 512":                   func(c *Config) { c.Name = strings.Repeat("n", 500) },
+		`the store's address "hhhh`:             func(c *Config) { c.StoreAddress = strings.Repeat("h", 500) },
+	} {
+		bad := good
+		change(&bad)
+		require.ErrorContains(t, bad.Validate(), says)
+	}
+}
+
+// Real sockets: two jobs on one port, and all of it ends with the node.
+func TestSockets(t *testing.T) {
+	cfg := Config{Name: "a", Incarnation: 1, StoreAddress: "host:1", Host: "localhost", MinMembers: 1, Job: "one", ConnectTimeout: time.Minute}
+	cfg.Log = discard
+	first, err := Open(t.Context(), cfg)
+	require.NoError(t, err)
+	view, err := first.View(t.Context())
+	require.NoError(t, err)
+	require.Len(t, view.Members, 1)
+
+	taken := cfg
+	_, port, err := net.SplitHostPort(first.Address())
+	require.NoError(t, err)
+	taken.Name, taken.Seeds = "b", []string{first.Address()}
+	taken.Port, err = strconv.Atoi(port)
+	require.NoError(t, err)
+	_, err = Open(t.Context(), taken)
+	require.ErrorContains(t, err, "cannot be used")
+	other := taken
+	other.Port, other.Job, other.ConnectTimeout = 0, "another", time.Second
+	_, err = Open(t.Context(), other)
+	require.ErrorContains(t, err, "another one")
+	nobody := other
+	nobody.Seeds = []string{"host.invalid:1"}
+	_, err = Open(t.Context(), nobody)
+	require.ErrorContains(t, err, `seed "host.invalid:1" has no address`)
+
+	second := taken
+	second.Port = 0
+	node, err := Open(t.Context(), second)
+	require.NoError(t, err)
+	all := []*trainer{train(first), train(node)}
+	until(t, all, 2)
+	for _, tr := range all {
+		tr.end()
+	}
+	_, err = Open(t.Context(), Config{Name: "c", Host: "localhost", ConnectTimeout: time.Second, Log: discard, Security: auth.Security{TokenFile: "/none"}})
+	require.ErrorContains(t, err, "token_file")
+}

@@ -1,0 +1,128 @@
+"""Consensus by the members alone: they find each other by gossip (hashicorp/memberlist, in the Go core).
+
+It is passive: a thread waits for what the core tells about the own view. ``go/gossip/agree`` decides which view that
+is, and says why at most one is live.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Optional
+
+from torchft._security import security
+from torchft._torchft import _micros, _Server
+from torchft.addresses import announced_host
+from torchft.ftlib.consensus import Consensus, Listener
+from torchft.ftlib.views import Identity, Member, View, checked_name
+from torchft.process_group.reconfigure import host_store
+
+_logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT = timedelta(hours=1)
+
+
+class Gossip(Consensus):
+    """
+    Args:
+        seeds: "host:port" of members, as a list or separated by commas: this process joins a job where one of them is.
+            Without seeds it founds the job. The first view of a job holds more than half of the seeds, so that all
+            processes can have the same list, this one among it.
+        name: of this member, unique in the job; default: a random one. A process that is started again under the name
+            of a failed one takes its place.
+        port: for TCP and UDP; 0: any.
+        min_members: the smallest list of members.
+        timeout: for a list of members.
+        connect_timeout: for reaching a seed.
+
+    Raises:
+        ValueError: a setting is not allowed.
+        RuntimeError: no seed is reached in time, or the port is in use.
+    """
+
+    def __init__(
+        self,
+        seeds: str | Iterable[str] = (),
+        name: Optional[str] = None,
+        port: int = 0,
+        min_members: int = 1,
+        timeout: timedelta = timedelta(seconds=60),
+        connect_timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        self.identity = Identity(checked_name(name), time.time_ns())
+        self._timeout = timeout
+        self._listener: Optional[Listener] = None
+        self._closed = threading.Event()
+        self._store, address = host_store(timeout)
+        named = seeds.split(",") if isinstance(seeds, str) else seeds
+        self._node = _Node(
+            self.identity,
+            {
+                "store_address": address,
+                "host": announced_host(),
+                "port": port,
+                "seeds": [seed.strip() for seed in named if seed.strip()],
+                "min_members": min_members,
+            },
+            connect_timeout,
+        )
+        self._thread = threading.Thread(target=self._watch, name="torchft_ftlib_gossip", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """ "host:port", which other processes name as a seed."""
+        return self._node.address()
+
+    def attach(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def get_member_list(self) -> View:
+        return self._node.view(self._timeout)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._node.shutdown()  # which ends the thread
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                number, lost, joining = self._node.news(_LONGEST_WAIT)
+            except TimeoutError:
+                continue
+            except Exception as e:
+                if not self._closed.is_set():
+                    _logger.warning("nothing more is heard of the other members: %s", e)
+                return
+            if self._listener is None:
+                continue
+            if lost:
+                self._listener.member_lost(number, lost)
+            elif joining:
+                self._listener.new_member_join()
+
+
+class _Node(_Server):
+    """A node of ``go/gossip``."""
+
+    __slots__ = ()
+
+    def __init__(self, identity: Identity, config: dict[str, object], connect_timeout: timedelta) -> None:
+        text = json.dumps({**identity._asdict(), **config})
+        self._serve("pyapi_GossipStart", text, _micros("connect_timeout", connect_timeout), security())
+
+    def view(self, timeout: timedelta) -> View:
+        said = json.loads(self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout)))
+        members = (Member(Identity(m["name"], m["incarnation"]), m["address"]) for m in said["members"])
+        return View(said["number"], tuple(members))
+
+    def news(self, timeout: timedelta) -> tuple[int, str, list[str]]:
+        """Waits for news: the number of the view, why it is lost (empty: it is not), and who wants to join."""
+        said = json.loads(self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout)))
+        return said["view"], said["lost"], said["joining"] or []

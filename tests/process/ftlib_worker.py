@@ -25,7 +25,8 @@ from events import emit, keep_stdout_for_events
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from torchft.ftlib import FTAllReduceStatus, FTLib, allreduce_hook
+from torchft.ftlib import FTAllReduceStatus, FTLib, View, allreduce_hook
+from torchft.ftlib.gossip import Gossip
 from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
 
 BATCH, LR = 32, 0.05
@@ -81,6 +82,18 @@ def hold(until: Path) -> None:
         time.sleep(0.01)
 
 
+def tell(gossip: Gossip) -> None:
+    """Tells the address, and each time that a view is asked for."""
+    emit("address", address=gossip.address)
+    ask = gossip.get_member_list
+
+    def get_member_list() -> View:
+        emit("asks")
+        return ask()
+
+    gossip.get_member_list = get_member_list  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("consensus")
@@ -109,6 +122,8 @@ def main() -> None:
         name=args.name,
         **{**args.settings, **seconds},
     )
+    if isinstance(ftlib._consensus, Gossip):
+        tell(ftlib._consensus)
     trained = model
     if args.overlap:
         trained = nn.parallel.DistributedDataParallel(

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torchft.ftlib import FTLib
 
 HERE = Path(__file__).resolve().parent
-CONSENSUS = ["lighthouse", "shared_storage"]
+CONSENSUS = ["lighthouse", "shared_storage", "gossip"]
 AHEAD = 60  # steps
 SOON_S = 120
 
@@ -32,12 +32,18 @@ class Members:
     def __init__(self, job: Job, consensus: str, settings: dict[str, Any], folder: Path, *more: str) -> None:
         self.job = job
         self.stop = folder / "stop"
-        self._args = [consensus, json.dumps(settings), "--stop", str(self.stop), *more]
+        self._consensus, self._settings = consensus, settings
+        self._args = ["--stop", str(self.stop), *more]
         self.now: dict[str, Child] = {}
         self.lives: list[Child] = []
 
     def start(self, name: str, *more: object) -> Child:
-        args = [*self._args, "--name", name, "--seed", len(self.lives), *more]
+        settings = dict(self._settings)
+        if self._consensus == "gossip":  # whoever is there is a seed
+            settings["seeds"] = [
+                child.of("address")[0]["address"] for child in self.now.values() if child.of("address")
+            ]
+        args = [self._consensus, json.dumps(settings), *self._args, "--name", name, "--seed", len(self.lives), *more]
         child = self.job.python(
             name, HERE / "ftlib_worker.py", *args, path=ours_path(), env={"TORCHFT_HOST": "localhost"}
         )
@@ -106,6 +112,8 @@ def settings_of(consensus: str, job: Job, folder: Path) -> dict[str, Any]:
     if consensus == "lighthouse":
         _, address = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=SILENCE_MS)
         return {"timeout": 60, "lighthouse_addr": address}
+    if consensus == "gossip":
+        return {"timeout": 60}
     return {"timeout": 60, "directory": str(folder / "shared"), "expiry": 3}
 
 
@@ -140,8 +148,10 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
         members.check_weights()
 
 
-def asked(consensus: str, settings: dict[str, Any], name: str) -> bool:
+def asked(consensus: str, settings: dict[str, Any], child: Child, name: str) -> bool:
     """Whether a process asks to become a member."""
+    if consensus == "gossip":  # the members alone know it
+        return bool(child.of("asks"))
     if consensus == "lighthouse":
         with urllib.request.urlopen(f"{settings['lighthouse_addr']}/status", timeout=10) as answer:
             return any(member["replica_id"].startswith(f"{name}:") for member in json.load(answer)["members"])
@@ -166,8 +176,8 @@ def test_a_member_joins_at_each_line_of_a_rebuild(consensus: str, tmp_path: Path
             held = members.start(f"held-{line}", "--hold-at", line, "--hold-until", go)
             job.wait(lambda: held.of("holds"), START_TIMEOUT_S, f"it is at line {line}")  # noqa: B023
             joins = f"joins-{line}"
-            members.start(joins)
-            job.wait(lambda: asked(consensus, settings, joins), START_TIMEOUT_S, "another one asks")  # noqa: B023
+            child = members.start(joins)
+            job.wait(lambda: asked(consensus, settings, child, joins), START_TIMEOUT_S, "another one asks")  # noqa: B023
             go.touch()
             members.train_together(5)
             for name in (f"held-{line}", joins):
@@ -178,8 +188,12 @@ def test_a_member_joins_at_each_line_of_a_rebuild(consensus: str, tmp_path: Path
 
 
 # In the directory it takes longer; its rules are in tests/unit/ftlib, and the example trains with it in two processes.
+# With gossip threads train in tests/unit/ftlib, and go/gossip/node_test.go kills members.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("consensus", ["lighthouse", pytest.param("shared_storage", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "consensus",
+    ["lighthouse", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared_storage", "gossip"))],
+)
 def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
     """Averages overlap with the backward pass."""
     with Job() as job:

@@ -1,4 +1,5 @@
-"""A training loop with FTLib: docs/ftlib.md. Its argument is a directory that all members see.
+"""A training loop with FTLib: docs/ftlib.md. Its argument is a directory that all members see, or its arguments are a
+port and the seeds.
 
 Start it as often as you like, kill any of the processes, and start it again: all that run train together.
 """
@@ -19,10 +20,14 @@ def load_state_dict(state):
     adam.load_state_dict(state["adam"])
 
 
+if len(sys.argv) == 2:
+    consensus = {"consensus": "shared_storage", "directory": sys.argv[1]}
+else:
+    consensus = {"consensus": "gossip", "name": f"port-{sys.argv[1]}", "port": int(sys.argv[1]), "seeds": sys.argv[2:]}
+
 ftlib = FTLib.init(
-    consensus="shared_storage",
+    **consensus,
     framework=ProcessGroupGloo(),
-    directory=sys.argv[1],
     state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
     load_state_dict=load_state_dict,
 )

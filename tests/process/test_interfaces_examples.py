@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT, blocks
-from processes import child_environment, ours_path
+from processes import child_environment, free_port, ours_path
 
 
 @pytest.mark.parametrize("name", ["ftlib", "dlrover"])
@@ -23,12 +23,19 @@ def weights(*said: str) -> set[str]:
 
 
 @pytest.mark.timeout(240)
-def test_two_members_of_ftlib_end_with_equal_weights(tmp_path: Path) -> None:
+# The script is the same one; tests/unit/ftlib/test_gossip.py trains with gossip in threads.
+@pytest.mark.parametrize("consensus", ["shared_storage", pytest.param("gossip", marks=pytest.mark.slow)])
+def test_two_members_of_ftlib_end_with_equal_weights(consensus: str, tmp_path: Path) -> None:
     script = ROOT / "python/examples/ftlib_loop.py"
     env = child_environment(ours_path(), {"TORCHFT_HOST": "localhost"})
+    if consensus == "gossip":
+        ports = [str(free_port()) for _ in range(2)]
+        arguments = [[port, *(f"localhost:{seed}" for seed in ports)] for port in ports]
+    else:
+        arguments = [[str(tmp_path)]] * 2
     members = [
-        subprocess.Popen([sys.executable, script, tmp_path], env=env, text=True, stdout=subprocess.PIPE)
-        for _ in range(2)
+        subprocess.Popen([sys.executable, script, *each], env=env, text=True, stdout=subprocess.PIPE)
+        for each in arguments
     ]
     try:
         said = [member.communicate(timeout=200)[0] for member in members]

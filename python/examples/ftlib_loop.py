@@ -20,16 +20,17 @@ def load_state_dict(state):
     adam.load_state_dict(state["adam"])
 
 
-if len(sys.argv) == 2:
-    consensus = {"consensus": "shared_storage", "directory": sys.argv[1]}
-else:
-    consensus = {"consensus": "gossip", "name": f"port-{sys.argv[1]}", "port": int(sys.argv[1]), "seeds": sys.argv[2:]}
+gossip = len(sys.argv) > 2
+settings: dict = {"directory": sys.argv[1]}
+if gossip:
+    settings = {"name": f"port-{sys.argv[1]}", "port": int(sys.argv[1]), "seeds": sys.argv[2:]}
 
 ftlib = FTLib.init(
-    **consensus,
+    consensus="gossip" if gossip else "shared_storage",
     framework=ProcessGroupGloo(),
     state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
     load_state_dict=load_state_dict,
+    **settings,
 )
 
 while ftlib.step < 1000:

@@ -209,6 +209,44 @@ func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
 	}
 }
 
+// Members of the last view that ended may have gone on without this one, with others that train on.
+func TestAMemberThatWentOnElsewhereIsCounted(t *testing.T) {
+	for _, how := range []string{"left", "started again"} {
+		t.Run(how, func(t *testing.T) {
+			j := newJob(t, "a", "b", "c")
+			j.ask(j.names()...)
+			j.away = map[string]bool{"c": true}
+			j.settle()
+			j.ask("a", "b")
+			j.start("d")
+			j.ask("a", "b", "d")
+			require.Equal(t, []string{"a", "b", "d"}, j.in("d"))
+			for _, name := range []string{"a", "b"} {
+				gone := j.machines[name]
+				gone.Leave()
+				delete(j.machines, name)
+				j.machines["d"].Bury(gone.cfg.Me, gone.Note())
+				j.settle()
+				j.ask(j.names()...)
+				if how == "left" {
+					j.machines["c"].Bury(gone.cfg.Me, gone.Note())
+				}
+			}
+			require.Equal(t, []string{"d"}, j.in("d"), "it trains")
+			beside := []string{"c"}
+			if how == "started again" {
+				beside = []string{"a", "b", "c"}
+				j.start("a")
+				j.start("b")
+				j.away = map[string]bool{"d": true}
+			}
+			j.ask(beside...)
+			require.Empty(t, j.in("c"))
+			require.Contains(t, j.machines[beside[0]].Waits(), "1 of the 3 members of view 1 are here")
+		})
+	}
+}
+
 // A view that some have confirmed may have been formed: those who confirmed it do not follow an earlier one alone.
 func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")

@@ -2,17 +2,12 @@ package gossip
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
-	"math/rand/v2"
 	"net"
 	"reflect"
-	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -56,11 +51,12 @@ type Node struct {
 	own     string     // "ip:port" that is announced
 	address string     // the same by name
 
-	ctx    context.Context // until Close
-	cancel context.CancelFunc
-	tasks  sync.WaitGroup
-	run    chan struct{} // closed when the background task has ended
-	wake   chan struct{} // the background task has something to say
+	ctx     context.Context // until Close
+	cancel  context.CancelFunc
+	closing sync.Once
+	tasks   sync.WaitGroup
+	run     chan struct{} // closed when the background task has ended
+	wake    chan struct{} // the background task has something to say
 
 	mu       sync.Mutex
 	machine  *agree.Machine
@@ -147,70 +143,6 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 // Address is "host:port", which others name as a seed.
 func (n *Node) Address() string { return n.address }
 
-// join reaches one of the seeds.
-func (n *Node) join(ctx context.Context) error {
-	var others []string
-	for _, addresses := range n.seeds {
-		if !slices.Contains(addresses, n.own) {
-			others = append(others, addresses...)
-		}
-	}
-	if len(others) == 0 {
-		return nil
-	}
-	type attempt struct {
-		address string
-		err     error
-	}
-	why := map[string]string{} // the last error of each
-	for {
-		attempts := make(chan attempt, len(others))
-		for _, address := range others {
-			rpc.Go(&n.tasks, n.log, "gossip join", func() {
-				_, err := n.list.Join([]string{address})
-				attempts <- attempt{address, err}
-			})
-		}
-		for range others {
-			select {
-			case a := <-attempts:
-				if a.err == nil {
-					return nil
-				}
-				why[a.address] = joinError(a.err)
-			case <-ctx.Done():
-				return n.unreached(why)
-			}
-		}
-		select {
-		case <-time.After(joinPause):
-		case <-ctx.Done():
-			return n.unreached(why)
-		}
-	}
-}
-
-func (n *Node) unreached(why map[string]string) error {
-	texts := slices.Compact(slices.Sorted(maps.Values(why)))
-	if len(texts) == 0 {
-		texts = []string{"no answer"}
-	}
-	return fmt.Errorf("gossip: none of the seeds %s answered within %v: %s", strings.Join(n.cfg.Seeds, ", "), n.cfg.ConnectTimeout,
-		strings.Join(texts, "; "))
-}
-
-// joinError says what may be wrong where a seed is there and does not take this node for one of its job. memberlist joins its errors
-// as text.
-func joinError(err error) string {
-	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "), "1 error occurred: * Failed to join ")
-	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt", "encrypt"} {
-		if strings.Contains(text, refusal) {
-			return "a node is there, and refuses this one: its job (TORCHFT_JOB_ID) or its token (TORCHFT_TOKEN_FILE) is another one (" + text + ")"
-		}
-	}
-	return text
-}
-
 // View waits until the members agree on a view with this one.
 func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	began := time.Now()
@@ -270,6 +202,10 @@ func (n *Node) Close() error {
 }
 
 func (n *Node) close(leave bool) {
+	n.closing.Do(func() { n.end(leave) })
+}
+
+func (n *Node) end(leave bool) {
 	n.cancel()
 	<-n.run // nobody else announces the note
 	if leave {
@@ -354,154 +290,4 @@ func (n *Node) background() {
 			reconnected = time.Now()
 		}
 	}
-}
-
-// reconnect tries to reach one of the members that are not there: both sides of a partition have forgotten the other one when
-// it was long.
-func (n *Node) reconnect() {
-	n.mu.Lock()
-	away := slices.Collect(maps.Values(n.lost))
-	here := map[string]bool{n.own: true}
-	for _, p := range n.peers {
-		here[p.At] = true
-	}
-	n.mu.Unlock()
-	for _, addresses := range n.seeds {
-		if !slices.ContainsFunc(addresses, func(a string) bool { return here[a] }) {
-			away = append(away, addresses...)
-		}
-	}
-	if len(away) > 0 {
-		address := away[rand.IntN(len(away))]
-		rpc.Go(&n.tasks, n.log, "gossip reconnect", func() { _, _ = n.list.Join([]string{address}) })
-	}
-}
-
-// message is what members send each other beside notes. It has one of the fields.
-type message struct {
-	Proposal *agree.Proposal `json:"proposal,omitempty"`
-	Left     *said           `json:"left,omitempty"`
-}
-
-// send sends a message to nodes at once. The channel is closed when all have it, or cannot be reached.
-func (n *Node) send(m message, to []memberlist.Node) (done <-chan struct{}) {
-	text, err := json.Marshal(m)
-	if err != nil {
-		panic(err) // strings and numbers
-	}
-	sent := make(chan struct{})
-	var group sync.WaitGroup
-	for i := range to {
-		rpc.Go(&group, n.log, "gossip send", func() {
-			if err := n.list.SendReliable(&to[i], text); err != nil {
-				n.log.Debug("torchft: gossip could not send", "to", to[i].Name, "error", err)
-			}
-		})
-	}
-	rpc.Go(&n.tasks, n.log, "gossip sent", func() {
-		group.Wait()
-		close(sent)
-	})
-	return sent
-}
-
-// nodes are those of these members, all for nil.
-func (n *Node) nodes(of []agree.ID) (found []memberlist.Node) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	for _, p := range n.peers {
-		if of == nil || slices.Contains(of, p.id) {
-			found = append(found, p.node)
-		}
-	}
-	return found
-}
-
-func (n *Node) receive(text []byte) {
-	var m message
-	if err := json.Unmarshal(text, &m); err != nil {
-		n.log.Debug("torchft: gossip got a message that it does not know", "error", err)
-		return
-	}
-	n.step(func(machine *agree.Machine) {
-		if m.Proposal != nil && !machine.Hear(*m.Proposal) {
-			n.log.Debug("torchft: gossip got a proposal that cannot be", "number", m.Proposal.View.Number)
-		}
-		if m.Left != nil {
-			machine.Bury(m.Left.ID, m.Left.Note)
-		}
-	})
-}
-
-// delegate is what memberlist asks of a node. None of its methods waits.
-type delegate struct{ n *Node }
-
-func (d delegate) guard(what string) {
-	var err error // logged
-	rpc.Recovered(d.n.log, what, &err)
-}
-
-func (d delegate) NodeMeta(int) []byte {
-	d.n.mu.Lock()
-	defer d.n.mu.Unlock()
-	return metadata(d.n.id, d.n.machine.Note())
-}
-
-func (d delegate) NotifyMsg(text []byte) {
-	defer d.guard("gossip message")
-	d.n.receive(text)
-}
-
-func (delegate) GetBroadcasts(int, int) [][]byte { return nil }
-
-func (d delegate) LocalState(bool) []byte {
-	d.n.mu.Lock()
-	defer d.n.mu.Unlock()
-	var m message
-	if proposal, found := d.n.machine.Proposal(); found {
-		m.Proposal = &proposal
-	}
-	text, err := json.Marshal(m)
-	if err != nil {
-		panic(err) // strings and numbers
-	}
-	return text
-}
-
-func (d delegate) MergeRemoteState(text []byte, _ bool) {
-	defer d.guard("gossip state")
-	d.n.receive(text)
-}
-
-// events are what memberlist tells of other nodes, and of this one. It holds a lock meanwhile.
-type events struct{ n *Node }
-
-func (e events) NotifyJoin(node *memberlist.Node)   { e.heard(node, true) }
-func (e events) NotifyUpdate(node *memberlist.Node) { e.heard(node, true) }
-func (e events) NotifyLeave(node *memberlist.Node)  { e.heard(node, false) }
-
-func (e events) heard(node *memberlist.Node, alive bool) {
-	n := e.n
-	var err error // logged
-	defer rpc.Recovered(n.log, "gossip event", &err)
-	var s said
-	if json.Unmarshal(node.Meta, &s) != nil || s.ID == n.id {
-		return // this node itself, or one that is no member
-	}
-	n.step(func(machine *agree.Machine) {
-		delete(n.lost, node.Name)
-		if alive {
-			n.peers[node.Name] = peer{agree.Peer{Note: s.Note, At: node.Address()}, s.ID, *node}
-		} else {
-			delete(n.peers, node.Name)
-			if !s.Left {
-				n.lost[node.Name] = node.Address()
-			}
-		}
-		seen := make(map[agree.ID]agree.Peer, len(n.peers))
-		for _, p := range n.peers {
-			seen[p.id] = p.Peer
-		}
-		machine.See(seen)
-	})
 }

@@ -178,6 +178,25 @@ func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
 	})
 }
 
+// What docs/ftlib.md states, in virtual time.
+func TestAMemberThatStopsIsNoticedInTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0)
+		all := start(m, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+		until(t, all, 10)
+		for len(all) > 6 {
+			killed := all[0]
+			all = all[1:]
+			began := time.Now()
+			killed.kill()
+			until(t, all, len(all))
+			t.Log(time.Since(began))
+			require.LessOrEqual(t, time.Since(began), 6*time.Second)
+		}
+		endAll(all)
+	})
+}
+
 func TestPartitions(t *testing.T) {
 	for name, away := range map[string]int{"60 and 40": 4, "50 and 50": 5} {
 		t.Run(name, func(t *testing.T) {

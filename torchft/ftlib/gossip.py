@@ -16,7 +16,7 @@ from typing import Optional
 
 from torchft._security import security
 from torchft._torchft import _micros, _Server
-from torchft.addresses import announced_host
+from torchft.addresses import announced_host, host_port
 from torchft.ftlib.consensus import Consensus, Listener
 from torchft.ftlib.views import Identity, Member, View, checked_name
 from torchft.process_group.reconfigure import host_store
@@ -54,18 +54,20 @@ class Gossip(Consensus):
         connect_timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         self.identity = Identity(checked_name(name), time.time_ns())
+        listed = seeds.split(",") if isinstance(seeds, str) else seeds
+        named = [seed for seed in (str(each).strip() for each in listed) if seed]
+        host = announced_host(f"http://{named[0]}" if named else None)  # of the route towards a seed
         self._timeout = timeout
         self._listener: Optional[Listener] = None
         self._closed = threading.Event()
-        self._store, address = host_store(timeout)
-        named = seeds.split(",") if isinstance(seeds, str) else seeds
+        self._store, _ = host_store(timeout)
         self._node = _Node(
             self.identity,
             {
-                "store_address": address,
-                "host": announced_host(),
+                "store_address": host_port(host, self._store.port),
+                "host": host,
                 "port": port,
-                "seeds": [seed.strip() for seed in named if seed.strip()],
+                "seeds": named,
                 "min_members": min_members,
             },
             connect_timeout,

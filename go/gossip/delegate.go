@@ -1,0 +1,141 @@
+package gossip
+
+import (
+	"encoding/json"
+	"slices"
+	"sync"
+
+	"github.com/hashicorp/memberlist"
+
+	"github.com/torchft/torchft/go/gossip/agree"
+	"github.com/torchft/torchft/go/internal/rpc"
+)
+
+// message is what members send each other beside notes. It has one of the fields.
+type message struct {
+	Proposal *agree.Proposal `json:"proposal,omitempty"`
+	Left     *said           `json:"left,omitempty"`
+}
+
+// send sends a message to nodes at once. The channel is closed when all have it, or cannot be reached.
+func (n *Node) send(m message, to []memberlist.Node) (done <-chan struct{}) {
+	text, err := json.Marshal(m)
+	if err != nil {
+		panic(err) // strings and numbers
+	}
+	sent := make(chan struct{})
+	var group sync.WaitGroup
+	for i := range to {
+		rpc.Go(&group, n.log, "gossip send", func() {
+			if err := n.list.SendReliable(&to[i], text); err != nil {
+				n.log.Debug("torchft: gossip could not send", "to", to[i].Name, "error", err)
+			}
+		})
+	}
+	rpc.Go(&n.tasks, n.log, "gossip sent", func() {
+		group.Wait()
+		close(sent)
+	})
+	return sent
+}
+
+// nodes are those of these members, all for nil.
+func (n *Node) nodes(of []agree.ID) (found []memberlist.Node) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, p := range n.peers {
+		if of == nil || slices.Contains(of, p.id) {
+			found = append(found, p.node)
+		}
+	}
+	return found
+}
+
+func (n *Node) receive(text []byte) {
+	var m message
+	if err := json.Unmarshal(text, &m); err != nil {
+		n.log.Debug("torchft: gossip got a message that it does not know", "error", err)
+		return
+	}
+	n.step(func(machine *agree.Machine) {
+		if m.Proposal != nil && !machine.Hear(*m.Proposal) {
+			n.log.Debug("torchft: gossip got a proposal that cannot be", "number", m.Proposal.View.Number)
+		}
+		if m.Left != nil {
+			machine.Bury(m.Left.ID, m.Left.Note)
+		}
+	})
+}
+
+// delegate is what memberlist asks of a node. None of its methods waits.
+type delegate struct{ n *Node }
+
+func (d delegate) guard(what string) {
+	var err error // logged
+	rpc.Recovered(d.n.log, what, &err)
+}
+
+func (d delegate) NodeMeta(int) []byte {
+	d.n.mu.Lock()
+	defer d.n.mu.Unlock()
+	return metadata(d.n.id, d.n.machine.Note())
+}
+
+func (d delegate) NotifyMsg(text []byte) {
+	defer d.guard("gossip message")
+	d.n.receive(text)
+}
+
+func (delegate) GetBroadcasts(int, int) [][]byte { return nil }
+
+func (d delegate) LocalState(bool) []byte {
+	d.n.mu.Lock()
+	defer d.n.mu.Unlock()
+	var m message
+	if proposal, found := d.n.machine.Proposal(); found {
+		m.Proposal = &proposal
+	}
+	text, err := json.Marshal(m)
+	if err != nil {
+		panic(err) // strings and numbers
+	}
+	return text
+}
+
+func (d delegate) MergeRemoteState(text []byte, _ bool) {
+	defer d.guard("gossip state")
+	d.n.receive(text)
+}
+
+// events are what memberlist tells of other nodes, and of this one. It holds a lock meanwhile.
+type events struct{ n *Node }
+
+func (e events) NotifyJoin(node *memberlist.Node)   { e.heard(node, true) }
+func (e events) NotifyUpdate(node *memberlist.Node) { e.heard(node, true) }
+func (e events) NotifyLeave(node *memberlist.Node)  { e.heard(node, false) }
+
+func (e events) heard(node *memberlist.Node, alive bool) {
+	n := e.n
+	var err error // logged
+	defer rpc.Recovered(n.log, "gossip event", &err)
+	var s said
+	if json.Unmarshal(node.Meta, &s) != nil || s.ID == n.id {
+		return // this node itself, or one that is no member
+	}
+	n.step(func(machine *agree.Machine) {
+		delete(n.lost, node.Name)
+		if alive {
+			n.peers[node.Name] = peer{agree.Peer{Note: s.Note, At: node.Address()}, s.ID, *node}
+		} else {
+			delete(n.peers, node.Name)
+			if !s.Left {
+				n.lost[node.Name] = node.Address()
+			}
+		}
+		seen := make(map[agree.ID]agree.Peer, len(n.peers))
+		for _, p := range n.peers {
+			seen[p.id] = p.Peer
+		}
+		machine.See(seen)
+	})
+}

@@ -1,0 +1,98 @@
+package gossip
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+)
+
+// join reaches one of the seeds.
+func (n *Node) join(ctx context.Context) error {
+	var others []string
+	for _, addresses := range n.seeds {
+		if !slices.Contains(addresses, n.own) {
+			others = append(others, addresses...)
+		}
+	}
+	if len(others) == 0 {
+		return nil
+	}
+	type attempt struct {
+		address string
+		err     error
+	}
+	why := map[string]string{} // the last error of each
+	for {
+		attempts := make(chan attempt, len(others))
+		for _, address := range others {
+			rpc.Go(&n.tasks, n.log, "gossip join", func() {
+				_, err := n.list.Join([]string{address})
+				attempts <- attempt{address, err}
+			})
+		}
+		for range others {
+			select {
+			case a := <-attempts:
+				if a.err == nil {
+					return nil
+				}
+				why[a.address] = joinError(a.err)
+			case <-ctx.Done():
+				return n.unreached(why)
+			}
+		}
+		select {
+		case <-time.After(joinPause):
+		case <-ctx.Done():
+			return n.unreached(why)
+		}
+	}
+}
+
+func (n *Node) unreached(why map[string]string) error {
+	texts := slices.Compact(slices.Sorted(maps.Values(why)))
+	if len(texts) == 0 {
+		texts = []string{"no answer"}
+	}
+	return fmt.Errorf("gossip: none of the seeds %s answered within %v: %s", strings.Join(n.cfg.Seeds, ", "), n.cfg.ConnectTimeout,
+		strings.Join(texts, "; "))
+}
+
+// joinError says what may be wrong where a seed is there and does not take this node for one of its job. memberlist joins its errors
+// as text.
+func joinError(err error) string {
+	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "), "1 error occurred: * Failed to join ")
+	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt", "encrypt"} {
+		if strings.Contains(text, refusal) {
+			return "a node is there, and refuses this one: its job (TORCHFT_JOB_ID) or its token (TORCHFT_TOKEN_FILE) is another one (" + text + ")"
+		}
+	}
+	return text
+}
+
+// reconnect tries to reach one of the members that are not there: both sides of a partition have forgotten the other one when
+// it was long.
+func (n *Node) reconnect() {
+	n.mu.Lock()
+	away := slices.Collect(maps.Values(n.lost))
+	here := map[string]bool{n.own: true}
+	for _, p := range n.peers {
+		here[p.At] = true
+	}
+	n.mu.Unlock()
+	for _, addresses := range n.seeds {
+		if !slices.ContainsFunc(addresses, func(a string) bool { return here[a] }) {
+			away = append(away, addresses...)
+		}
+	}
+	if len(away) > 0 {
+		address := away[rand.IntN(len(away))]
+		rpc.Go(&n.tasks, n.log, "gossip reconnect", func() { _, _ = n.list.Join([]string{address}) })
+	}
+}

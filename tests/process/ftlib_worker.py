@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--hold-until", type=Path)
     parser.add_argument("--pace", type=float, default=0.005)  # seconds of a step
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--collective-timeout", type=float, default=20)
     args = parser.parse_args()
     keep_stdout_for_events()
     seconds = {k: timedelta(seconds=v) for k, v in args.settings.items() if k in ("timeout", "expiry")}
@@ -115,7 +116,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     ftlib = FTLib.init(
         args.consensus,
-        ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        ProcessGroupGloo(timeout=timedelta(seconds=args.collective_timeout)),
         state_dict=model.state_dict,
         load_state_dict=model.load_state_dict,
         rebuild_timeout=timedelta(seconds=20),

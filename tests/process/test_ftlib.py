@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import signal
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -206,5 +208,30 @@ def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
         members.train_together(4)
         members.now.pop("m1").kill()
         members.train_together(3)
+        members.end()
+        members.check_weights()
+
+
+# Gossip alone: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and the lighthouse's
+# own tests have silent groups.
+@pytest.mark.slow  # test_a_member_is_killed; go/gossip/node_test.go has members that stop answering
+@pytest.mark.timeout(300)
+def test_a_member_that_stops_answering_is_noticed_before_the_collective_times_out(tmp_path: Path) -> None:
+    """Its connections stay open; it comes back when it goes on."""
+    with Job() as job:
+        members = Members(job, "gossip", settings_of("gossip", job, tmp_path), tmp_path, "--collective-timeout", "250")
+        for name in ("m0", "m1", "m2", "m3"):
+            members.start(name)
+            if name == "m0":
+                members.train_together(1)
+        members.train_together(4)
+        stopped = members.now.pop("m2")
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            members.train_together(3)  # START_TIMEOUT_S is less than that timeout
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        members.now["m2"] = stopped
+        members.train_together(4)
         members.end()
         members.check_weights()

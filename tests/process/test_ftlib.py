@@ -212,8 +212,8 @@ def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
         members.check_weights()
 
 
-# Gossip alone: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and the lighthouse's
-# own tests have silent groups.
+# Gossip alone: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and the tests of the
+# lighthouse have silent groups.
 @pytest.mark.slow  # test_a_member_is_killed; go/gossip/node_test.go has members that stop answering
 @pytest.mark.timeout(300)
 def test_a_member_that_stops_answering_is_noticed_before_the_collective_times_out(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Callable, ContextManager, Dict, Generator, Iterator, Lis
 import torch
 
 from torchft.checkpointing._checkpoint import Checkpoint
+from torchft.checkpointing._copying import Copying, Readers
 from torchft.checkpointing._lending import ON_DEVICE, Lease, Server
 from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._staging import Copies, Staged, copies_for
@@ -66,15 +67,10 @@ class Offer:
             self._blocks[storage._cdata] = _Block(storage, after[device], copies[device])
 
         self._cond = threading.Condition()
-        self._closed = False
+        self._copying = Copying()
         self._lease: Optional[Lease] = None
         self._regions = {storage._cdata: i for i, storage in enumerate(checkpoint.encoded.storages)}
         self._direct: Dict[object, Callable[[], None]] = {}  # pieces being sent, each with what cuts its reader off
-        self._wanted = False  # what is on a device is to be copied
-        self._has_readers = False  # a target has come
-        self._hurry = False  # all is
-        self._unneeded = False
-        self._give_up = False
         self._failure = ""  # why a copy could not be made
         self._copier: Optional[threading.Thread] = self._start_copy() if copy else None
 
@@ -103,23 +99,24 @@ class Offer:
     def _copy_later(self, blocks: List[_Block]) -> None:
         start = time.monotonic()
         with self._cond:
-            self._cond.wait_for(lambda: self._wanted or self._hurry, _COPY_DELAY)
+            self._cond.wait_for(self._copying.copies_device, _COPY_DELAY)
         self._copy([block for block in blocks if block.staged is not None])
         with self._cond:
-            self._cond.wait_for(lambda: self._hurry, max(0.0, start + _COPY_DELAY - time.monotonic()))
-            self._cond.wait_for(lambda: self._hurry or not self._has_readers)
+            self._cond.wait_for(lambda: self._copying.hurries, max(0.0, start + _COPY_DELAY - time.monotonic()))
+            self._cond.wait_for(self._copying.copies_host)
         self._copy([block for block in blocks if block.staged is None])
 
     def _copy(self, blocks: List[_Block]) -> None:
         try:
             memory = HostMemory()
             for block in blocks:
-                if self._is_unneeded(block):
+                on_device = block.staged is not None
+                if self._copying.skips(on_device):
                     return
                 for _ in block.copy(memory):
                     with self._cond:
                         self._lend_copy(block)
-                    if self._is_unneeded(block):
+                    if self._copying.skips(on_device):
                         return
         except Exception as error:
             # not the training's problem: readers are cut off when the offer is closed
@@ -128,10 +125,6 @@ class Offer:
                 self._failure = str(error)
                 if self._lease is not None:
                     self._lease.copy_failed(self._failure)
-
-    def _is_unneeded(self, block: _Block) -> bool:
-        """A target that nobody has counted may still read what is on a device, and has only the copy."""
-        return self._give_up or (self._unneeded and not (block.staged is not None and self._wanted))
 
     def lease(self, server: Server) -> Optional[Lease]:
         """What the native core may serve; None if it cannot, because some of it is on a device and is not copied."""
@@ -143,7 +136,7 @@ class Offer:
                 self._lease = server.lease([(block.address, block.nbytes) for block in blocks], self.checkpoint)
                 for block in blocks:
                     self._lend_copy(block)
-                if self._closed:
+                if self._copying.closed:
                     self._lease.revoke(0)
             return self._lease
 
@@ -153,10 +146,10 @@ class Offer:
     def want(self) -> None:
         """A target wants what was leased: what is on a device is copied now."""
         with self._cond:
-            self._wanted = self._has_readers = True
+            self._copying.read(Readers.NATIVE)
             self._cond.notify_all()
             away = [block for block in self._blocks.values() if block.staged is not None]
-            if away and self._copier is None and not self.complete and not self._give_up:
+            if away and self._copier is None and not self.complete and self._copying.starts_device():
                 self._copier = threading.Thread(target=self._copy, args=(away,), daemon=True, name="torchft-snapshot")
                 self._copier.start()
 
@@ -176,7 +169,8 @@ class Offer:
         Raises:
             ConnectionAbortedError: the offer was closed, and there is no copy of what is left to read
         """
-        self._has_readers = True
+        with self._cond:
+            self._copying.read(Readers.SOME)
         yield memoryview(stream.prefix)
         for storage in stream.storages:
             if storage.nbytes() == 0:
@@ -201,7 +195,7 @@ class Offer:
             return
         use = object()
         with self._cond:
-            if self._closed:
+            if self._copying.closed:
                 raise ConnectionAbortedError("the source trains on, and there is no copy of its state")
             self._direct[use] = cut_off
         try:
@@ -214,7 +208,7 @@ class Offer:
     def give_up_copy(self) -> None:
         """Ends a copy that nobody will need, after the tensor that it is at."""
         with self._cond:
-            self._unneeded = self._hurry = True
+            self._copying.unneeded()
             self._cond.notify_all()
 
     def close(self, keep_copy: bool, timeout: float) -> None:
@@ -228,8 +222,10 @@ class Offer:
             TimeoutError: the memory is still in use; it must not be changed
         """
         with self._cond:
-            self._give_up = self._give_up or not keep_copy
-            self._hurry = True
+            if keep_copy:
+                self._copying.due()
+            else:
+                self._copying.give_up()
             self._cond.notify_all()
             copier = self._copier
         if copier is not None:
@@ -237,7 +233,7 @@ class Offer:
             if copier.is_alive():
                 raise TimeoutError(f"timed out: the state to send was not copied within {timeout:g} s")
         with self._cond:
-            self._closed = True
+            self._copying.close()
             lease = self._lease
         if lease is not None:
             lease.revoke(_PIECE_GRACE)
@@ -256,7 +252,7 @@ class Offer:
     def take_copy(self) -> List[torch.Tensor]:
         """Takes the copy out, to be freed, if the offer is closed; it must have no readers."""
         with self._cond:
-            if not self._closed:
+            if not self._copying.closed:
                 return []  # the copy may be under way still
             if self._lease is not None:
                 self._lease.end()

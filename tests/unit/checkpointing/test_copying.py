@@ -1,0 +1,75 @@
+"""The states of an offer, as a table, and that nothing goes back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from torchft.checkpointing._copying import Copying, Phase, Readers
+
+# For each phase: does a copy hurry, may a reader start one of what is on a device, are the tensors the caller's again.
+PHASES = {
+    Phase.UNCHANGED: (False, True, False),
+    Phase.DUE: (True, True, False),
+    Phase.UNNEEDED: (True, True, False),
+    Phase.GIVEN_UP: (True, False, False),
+    Phase.CLOSED: (True, False, True),
+}
+EVENTS = {"due": Phase.DUE, "unneeded": Phase.UNNEEDED, "give_up": Phase.GIVEN_UP, "close": Phase.CLOSED}
+
+
+def at(phase: Phase, readers: Readers = Readers.NONE) -> Copying:
+    copying = Copying()
+    copying.phase, copying.readers = phase, readers
+    return copying
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_what_holds_in_a_phase(phase: Phase) -> None:
+    copying = at(phase)
+    assert (copying.hurries, copying.starts_device(), copying.closed) == PHASES[phase]
+
+
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, EVENTS)))
+def test_no_event_leads_back(phase: Phase, event: str) -> None:
+    copying = at(phase)
+    getattr(copying, event)()
+    assert copying.phase is max(phase, EVENTS[event])
+
+
+@pytest.mark.parametrize(
+    ("readers", "device", "host"),
+    [
+        (Readers.NONE, False, True),
+        (Readers.SOME, False, False),  # they may have it all before it changes
+        (Readers.NATIVE, True, False),  # what is on a device it gets from the copy
+    ],
+)
+def test_what_is_copied_before_the_tensors_change(readers: Readers, device: bool, host: bool) -> None:
+    copying = at(Phase.UNCHANGED, readers)
+    assert (copying.copies_device(), copying.copies_host()) == (device, host)
+    copying.due()
+    assert copying.copies_device() and copying.copies_host()
+
+
+@pytest.mark.parametrize(
+    ("phase", "readers", "device", "host"),
+    [
+        *((phase, readers, False, False) for phase in (Phase.UNCHANGED, Phase.DUE) for readers in Readers),
+        (Phase.UNNEEDED, Readers.NONE, True, True),
+        (Phase.UNNEEDED, Readers.SOME, True, True),
+        (Phase.UNNEEDED, Readers.NATIVE, False, True),  # it has only the copy
+        *((phase, readers, True, True) for phase in (Phase.GIVEN_UP, Phase.CLOSED) for readers in Readers),
+    ],
+)
+def test_when_a_copy_ends_early(phase: Phase, readers: Readers, device: bool, host: bool) -> None:
+    copying = at(phase, readers)
+    assert (copying.skips(on_device=True), copying.skips(on_device=False)) == (device, host)
+
+
+def test_a_reader_of_the_stream_does_not_undo_one_of_the_native_core() -> None:
+    copying = Copying()
+    copying.read(Readers.NATIVE)
+    copying.read(Readers.SOME)
+    assert copying.readers is Readers.NATIVE

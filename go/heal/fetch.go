@@ -30,18 +30,17 @@ type Fetch struct {
 	queue    *queue
 	windows  *windows
 	received atomic.Int64
-	attempts int           // in a row that bring nothing, before a source is given up
-	pause    time.Duration // before the second of them; each later one waits twice as long
+	retries  retries
 
 	ctx    context.Context // the life of the object
 	cancel context.CancelFunc
 	worked func() // ends Working; it may be called more than once
 	lives  sync.WaitGroup
 
-	sumsMu sync.Mutex
-	sums   []uint32 // the assigned source's, where others help
+	asksSums chan struct{} // has room for the stream that asks for the assigned source's checksums
 
 	mu       sync.Mutex
+	sums     []uint32      // the assigned source's, where others help
 	changed  chan struct{} // closed and replaced when a source ends
 	running  int
 	assigned *source
@@ -62,7 +61,7 @@ func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
 	if settings.StallAfter <= 0 {
 		settings.StallAfter = 10 * time.Second
 	}
-	f := &Fetch{settings: settings, layout: layout, memory: memory, attempts: mostAttempts, pause: firstPause, changed: make(chan struct{})}
+	f := &Fetch{settings: settings, layout: layout, memory: memory, retries: patient, asksSums: make(chan struct{}, 1), changed: make(chan struct{})}
 	if f.windows, err = newWindows(&f.layout, memory.away, settings.Window); err != nil {
 		return nil, err
 	}
@@ -72,24 +71,23 @@ func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
 	return f, nil
 }
 
-// Add lets a source help. The assigned source is believed; any other one gives only blocks that have the checksum that
-// the assigned one announces.
-func (f *Fetch) Add(address, secret string, assigned bool) error {
+// Add lets a source help.
+func (f *Fetch) Add(address, secret string, role Role) error {
 	raw, err := hex.DecodeString(secret)
 	if err != nil || len(raw) != secretSize {
 		return errors.New("the secret is malformed")
 	}
-	if !assigned && f.settings.Unchecked {
+	if role != Assigned && f.settings.Unchecked {
 		return errors.New("without checksums there is only the assigned source")
 	}
-	s := &source{fetch: f, address: address, secret: raw, assigned: assigned}
+	s := &source{fetch: f, address: address, secret: raw, role: role}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.ctx.Err() != nil {
 		return errors.New("the transfer is over")
 	}
 	f.running++
-	if assigned {
+	if role == Assigned {
 		f.assigned = s
 		f.queue.orphan(false)
 	}
@@ -235,22 +233,33 @@ func (f *Fetch) ended(s *source, err error) {
 	f.tell()
 }
 
-// assignedSums are the checksums that the assigned source announces. Nobody needs them while it is the only one.
-func (f *Fetch) assignedSums() ([]uint32, error) {
-	f.sumsMu.Lock()
-	defer f.sumsMu.Unlock()
-	if f.sums != nil {
-		return f.sums, nil
-	}
+// knownSums are the checksums that the assigned source has announced, nil before it has.
+func (f *Fetch) knownSums() ([]uint32, *source) {
 	f.mu.Lock()
-	s := f.assigned
-	f.mu.Unlock()
+	defer f.mu.Unlock()
+	return f.sums, f.assigned
+}
+
+// assignedSums are the checksums that the assigned source announces. Nobody needs them while it is the only one. One stream
+// asks for them; those of additional sources, which can do nothing without them, wait for that one. No lock is held
+// meanwhile: the assigned source goes on, and may bring everything before it has answered this.
+func (f *Fetch) assignedSums() ([]uint32, error) {
+	select {
+	case f.asksSums <- struct{}{}:
+	case <-f.ctx.Done():
+		return nil, f.ctx.Err()
+	}
+	defer func() { <-f.asksSums }()
+	sums, s := f.knownSums()
+	if sums != nil {
+		return sums, nil
+	}
 	if s == nil {
 		return nil, errors.New("the assigned source is not known")
 	}
 	st := &stream{source: s}
 	defer st.close()
-	sums := make([]uint32, 0, f.layout.Blocks())
+	sums = make([]uint32, 0, f.layout.Blocks())
 	err := s.again(func() (bool, error) {
 		before := len(sums)
 		for len(sums) < cap(sums) {
@@ -272,6 +281,8 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 	if err != nil {
 		return nil, fmt.Errorf("checksums of %s: %w", s.address, err)
 	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.sums = sums
 	return sums, nil
 }
@@ -282,13 +293,10 @@ func (s *source) theirDigest() (string, error) {
 	if f.settings.Unchecked {
 		return "", nil
 	}
-	f.sumsMu.Lock()
-	sums := f.sums
-	f.sumsMu.Unlock()
-	if sums != nil {
+	if sums, _ := f.knownSums(); sums != nil {
 		return digest(&f.layout, sums), nil
 	}
-	if !s.assigned {
+	if s.role != Assigned {
 		return "", errIncomplete
 	}
 	st := &stream{source: s}
@@ -305,14 +313,14 @@ func (s *source) theirDigest() (string, error) {
 
 // source is one of the groups that serve.
 type source struct {
-	fetch    *Fetch
-	address  string
-	secret   []byte
-	assigned bool
+	fetch   *Fetch
+	address string
+	secret  []byte
+	role    Role
 
-	mu        sync.Mutex
-	withdrawn error // it said that it has the state no longer
-	wrong     int   // blocks that it gave, and that are not the assigned source's
+	mu    sync.Mutex
+	over  error // why it is not asked again: a withdrawnError, slowError or wrongError
+	wrong int   // blocks that it gave, and that are not the assigned source's
 }
 
 func (s *source) run() {
@@ -362,8 +370,8 @@ func (s *source) reason(errs []error) error {
 	if s.fetch.queue.complete() {
 		return nil // others brought what this one did not
 	}
-	if withdrawn := s.isWithdrawn(); withdrawn != nil {
-		return withdrawn
+	if over := s.isOver(); over != nil {
+		return over
 	}
 	for _, err := range errs {
 		if err != nil {
@@ -373,57 +381,51 @@ func (s *source) reason(errs []error) error {
 	return errIncomplete
 }
 
-func (s *source) isWithdrawn() error {
+func (s *source) isOver() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.withdrawn
+	return s.over
 }
 
-func (s *source) setWithdrawn(err error) {
+// end says why no stream asks this source again; the first reason counts.
+func (s *source) end(err error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.withdrawn == nil {
-		s.withdrawn = err
+	if s.over == nil {
+		s.over = err
 	}
+	return s.over
 }
 
 // gaveWrong counts a block that is not the assigned source's, and is an error when that was too often.
 func (s *source) gaveWrong(block int) error {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.wrong++; s.wrong < maxGarbled {
+	s.wrong++
+	count := s.wrong
+	s.mu.Unlock()
+	if count < mostGarbled {
 		return nil
 	}
-	err := fmt.Errorf("it gave %d blocks, the last of them %d, that are not those of the assigned source", s.wrong, block)
-	if s.withdrawn == nil {
-		s.withdrawn = err
-	}
-	return err
+	return s.end(wrongError{count, block})
 }
 
-const (
-	mostAttempts = 6
-	firstPause   = 20 * time.Millisecond
-	sumsAtOnce   = 1024
-)
+const sumsAtOnce = 1024
 
 // again calls work, which reports whether it got anything, until it succeeds or has failed too often in a row.
 func (s *source) again(work func() (progress bool, err error)) error {
-	pause, failures := s.fetch.pause, 0
+	failed := 0
 	for {
 		progress, err := work()
 		if err == nil {
 			return nil
 		}
-		if progress {
-			pause, failures = s.fetch.pause, 0
-		}
-		if failures++; failures >= s.fetch.attempts || s.isWithdrawn() != nil || s.fetch.ctx.Err() != nil {
+		failed = inARow(failed, progress)
+		pause, again := s.fetch.retries.after(failed)
+		if !again || s.isOver() != nil || s.fetch.ctx.Err() != nil {
 			return err
 		}
 		select {
 		case <-time.After(pause):
-			pause *= 2
 		case <-s.fetch.ctx.Done():
 			return s.fetch.ctx.Err()
 		}

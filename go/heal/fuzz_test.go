@@ -113,9 +113,9 @@ func FuzzAnswers(f *testing.F) {
 		fetch, err := NewFetch(target, Settings{BlockSize: 500, Streams: 1, StallAfter: 10 * time.Millisecond})
 		require.NoError(t, err)
 		// The others would wait for half a second, and find the same.
-		fetch.attempts, fetch.pause = 2, 0
+		fetch.retries = retries{most: 2}
 		defer fetch.Close()
-		require.NoError(t, fetch.Add(lis.Addr().String(), hex.EncodeToString(make([]byte, secretSize)), true))
+		require.NoError(t, fetch.Add(lis.Addr().String(), hex.EncodeToString(make([]byte, secretSize)), Assigned))
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 		defer cancel()
 		status := fetch.Wait(ctx)

@@ -102,7 +102,7 @@ func TestWhatIsOfferedArrives(t *testing.T) {
 				s, o := listen(t, time.Minute, 0), offer(t, source, 1<<16)
 				f := newFetch(t, target, Settings{BlockSize: 1 << 16, Streams: 3, Unchecked: unchecked})
 				grant := s.Grant(o)
-				require.NoError(t, f.Add(address(s), grant.Secret(), true))
+				require.NoError(t, f.Add(address(s), grant.Secret(), Assigned))
 				status := wait(t, f)
 				require.True(t, status.Done, status)
 				require.Empty(t, status.Failure, status.Lost)

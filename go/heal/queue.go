@@ -7,9 +7,6 @@ import (
 	"sync"
 )
 
-// maxGarbled bounds how often one block may arrive garbled: then it is no accident of the wire.
-const maxGarbled = 8
-
 // queue hands blocks out, each to one stream at a time.
 type queue struct {
 	mu      sync.Mutex
@@ -22,13 +19,13 @@ type queue struct {
 	orphaned bool  // the assigned source is gone
 	closed   bool
 	garbled  map[int]int
-	waiting  map[bool]int // streams with nothing to do, of the assigned source and of others
+	waiting  [roles]int // streams with nothing to do
 	crcs     []uint32
 }
 
 // newQueue hands out all blocks but those that are held back until they are added.
 func newQueue(blocks int, held func(block int) bool) *queue {
-	q := &queue{left: blocks, garbled: map[int]int{}, waiting: map[bool]int{}, crcs: make([]uint32, blocks)}
+	q := &queue{left: blocks, garbled: map[int]int{}, crcs: make([]uint32, blocks)}
 	q.changed.L = &q.mu
 	for block := blocks - 1; block >= 0; block-- {
 		if !held(block) {
@@ -61,11 +58,11 @@ func (q *queue) orphan(gone bool) {
 }
 
 // take gives a block to fetch. wait: while there is none and others are still on their way, which may come back.
-func (q *queue) take(isAssigned, wait bool) (block int, ok bool) {
+func (q *queue) take(role Role, wait bool) (block int, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	for {
-		for _, from := range q.open(isAssigned) {
+		for _, from := range q.open(role) {
 			if n := len(*from); n > 0 {
 				block, *from = (*from)[n-1], (*from)[:n-1]
 				q.out++
@@ -75,21 +72,21 @@ func (q *queue) take(isAssigned, wait bool) (block int, ok bool) {
 		if q.left == 0 || q.closed || !wait || q.stuck() {
 			return 0, false
 		}
-		q.waiting[isAssigned]++
+		q.waiting[role]++
 		q.changed.Wait()
-		q.waiting[isAssigned]--
+		q.waiting[role]--
 	}
 }
 
-// idle says whether another source's streams wait for a block.
-func (q *queue) idle(isAssigned bool) bool {
+// idle says whether streams of sources of the other role wait for a block.
+func (q *queue) idle(role Role) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return q.waiting[!isAssigned] > 0
+	return q.waiting[roles-1-role] > 0
 }
 
-func (q *queue) open(isAssigned bool) []*[]int {
-	if isAssigned {
+func (q *queue) open(role Role) []*[]int {
+	if role == Assigned {
 		return []*[]int{&q.assigned, &q.todo}
 	}
 	return []*[]int{&q.todo}
@@ -124,8 +121,8 @@ func (q *queue) wrong(block int) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.garbled[block]++
-	if q.garbled[block] >= maxGarbled {
-		return fmt.Errorf("block %d came with a wrong checksum %d times: the network or the source's memory is broken", block, maxGarbled)
+	if q.garbled[block] >= mostGarbled {
+		return fmt.Errorf("block %d came with a wrong checksum %d times: the network or the source's memory is broken", block, mostGarbled)
 	}
 	return nil
 }

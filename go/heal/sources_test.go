@@ -26,8 +26,8 @@ func TestSeveralSourcesShareTheWork(t *testing.T) {
 	a, b := listen(t, time.Minute, 8<<20), listen(t, time.Minute, 8<<20)
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 	grantA, grantB := a.Grant(offer(t, source, small)), b.Grant(offer(t, clone(source), small))
-	require.NoError(t, f.Add(address(a), grantA.Secret(), true))
-	require.NoError(t, f.Add(address(b), grantB.Secret(), false))
+	require.NoError(t, f.Add(address(a), grantA.Secret(), Assigned))
+	require.NoError(t, f.Add(address(b), grantB.Secret(), Additional))
 	status := wait(t, f)
 	require.True(t, status.Done, status)
 	requireSame(t, source, target)
@@ -47,8 +47,8 @@ func TestAnotherSourceGivesOnlyWhatIsAlike(t *testing.T) {
 	a, b := listen(t, time.Minute, 16<<20), listen(t, time.Minute, 0)
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 	grant := b.Grant(offer(t, other, small))
-	require.NoError(t, f.Add(address(a), a.Grant(offer(t, source, small)).Secret(), true))
-	require.NoError(t, f.Add(address(b), grant.Secret(), false))
+	require.NoError(t, f.Add(address(a), a.Grant(offer(t, source, small)).Secret(), Assigned))
+	require.NoError(t, f.Add(address(b), grant.Secret(), Additional))
 	status := wait(t, f)
 	require.True(t, status.Done, status)
 	requireSame(t, source, target)
@@ -64,14 +64,14 @@ func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
 	}
 	const secret = "00112233445566778899aabbccddeeff"
 	for name, add := range map[string]func(f *Fetch) error{
-		"and sums that fit them": func(f *Fetch) error { return f.Add(honestUntilTheEnd(t, other, ""), secret, false) },
+		"and sums that fit them": func(f *Fetch) error { return f.Add(honestUntilTheEnd(t, other, "", nil), secret, Additional) },
 		"and the right sums": func(f *Fetch) error { // its memory has changed since
 			o := offer(t, other, small)
 			for block := range o.layout.Blocks() {
 				require.NoError(t, o.note(block, checksum(source.regions[0][block*small:(block+1)*small])))
 			}
 			s := listen(t, time.Minute, 0)
-			return f.Add(address(s), s.Grant(o).Secret(), false)
+			return f.Add(address(s), s.Grant(o).Secret(), Additional)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -79,7 +79,7 @@ func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
 			a := listen(t, time.Minute, 4<<20)
 			f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 			require.NoError(t, add(f))
-			require.NoError(t, f.Add(address(a), a.Grant(offer(t, source, small)).Secret(), true))
+			require.NoError(t, f.Add(address(a), a.Grant(offer(t, source, small)).Secret(), Assigned))
 			status := wait(t, f)
 			for !status.Done && status.Failure == "" && status.Running {
 				status = wait(t, f)
@@ -93,19 +93,19 @@ func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
 
 // One that dies is replaced by the other; the assigned one too, once its checksums are known.
 func TestASourceThatDiesIsReplaced(t *testing.T) {
-	for name, assignedDies := range map[string]bool{"assigned": true, "other": false} {
+	for name, dies := range map[string]Role{"assigned": Assigned, "additional": Additional} {
 		t.Run(name, func(t *testing.T) {
 			source, target := filled(newRand(t), 4<<20), empty(4<<20)
-			servers := map[bool]*Server{true: listen(t, time.Minute, 2<<20), false: listen(t, time.Minute, 2<<20)}
+			servers := map[Role]*Server{Assigned: listen(t, time.Minute, 2<<20), Additional: listen(t, time.Minute, 2<<20)}
 			f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 			var grants []*Grant
-			for assigned, s := range servers {
+			for role, s := range servers {
 				g := s.Grant(offer(t, clone(source), small))
 				grants = append(grants, g)
-				require.NoError(t, f.Add(address(s), g.Secret(), assigned))
+				require.NoError(t, f.Add(address(s), g.Secret(), role))
 			}
 			require.Eventually(t, func() bool { return grants[0].Served() > 0 && grants[1].Served() > 0 }, time.Minute, time.Millisecond)
-			servers[assignedDies].Close()
+			servers[dies].Close()
 			status := wait(t, f)
 			for !status.Done && status.Running {
 				status = wait(t, f)
@@ -123,7 +123,7 @@ func TestATransferGoesOnWithANewGrant(t *testing.T) {
 	o := offer(t, source, small)
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 	grant := s.Grant(o)
-	require.NoError(t, f.Add(address(s), grant.Secret(), true))
+	require.NoError(t, f.Add(address(s), grant.Secret(), Assigned))
 	require.Eventually(t, func() bool { return grant.Served() > 1<<20 }, time.Minute, time.Millisecond)
 	grant.Close()
 	status := wait(t, f)
@@ -132,7 +132,7 @@ func TestATransferGoesOnWithANewGrant(t *testing.T) {
 	before := status.Received
 	require.GreaterOrEqual(t, before, int64(1<<19))
 	again := s.Grant(o)
-	require.NoError(t, f.Add(address(s), again.Secret(), true))
+	require.NoError(t, f.Add(address(s), again.Secret(), Assigned))
 	status = wait(t, f)
 	require.True(t, status.Done, status)
 	require.Less(t, again.Served(), int64(4<<20)-before+8*small)
@@ -147,12 +147,12 @@ func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
 	o := offer(t, source, block)
 	f := newFetch(t, target, Settings{BlockSize: block, Streams: 1})
 	grant := s.Grant(o)
-	require.NoError(t, f.Add(address(s), grant.Secret(), true))
+	require.NoError(t, f.Add(address(s), grant.Secret(), Assigned))
 	require.Eventually(t, func() bool { return f.Status().Received%block != 0 }, time.Minute, time.Microsecond)
 	grant.Close()
 	require.False(t, wait(t, f).Done)
 	require.Zero(t, f.Status().Received%block)
-	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), Assigned))
 	status := wait(t, f)
 	require.True(t, status.Done, status)
 	require.Equal(t, status.Total, status.Received)
@@ -171,7 +171,7 @@ func TestWhatOnlyALostSourceHasEndsTheOthers(t *testing.T) {
 	o := offer(t, source, small)
 	grants := []*Grant{a.Grant(o), b.Grant(offer(t, other, small))}
 	for i, s := range []*Server{a, b} {
-		require.NoError(t, f.Add(address(s), grants[i].Secret(), i == 0))
+		require.NoError(t, f.Add(address(s), grants[i].Secret(), Role(i)))
 	}
 	require.Eventually(t, func() bool { return grants[1].Served() > 0 }, time.Minute, time.Millisecond)
 	grants[0].Close()
@@ -179,7 +179,7 @@ func TestWhatOnlyALostSourceHasEndsTheOthers(t *testing.T) {
 	require.False(t, status.Done || status.Running, status)
 	require.Contains(t, status.Lost[0]+status.Lost[1], errEnded.Error())
 	require.GreaterOrEqual(t, status.Received, int64(3<<20)) // the other one gave all that it has alike
-	require.NoError(t, f.Add(address(a), a.Grant(o).Secret(), true))
+	require.NoError(t, f.Add(address(a), a.Grant(o).Secret(), Assigned))
 	require.True(t, wait(t, f).Done)
 	requireSame(t, source, target)
 }
@@ -191,14 +191,14 @@ func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 	o.copies[0] = partial{copied.regions[0], 1 << 20}
 	require.True(t, o.Revoke(0, time.Second))
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 1})
-	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), Assigned))
 	status := wait(t, f)
 	require.False(t, status.Done)
 	require.Contains(t, status.Lost[0], errRevoked.Error())
 	o.mu.Lock()
 	o.copies[1] = partial{copied.regions[1], 1 << 20}
 	o.mu.Unlock()
-	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), Assigned))
 	require.True(t, wait(t, f).Done)
 	requireSame(t, copied, target)
 }
@@ -277,7 +277,7 @@ func TestADigestThatDiffersIsAnError(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			target := empty(3 * small)
 			f := newFetch(t, target, Settings{BlockSize: small, Streams: 1})
-			require.NoError(t, f.Add(honestUntilTheEnd(t, memory, announced), "00112233445566778899aabbccddeeff", true))
+			require.NoError(t, f.Add(honestUntilTheEnd(t, memory, announced, nil), "00112233445566778899aabbccddeeff", Assigned))
 			status := wait(t, f)
 			require.Equal(t, announced == "", status.Done)
 			if announced == "" {
@@ -290,8 +290,9 @@ func TestADigestThatDiffersIsAnError(t *testing.T) {
 	}
 }
 
-// honestUntilTheEnd serves blocks with their checksums, and then a digest; "": the right one.
-func honestUntilTheEnd(t *testing.T, memory *Memory, announced string) (address string) {
+// honestUntilTheEnd serves blocks with their checksums, and then a digest; "": the right one. before is called with the
+// operation of each request.
+func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before func(op uint32)) (address string) {
 	t.Helper()
 	l, err := NewLayout(memory.Sizes(), small)
 	require.NoError(t, err)
@@ -322,6 +323,9 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string) (address 
 						return
 					}
 					r := parseRequest(b)
+					if before != nil {
+						before(r.op)
+					}
 					body := []byte(announced)
 					if r.op == opBlock || r.op == opEqual {
 						body = block(r.block)
@@ -335,6 +339,30 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string) (address 
 		}
 	}()
 	return lis.Addr().String()
+}
+
+// A source that does not answer the question for its checksums may bring everything meanwhile: that ends the transfer.
+func TestAStalledQuestionHoldsUpNothingElse(t *testing.T) {
+	source, target := filled(newRand(t), 1<<20), empty(1<<20)
+	asked, over := make(chan struct{}), make(chan struct{})
+	before := func(op uint32) {
+		switch op {
+		case opSums:
+			close(asked)
+			<-over
+		case opBlock:
+			<-asked
+		}
+	}
+	t.Cleanup(func() { close(over) })
+	const secret = "00112233445566778899aabbccddeeff"
+	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2, StallAfter: 5 * time.Minute})
+	require.NoError(t, f.Add(honestUntilTheEnd(t, source, "", before), secret, Assigned))
+	other := listen(t, time.Minute, 0)
+	require.NoError(t, f.Add(address(other), other.Grant(offer(t, clone(source), small)).Secret(), Additional))
+	status := wait(t, f)
+	require.True(t, status.Done, status)
+	requireSame(t, source, target)
 }
 
 // A source that trickles is dropped when another one has nothing left to do.
@@ -355,8 +383,8 @@ func TestASlowSourceIsDropped(t *testing.T) {
 	})
 	f := newFetch(t, target, Settings{BlockSize: 1 << 16, Streams: 1})
 	start := time.Now()
-	require.NoError(t, f.Add(behind, fast.Grant(offer(t, source, 1<<16)).Secret(), true))
-	require.NoError(t, f.Add(trickle, grant.Secret(), false))
+	require.NoError(t, f.Add(behind, fast.Grant(offer(t, source, 1<<16)).Secret(), Assigned))
+	require.NoError(t, f.Add(trickle, grant.Secret(), Additional))
 	status := wait(t, f)
 	for !status.Done && status.Running {
 		status = wait(t, f)

@@ -59,7 +59,7 @@ func TestStrangersHoldUpNoHeal(t *testing.T) {
 	o := offer(t, source, small)
 	for range 5 {
 		f := newFetch(t, target, Settings{BlockSize: o.BlockSize()})
-		require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+		require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), Assigned))
 		require.True(t, wait(t, f).Done)
 		requireSame(t, source, target)
 		f.Close()
@@ -85,7 +85,7 @@ func BenchmarkAmongStrangers(b *testing.B) {
 				require.NoError(b, err)
 				f, err := NewFetch(target, Settings{BlockSize: o.BlockSize()})
 				require.NoError(b, err)
-				require.NoError(b, f.Add(address(s), s.Grant(o).Secret(), true))
+				require.NoError(b, f.Add(address(s), s.Grant(o).Secret(), Assigned))
 				require.True(b, f.Wait(b.Context()).Done)
 				f.Close()
 			})

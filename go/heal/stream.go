@@ -90,7 +90,7 @@ func (st *stream) fill(b []byte, began time.Time) error {
 			return err
 		case len(b) == before && time.Since(last) > f.settings.StallAfter:
 			return err
-		case time.Since(began) > slowAfter && f.queue.idle(st.source.assigned):
+		case time.Since(began) > slowAfter && f.queue.idle(st.source.role):
 			return st.tooSlow()
 		}
 		if len(b) < before {
@@ -104,7 +104,7 @@ func (st *stream) fill(b []byte, began time.Time) error {
 func (st *stream) fetch() error {
 	f, s := st.source.fetch, st.source
 	var sums []uint32
-	if !s.assigned {
+	if s.role != Assigned {
 		var err error
 		if sums, err = f.assignedSums(); err != nil {
 			return err
@@ -113,7 +113,7 @@ func (st *stream) fetch() error {
 	for {
 		for len(st.pending) < ahead {
 			// with nothing under way there is the time to wait for what others do not get
-			block, ok := f.queue.take(s.assigned, len(st.pending) == 0)
+			block, ok := f.queue.take(s.role, len(st.pending) == 0)
 			if !ok {
 				break
 			}
@@ -139,7 +139,7 @@ func (st *stream) request(block int, sums []uint32) request {
 	if !st.source.fetch.settings.Unchecked {
 		r.flags |= flagChecksum
 	}
-	if !st.source.assigned {
+	if st.source.role != Assigned {
 		r.op, r.expected = opEqual, sums[block]
 	}
 	return r
@@ -168,7 +168,7 @@ func (st *stream) receive(block int, sums []uint32) error {
 	st.pending = append(st.pending[:0], st.pending[1:]...)
 	if !f.settings.Unchecked {
 		theirs, err := st.sum()
-		bad := err == nil && !st.source.assigned && (theirs != crc || crc != sums[block])
+		bad := err == nil && st.source.role != Assigned && (theirs != crc || crc != sums[block])
 		if err != nil || bad || theirs != crc {
 			f.received.Add(-f.layout.Length(block))
 			f.queue.back(block, bad)
@@ -207,8 +207,7 @@ func (st *stream) header(block int) (response, error) {
 		if err != nil {
 			return r, err
 		}
-		st.source.setWithdrawn(errors.New(string(reason)))
-		return r, st.source.isWithdrawn()
+		return r, st.source.end(withdrawnError{string(reason)})
 	case r.block != uint32(block), r.status != statusOK && r.status != statusDiffer:
 		return r, fmt.Errorf("answer %#x for block %d instead of %d: %w", r.status, r.block, block, errGarbled)
 	}
@@ -256,11 +255,10 @@ func (st *stream) body(block int) (crc uint32, err error) {
 
 // tooSlow gives the block to those who have nothing left to do.
 func (st *stream) tooSlow() error {
-	err := fmt.Errorf("slow: one block took more than %v while other streams had nothing to do", slowAfter)
-	if !st.source.assigned {
-		st.source.setWithdrawn(err)
+	if st.source.role != Assigned {
+		return st.source.end(slowError{})
 	}
-	return err
+	return slowError{}
 }
 
 func (st *stream) sum() (uint32, error) {

@@ -90,7 +90,7 @@ func TestStateOnADeviceArrivesThroughStages(t *testing.T) {
 				target := onDevices(empty(c.sizes...), c.away...)
 				s := listen(t, time.Minute, 0)
 				f := newFetch(t, target.lent, Settings{BlockSize: small, Streams: 3, Window: c.window, Unchecked: unchecked})
-				require.NoError(t, f.Add(address(s), s.Grant(offer(t, source, small)).Secret(), true))
+				require.NoError(t, f.Add(address(s), s.Grant(offer(t, source, small)).Secret(), Assigned))
 				status := target.load(t, f)
 				require.True(t, status.Done, status)
 				requireSame(t, source, target.memory)
@@ -105,7 +105,7 @@ func TestWindowsAreFetchedInTheirOrder(t *testing.T) {
 	q.add([]int{0, 1})
 	q.add([]int{2, 4})
 	var got []int
-	for block, ok := q.take(true, false); ok; block, ok = q.take(true, false) {
+	for block, ok := q.take(Assigned, false); ok; block, ok = q.take(Assigned, false) {
 		got = append(got, block)
 	}
 	require.Equal(t, []int{3, 0, 1, 2, 4}, got)
@@ -117,9 +117,9 @@ func TestStagesOutliveASource(t *testing.T) {
 	a, b := listen(t, time.Minute, 2<<20), listen(t, time.Minute, 2<<20)
 	f := newFetch(t, target.lent, Settings{BlockSize: small, Streams: 2, Window: 8})
 	first := a.Grant(offer(t, source, small))
-	require.NoError(t, f.Add(address(a), first.Secret(), true))
+	require.NoError(t, f.Add(address(a), first.Secret(), Assigned))
 	helper := b.Grant(offer(t, clone(source), small))
-	require.NoError(t, f.Add(address(b), helper.Secret(), false))
+	require.NoError(t, f.Add(address(b), helper.Secret(), Additional))
 	go func() {
 		// The other one serves when the checksums of the first are known: before that nobody could go on for it.
 		for (first.Served() < 1<<19 || helper.Served() == 0) && t.Context().Err() == nil {
@@ -158,7 +158,7 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	o := offer(t, lent.lent, small)
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 	grant := s.Grant(o)
-	require.NoError(t, f.Add(address(s), grant.Secret(), true))
+	require.NoError(t, f.Add(address(s), grant.Secret(), Assigned))
 	copied := make([]byte, 1<<20)
 	at, _ := stageOf(copied)
 	for ready := int64(0); ready < 1<<20; {
@@ -197,7 +197,7 @@ func TestWhoeverWaitsForADeviceCopyHearsOfItsEnd(t *testing.T) {
 			memory := onDevices(filled(newRand(t), 1<<16), 0)
 			s, o := listen(t, timeout, 0), offer(t, memory.lent, small)
 			f := newFetch(t, empty(1<<16), Settings{BlockSize: small, Streams: 2})
-			require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), true))
+			require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), Assigned))
 			c.end(o)
 			status := wait(t, f)
 			require.False(t, status.Done)
@@ -212,7 +212,7 @@ func TestAWaitForADeviceCopyEndsWithTheServer(t *testing.T) {
 	require.NoError(t, err)
 	memory := onDevices(filled(newRand(t), 1<<16), 0)
 	f := newFetch(t, empty(1<<16), Settings{BlockSize: small, Streams: 2})
-	require.NoError(t, f.Add(address(s), s.Grant(offer(t, memory.lent, small)).Secret(), true))
+	require.NoError(t, f.Add(address(s), s.Grant(offer(t, memory.lent, small)).Secret(), Assigned))
 	require.Eventually(t, func() bool {
 		s.mu.Lock()
 		defer s.mu.Unlock()

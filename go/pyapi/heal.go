@@ -178,7 +178,11 @@ func HealAdd(fetch int64, address, secret string, assigned bool) (done bool, err
 	if err != nil {
 		return false, err
 	}
-	return true, f.Add(address, secret, assigned)
+	role := heal.Additional
+	if assigned {
+		role = heal.Assigned
+	}
+	return true, f.Add(address, secret, role)
 }
 
 // HealWaitStart waits until a transfer is settled, at most for a time; the result is the JSON of heal.Status.

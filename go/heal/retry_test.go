@@ -1,0 +1,48 @@
+package heal
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestWhenASourceIsAskedAgain(t *testing.T) {
+	const first = 20 * time.Millisecond
+	for name, c := range map[string]struct {
+		policy   retries
+		progress []bool // of attempts that failed
+		pauses   []time.Duration
+		givenUp  bool
+	}{
+		"nothing comes": {
+			patient, []bool{false, false, false, false, false, false},
+			[]time.Duration{first, 2 * first, 4 * first, 8 * first, 16 * first}, true,
+		},
+		"something came": {
+			patient, []bool{false, false, true, false, true},
+			[]time.Duration{first, 2 * first, first, 2 * first, first}, false,
+		},
+		"it breaks again and again, and gets on": {
+			patient, []bool{true, true, true, true, true, true, true, true},
+			[]time.Duration{first, first, first, first, first, first, first, first}, false,
+		},
+		"once":  {retries{most: 1}, []bool{true}, nil, true},
+		"never": {retries{}, []bool{false}, nil, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var pauses []time.Duration
+			failed, givenUp := 0, false
+			for _, progress := range c.progress {
+				require.False(t, givenUp)
+				failed = inARow(failed, progress)
+				pause, again := c.policy.after(failed)
+				if givenUp = !again; again {
+					pauses = append(pauses, pause)
+				}
+			}
+			require.Equal(t, c.pauses, pauses)
+			require.Equal(t, c.givenUp, givenUp)
+		})
+	}
+}

@@ -18,7 +18,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, List, NamedTuple, Optional
 
-from torchft.checkpointing.transport import CheckpointError
+from torchft.checkpointing.transport import CheckpointError, Interrupted
 
 PROTOCOL = "torchft-heal/1"
 DONE = b"done\n"
@@ -30,7 +30,7 @@ _MAX_BLOCK = 1 << 30  # bytes
 _MAX_STATE = 1 << 63  # bytes
 
 
-class Garbled(CheckpointError):
+class Garbled(Interrupted):
     """What arrived is not what was sent; asking again may help."""
 
 

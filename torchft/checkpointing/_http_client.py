@@ -15,7 +15,7 @@ from torchft.checkpointing._handshake import PROTOCOL, Garbled
 from torchft.checkpointing._metadata import read
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import Home, read_object
-from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
+from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Interrupted
 from torchft.http import _DeadlineSocket
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ def ask(
 
     Raises:
         ValueError: `metadata` is no such address
-        CheckpointError: the source cannot be reached, refuses, or sends something that cannot be read
+        Interrupted: the source cannot be reached, or the connection broke
+        CheckpointError: it refuses, or sends something that cannot be read
         CheckpointTimeout: the deadline has passed
     """
     hosts, port, path = read(metadata)
@@ -80,7 +81,7 @@ def ask(
     except TimeoutError as error:
         raise CheckpointTimeout(f"{what}: timed out after {time.monotonic() - start:.1f} seconds") from error
     except (OSError, http.client.HTTPException) as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+        raise Interrupted(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: bool, what: str) -> Answer:

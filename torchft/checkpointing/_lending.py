@@ -9,6 +9,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
+from torchft.checkpointing.transport import Role
+
 if TYPE_CHECKING:
     import torch
 
@@ -184,9 +186,9 @@ class Fetch(_Handle):
         _lent[handle] = owner
         self._handle = handle
 
-    def add(self, address: str, secret: str, assigned: bool = True) -> None:
-        """Lets a source help; of others than the assigned one, only blocks that it has alike are taken."""
-        self._go.pyapi_HealAdd(self._handle, address, secret, assigned)
+    def add(self, address: str, secret: str, role: Role = Role.ASSIGNED) -> None:
+        """Lets a source help; of an additional one, only blocks that it has alike are taken."""
+        self._go.pyapi_HealAdd(self._handle, address, secret, role is Role.ASSIGNED)
 
     def stage(self, block: torch.Tensor) -> int:
         """Lends memory for the next window: the number of that, or -1. What was in it may be overwritten."""

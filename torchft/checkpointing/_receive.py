@@ -1,4 +1,4 @@
-"""The target's side of the native data plane: handshake, transfer, and resuming after a broken connection."""
+"""The target's side of a transfer: which format, the native data plane, and what follows a broken connection."""
 
 from __future__ import annotations
 
@@ -6,37 +6,35 @@ import logging
 import threading
 import time
 from functools import partial
-from http.client import HTTPException
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 
 from torchft.addresses import host_port
 from torchft.checkpointing._encoding import Path, decode, flat_storage
-from torchft.checkpointing._handshake import DONE, Garbled, Structure, Ticket, parse_structure, read_frame
-from torchft.checkpointing._http_client import Answer, Refused, ask, describe
+from torchft.checkpointing._handshake import DONE, Structure, Ticket, parse_structure, read_frame
+from torchft.checkpointing._http_client import Answer, ask, describe
 from torchft.checkpointing._landing import Landing, is_staged
 from torchft.checkpointing._lending import ON_DEVICE, Fetch, Status
 from torchft.checkpointing._memory import HostMemory, check_room
 from torchft.checkpointing._places import Places, local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Progress, summary
+from torchft.checkpointing._retry import Attempts
 from torchft.checkpointing._staging import copies_for
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing._upstream import FULL
-from torchft.checkpointing.transport import CheckpointError, Helper
+from torchft.checkpointing.transport import CheckpointError, Helper, Interrupted, Role
 from torchft.http import _DeadlineSocket
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _SLICE = 0.5  # seconds between two looks at the progress
-_ATTEMPTS = 4  # in a row in which nothing arrives
-_PAUSE = 0.1  # seconds before the second; doubles
 _HELP_AFTER = 0.1  # seconds; what takes less is not worth the questions to further sources
 _HELPER_CONNECT = 3.0  # seconds in which a further source must answer
 _HELPER_END = 1.0  # seconds for a thread that talks to a further source, when its connection was cut
 
 
-class Lost(CheckpointError):
+class Lost(Interrupted):
     """The source went away during the transfer; it may come back."""
 
 
@@ -152,7 +150,7 @@ class Transfer:
         """Lets another source help; False if it has a state of another kind."""
         if sizes != self._sizes:
             return False
-        self._fetch.add(address, secret, assigned=False)
+        self._fetch.add(address, secret, Role.ADDITIONAL)
         return True
 
     def state(self) -> Any:
@@ -248,16 +246,16 @@ def receive(
     helpers: Sequence[Helper] = (),
     abandon: Optional[Abandon] = None,
 ) -> Any:
-    """Fetches a state.
+    """Fetches a state, in the native format where both sides can, else in the upstream format.
 
     Args:
-        go: the native library
+        go: the native library; None where it cannot be used
         metadata, step, key, token: see `_http_client.ask`
         deadline: when to give up, by time.monotonic()
         checked: whether blocks carry checksums
         own: gives the state that is here already, to be filled in place and to be like the one that comes
         target: where tensors go otherwise
-        upstream: reads the answer of a source that does not know the native data plane
+        upstream: reads an answer in the upstream format
         helpers: give the metadata of further sources
         abandon: may end it before the deadline
 
@@ -265,42 +263,38 @@ def receive(
         CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
     """
     what = describe(metadata, step, key)
-    progress = Progress(what, logger)
+    shown = Progress(what, logger)
     transfer: Optional[Transfer] = None
-    failures, pause, start = 0, _PAUSE, time.monotonic()
+    attempts, start = Attempts(deadline), time.monotonic()
     abandon = abandon or Abandon()
     try:
         while True:
             abandon.check(what)
             before = transfer.received if transfer else 0
             try:
-                with ask(metadata, step, key, deadline, token, True, abandon.connected) as answer:
+                with ask(metadata, step, key, deadline, token, go is not None, abandon.connected) as answer:
                     if answer.control is None:
                         return upstream(answer)
                     transfer, ticket = _open(go, answer, transfer, own, target, checked, what)
                     with Helpers(transfer, helpers if checked else (), step, deadline, token):
                         status = transfer.run(
-                            host_port(answer.host, ticket.port), ticket.secret, deadline, progress, abandon
+                            host_port(answer.host, ticket.port), ticket.secret, deadline, shown, abandon
                         )
                     _say_done(answer)
                 logger.info("%s: %s, digest %s", what, summary(status.total, time.monotonic() - start), status.digest)
                 return transfer.state()
-            except Refused:
-                raise
             except CheckpointError as error:
                 abandon.check(what)
-                if not _may_come_back(error):
+                if not isinstance(error, Interrupted):
                     raise
-                if transfer is not None and transfer.received > before:
-                    failures, pause = 0, _PAUSE
-                failures += 1
-                if failures >= _ATTEMPTS or time.monotonic() + pause >= deadline:
+                progress = transfer is not None and transfer.received > before
+                pause = attempts.failed(progress, time.monotonic())
+                if pause is None:
                     raise
                 logger.info("%s; trying again", error)
                 time.sleep(pause)
-                pause *= 2
     finally:
-        progress.close()
+        shown.close()
         if transfer is not None:
             transfer.close()
 
@@ -387,7 +381,3 @@ def _say_done(answer: Answer) -> None:
         answer.sock.sendall(DONE)
     except OSError as error:
         logger.debug("the source did not hear that the transfer is done: %s", error)
-
-
-def _may_come_back(error: CheckpointError) -> bool:
-    return isinstance(error, (Lost, Garbled)) or isinstance(error.__cause__, (OSError, HTTPException))

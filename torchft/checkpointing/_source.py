@@ -12,6 +12,7 @@ from typing import Counter, Iterator, List, Optional, Tuple
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._upstream import FULL, METADATA
+from torchft.checkpointing.transport import Role
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -43,14 +44,14 @@ class Source:
         self._closed = False
         self._readers = 0
         self._receivers = 0
-        self._lent = False
+        self._role = Role.ASSIGNED
         self._served: Counter[str] = collections.Counter()
         self._drop_at = float("inf")
         self._refused: Optional[Tuple[int, str]] = None  # a step that has no state to send, and why
         self._retired: List[Offer] = []  # replaced; to be freed by a thread that has the time
 
     def publish(
-        self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool, stage: bool = False, lent: bool = False
+        self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool, role: Role = Role.ASSIGNED
     ) -> None:
         """Offers a checkpoint instead of the last one.
 
@@ -58,17 +59,17 @@ class Source:
             step: its step
             checkpoint: the checkpoint
             receivers: how many replica groups will fetch it
-            copy: whether to copy it
-            stage: whether to copy what is on a device if a target asks for it, even if nothing else is copied
-            lent: whether all of its readers have another source too: `disallow` cuts them off at once
+            copy: whether to copy it; in an additional role only what is on a device, if a target asks for it
+            role: in which it is offered. In an additional one all readers have another source too: `disallow` cuts
+                them off at once
         """
         if self._offer is not None:
             # a caller that forgot to disallow the last one may change its tensors now
             self._offer.close(keep_copy=False, timeout=self._keep)
-        offer = Offer(checkpoint, copy, stage)
+        offer = Offer(checkpoint, copy and role is Role.ASSIGNED, stage=copy)
         with self._cond:
             self._receivers = receivers
-            self._lent = lent
+            self._role = role
             self._set_offer(step, offer)
 
     def refuse(self, step: int, reason: str) -> None:
@@ -124,8 +125,8 @@ class Source:
                 return
             if self._allowed:
                 self._allowed = False
-                self._drop_at = time.monotonic() + (0.0 if self._lent else self._keep)
-            if not offer.copies and not self._lent:
+                self._drop_at = time.monotonic() + (self._keep if self._role is Role.ASSIGNED else 0.0)
+            if not offer.copies and self._role is Role.ASSIGNED:
                 # whoever reads still when all receivers have it is none of them
                 checkpoint = offer.checkpoint
                 self._cond.wait_for(lambda: self._readers == 0 or self._all_received(checkpoint), timeout)

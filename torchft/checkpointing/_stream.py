@@ -23,7 +23,7 @@ from torch.serialization import _load, location_tag
 from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain, pickle_allowed
-from torchft.checkpointing.transport import CheckpointError
+from torchft.checkpointing.transport import CheckpointError, Interrupted
 
 _PROTOCOL = 2  # the only one that the restricted unpickler reads
 # What becomes of a storage, and the name of the device that its source has it on.
@@ -242,7 +242,7 @@ def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str,
     while done < entry.length:
         n = file.readinto(memory[done : done + _READ_PIECE])
         if not n:
-            raise CheckpointError(f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes")
+            raise Interrupted(f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes")
         done += n
         if meter is not None:
             meter.count(n)

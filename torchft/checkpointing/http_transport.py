@@ -16,7 +16,7 @@ from torchft.addresses import announced_host
 from torchft.checkpointing import _lending
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
-from torchft.checkpointing._http_client import Answer, ask, describe
+from torchft.checkpointing._http_client import Answer, describe
 from torchft.checkpointing._memory import available_memory
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
@@ -27,7 +27,7 @@ from torchft.checkpointing._source import Source, Unavailable, WrongStep
 from torchft.checkpointing._target import Target
 from torchft.checkpointing._token import accepts, checkpoint_token
 from torchft.checkpointing._upstream import FULL, METADATA, receive_upstream
-from torchft.checkpointing.transport import CheckpointTransport, Helper, Unsendable
+from torchft.checkpointing.transport import CheckpointTransport, Helper, Role, Unsendable
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -149,8 +149,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:
         checkpoint = Checkpoint(state_dict, self._num_chunks)
-        stage = self._may_copy(checkpoint)
-        self._source.publish(step, checkpoint, receivers=0, copy=False, stage=stage, lent=True)
+        copy = self._may_copy(checkpoint)
+        self._source.publish(step, checkpoint, receivers=0, copy=copy, role=Role.ADDITIONAL)
 
     def _may_copy(self, checkpoint: Checkpoint) -> bool:
         if self._snapshot is not None:
@@ -213,14 +213,10 @@ class HTTPTransport(CheckpointTransport[T]):
                 target.devices = homes.devices(got)
             return got
 
-        go = _lending.native()
-        if go is None:
-            with ask(metadata, step, key, deadline, token) as answer:
-                return upstream(answer)
         self._receiving = Abandon()
         try:
             return receive(
-                go,
+                _lending.native(),
                 metadata,
                 step,
                 key,

@@ -5,9 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum
 from typing import Callable, ClassVar, Generic, Iterator, List, TypeVar
 
 T = TypeVar("T")
+
+
+class Role(Enum):
+    """What a group is to one that heals."""
+
+    ASSIGNED = "the quorum names it as the source, and the whole job may wait for it"
+    ADDITIONAL = "what it has byte for byte as the assigned one may come from it"
+
 
 # Gives the metadata of a further group that offers a checkpoint. It may take its time, or raise.
 Helper = Callable[[], str]
@@ -19,6 +28,10 @@ class CheckpointError(RuntimeError):
     The message says from where, of which step, and why. What was received so far is thrown away: a state
     dict is handed over whole or not at all. Running out of time is a CheckpointTimeout instead.
     """
+
+
+class Interrupted(CheckpointError):
+    """A connection broke, or what came on it is not what was sent: another attempt may succeed."""
 
 
 class CheckpointTimeout(TimeoutError, RuntimeError):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft.checkpointing import _receive
+from torchft.checkpointing import _retry
 from torchft.http import _IPv6HTTPServer
 
 
@@ -16,4 +16,4 @@ def servers_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A target asks a source that failed again without a pause."""
-    monkeypatch.setattr(_receive, "_PAUSE", 0.01)
+    monkeypatch.setattr(_retry, "PAUSE", 0.01)

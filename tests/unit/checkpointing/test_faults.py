@@ -16,7 +16,7 @@ import torch
 
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.faulty_proxy import Fault, Proxy, random_faults
-from torchft.checkpointing import HTTPTransport, _receive
+from torchft.checkpointing import HTTPTransport, _lending, _receive
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=20)
@@ -191,6 +191,20 @@ def test_a_lost_connection_goes_on_where_it_was(source: Any, target: Any, wire: 
     through = wire(data=[Fault(kind, 2 * MB, True), Fault(kind, 2 * MB, True)])
     assert_same(target.recv_checkpoint(0, through.metadata, 1, TIMEOUT), state)
     assert len(through.data.done) == 2
+
+
+@pytest.mark.parametrize("kind", ["reset", "truncate"])
+@pytest.mark.usefixtures("at_once_again")
+def test_a_stream_of_the_upstream_format_begins_anew(
+    source: Any, target: Any, wire: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Where there is no native library; whether the connection ended in order or not."""
+    state = large_state()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    through = wire(http=[Fault(kind, 2 * MB, True)])
+    monkeypatch.setattr(_lending, "native", lambda: None)
+    assert_same(target.recv_checkpoint(0, through.metadata, 1, TIMEOUT), state)
+    assert len(through.http.done) == 1
 
 
 def test_the_control_connection_is_lost(source: Any, target: Any, wire: Any, monkeypatch: Any) -> None:

@@ -301,6 +301,7 @@ class Manager(Stateful, Stepping):
                 self._recovery.locate,
                 self._why_not_along,
                 settings.timeout.total_seconds(),
+                settings.heal_sources - 1,
                 self._logger,
             )
         self._transfers = Transfers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Optional
 
@@ -254,6 +255,54 @@ def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture) ->
     loop = Loop(together=2, begun=fails, counts=without_it)
     found = _run(cluster, loop, first=2, later=1)
     assert len(found) == 2 and len(crashed) == 1
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def _ports(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """How often which port was asked for which kind of part."""
+    asked: Counter[tuple[str, int]] = Counter()
+    ask = joining.Asker.ask
+
+    def counted(self: Any, kind: str, argument: str) -> Any:
+        asked[kind, self._port] += 1
+        return ask(self, kind, argument)
+
+    monkeypatch.setattr(joining.Asker, "ask", counted)
+    return asked
+
+
+def test_pieces_come_from_all_groups_in_turn(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = _ports(monkeypatch)
+    _run(cluster, Loop(together=3), first=2, later=1)
+    pieces = [count for (kind, _), count in asked.items() if kind == "piece"]
+    assert len(pieces) == 2 and max(pieces) - min(pieces) <= 1 and sum(pieces) >= 13, asked
+    assert len([kind for kind, _ in asked if kind == "digest"]) == 1, "all of the assigned source"
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_an_additional_source_that_differs_is_left_out(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flipped: list[int] = []
+    ask = joining.Asker.ask
+    asked = _ports(monkeypatch)
+
+    def flips(self: Any, kind: str, argument: str) -> Any:
+        answer = ask(self, kind, argument)
+        heads = {port for kind, port in asked if kind == "head"}
+        if kind == "piece" and heads and self._port not in heads:
+            flipped.append(self._port)
+            answer.memory[3] ^= 1
+        asked[kind, self._port] += 1
+        return answer
+
+    monkeypatch.setattr(joining.Asker, "ask", flips)
+    _run(cluster, Loop(together=3), first=2, later=1)
+    assert len(set(flipped)) == 1 and len(flipped) > 1
+    said = [r for r in caplog.records if "differs from the assigned source's" in r.getMessage()]
+    assert said and len(flipped) < 13
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 
 

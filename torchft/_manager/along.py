@@ -2,9 +2,9 @@
 
 The state of a group is its parameters, each with its state in the optimizer; a *piece* is a range of elements of one.
 A source gives a piece between two steps of its optimizer, marked with the step that follows: all gradients of earlier
-steps are in it. The target is in the quorum, so it has every averaged gradient. It applies the gradient of a step when
-the next quorum says that the step was committed, and keeps it until then. So its *current* pieces are those of one
-step, as the source has them in that step:
+steps are in it, whichever group that is up to date gives it (sources.py). The target is in the quorum, so it has every
+averaged gradient. It applies the gradient of a step when the next quorum says that the step was committed, and keeps it
+until then. So its *current* pieces are those of one step, as the sources have them in that step:
 
     step          7                    8                    8 again
     quorum says                        7 is committed       the first attempt failed
@@ -26,10 +26,6 @@ from typing import NamedTuple, Optional
 LEAST = 1 << 10
 # How often a heal may begin anew because a gradient was missed, before the state is transferred as a whole.
 MAX_RESTARTS = 3
-# Requests in a row that may fail.
-MAX_FAILURES = 8
-# Seconds after the first of them, doubled after each further one, and at most; a new quorum ends the pause.
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0
 # Seconds that may pass without a piece that came in time, or was compared.
 MAX_IDLE_SEC = 60.0
 
@@ -124,7 +120,6 @@ class Heal:
         self._kept_of: set[int] = set()  # parameters
         self._fate = Fate.NONE
         self._restarts = 0
-        self._failures = 0
         self._idle_since: Optional[float] = None
         self._compared = False  # a piece, since the last step
 
@@ -261,11 +256,19 @@ class Heal:
         """Whether this group has the piece as the source had it when it made a digest; after :meth:`advance`."""
         return self._states[number] is not _State.MISSING and self._marks[number] < mark == self.step
 
-    def compared(self, number: int, equal: bool) -> None:
-        """A digest was compared."""
+    def compared(self, number: int, equal: bool, from_assigned: bool = True) -> None:
+        """A digest was compared with that of the assigned source.
+
+        Args:
+            number: of the piece.
+            equal: whether it is the same.
+            from_assigned: whether the piece came from the same source: else it is asked for again, there.
+        """
         if equal:
             self._states[number] = _State.VERIFIED
             self._compared = True
+        elif not from_assigned:
+            self._states[number] = _State.MISSING
         else:
             piece = self.pieces[number]
             self.give_up(
@@ -273,31 +276,11 @@ class Heal:
                 f"differ from the source's in step {self.step}"
             )
 
-    def answered(self) -> None:
-        """A request has been answered, or there is another source."""
-        self._failures = 0
-
-    def failed(self, reason: str) -> float:
-        """A request has failed.
-
-        Returns:
-            seconds until the next one: a source that failed is that of the quorum until the next quorum.
-        """
-        self._failures += 1
-        if self._failures >= MAX_FAILURES:
-            self.give_up(f"{self._failures} requests in a row failed, the last one: {reason}")
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 1))
-
     def give_up(self, reason: str) -> None:
         """The state is transferred as a whole; the first reason counts."""
         self.gave_up = self.gave_up or reason
 
     # How far it is
-
-    @property
-    def failing(self) -> bool:
-        """Whether the last request has failed."""
-        return self._failures > 0
 
     @property
     def missing(self) -> int:

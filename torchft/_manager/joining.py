@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from torchft._manager.along import Ask, Fate, Heal, Kind, cut
+from torchft._manager.sources import MAX_FAILURES, Sources
 from torchft._manager.tracked import Parameters, Unfit
 from torchft.checkpointing._encoding import Encoded, decode, storage_bytes
 from torchft.checkpointing._http_client import Refused
 from torchft.checkpointing._pieces import Answer, Asker
 from torchft.checkpointing._token import checkpoint_token
-from torchft.checkpointing.transport import Unsendable
+from torchft.checkpointing.transport import CheckpointError, Unsendable
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -111,6 +112,7 @@ class Along:
         locate: gives where the rank's counterpart in a group, by the address of its manager server, offers its state.
         refuses: why the groups cannot train along while they heal; None: they can.
         timeout: of a request, in seconds: one may wait for the next step of its source.
+        additional: sources that a target asks beside the assigned one, at most.
         logger: of the Manager.
 
     Attributes:
@@ -129,6 +131,7 @@ class Along:
         locate: Locate,
         refuses: Callable[[], Optional[str]],
         timeout: float,
+        additional: int,
         logger: _ManagerLogger,
     ) -> None:
         self._transport = transport
@@ -136,7 +139,7 @@ class Along:
         self._read = read
         self._refuses = refuses
         self._logger = logger
-        self._make_target = partial(_Target, locate=locate, timeout=timeout, logger=logger)
+        self._make_target = partial(_Target, locate=locate, timeout=timeout, additional=additional, logger=logger)
         self._target: Optional[_Target] = None
         self._gave_up = False  # until the next heal
         if transport.gives_pieces:
@@ -237,11 +240,15 @@ class _Target:
 
     wrote = False
 
-    def __init__(self, parameters: Parameters, locate: Locate, timeout: float, logger: _ManagerLogger) -> None:
+    def __init__(
+        self, parameters: Parameters, locate: Locate, timeout: float, additional: int, logger: _ManagerLogger
+    ) -> None:
         self._parameters = parameters
         self._locate = locate
         self._timeout = timeout
+        self._additional = additional
         self._logger = logger
+        self.sources = Sources()
         self.heal = Heal(cut(parameters.sizes(), _PIECE))
         self._cond = threading.Condition()  # of all below, but for the tensors, which are the training thread's
         self._plan: Optional[Plan] = None
@@ -251,7 +258,9 @@ class _Target:
         self._rest: Optional[Answer] = None
         self._heads: dict[int, Any] = {}  # hyperparameters, by step; None: no source has them
         self._kept: dict[int, torch.Tensor] = {}
-        self._asker: Optional[Asker] = None
+        self._given: dict[int, tuple[str, bool]] = {}  # which source gave a piece, and whether as the assigned one
+        self._askers: dict[str, Asker] = {}  # by source
+        self._talks = ""  # the source of the request that runs
         self._over = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="torchft_heal_along")
 
@@ -259,8 +268,9 @@ class _Target:
         """A quorum in which this group heals."""
         with self._cond:
             before, self._plan = self._plan, plan
-            if before is not None and before.source != plan.source:
-                self.heal.answered()
+            assert plan.source is not None
+            self.sources.quorum(plan.source.manager_address, plan.helpers[: self._additional])
+            if self._talks not in self.sources:
                 self._abort()
             fate = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id)
             if fate is Fate.MISSED:
@@ -288,8 +298,8 @@ class _Target:
 
     def _abort(self) -> None:
         """Ends the request that runs."""
-        if self._asker is not None:
-            self._asker.abort()
+        if self._talks in self._askers:
+            self._askers[self._talks].abort()
 
     # The training thread
 
@@ -304,7 +314,7 @@ class _Target:
             if heal.applies and self._heads.get(before) is None:
                 heal.miss()
             if heal.unverified == 0:  # the rest counts in its own step only, which may be shorter than the request
-                self._cond.wait_for(lambda: self._has_rest() or self._gone() or heal.failing, self._timeout)
+                self._cond.wait_for(lambda: self._has_rest() or self._gone() or self.sources.failing, self._timeout)
             arrived, self._arrived, self._waiting = self._arrived, [], 0
             pieces = [(ask.number, answer) for ask, answer in arrived if ask.kind is Kind.PIECE]
             todo = heal.advance([(number, answer.step) for number, answer in pieces], time.monotonic())
@@ -317,7 +327,7 @@ class _Target:
                 self._write(*pieces[index])
             for ask, answer in arrived:
                 if ask.kind is Kind.DIGEST and heal.comparable(ask.number, answer.step):
-                    heal.compared(ask.number, parameters.digest(*heal.pieces[ask.number]) == answer.value)
+                    self._compare(ask.number, parameters.digest(*heal.pieces[ask.number]) == answer.value)
                 self._asked.discard(ask.number)
             rest, self._rest = self._rest, None
             if rest is not None and rest.value is not None and heal.done(rest.step):
@@ -332,6 +342,13 @@ class _Target:
 
     def _has_rest(self) -> bool:
         return self._rest is not None and self._rest.step == self.heal.step
+
+    def _compare(self, number: int, equal: bool) -> None:
+        giver, as_assigned = self._given[number]
+        self.heal.compared(number, equal, as_assigned and giver == self.sources.assigned)
+        if not equal and self.heal.gave_up is None:
+            self.sources.drop(giver)
+            self._logger.warn(f"a piece from {giver} differs from the assigned source's, and is asked for again there")
 
     def _write(self, number: int, answer: Answer) -> None:
         self.wrote = True
@@ -352,37 +369,53 @@ class _Target:
     # The thread that asks
 
     def _run(self) -> None:
-        while (plan := self._next_plan()) is not None:
+        while (found := self._next()) is not None:
+            want, source = found
             try:
-                self._ask(plan)
+                self._ask(want, source)
             except Exception as e:
                 with self._cond:
-                    self._close()
-                    if self._over:
-                        return
-                    if self._plan is None or self._plan.source != plan.source:
-                        continue  # that source is not asked any more
-                    if isinstance(e, (Refused, Unfit)):
-                        self.heal.give_up(str(e))
-                    else:
-                        pause = self.heal.failed(str(e))
-                        self._cond.wait_for(lambda: self._gone() or self._plan is not plan, pause)
-                    self._cond.notify_all()
+                    self._failed(want, source, e)
         with self._cond:
-            self._close()
+            for source in list(self._askers):
+                self._close(source)
 
-    def _next_plan(self) -> Optional[Plan]:
-        """Waits until there is something to ask for; None: nothing any more."""
+    def _failed(self, want: Ask | int, source: str, error: Exception) -> None:
+        self._close(source)
+        if isinstance(want, Ask):
+            self._asked.discard(want.number)
+        if self._over or source not in self.sources:
+            return  # it is not asked any more
+        if isinstance(error, (Refused, Unfit)):
+            if self.sources.drop(source):
+                self._logger.info(f"an additional source does not give pieces: {error}")
+            else:
+                self.heal.give_up(str(error))
+        elif not self.sources.failed(source, time.monotonic()):
+            self.heal.give_up(f"{MAX_FAILURES} requests in a row failed, the last one: {error}")
+        self._cond.notify_all()
+
+    def _next(self) -> Optional[tuple[Ask | int, str]]:
+        """Waits until there is something to ask for, and a source to ask; None: nothing any more."""
         with self._cond:
-            self._cond.wait_for(lambda: self._gone() or self._wanted() is not None)
-            if self._gone():
-                return None
-            assert self._plan is not None
-            return self._plan
+            while not self._gone():
+                pause: Optional[float] = None
+                if (want := self._wanted()) is not None:
+                    any_source, now = isinstance(want, Ask) and want.kind is Kind.PIECE, time.monotonic()
+                    source = self.sources.pick(any_source, now)
+                    if source is not None:
+                        if isinstance(want, Ask) and want.number >= 0:
+                            self._asked.add(want.number)
+                        self._talks = source
+                        return want, source
+                    pause = self.sources.pause(any_source, now)
+                self._cond.wait(pause)
+            return None
 
     def _wanted(self) -> Optional[Ask | int]:
         """What to ask for now; a number: the head of that step."""
-        assert self._plan is not None
+        if self._plan is None:
+            return None
         step = self._plan.max_step
         if self.heal.applies and step - 1 not in self._heads:
             return step - 1
@@ -392,53 +425,49 @@ class _Target:
             return None
         return self.heal.next(self._asked)
 
-    def _close(self) -> None:
-        if self._asker is not None:
-            self._asker.close()
-            self._asker = None
+    def _close(self, source: str) -> None:
+        asker = self._askers.pop(source, None)
+        if asker is not None:
+            asker.close()
 
-    def _ask(self, plan: Plan) -> None:
+    def _asker(self, source: str) -> Asker:
+        with self._cond:
+            for one in [one for one in self._askers if one not in self.sources]:
+                self._close(one)
+            if source in self._askers:
+                return self._askers[source]
+        asker = Asker(self._locate(source), checkpoint_token(), self._timeout)
+        with self._cond:
+            if self._over or source not in self.sources:
+                raise CheckpointError(f"{source} is not asked any more")
+            self._askers[source] = asker
+        return asker
+
+    def _ask(self, want: Ask | int, source: str) -> None:
         """Asks a source for one thing."""
-        assert plan.source is not None
+        asker = self._asker(source)
+        if isinstance(want, int):
+            self._take_head(want, asker.ask("head", str(want)))
+            return
         with self._cond:
-            want = self._wanted()
-            if want is None:
-                return
-            if isinstance(want, Ask) and want.number >= 0:
-                self._asked.add(want.number)
-            asker, source = self._asker, plan.source.manager_address
-            if asker is not None and self._source != source:
-                self._close()
-                asker = None
-        try:
-            if asker is None:
-                asker = Asker(self._locate(source), checkpoint_token(), self._timeout)
-                with self._cond:
-                    self._asker, self._source = asker, source
-            if isinstance(want, int):
-                self._take_head(want, asker.ask("head", str(want)))
-                return
-            piece = self.heal.pieces[want.number] if want.number >= 0 else None
-            answer = asker.ask(want.kind.value, "-".join(map(str, piece or (plan.max_step,))))
-            if want.kind is Kind.PIECE and piece is not None:
-                expected = sum(self._parameters.bytes_of(*piece, answer.value))
-                if answer.memory.numel() != expected:
-                    raise ValueError(f"a piece of {answer.memory.numel()} bytes in place of {expected}")
-        except Exception:
-            with self._cond:
-                if isinstance(want, Ask):
-                    self._asked.discard(want.number)
-            raise
+            assert self.heal.step is not None
+            about = self.heal.pieces[want.number] if want.number >= 0 else (self.heal.step,)
+        answer = asker.ask(want.kind.value, "-".join(map(str, about)))
+        if want.kind is Kind.PIECE:
+            number, begin, end = self.heal.pieces[want.number]
+            expected = sum(self._parameters.bytes_of(number, begin, end, answer.value))
+            if answer.memory.numel() != expected:
+                raise ValueError(f"a piece of {answer.memory.numel()} bytes in place of {expected}")
         with self._cond:
-            self.heal.answered()
+            self.sources.answered(source)
             if want.kind is Kind.REST:
                 self._rest = answer
                 self._cond.notify_all()
             else:
+                if want.kind is Kind.PIECE:
+                    self._given[want.number] = source, source == self.sources.assigned
                 self._arrived.append((want, answer))
                 self._waiting += answer.memory.numel()
-
-    _source = ""
 
     def _take_head(self, step: int, answer: Answer) -> None:
         head = answer.value

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
+from torchft._manager import joining
 from torchft._manager.joining import _Target
 from torchft._manager.recovery import Recovery
 from torchft._manager.tracked import Parameters
+from torchft.checkpointing._http_client import Refused
+from torchft.checkpointing._pieces import Answer
+from torchft.checkpointing.transport import CheckpointError
 
 DEADLINE_SEC = 20
 
 
-def plan(step: int, source: str) -> Any:
+def plan(step: int, source: str, *additional: str) -> Any:
     return SimpleNamespace(
-        max_step=step, quorum_id=step, committed_quorum_id=step - 1, source=SimpleNamespace(manager_address=source)
+        max_step=step,
+        quorum_id=step,
+        committed_quorum_id=step - 1,
+        source=SimpleNamespace(manager_address=source),
+        helpers=list(additional),
     )
+
+
+def target_of(parameters: Parameters, locate: Callable[[str], str]) -> _Target:
+    return _Target(parameters, locate, timeout=DEADLINE_SEC, additional=3, logger=MagicMock())
 
 
 def test_a_source_that_fails_is_left_for_that_of_the_next_quorum() -> None:
@@ -33,7 +46,7 @@ def test_a_source_that_fails_is_left_for_that_of_the_next_quorum() -> None:
         raise RuntimeError(f"{address} was not reached")
 
     parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
-    target = _Target(parameters, locate, timeout=DEADLINE_SEC, logger=MagicMock())
+    target = target_of(parameters, locate)
     try:
         target.quorum(plan(7, "first"))
         assert located.get(timeout=DEADLINE_SEC) == "first"
@@ -56,16 +69,72 @@ def test_a_source_that_was_left_during_a_request_is_no_failure() -> None:
         raise answer.get(timeout=DEADLINE_SEC)
 
     parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
-    target = _Target(parameters, locate, timeout=DEADLINE_SEC, logger=MagicMock())
+    target = target_of(parameters, locate)
     try:
         target.quorum(plan(7, "first"))
         assert asked.get(timeout=DEADLINE_SEC) == "first"
         target.quorum(plan(8, "second"))
         answer.put(RuntimeError("first was not reached"))
         assert asked.get(timeout=DEADLINE_SEC) == "second"
-        assert not target.heal.failing
+        assert not target.sources.failing
     finally:
         answer.put(RuntimeError("the test is over"))
+        target.stop()
+        target._thread.join(DEADLINE_SEC)
+
+
+class Said(NamedTuple):
+    """An answer of a source that gives pieces."""
+
+    parameters: Parameters
+    step: int
+
+    def ask(self, kind: str, argument: str) -> Answer:
+        if kind == "head":
+            head = {"layout": self.parameters.layout(), "hyperparameters": self.parameters.hyperparameters()}
+            return Answer(self.step, head, torch.empty(0, dtype=torch.uint8))
+        value, parts = self.parameters.read(*map(int, argument.split("-")))
+        return Answer(self.step, value, torch.cat(parts))
+
+    def abort(self) -> None:
+        pass
+
+    close = abort
+
+
+def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The assigned source gives its head and fails; an additional one refuses; another gives all pieces."""
+    parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
+    theirs = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def make(source: str, *_: object) -> Any:
+        said = Said(theirs, 7)
+
+        def ask(kind: str, argument: str) -> Answer:
+            asked.put(f"{source}: {kind}")
+            if source == "refuses":
+                raise Refused("it gives its state as a whole")
+            if source == "fails" and kind != "head":
+                raise CheckpointError("its connection broke")
+            return said.ask(kind, argument)
+
+        return SimpleNamespace(ask=ask, abort=said.abort, close=said.close)
+
+    monkeypatch.setattr(joining, "Asker", make)
+    target = target_of(parameters, lambda address: address)
+    try:
+        target.quorum(plan(7, "fails", "refuses", "gives"))
+        seen: list[str] = []
+        while seen.count("gives: piece") < len(target.heal.pieces):
+            seen.append(asked.get(timeout=DEADLINE_SEC))
+        assert seen[0] == "fails: head" and seen.count("refuses: piece") == 1
+        with target._cond:
+            assert target._cond.wait_for(lambda: len(target._arrived) == 2, DEADLINE_SEC)
+        target.advance(reduced=False)
+        assert target.heal.gave_up is None and target.heal.missing == 0
+        assert all(torch.equal(mine, yours) for mine, yours in zip(parameters.all, theirs.all))
+    finally:
         target.stop()
         target._thread.join(DEADLINE_SEC)
 

@@ -67,6 +67,7 @@ class Chaos:
     kills_only: bool = False
     lighthouse_options: Sequence[str] = ()
     through: Flapping | None = None  # the groups reach the lighthouse through it
+    options: Sequence[str] = ()  # of each worker
     hosts: Hosts | None = None  # one for each group; the lighthouse is on this machine
     lives: list[Life] = field(default_factory=list)
     past: list[Life] = field(default_factory=list)
@@ -291,7 +292,7 @@ class Chaos:
 
     def _spawn(self, group: int) -> Life:
         number = sum(life.group == group for life in [*self.past, *self.lives, *self.spares])
-        worker = [HERE / "chaos_worker.py", f"--group={group}", f"--kind={self.kind}"]
+        worker = [HERE / "chaos_worker.py", f"--group={group}", f"--kind={self.kind}", *self.options]
         if self.torchrun:
             agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
             command = [*agent, "--max_restarts=1000", *worker]

@@ -158,8 +158,12 @@ def main() -> int:
     if args.flapping:
         return flap(args)
     torchrun = " --torchrun" if args.torchrun else ""
-    again = (
-        f"chaos_faults.py --seed={args.seed} --kind={args.kind} --groups={args.groups} --ranks={args.ranks}{torchrun}"
+    again = " ".join(
+        [
+            f"chaos_faults.py --seed={args.seed} --kind={args.kind} --groups={args.groups}",
+            f"--ranks={args.ranks}{torchrun}",
+            *worker_options(args),
+        ]
     )
     print(f"to replay: {again}", flush=True)
     rng = random.Random(args.seed)
@@ -181,6 +185,7 @@ def main() -> int:
             torchrun=args.torchrun,
             kills_only=kills_only(possible),
             lighthouse_options=options,
+            options=worker_options(args),
         )
         try:
             chaos.start()
@@ -207,6 +212,11 @@ def main() -> int:
         records = _read(args.record)
     print(table(records))
     return 0
+
+
+def worker_options(args: argparse.Namespace) -> list[str]:
+    along = ["--heal_along"] if args.heal_along else []
+    return [*along, f"--compare_commits={args.compare_commits}"] if args.compare_commits else along
 
 
 def flap(args: argparse.Namespace) -> int:
@@ -239,6 +249,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--torchrun", action="store_true", help="an agent of torchrun starts each group, of one rank")
+    parser.add_argument("--heal_along", action="store_true", help="groups heal while the others train on")
+    parser.add_argument(
+        "--compare_commits", type=int, default=0, metavar="N", help="groups compare weights within N commits; 0: not"
+    )
     parser.add_argument("--flapping", type=int, metavar="N", help="no faults, but N cuts of 100 ms, one each second")
     parser.add_argument(
         "--slow", type=float, default=float("inf"), metavar="S", help="print all logs when a fault took longer"
@@ -248,6 +262,8 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.torchrun and args.ranks != 1:
         parser.error(f"--torchrun --ranks {args.ranks}: allowed is 1")
+    if args.heal_along and (args.ranks != 1 or args.kind == "late"):
+        parser.error(f"--heal_along --ranks {args.ranks} --kind {args.kind}: allowed are 1 rank, and not late")
     if not (possible := possible_in(args.groups, args.ranks, args.torchrun)):
         parser.error(f"--groups {args.groups} --ranks {args.ranks}: no fault makes sense in such a job")
     if not any(args.only in fault.name for fault in possible):

@@ -32,6 +32,8 @@ from events import Commands, emit
 from torch.distributed import PrefixStore, TCPStore
 
 BUCKETS = 3
+# Bytes a second of a source whose state arrives in pieces: over ten steps or so.
+ALONG_RATE = 20_000_000
 SIZE = 64
 RATE = 0.125
 TIMEOUT = timedelta(seconds=30)
@@ -53,9 +55,17 @@ class FailurePhases(logging.Handler):
         emit("failure", **{name: value for name, value in fields.items() if name.endswith("_seconds")})
 
 
+class Divergences(logging.Handler):
+    """Tells of weights that differ: there are none here."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        emit("differs", what=record.getMessage())
+
+
 class Worker:
     def __init__(self, args: argparse.Namespace) -> None:
         self.group, self.kind, self.compute_s = args.group, args.kind, args.compute_s
+        self.along, self.compare_commits = args.heal_along, args.compare_commits
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.commands = Commands()
         torch.set_num_threads(1)
@@ -69,6 +79,8 @@ class Worker:
         self.weights = [torch.full((SIZE,), float(args.group), device=self.device) for _ in range(BUCKETS)]
         # So that a heal takes a moment. It differs from group to group as well, and never changes.
         self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32, device=self.device) + args.group
+        # What never changes is a parameter without gradients. Powers of two: its step is exact, as that below is.
+        self.optimizer = torch.optim.SGD([*self.weights, self.ballast], lr=RATE)
         # PyTorch's own groups keep what waits in them until it has timed out.
         self.leaks = Leaks(threads if args.kind == "native" else left_over)
         self.armed: dict[str, Any] | None = None
@@ -97,18 +109,38 @@ class Worker:
         return ProcessGroupBabyGloo(timeout=TIMEOUT) if self.kind == "isolated" else ProcessGroupGloo(timeout=TIMEOUT)
 
     def join(self, lighthouse: str) -> None:
-        from torchft import Manager
+        from torchft import Manager, Optimizer
         from torchft.checkpointing import HTTPTransport
 
         worker = self
 
         class Transport(HTTPTransport):
-            """Tells when this group heals."""
+            """Tells when this group heals, and when it gives its state in pieces."""
 
             def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
                 worker.strike("heals")
                 return super().recv_checkpoint(*args, **kwargs)
 
+            def offer_pieces(self, *args: Any) -> None:
+                super().offer_pieces(*args)
+                worker.strike_soon("heals another")
+
+        if self.along:
+            from torchft._manager import joining
+
+            class Asker(joining.Asker):
+                """Tells when some pieces are here."""
+
+                pieces = 0
+
+                def ask(self, kind: str, argument: str) -> Any:
+                    answer = super().ask(kind, argument)
+                    self.pieces += kind == "piece"
+                    if self.pieces == 2:
+                        worker.strike("heals")
+                    return answer
+
+            joining.Asker = Asker  # type: ignore[misc]
         self.pg = self.process_group()
         self.manager = Manager(
             pg=self.pg,
@@ -120,18 +152,27 @@ class Worker:
             timeout=TIMEOUT,
             quorum_timeout=timedelta(seconds=90),
             connect_timeout=TIMEOUT,
-            checkpoint_transport=Transport(timeout=TIMEOUT, num_chunks=0),
+            checkpoint_transport=Transport(
+                timeout=TIMEOUT, num_chunks=0, bandwidth_limit=ALONG_RATE if self.along else 0
+            ),
+            heal_along=self.along,
+            compare_commits=self.compare_commits,
         )
+        if self.along or self.compare_commits:
+            self.told = Optimizer(self.manager, self.optimizer)
 
     def save(self) -> dict[str, Any]:
-        if self.armed is not None:
-            threading.Timer(0.002, self.strike, ["heals another"]).start()
+        self.strike_soon("heals another")
         return {"weights": self.weights, "ballast": self.ballast}
 
     def load(self, state: dict[str, Any]) -> None:
         for mine, theirs in zip(self.weights, state["weights"], strict=True):
             mine.copy_(theirs)
         self.ballast.copy_(state["ballast"])
+
+    def strike_soon(self, phase: str) -> None:
+        if self.armed is not None:
+            threading.Timer(0.002, self.strike, [phase]).start()
 
     def strike(self, phase: str) -> None:
         armed = self.armed
@@ -171,12 +212,13 @@ class Worker:
                 self.strike(f"in bucket {bucket}")
             while works:  # nothing of a step outlives it
                 works.pop(0).wait()
+            for weight, mean in zip(self.weights, gradients, strict=True):
+                weight.grad = mean
             self.strike("before the vote")
             committed = manager.should_commit()
             self.strike("after the vote")
             if committed:
-                for weight, mean in zip(self.weights, gradients, strict=True):
-                    weight -= RATE * mean
+                self.optimizer.step()
             emit(
                 "step",
                 began=began,
@@ -236,6 +278,7 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
         logging.getLogger(name).setLevel(logging.WARNING)  # a line a step would hide the others
+    logging.getLogger("torchft_divergences").addHandler(Divergences())
     failures = logging.getLogger("torchft_failures")
     failures.addHandler(FailurePhases())
     failures.propagate = False
@@ -244,6 +287,8 @@ if __name__ == "__main__":
     parser.add_argument("--kind", choices=["gloo", "isolated", "native", "late"], default="gloo")
     parser.add_argument("--compute_s", type=float, default=0.03)
     parser.add_argument("--state_mb", type=int, default=4)
+    parser.add_argument("--heal_along", action="store_true")
+    parser.add_argument("--compare_commits", type=int, default=0)
     worker = Worker(parser.parse_args())
     while (command := worker.commands.next())["do"] != "join":
         worker.armed = command

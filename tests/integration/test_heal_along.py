@@ -55,7 +55,11 @@ class Loop:
     together: int = 3  # groups
     steps: int = 5  # that these commit
     make: Callable[[nn.Module], optim.Optimizer] = lambda model: optim.Adam(model.parameters(), lr=0.01)
+    model: Callable[[], nn.Module] = lambda: nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)
+    )
     settings: dict[str, Any] = field(default_factory=dict)
+    agreed: Callable[[nn.Module, int], None] = lambda model, step: None  # once a round knows its step
     begun: Callable[[Rank, int], None] = lambda rank, round: None  # of each round of the loop
     reduced: Callable[[Rank, int], None] = lambda rank, round: None
     counts: Callable[[Manager], bool] = lambda manager: True  # whether a step can be the first of these
@@ -64,7 +68,7 @@ class Loop:
 
     def __call__(self, rank: Rank) -> Optional[tuple[int, State]]:
         with_seed = torch.Generator().manual_seed(rank.group)
-        model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+        model = self.model()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=with_seed))
@@ -91,6 +95,8 @@ class Loop:
             if rank.crashed:
                 return None
             optimizer.zero_grad()
+            manager.wait_quorum()
+            self.agreed(model, manager.current_step())
             data = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * rank.group + round))
             model(data).square().mean().backward()
             works = [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]
@@ -352,6 +358,38 @@ def test_an_optimizer_whose_groups_change_meanwhile(cluster: Cluster, caplog: py
     assert changed == {0, 1}
     said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert len(said) == 1 and "parameters or optimizers differ from the source's" in said[0]
+
+
+def test_parameters_that_are_frozen_and_unfrozen_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """In all groups in the same steps. Some have their first gradient, and their optimizer state, during the heal."""
+
+    def freezes(model: nn.Module, step: int) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_((step + number) % 4 < 2 and (number != 1 or step > 15))
+            parameter.grad = None
+
+    loop = Loop(together=2, agreed=freezes)
+    _run(cluster, loop, first=1, later=1)
+    assert loop.joined[1] >= LEAST_ROUNDS
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.second.weight = self.first.weight
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.second(self.first(data).tanh()).tanh())
+        return found
+
+
+def test_tied_weights(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(together=2, model=_Tied)
+    _run(cluster, loop, first=1, later=1)
+    assert loop.joined[1] >= 6, "its state came in pieces over some steps"
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,10 @@ class _Target:
                 self._logger.info(f"an additional source does not give pieces: {error}")
             else:
                 self.heal.give_up(str(error))
-        elif not self.sources.failed(source, time.monotonic()):
+            self._cond.notify_all()
+            return
+        self._logger.info(f"a request for a part of the state failed: {error}")
+        if not self.sources.failed(source, time.monotonic()):
             self.heal.give_up(f"{MAX_FAILURES} requests in a row failed, the last one: {error}")
         self._cond.notify_all()
 

@@ -27,7 +27,10 @@ parser.add_argument("--seed", type=int, required=True, help="of the first weight
 parser.add_argument("--compute_s", type=float, default=0.04, help="seconds between zero_grad and the forward pass")
 parser.add_argument("--isolated", action="store_true", help="run the collectives in a process of their own")
 parser.add_argument("--set-fns", action="store_true", help="the state is set after the Manager was made")
+parser.add_argument("--heal-along", action="store_true", help="heal in pieces, where this torchft can")
 args = parser.parse_args()
+if args.heal_along:
+    os.environ["TORCHFT_HEAL_ALONG"] = "1"  # upstream takes no argument for it
 
 commands = Commands()
 torch.set_num_threads(1)

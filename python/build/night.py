@@ -44,6 +44,7 @@ CHAOS = (
     ("isolated", "--kind=isolated", "--groups=3"),
     ("native", "--kind=native", "--groups=3"),
     ("torchrun", "--groups=2", "--torchrun"),
+    ("along", "--kind=gloo", "--groups=3", "--heal_along", "--compare_commits=20"),
 )
 UNITS = {"s": 1, "m": 60, "h": 3600}
 # Patterns of a log's lines that say what was done, and what failed; the page shows the last match.

@@ -13,7 +13,7 @@ from typing import Optional
 
 # Requests in a row that may fail.
 MAX_FAILURES = 8
-# Seconds after the first of them, doubled after each further one, and at most; a new quorum ends the pause.
+# Seconds after the first of them, doubled after each further one, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0
 
 
@@ -38,13 +38,12 @@ class Sources:
         self._turn = 0
 
     def quorum(self, assigned: str, additional: Sequence[str]) -> None:
-        """A quorum names its sources. One that is named again keeps its record, but its pause ends."""
+        """A quorum names its sources. One that is named again keeps its record; the assigned one's pause ends."""
         if assigned != self.assigned:
             self._records.pop(assigned, None)  # what it did as an additional source is no reason to leave it out
         self.assigned = assigned
         self._records = {one: self._records.get(one, _Record()) for one in (assigned, *additional)}
-        for record in self._records.values():
-            record.again_at = 0.0
+        self._records[assigned].again_at = 0.0
 
     def __contains__(self, source: str) -> bool:
         return source in self._records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,30 @@ def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
         asker = Asker(metadata, "", 20.0)
         with pytest.raises(CheckpointError, match=r"damaged|ends early|an answer of"):
             asker.ask("piece", "0-0-5")
+
+
+def test_a_target_that_takes_nothing_holds_up_neither_the_training_nor_another_target(
+    source: HTTPTransport[Any], asker: Asker
+) -> None:
+    """No lock is held while an answer is sent."""
+    sends = threading.Event()
+
+    class Large(Source):
+        def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+            if argument != "large":
+                return super().give(kind, argument)
+            sends.set()
+            return None, [torch.zeros(64 << 20, dtype=torch.uint8)]  # more than the buffers of a connection hold
+
+    source.offer_pieces(7, Large(7))
+    with socket.create_connection(("localhost", source._server.server_port), 10) as stalled:
+        stalled.sendall(b"GET /checkpoint/along/piece/large HTTP/1.1\r\n\r\n")
+        assert sends.wait(10)
+        assert stalled.recv(1), "its answer has begun"
+        assert asker.ask("piece", "0-0-5").step == 7
+        source.disallow_checkpoint()
+        source.offer_pieces(8, Large(8))
+        assert asker.ask("piece", "0-0-5").step == 8
 
 
 def test_the_limit_is_that_of_all_targets_together(monkeypatch: pytest.MonkeyPatch) -> None:

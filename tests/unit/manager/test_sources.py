@@ -55,11 +55,13 @@ def test_an_additional_source_that_fails_too_often_or_refuses_is_left_out() -> N
     assert [sources.pick(True, 0.0) for _ in range(2)] == ["a", "a"]
 
 
-def test_a_new_quorum_ends_pauses_and_what_it_does_not_name_is_forgotten() -> None:
+def test_a_new_quorum_ends_the_assigned_pause_and_what_it_does_not_name_is_forgotten() -> None:
     sources = named("a", "b")
     sources.failed("a", 0.0)
+    sources.failed("b", 0.0)
     sources.quorum("a", ["b"])
     assert sources.pick(False, 0.0) == "a" and sources.failing
+    assert [sources.pick(True, 0.0) for _ in range(2)] == ["a", "a"]
     sources.quorum("b", [])
     assert "a" not in sources and not sources.failing
     sources.drop("b")
@@ -84,7 +86,7 @@ def test_random_histories_ask_only_who_is_named_and_not_in_its_pause() -> None:
             if not names or chance.random() < 0.1:
                 names = chance.sample("abcd", chance.randrange(1, 5))
                 sources.quorum(names[0], names[1:])
-                until = {}
+                until = {one: at for one, at in until.items() if one in names[1:]}
             any_source = chance.random() < 0.8
             source = sources.pick(any_source, now)
             if source is None:

@@ -30,13 +30,21 @@ type Offer struct {
 	away    map[int]int64 // as in Memory
 	failed  error         // why there will be no more copies
 	arrived chan struct{} // closed and replaced when a connection that waits for a copy should look again
-	revoked bool
-	ended   bool
+	state   offerState
 	inUse   map[*connection]bool // true: of the caller's own memory
 
 	crcs  []uint32
 	known []bool
 }
+
+// offerState only grows.
+type offerState int
+
+const (
+	offered offerState = iota // all may be read
+	revoked                   // the caller's own memory is the caller's again; copies may be read
+	ended                     // nothing may be read
+)
 
 // partial is a copy of which the first bytes are there.
 type partial struct {
@@ -121,7 +129,7 @@ func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, err
 func (o *Offer) tryUse(c *connection, piece []Span, memory [][]byte) ([][]byte, <-chan struct{}, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.ended {
+	if o.state == ended {
 		return memory, nil, errEnded
 	}
 	own := false
@@ -132,7 +140,7 @@ func (o *Offer) tryUse(c *connection, piece []Span, memory [][]byte) ([][]byte, 
 			switch {
 			case away && o.failed != nil:
 				return memory, nil, o.failed
-			case o.revoked:
+			case o.state == revoked:
 				return memory, nil, errRevoked
 			case away:
 				return memory, o.arrived, nil
@@ -156,7 +164,7 @@ func (o *Offer) done(c *connection) {
 // result is false if somebody uses it even so after the timeout: the memory must not be changed then.
 func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 	o.mu.Lock()
-	o.revoked = true
+	o.state = max(o.state, revoked)
 	o.tell()
 	o.mu.Unlock()
 	return o.wait(func(own bool) bool { return own }, grace, timeout)
@@ -165,7 +173,7 @@ func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 // End takes everything back.
 func (o *Offer) End(timeout time.Duration) bool {
 	o.mu.Lock()
-	o.ended = true
+	o.state = ended
 	o.tell()
 	o.mu.Unlock()
 	return o.wait(func(bool) bool { return true }, 0, timeout)

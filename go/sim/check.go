@@ -352,8 +352,8 @@ func (c *checker) loses(r *rank) {
 	}
 }
 
-// gaveUpStep looks at a step that is computed anew, although nobody has committed it.
-func (c *checker) gaveUpStep(r *rank) {
+// stepRedone looks at a step that is computed anew, although nobody has committed it.
+func (c *checker) stepRedone(r *rank) {
 	if !r.kept {
 		return
 	}

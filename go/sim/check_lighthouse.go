@@ -167,7 +167,7 @@ func (c *watch) newest(g *group, number uint64) bool {
 	return true
 }
 
-func (c *watch) gaveUp(g *group) {
+func (c *watch) withdrew(g *group) {
 	c.move()
 	c.of(g).waits--
 }

@@ -285,7 +285,7 @@ func (l *lighthouse) giveUp(which func(*waiting) bool) {
 	for i := len(l.waiting) - 1; i >= 0; i = min(i, len(l.waiting)) - 1 {
 		if q := l.waiting[i]; which(&q) {
 			l.waiting = slices.Delete(l.waiting, i, i+1)
-			l.check.gaveUp(q.g)
+			l.check.withdrew(q.g)
 			l.step(quorum.Withdrawn{Waiter: q.id})
 		}
 	}
@@ -437,7 +437,7 @@ func (l *lighthouse) again(a quorum.Redeliver) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	q := l.waiting[i]
 	l.waiting = slices.Delete(l.waiting, i, i+1)
-	l.check.gaveUp(q.g)
+	l.check.withdrew(q.g)
 	q.link.down(event{kind: answered, id: q.req, x: a.Quorum})
 }
 
@@ -449,7 +449,7 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 	}
 	q := l.waiting[i]
 	l.waiting = slices.Delete(l.waiting, i, i+1)
-	l.check.gaveUp(q.g)
+	l.check.withdrew(q.g)
 	switch {
 	case a.Why == quorum.Unshown:
 		l.check.unshown(q.g, q.id == l.lastAsked)

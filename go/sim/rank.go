@@ -412,7 +412,7 @@ func (r *rank) failed() {
 	r.number++
 	r.phase, r.deadline = idle, 0
 	if phase == agreeing || phase == awaiting && r.again { // should_commit says no, and raises nothing
-		r.g.w.check.gaveUpStep(r)
+		r.g.w.check.stepRedone(r)
 		r.again = false
 		r.startQuorum()
 		return

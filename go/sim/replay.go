@@ -46,7 +46,7 @@ func (r *rank) lost() {
 func (r *rank) agreed(all bool) {
 	r.phase, r.deadline = idle, 0
 	if !all {
-		r.g.w.check.gaveUpStep(r)
+		r.g.w.check.stepRedone(r)
 		r.startQuorum()
 		return
 	}
@@ -71,7 +71,7 @@ func (r *rank) followAgain(a *recovery.Result) {
 		return
 	}
 	if !a.Heal {
-		w.check.gaveUpStep(r)
+		w.check.stepRedone(r)
 	}
 	r.again, r.leaves, r.replays = false, true, 0
 	r.computed = w.now + r.stepTime()

@@ -111,7 +111,7 @@ func (s *search) heard(r *replica, known int64) {
 
 // ask asks a member for the quorum that it knows.
 func (s *search) ask(r *replica, known int64) {
-	r.claim.asked(s.now, s.policy.recallPause())
+	r.asked(s.now, s.policy.recallPause())
 	s.id, s.asked, s.by = known, s.now, r.id
 	s.do(Recall{r.id, known})
 }

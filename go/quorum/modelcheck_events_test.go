@@ -21,7 +21,7 @@ type explorer struct {
 	broken  bool
 	mistake string
 
-	real succession // made of a house, for one question
+	real succession // made of a lighthouse, for one question
 }
 
 func (x *explorer) add(w *world) {
@@ -37,7 +37,7 @@ func (x *explorer) add(w *world) {
 
 // take makes the real thing of a lighthouse, and put puts back what became of it.
 func (x *explorer) take(w *world, place int) *succession {
-	h, s := &w.houses[place], &x.real
+	h, s := &w.lighthouses[place], &x.real
 	s.seat = Seat{place, 2}
 	s.term = int64(h.term)
 	if s.bound == nil {
@@ -57,7 +57,7 @@ func (x *explorer) take(w *world, place int) *succession {
 }
 
 func (x *explorer) put(w *world, place int) {
-	h, s := &w.houses[place], &x.real
+	h, s := &w.lighthouses[place], &x.real
 	h.term = int8(s.term)
 	h.bound, h.ended = 0, 0
 	for id, one := range s.bound {
@@ -72,9 +72,9 @@ func (x *explorer) put(w *world, place int) {
 
 // goes: a member begins a stream with a lighthouse.
 func (x *explorer) goes(w *world, i, place int) {
-	p, h, id := &w.members[i], &w.houses[place], ids[i:i+1]
+	p, h, id := &w.members[i], &w.lighthouses[place], ids[i:i+1]
 	if from := int(p.at); from >= 0 && from != place && p.on && x.mistake != "bonds broken early" {
-		w.houses[from].bound &^= 1 << i
+		w.lighthouses[from].bound &^= 1 << i
 	}
 	s := x.take(w, place)
 	s.back(id)
@@ -105,7 +105,7 @@ func (x *explorer) goes(w *world, i, place int) {
 
 // tells: it tells what it knows, and asks.
 func (x *explorer) tells(w *world, i, place int) {
-	p, h := &w.members[i], &w.houses[place]
+	p, h := &w.members[i], &w.lighthouses[place]
 	if w.id(p.knows) > w.id(h.last) && (h.last < 0 || x.mistake != "no questions for later quorums") {
 		h.last, h.knows = p.knows, 0
 		x.forget(w, place)
@@ -119,14 +119,14 @@ func (x *explorer) tells(w *world, i, place int) {
 
 // forget is what the machine does after a new latest quorum.
 func (x *explorer) forget(w *world, place int) {
-	last := &w.branches[w.houses[place].last]
+	last := &w.branches[w.lighthouses[place].last]
 	x.take(w, place).keep(func(id string) bool { return last.voters().has(member(id)) })
 	x.put(w, place)
 }
 
 // forms: a lighthouse forms a quorum of some that ask, of which some hear.
 func (x *explorer) forms(w *world, place int, in, hear set) bool {
-	h := &w.houses[place]
+	h := &w.lighthouses[place]
 	before := w.branches[h.last]
 	last := w.past(h.last)
 	changed := in != before.members
@@ -188,7 +188,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 
 // mayForm reports whether there are the votes.
 func (x *explorer) mayForm(w *world, place int, in set) bool {
-	short := x.take(w, place).shortfalls(w.past(w.houses[place].last), func(id string) bool { return in.has(member(id)) })
+	short := x.take(w, place).shortfalls(w.past(w.lighthouses[place].last), func(id string) bool { return in.has(member(id)) })
 	if x.mistake == "half is enough" {
 		short = slices.DeleteFunc(short, func(f shortfall) bool { return 2*f.votes >= len(f.set) })
 	}
@@ -197,7 +197,7 @@ func (x *explorer) mayForm(w *world, place int, in set) bool {
 
 // step adds all states that one event leads to.
 func (x *explorer) step(w *world) {
-	for place := range w.houses {
+	for place := range w.lighthouses {
 		for i := range mostMembers {
 			x.learns(w, i, place)
 			if w.members[i].at != gone {
@@ -214,7 +214,7 @@ func (x *explorer) step(w *world) {
 
 func (x *explorer) moves(w *world, i, place int) {
 	next := *w
-	p, h := &next.members[i], &next.houses[place]
+	p, h := &next.members[i], &next.lighthouses[place]
 	switch here := int(p.at) == place && p.on; {
 	case here && h.asks.has(i):
 		return
@@ -230,7 +230,7 @@ func (x *explorer) moves(w *world, i, place int) {
 }
 
 func (x *explorer) learns(w *world, i, place int) {
-	h := &w.houses[place]
+	h := &w.lighthouses[place]
 	if h.last < 0 || h.ended.has(i) {
 		return
 	}
@@ -249,12 +249,12 @@ func (x *explorer) learns(w *world, i, place int) {
 	x.take(&next, place).end(ids[i : i+1])
 	x.put(&next, place)
 	next.members[i].at = gone
-	next.houses[place].asks &^= 1 << i
+	next.lighthouses[place].asks &^= 1 << i
 	x.add(&next)
 }
 
 func (x *explorer) formAll(w *world, place int) {
-	h := &w.houses[place]
+	h := &w.lighthouses[place]
 	if h.last < 0 {
 		return
 	}
@@ -283,14 +283,14 @@ func (x *explorer) formAll(w *world, place int) {
 func (x *explorer) crash(w *world, place int, disk bool) {
 	next := *w
 	next.crashes--
-	h := house{last: -1, highest: int16(w.clock) + 1} // the clock went on
-	if old := &w.houses[place]; disk {
+	h := lighthouse{last: -1, highest: int16(w.clock) + 1} // the clock went on
+	if old := &w.lighthouses[place]; disk {
 		if old.last < 0 {
 			return
 		}
 		h.last, h.highest = old.last, old.highest+1
 	}
-	next.houses[place] = h
+	next.lighthouses[place] = h
 	for i := range next.members {
 		if int(next.members[i].at) == place {
 			next.members[i].on = false

@@ -57,11 +57,11 @@ func setOf(of []Voter, counts func(Voter) bool) (s set) {
 type (
 	// world is the state of all. There is one for each that differs in something that matters: see normal.
 	world struct {
-		branches [mostBranch]branch // quorums that somebody knows, in order; what is after them is empty
-		houses   [2]house
-		members  [mostMembers]person
-		clock    int8 // low part of the highest id
-		crashes  int8
+		branches    [mostBranch]branch // quorums that somebody knows, in order; what is after them is empty
+		lighthouses [2]lighthouse
+		members     [mostMembers]memberState
+		clock       int8 // low part of the highest id
+		crashes     int8
 	}
 	branch struct {
 		id      int16
@@ -72,7 +72,7 @@ type (
 	layer struct {
 		members, given set
 	}
-	house struct {
+	lighthouse struct {
 		highest            int16
 		term               int8
 		last               int8 // quorum, -1 if it knows none
@@ -80,7 +80,7 @@ type (
 		knows              set               // those that ask and know of its last quorum
 		greeted            [mostMembers]int8 // quorum that those that are bound knew when their streams began; -1 for none
 	}
-	person struct {
+	memberState struct {
 		at    int8 // lighthouse; -1 before the first, gone if it has ended, or is no member of this history
 		knows int8 // quorum, -1 for none
 		term  int8 // highest that it was told
@@ -124,12 +124,12 @@ func (b *branch) voters() set {
 func (w *world) normal() {
 	for i := range w.members {
 		if p := &w.members[i]; p.at == gone {
-			*p = person{at: gone, knows: -1}
+			*p = memberState{at: gone, knows: -1}
 		}
 	}
 	var used [mostBranch]bool
-	for at := range w.houses {
-		h := &w.houses[at]
+	for at := range w.lighthouses {
+		h := &w.lighthouses[at]
 		h.knows &= h.asks
 		for i, known := range h.greeted {
 			if !h.bound.has(i) || w.id(known) <= w.id(h.last) {
@@ -170,8 +170,8 @@ func (w *world) normal() {
 			*q = place[*q]
 		}
 	}
-	for at := range w.houses {
-		h := &w.houses[at]
+	for at := range w.lighthouses {
+		h := &w.lighthouses[at]
 		move(&h.last)
 		for i := range h.greeted {
 			move(&h.greeted[i])
@@ -180,14 +180,14 @@ func (w *world) normal() {
 	for i := range w.members {
 		move(&w.members[i].knows)
 	}
-	for at := range w.houses {
-		w.lower(&w.houses[at])
+	for at := range w.lighthouses {
+		w.lower(&w.lighthouses[at])
 	}
 	w.shorten()
 }
 
 // lower makes the highest id of a lighthouse as small as it may be: it matters only whether it is above those of its term.
-func (w *world) lower(h *house) {
+func (w *world) lower(h *lighthouse) {
 	term := h.highest >> lowBits
 	top := term<<lowBits - 1
 	for q := range w.branches {
@@ -205,8 +205,8 @@ func (w *world) shorten() {
 	for q := range w.branches {
 		used |= 1 << low(w.branches[q].id)
 	}
-	for at := range w.houses {
-		used |= 1 << low(w.houses[at].highest)
+	for at := range w.lighthouses {
+		used |= 1 << low(w.lighthouses[at].highest)
 	}
 	var rank [1 << lowBits]int16
 	n := int16(-1)
@@ -219,8 +219,8 @@ func (w *world) shorten() {
 	for q := range w.branches {
 		w.branches[q].id += rank[low(w.branches[q].id)] - low(w.branches[q].id)
 	}
-	for at := range w.houses {
-		w.houses[at].highest += rank[low(w.houses[at].highest)] - low(w.houses[at].highest)
+	for at := range w.lighthouses {
+		w.lighthouses[at].highest += rank[low(w.lighthouses[at].highest)] - low(w.lighthouses[at].highest)
 	}
 	w.clock = int8(n)
 }
@@ -250,7 +250,7 @@ func (w *world) String() string {
 			fmt.Fprintf(&s, "quorum %d (id %d.%d): %s, base and given %v, alive %t\n", i, q.id>>lowBits, q.id&(1<<lowBits-1), q.members, q.base, q.alive)
 		}
 	}
-	for i, h := range w.houses {
+	for i, h := range w.lighthouses {
 		fmt.Fprintf(&s, "lighthouse %d: term %d, last %d, asks %s, bound %s, ended %s\n", i+1, h.term, h.last, h.asks, h.bound, h.ended)
 	}
 	for i, p := range w.members {

@@ -39,14 +39,14 @@ var events = flag.Int("events", 0, "how many more events the model check looks a
 func explore(first, newcomers set, events, crashes int, mistake string, start ...func(*explorer, *world)) (states int, broken bool) {
 	w := world{crashes: int8(crashes), clock: 1}
 	w.branches[0] = branch{id: 1, members: first, alive: true}
-	w.houses[0] = house{highest: 1, asks: first, knows: first, bound: first}
-	w.houses[1] = house{last: -1}
+	w.lighthouses[0] = lighthouse{highest: 1, asks: first, knows: first, bound: first}
+	w.lighthouses[1] = lighthouse{last: -1}
 	for i := range w.members {
 		switch {
 		case first.has(i):
-			w.members[i] = person{on: true}
+			w.members[i] = memberState{on: true}
 		case newcomers.has(i):
-			w.members[i] = person{at: -1, knows: -1}
+			w.members[i] = memberState{at: -1, knows: -1}
 		default:
 			w.members[i].at = gone
 		}
@@ -127,14 +127,14 @@ func spent(x *explorer, w *world) {
 	x.take(w, 0).end("d")
 	x.put(w, 0)
 	w.members[3].at = gone
-	w.houses[0].asks &^= 0b1000
+	w.lighthouses[0].asks &^= 0b1000
 	x.forms(w, 0, 0b0011, 0b0001)
 	for _, i := range []int{b, c} {
 		x.goes(w, i, 1)
 		x.tells(w, i, 1)
 	}
 	x.forms(w, 1, 0b0110, 0b0010)
-	w.houses[1] = house{last: -1, highest: int16(w.clock) + 1}
+	w.lighthouses[1] = lighthouse{last: -1, highest: int16(w.clock) + 1}
 	w.members[b].on, w.members[c].on = false, false
 }
 
@@ -154,7 +154,7 @@ func late(x *explorer, w *world) {
 	x.take(w, 0).end("d")
 	x.put(w, 0)
 	w.members[d].at = gone
-	w.houses[0].asks &^= 1 << d
+	w.lighthouses[0].asks &^= 1 << d
 	for _, i := range []int{a, c} {
 		x.goes(w, i, 0)
 		x.tells(w, i, 0)

@@ -12,7 +12,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// join reaches one of the seeds.
+// join reaches one of the seeds, and tries all of them: seeds that were started again together must hear of the members that train
+// before they found a job of their own.
 func (n *Node) join(ctx context.Context) error {
 	var others []string
 	for _, addresses := range n.seeds {
@@ -36,16 +37,22 @@ func (n *Node) join(ctx context.Context) error {
 				attempts <- attempt{address, err}
 			})
 		}
+		reached := false
 		for range others {
 			select {
 			case a := <-attempts:
-				if a.err == nil {
+				if reached = reached || a.err == nil; a.err != nil {
+					why[a.address] = joinError(a.err)
+				}
+			case <-ctx.Done():
+				if reached {
 					return nil
 				}
-				why[a.address] = joinError(a.err)
-			case <-ctx.Done():
 				return n.unreached(why)
 			}
+		}
+		if reached {
+			return nil
 		}
 		select {
 		case <-time.After(joinPause):

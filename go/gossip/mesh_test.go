@@ -26,11 +26,12 @@ type mesh struct {
 	rand  *rand.Rand
 	loss  float64 // of packets
 	ports map[string]*port
-	part  map[string]int // that an address is in
+	part  map[string]int           // that an address is in
+	slow  map[string]time.Duration // until a connection to an address is there
 }
 
 func newMesh(t *testing.T, loss float64) *mesh {
-	return &mesh{t: t, rand: rand.New(rand.NewPCG(23, 23)), loss: loss, ports: map[string]*port{}, part: map[string]int{}}
+	return &mesh{t: t, rand: rand.New(rand.NewPCG(23, 23)), loss: loss, ports: map[string]*port{}, part: map[string]int{}, slow: map[string]time.Duration{}}
 }
 
 // cut puts nodes into another part of the network than all others.
@@ -142,6 +143,10 @@ func (p *port) DialAddressTimeout(to memberlist.Address, timeout time.Duration) 
 		}
 		return nil, fmt.Errorf("dial %s: timed out", to.Addr)
 	}
+	p.mesh.mu.Lock()
+	slow := p.mesh.slow[to.Addr]
+	p.mesh.mu.Unlock()
+	time.Sleep(slow)
 	here, there := net.Pipe()
 	select {
 	case other.streams <- there:

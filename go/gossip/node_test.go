@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/gossip/agree"
@@ -330,6 +331,51 @@ func TestALateSeedIsWaitedFor(t *testing.T) {
 		first := train(m.open(1))
 		all := []*trainer{first, <-second}
 		until(t, all, 2)
+		endAll(all)
+	})
+}
+
+// Of three seeds that are a list for all, two are started again at once, and reach each other first: they must not found a second job.
+func TestSeedsThatAreStartedAgainJoinTheJob(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0)
+		seeds := [][]string{{at(1)}, {at(2)}, {at(3)}}
+		opened := func(numbers ...int) (all []*trainer) {
+			found := make(chan *trainer)
+			for _, number := range numbers {
+				go func() {
+					cfg, settings, _ := m.config(number)
+					node, err := m.try(cfg, settings, seeds)
+					if !assert.NoError(t, err) {
+						found <- nil
+						return
+					}
+					found <- train(node)
+				}()
+			}
+			for range numbers {
+				all = append(all, <-found)
+			}
+			return all
+		}
+		all := opened(1, 2, 3)
+		all = append(all, opened(4, 5)...)
+		until(t, all, 5)
+		rest := all[3:]
+		for _, tr := range all[:3] {
+			if tr.id.Name == "m003" {
+				rest = append(rest, tr)
+			} else {
+				tr.kill()
+			}
+		}
+		until(t, rest, 3)
+		watch(t, rest, 15*time.Second, 1) // they no longer send to the two
+		m.mu.Lock()
+		m.slow[at(3)] = time.Second // so that the two meet first
+		m.mu.Unlock()
+		all = append(opened(1, 2), rest...)
+		until(t, all, 5)
 		endAll(all)
 	})
 }

@@ -212,7 +212,7 @@ def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
         members.check_weights()
 
 
-# Gossip alone: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and the tests of the
+# Gossip alone: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and tests of the
 # lighthouse have silent groups.
 @pytest.mark.slow  # test_a_member_is_killed; go/gossip/node_test.go has members that stop answering
 @pytest.mark.timeout(300)

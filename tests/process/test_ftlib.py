@@ -190,12 +190,8 @@ def test_a_member_joins_at_each_line_of_a_rebuild(consensus: str, tmp_path: Path
 
 
 # In the directory it takes longer; its rules are in tests/unit/ftlib, and the example trains with it in two processes.
-# With gossip threads train in tests/unit/ftlib, and go/gossip/node_test.go kills members.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "consensus",
-    ["lighthouse", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared_storage", "gossip"))],
-)
+@pytest.mark.parametrize("consensus", ["lighthouse", "gossip", pytest.param("shared_storage", marks=pytest.mark.slow)])
 def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
     """Averages overlap with the backward pass."""
     with Job() as job:

@@ -8,18 +8,18 @@ import (
 	"time"
 )
 
-// errRevoked is what a target hears when the source needed its memory back before there was a copy.
+// errRevoked is what a target gets when the source had to change its memory before there was a copy.
 var errRevoked = errors.New("the source trains on, and there is no copy of its state")
 
 var errEnded = errors.New("the source offers this state no longer")
 
 var errChanged = errors.New("the state changed while it was offered: two readings of a block differ")
 
-// Offer is memory that targets may read: the caller's own, or a copy that the caller has made of it. What is on a device
-// is read only from its copy, as soon as as much of that is there: whoever asks before waits.
+// Offer is memory that targets may read: the caller's own, or a copy that the caller has made of it. Memory on a device is read from
+// its copy only; requests wait until that part has been copied.
 //
-// Each piece is in use while it is being sent. Revoke and End return when nobody uses the memory that they are about; a
-// target that takes its piece too slowly is cut off.
+// A piece is in use while it is being sent. Revoke and End return when none of the memory that they take back is in use. A target that
+// reads its piece too slowly is cut off.
 type Offer struct {
 	layout Layout
 
@@ -28,10 +28,10 @@ type Offer struct {
 	own     [][]byte
 	copies  []partial
 	away    map[int]int64 // as in Memory
-	failed  error         // why there will be no more copies
-	arrived chan struct{} // closed and replaced when a connection that waits for a copy should look again
+	failed  error         // why the copies from devices ended early
+	arrived chan struct{} // closed and replaced when more has been copied, or nothing more will be
 	state   offerState
-	inUse   map[*connection]bool // true: of the caller's own memory
+	inUse   map[*connection]bool // true: it sends some of the caller's own memory
 
 	crcs  []uint32
 	known []bool
@@ -46,7 +46,7 @@ const (
 	ended                     // nothing may be read
 )
 
-// partial is a copy of which the first bytes are there.
+// partial is a copy of which the first ready bytes are complete.
 type partial struct {
 	memory []byte
 	ready  int64
@@ -70,7 +70,7 @@ func NewOffer(memory *Memory, blockSize int64) (*Offer, error) {
 // BlockSize is the size of its blocks in bytes.
 func (o *Offer) BlockSize() int64 { return o.layout.BlockSize }
 
-// Copied says where a copy of a region is; from now on that is read, as far as its first `ready` bytes go.
+// Copied announces a copy of a region. From now on its first `ready` bytes are read in place of the original.
 func (o *Offer) Copied(index, address, ready int64) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -89,7 +89,7 @@ func (o *Offer) Copied(index, address, ready int64) error {
 	return nil
 }
 
-// CopyFailed says that there will be no more copies; whoever waits for one hears the reason.
+// CopyFailed announces that no more will be copied. Requests that wait for a copy fail with the reason.
 func (o *Offer) CopyFailed(reason string) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -97,14 +97,14 @@ func (o *Offer) CopyFailed(reason string) {
 	o.tell()
 }
 
-// tell wakes those who wait for a copy; o.mu is held.
+// tell wakes the connections that wait for a copy. The caller holds mu.
 func (o *Offer) tell() {
 	close(o.arrived)
 	o.arrived = make(chan struct{})
 }
 
-// use appends the memory of a piece and keeps it from being taken back until done. It waits for what is copied from a
-// device, at most as long as a target may take for a piece.
+// use appends the memory of a piece, which stays in use until done. It waits for the copy from a device, at most as long as a target
+// may take for a piece.
 func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, error) {
 	var expired <-chan time.Time
 	for {
@@ -125,7 +125,7 @@ func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, err
 	}
 }
 
-// tryUse is use without the wait: it gives a channel if there is one to be had.
+// tryUse is use without the wait: if the piece is not copied yet, it returns the channel to wait for.
 func (o *Offer) tryUse(c *connection, piece []Span, memory [][]byte) ([][]byte, <-chan struct{}, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -160,8 +160,8 @@ func (o *Offer) done(c *connection) {
 	o.changed.Broadcast()
 }
 
-// Revoke takes the caller's own memory back; copies stay offered. Whoever uses it still after the grace is cut off. The
-// result is false if somebody uses it even so after the timeout: the memory must not be changed then.
+// Revoke takes the caller's own memory back; copies stay offered. Connections that still send it after the grace are cut. The result is
+// false if it is in use even after the timeout: then the caller must not change it.
 func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 	o.mu.Lock()
 	o.state = max(o.state, revoked)
@@ -170,7 +170,7 @@ func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 	return o.wait(func(own bool) bool { return own }, grace, timeout)
 }
 
-// End takes everything back.
+// End takes all memory back, copies too; the result is as that of Revoke.
 func (o *Offer) End(timeout time.Duration) bool {
 	o.mu.Lock()
 	o.state = ended
@@ -179,12 +179,12 @@ func (o *Offer) End(timeout time.Duration) bool {
 	return o.wait(func(bool) bool { return true }, 0, timeout)
 }
 
-// wait returns when no use is left that matters.
+// wait returns when no use is left that matters, or the timeout has passed. After the grace it cuts the connections.
 func (o *Offer) wait(matters func(own bool) bool, grace, timeout time.Duration) bool {
 	cutAt, expired := time.Now().Add(grace), false
 	wake := func(expire bool) func() {
 		return func() {
-			o.mu.Lock() // or a waiter that is about to wait would miss it
+			o.mu.Lock() // without it, a broadcast between the check and Wait below would be missed
 			expired = expired || expire
 			o.mu.Unlock()
 			o.changed.Broadcast()
@@ -211,7 +211,7 @@ func (o *Offer) wait(matters func(own bool) bool, grace, timeout time.Duration) 
 	}
 }
 
-// note keeps the checksum of a block as it was read; a second reading must give the same.
+// note keeps the checksum of a block. A second reading must give the same: otherwise the memory was changed while it was offered.
 func (o *Offer) note(block int, crc uint32) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -6,9 +6,10 @@ import (
 	"sync"
 )
 
-// windows are how what belongs on a device arrives: some blocks in a row go to one stage, memory of the host. When all of
-// them are there, and were checked, Python copies them to the device and lends the stage for the next window. Two stages
-// keep network and device busy at once. Blocks without such memory belong to no window; they go straight to their place.
+// windows organizes the transfer to devices. A window is some consecutive blocks, which are fetched into a stage: memory of the host.
+// When all of them have arrived and been checked, Python copies them to the device, and provides the stage again for the next window.
+// With two stages network and device are busy at the same time. Blocks for host memory only belong to no window: they are fetched
+// directly into it.
 type windows struct {
 	layout *Layout
 	away   map[int]int64
@@ -32,7 +33,7 @@ func newWindows(layout *Layout, away map[int]int64, blocks int64) (*windows, err
 	return &windows{layout: layout, away: away, blocks: int(min(max(blocks, 1), int64(layout.Blocks())))}, nil
 }
 
-// staged says whether a block goes through a stage, because some of it is not for this host's memory.
+// staged reports whether a block is fetched into a stage, because some of its bytes belong to a device.
 func (w *windows) staged(block int) bool {
 	if len(w.away) == 0 {
 		return false
@@ -45,7 +46,7 @@ func (w *windows) staged(block int) bool {
 	return false
 }
 
-// of is the staged blocks of a window.
+// of returns the staged blocks of a window.
 func (w *windows) of(window int) (blocks []int) {
 	end := min((window+1)*w.blocks, w.layout.Blocks())
 	for block := window * w.blocks; block < end; block++ {
@@ -58,7 +59,7 @@ func (w *windows) of(window int) (blocks []int) {
 
 var errStageInUse = errors.New("the stage is in use")
 
-// open lends a stage to the next window, and gives the blocks to fetch. The window is -1 if there is none left.
+// open assigns a stage to the next window, and returns its number and the blocks to fetch. The number is -1 if no window is left.
 func (w *windows) open(memory []byte) (window int, blocks []int, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -84,7 +85,7 @@ func (w *windows) open(memory []byte) (window int, blocks []int, err error) {
 	return -1, nil, nil
 }
 
-// place is where bytes go that are not for this host's memory; their window is open.
+// place returns the part of a stage for bytes that belong to a device. Their window must be open.
 func (w *windows) place(block int, span Span) []byte {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -93,7 +94,7 @@ func (w *windows) place(block int, span Span) []byte {
 	return s.memory[at : at+span.Length]
 }
 
-// arrived notes a block; the result says whether its window is full now.
+// arrived notes a block, and reports whether its window is full now.
 func (w *windows) arrived(block int) bool {
 	if !w.staged(block) {
 		return false
@@ -105,7 +106,7 @@ func (w *windows) arrived(block int) bool {
 	return s.left == 0
 }
 
-// full are the windows that wait to be copied to the device.
+// full returns the windows that are ready to be copied to the device.
 func (w *windows) full() []int {
 	w.mu.Lock()
 	defer w.mu.Unlock()

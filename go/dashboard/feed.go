@@ -12,18 +12,17 @@ import (
 )
 
 const (
-	// lookEvery is how often viewers hear what changed.
+	// lookEvery is how often viewers are sent changes.
 	lookEvery = time.Second
-	// mostViewers may look at a job at once (docs/operating.md).
+	// mostViewers is how many viewers a job may have (docs/operating.md).
 	mostViewers = 2000
-	// backlog is how many messages wait for a slow viewer. One with more is cut off, and connects again by itself.
+	// backlog is how many messages are queued for a slow viewer. With more, its connection is closed, and the browser reconnects.
 	backlog = 16
 	// keepWrite is how long one message may take to a viewer.
 	keepWrite = 10 * time.Second
 )
 
-// Feed is the history and the board of a job, and those who look at it. Its methods may be called by several goroutines;
-// none of them waits for a viewer.
+// Feed is the history and the board of a job, and its viewers. It is safe for concurrent use, and its methods do not wait for viewers.
 type Feed struct {
 	job    string
 	status func() quorum.Status
@@ -33,23 +32,23 @@ type Feed struct {
 	history History
 	board   Board
 	viewers map[*viewer]struct{}
-	wholes  map[int64]*whole // of those who join before the next change, by the event after which they want to hear
+	wholes  map[int64]*whole // for viewers that join before the next change, by the last event that they know
 	closed  bool
 	looked  time.Time
 	meters  *meters
 }
 
 type viewer struct {
-	whole    *whole      // comes first
-	messages chan []byte // closed when it is cut off
+	whole    *whole      // its first message
+	messages chan []byte // closed when it is dropped
 }
 
-// whole is all there is at a moment. A thousand who connect at once, to a lighthouse that was restarted say, share it; it
-// is encoded once, and while nobody waits for the feed.
+// whole is the full state at a moment. Viewers that connect at the same time, as a thousand may after a restart of the lighthouse, share
+// it. It is encoded once, and not under the feed's lock.
 type whole struct {
 	once sync.Once
 	last int64 // id of the last event
-	data any   // until it is encoded
+	data any   // nil once encoded
 	text []byte
 }
 
@@ -58,7 +57,7 @@ func (w *whole) message() []byte {
 	return w.text
 }
 
-// NewFeed makes the feed of a job of this name, whose status this function tells.
+// NewFeed makes the feed of a job; status returns the present status of its machine.
 func NewFeed(job string, status func() quorum.Status) *Feed {
 	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, wholes: map[int64]*whole{}, meters: newMeters(job)}
 }
@@ -75,7 +74,7 @@ func (f *Feed) Record(e Event) {
 	}
 }
 
-// Failed counts a member that was found failed. That it is told of everybody is one Event, of several of them.
+// Failed counts the failure of a member. The event that names it is recorded apart, and may name several members.
 func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures[cause].Inc() }
 
 // Heard counts a sign of life.
@@ -89,7 +88,7 @@ func (f *Feed) Round(step int64, groups int, waited time.Duration, now time.Time
 	f.history.Round(step, groups, now)
 }
 
-// Run tells viewers what changed, until stop is closed. Without viewers it costs nothing.
+// Run sends changes to viewers until stop is closed. Without viewers it takes no status.
 func (f *Feed) Run(stop <-chan struct{}) {
 	ticker := time.NewTicker(lookEvery)
 	defer ticker.Stop()
@@ -109,7 +108,7 @@ func (f *Feed) Run(stop <-chan struct{}) {
 	}
 }
 
-// look takes the status outside of the lock: those who give it may be about to record something.
+// look takes the status before it locks the feed: a job calls Record under its own lock, which status needs.
 func (f *Feed) look() {
 	status := f.status()
 	f.mu.Lock()
@@ -121,8 +120,8 @@ func (f *Feed) look() {
 	}
 }
 
-// current lets the first viewer see the job as it is. Those who come later see what the others saw last: a look for each of a
-// thousand would be a thousand messages to all the others.
+// current makes the state recent for a new viewer, unless a look was made a moment ago: one for each of a thousand new viewers would
+// send a thousand messages to each of the others.
 func (f *Feed) current() {
 	f.mu.Lock()
 	fresh := f.now().Sub(f.looked) < lookEvery
@@ -159,7 +158,7 @@ func (f *Feed) close() {
 	}
 }
 
-// join adds a viewer, whose first message is all there is: the members, the events after this one, the throughput.
+// join adds a viewer. Its first message is the full state: members, events after the given id, throughput.
 func (f *Feed) join(after int64) (*viewer, error) {
 	f.current()
 	f.mu.Lock()
@@ -175,7 +174,7 @@ func (f *Feed) join(after int64) (*viewer, error) {
 	if v.whole == nil {
 		v.whole = &whole{last: f.history.next, data: struct {
 			Change
-			Last   int64   `json:"last"` // id of the last event: one below what a viewer knows is of another lighthouse
+			Last   int64   `json:"last"` // id of the last event; if a viewer knows a larger one, the lighthouse was restarted
 			Events []Event `json:"events"`
 			Points []Point `json:"points"`
 		}{f.board.Whole(), f.history.next, f.history.After(after), f.history.Points()}}
@@ -191,7 +190,7 @@ func (f *Feed) leave(v *viewer) {
 	f.drop(v)
 }
 
-// snapshot is the history for those who ask once.
+// snapshot is the history for a single request.
 func (f *Feed) snapshot(after int64) any {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -209,7 +208,7 @@ func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if last, err := strconv.ParseInt(r.Header.Get("Last-Event-ID"), 10, 64); err == nil {
-		after = last // a browser that connects again
+		after = last // a browser that reconnects
 	}
 	v, err := f.join(after)
 	if err != nil {
@@ -230,7 +229,7 @@ func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
 		return err == nil && out.Flush() == nil
 	}
 	first := v.whole.message()
-	v.whole = nil // a viewer of a day need not keep it
+	v.whole = nil // do not keep it in memory while the viewer stays
 	if !write(first) {
 		return
 	}

@@ -171,7 +171,7 @@ func TestAViewerGetsEverythingThenChangesThenEvents(t *testing.T) {
 		var change Change
 		event, _ = viewer.next(t, &change)
 		assert.Equal(t, "change", event)
-		assert.Equal(t, []string{"b"}, change.Gone)
+		assert.Equal(t, []string{"b"}, change.Removed)
 		require.Len(t, change.Rows, 1)
 		assert.EqualValues(t, 2, change.Rows[0].Step)
 

@@ -19,34 +19,34 @@ const (
 	MemberFailed Kind = "failed"
 	// MemberEnded : one or several members have shut down.
 	MemberEnded Kind = "ended"
-	// NoQuorum : members have waited for some time, and there is no quorum.
+	// NoQuorum : requests have waited for some time without a quorum.
 	NoQuorum Kind = "waiting"
 	// Healed : a group has taken over the state of another.
 	Healed Kind = "healed"
-	// Recovered : those that were left after a failure have committed a step again.
+	// Recovered : the survivors of a failure have committed a step again.
 	Recovered Kind = "recovered"
-	// Drained : somebody asked a member to leave at the end of a step.
+	// Drained : a member was asked to leave at the end of a step.
 	Drained Kind = "drained"
-	// GivenUp : an operator said that a member has ended whose vote was missing.
+	// GivenUp : an operator said that a member with a missing vote has ended.
 	GivenUp Kind = "given_up"
-	// Killed : somebody asked to end a member.
+	// Killed : a member was ended on request.
 	Killed Kind = "killed"
 )
 
 const (
-	// mostEvents is how many are remembered: those of a day in which a group fails every other minute.
+	// mostEvents is how many events are kept: those of a day in which a group fails every other minute.
 	mostEvents = 1000
 	// mostNames is how many members an event names.
 	mostNames = 8
 	// longestReason in bytes.
 	longestReason = 512
-	// mostPoints of the throughput are remembered. When there are more, every other one goes.
+	// mostPoints is how many points of the throughput are kept. With more, every other one is removed.
 	mostPoints = 2000
 	// pointEvery is the distance of two points at first.
 	pointEvery = time.Second
 )
 
-// Event is something that a person who looks after a job wants to know of.
+// Event is an entry of a job's history, for its operators.
 type Event struct {
 	ID       int64     `json:"id"` // 1 for the first one since the lighthouse began, then one more each
 	Time     time.Time `json:"time"`
@@ -80,14 +80,14 @@ type Phase struct {
 	Seconds float64 `json:"seconds"`
 }
 
-// Point is how far the job was at a time.
+// Point is the progress of a job at a time.
 type Point struct {
 	At     int64 `json:"at"`     // milliseconds since 1970
 	Step   int64 `json:"step"`   // largest of the quorum
 	Groups int   `json:"groups"` // in the quorum
 }
 
-// History is what happened to a job. Not for use by several goroutines at once.
+// History keeps the events and the throughput of a job. It is not safe for concurrent use.
 type History struct {
 	events []Event // a ring
 	next   int64   // id of the next event, from 1
@@ -95,7 +95,7 @@ type History struct {
 	every  time.Duration
 }
 
-// Add remembers an event, and returns it as it is remembered.
+// Add keeps an event, and returns it with its id and with shortened texts.
 func (h *History) Add(e Event) Event {
 	e.ID = h.next + 1
 	h.next++
@@ -111,7 +111,7 @@ func (h *History) Add(e Event) Event {
 	return e
 }
 
-// After returns the events with an id above this one, the oldest first; at most those that are remembered.
+// After returns the kept events with a larger id, the oldest first.
 func (h *History) After(id int64) []Event {
 	id = h.known(id)
 	found := make([]Event, 0, h.next-id)
@@ -121,8 +121,8 @@ func (h *History) After(id int64) []Event {
 	return found
 }
 
-// known is the id after which the same events are remembered as after this one. An id that was not given out yet is of a
-// lighthouse before this one: all are new then.
+// known returns the smallest id with the same kept events after it. An id that does not exist yet was given by an earlier process of the
+// lighthouse, so all events are new.
 func (h *History) known(id int64) int64 {
 	oldest := h.next - int64(len(h.events)) // the id before the oldest
 	if id > h.next {
@@ -131,11 +131,11 @@ func (h *History) known(id int64) int64 {
 	return max(id, oldest)
 }
 
-// Round remembers how far the job is, if the last time is long enough ago.
+// Round adds a point, if the last one is old enough.
 func (h *History) Round(step int64, groups int, now time.Time) {
 	p := Point{At: now.UnixMilli(), Step: step, Groups: groups}
 	if n := len(h.points); n > 0 {
-		// A change of the members is a point of its own: the time between tells what it cost.
+		// A change of the number of groups always adds a point: its distance to the next one shows what the change cost.
 		last := h.points[n-1]
 		if p.At-last.At < max(h.every, pointEvery).Milliseconds() && last.Groups == groups {
 			return
@@ -152,7 +152,7 @@ func (h *History) Round(step int64, groups int, now time.Time) {
 	h.points = append(h.points, p)
 }
 
-// Points returns how far the job was, the oldest first.
+// Points returns the points, the oldest first.
 func (h *History) Points() []Point { return append([]Point{}, h.points...) }
 
 func names(all []string) []string {

@@ -55,7 +55,7 @@ func (f *Feed) Register(mux *http.ServeMux) {
 func Answer(w http.ResponseWriter, value any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
-	_ = json.NewEncoder(w).Encode(value) // fails only if the reader is gone
+	_ = json.NewEncoder(w).Encode(value) // fails only if the client has disconnected
 }
 
 // Refuse answers with the reason, as JSON.

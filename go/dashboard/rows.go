@@ -54,9 +54,9 @@ type Head struct {
 
 // Change is the difference from one look to the next.
 type Change struct {
-	Head Head     `json:"head"`
-	Rows []Row    `json:"rows"`
-	Gone []string `json:"gone,omitempty"` // rows to remove
+	Head    Head     `json:"head"`
+	Rows    []Row    `json:"rows"`
+	Removed []string `json:"removed,omitempty"` // ids
 }
 
 // Board keeps the rows of the last look, to find what has changed. It is not safe for concurrent use.
@@ -92,7 +92,7 @@ func (b *Board) Look(status quorum.Status, now time.Time) Change {
 	}
 	for id := range before {
 		if _, still := b.rows[id]; !still {
-			change.Gone = append(change.Gone, id)
+			change.Removed = append(change.Removed, id)
 		}
 	}
 	return change

@@ -37,7 +37,7 @@ func TestALookSaysWhatChanged(t *testing.T) {
 	assert.Equal(t, start.Add(time.Second).UnixMilli(), change.Rows[0].HeardOf)
 
 	change = look(4*time.Second, member("a", 5))
-	assert.Equal(t, []string{"b"}, change.Gone)
+	assert.Equal(t, []string{"b"}, change.Removed)
 	assert.Len(t, b.Whole().Rows, 1)
 }
 

@@ -8,9 +8,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// guarded serves a route that changes something. A page of another site must not be able to use it, not even in a
-// browser on this host: a browser says where a POST comes from and for which host it is meant, and a token is nothing
-// that such a page knows.
+// guarded serves a route that changes something, and refuses requests that a page of another site makes in a browser, even on this host.
+// The browser sends the page's origin and the Host that the page used, and such a page does not know the token.
 func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code int, why string), serve http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if code, why := s.refusal(w, r); code != 0 {
@@ -25,7 +24,7 @@ func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code in
 	}
 }
 
-// refusal is the status code and the reason for which a request is not served; 0 if it is.
+// refusal is the HTTP status and the reason with which a request is refused; 0: it is not.
 func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why string) {
 	if err := http.NewCrossOriginProtection().Check(r); err != nil {
 		return http.StatusForbidden, "it comes from another site (" + err.Error() + ")"
@@ -47,7 +46,7 @@ func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why 
 	return 0, ""
 }
 
-// authorization is a request's header, or what the page's form says in its place.
+// authorization is the Authorization header of a request, or made of the token in the form that the lighthouse's own page sends.
 func authorization(w http.ResponseWriter, r *http.Request) []string {
 	if header := r.Header.Values("Authorization"); len(header) > 0 {
 		return header
@@ -62,8 +61,8 @@ func authorization(w http.ResponseWriter, r *http.Request) []string {
 	return nil
 }
 
-// security is what the lighthouse shows and wants when it calls a manager. Whoever signs its clients also signs its
-// managers, unless it is told otherwise.
+// security is that of the lighthouse's calls to managers. By default the authority that signs its clients' certificates signs those of
+// managers, too.
 func (s *Server) security() auth.Security {
 	security := s.cfg.Security
 	if security.TLSCA == "" {

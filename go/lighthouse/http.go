@@ -60,7 +60,7 @@ func (s *Server) json(w http.ResponseWriter, value any) {
 	w.Header().Set("Cache-Control", "no-store")
 	encoder := json.NewEncoder(w)
 	encoder.SetIndent("", "  ")
-	_ = encoder.Encode(value) // fails only if the reader is gone
+	_ = encoder.Encode(value) // fails only if the client has disconnected
 }
 
 // serveReady says whether members are served.

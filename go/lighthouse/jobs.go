@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// forgetAfter is how long a job is remembered whose members are all gone: as long as it may take to start all of them
+// forgetAfter is how long a job without members is remembered: as long as it may take to start all of them
 // again. What its quorum was can still be read from disk after that, or heard from a member.
 const forgetAfter = 10 * time.Minute
 

@@ -212,7 +212,7 @@ func TestADirectoryThatIsGoneIsOnThePageAndInMetrics(t *testing.T) {
 	assert.Contains(t, log.String(), "is not kept on disk")
 }
 
-// Where a member cannot show the quorum that it is in, a lighthouse of a list answers once the quorum is on its disk: one that starts anew
+// Where a member cannot show the quorum that it is in, a lighthouse of a list answers once the quorum is on its disk: one that restarts
 // knows of it by that alone. A disk that does not answer, or fails, holds nobody up for longer than diskTime, and only once.
 func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

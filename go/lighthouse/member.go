@@ -39,7 +39,7 @@ const (
 	mostOutgoing = 64
 )
 
-var errStale = status.Error(codes.Unavailable, "another lighthouse was asked, or is to be asked, in the meantime: begin a stream anew")
+var errStale = status.Error(codes.Unavailable, "another lighthouse was asked, or is to be asked, in the meantime: open a new stream")
 
 // stream is one member's, while it lasts. It costs one goroutine, and another one while it sends.
 type stream struct {

@@ -56,12 +56,12 @@ func TestAStormOfFailuresIsToldInFew(t *testing.T) {
 // A network that hangs stalls thousands at the same moment.
 func TestAStormOfStalledMembersIsToldInFew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		const hung = 100
-		c := fttest.NewCluster(t, hung+1, func(cfg *lighthouse.Config) { cfg.StalledAfter = time.Second })
+		const stalled = 100
+		c := fttest.NewCluster(t, stalled+1, func(cfg *lighthouse.Config) { cfg.StalledAfter = time.Second })
 		waiting := attend(t, c, "waiting", 0)
 		all := []*rawStream{waiting}
-		for i := range hung {
-			all = append(all, attend(t, c, fmt.Sprintf("hung-%03d", i), 0))
+		for i := range stalled {
+			all = append(all, attend(t, c, fmt.Sprintf("stalled-%03d", i), 0))
 		}
 		for _, w := range all {
 			w.ask(1, time.Minute)

@@ -20,24 +20,24 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// longestPoll is how long a request of a node waits for news. A node sends the next one when it has the answer, so that its
-// connection shows that it is there. The server's ReadTimeout would end a much longer one.
+// longestPoll is how long a request of a node waits for news. The node sends the next request when it has the answer: a node without a
+// pending request has failed. The server's ReadTimeout would end much longer ones.
 const longestPoll = 2500 * time.Millisecond
 
-// placed ends a request of a node.
+// placed is the answer to a request of a node.
 type placed struct {
 	View   rendezvous.View `json:"view"`
 	Reason string          `json:"reason"`
 	err    error
 }
 
-// rendezvousTiming: what connects torchrun's agents to the lighthouse is judged as the connections of members are.
+// rendezvousTiming: connections of torchrun's agents have the grace and the timeout of those of members.
 func (c Config) rendezvousTiming() rendezvous.Timing {
 	return rendezvous.Timing{Grace: c.SuspectGrace, Timeout: c.HeartbeatTimeout}
 }
 
-// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). As with the calls of members, the token decides who
-// may; without one, everybody may who is no browser.
+// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). They need the token, as the calls of members do; without
+// tokens all requests are served except those of browsers, which a page of another site could make.
 func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	check := s.gate.CheckToken(r.Header.Values("Authorization"))
 	if check == auth.TokenMissing || check == auth.TokenWrong {
@@ -105,7 +105,7 @@ func readRendezvous(w http.ResponseWriter, r *http.Request) (request rendezvous.
 	return request, 0, nil
 }
 
-// attend waits until a node is told something new, or ctx ends. alive is of its connection.
+// attend waits for news for a node, until ctx ends. alive ends with the node's connection.
 func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) placed {
 	j.mu.Lock()
 	if j.closed {
@@ -134,12 +134,12 @@ func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) pla
 	}
 }
 
-// place gives the machine of the rendezvous one event, and does what it says. The caller holds mu. Nothing in here waits.
+// place feeds the rendezvous machine one event, and carries out its actions. The caller holds mu, so nothing in here may wait.
 func (j *job) place(event rendezvous.Event) {
 	var err error
 	sound := false
 	defer func() {
-		if !sound { // as in safely: nodes tell a new machine what they know
+		if !sound { // it panicked, as in safely: a new machine learns the state from the nodes
 			j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 			j.nodes.AnswerAll(placed{err: err})
 		}
@@ -167,7 +167,7 @@ func (j *job) place(event rendezvous.Event) {
 	sound = true
 }
 
-// ring tells the machine of the rendezvous that time has passed.
+// ring feeds the rendezvous machine the event of its timer.
 func (j *job) ring() {
 	j.mu.Lock()
 	defer j.mu.Unlock()

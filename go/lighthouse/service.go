@@ -17,16 +17,16 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// service converts the calls of torchft.LighthouseService to the server's and back.
+// service serves torchft.LighthouseService: it converts requests and answers.
 type service struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 	server *Server
 }
 
-// answerMargin is the most that a wait ends before its caller's deadline, for the answer to arrive in time.
+// answerMargin is how long before its caller's deadline a wait ends, at most: time for the reason to reach the caller.
 const answerMargin = 50 * time.Millisecond
 
-// serviceDesc is the generated one, but Quorum answers with bytes that are encoded already.
+// serviceDesc is the generated description with a handler of Quorum that answers with encoded bytes (rpc.Encoded).
 func serviceDesc() *grpc.ServiceDesc {
 	desc := torchftpb.LighthouseService_ServiceDesc
 	desc.Methods = slices.Clone(desc.Methods)
@@ -56,7 +56,7 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	if deadline, ok := ctx.Deadline(); ok {
-		// A client that stops listening at that moment would not hear why there is no quorum.
+		// At the deadline itself the client's own timer ends the call, and the reason would be lost.
 		ctx, cancel = context.WithDeadline(ctx, rpc.Sooner(deadline, answerMargin))
 		defer cancel()
 	}

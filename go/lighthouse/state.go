@@ -16,20 +16,21 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// What a lighthouse must not forget its members carry. On disk is the same once more, for a job whose members all ended
-// while the lighthouse was away: newcomers then know nothing.
+// The members of a job carry what a restarted lighthouse needs to know. The same is on disk for the case that all members ended while
+// the lighthouse was away: new members do not know it.
 
 const (
 	// stateMagic begins each file, with the version of its format.
 	stateMagic = "torchft-lighthouse-state 1 "
-	// stateAhead is how many ids a file reserves: writing happens after a quorum was delivered, and may fail for a while.
+	// stateAhead is how many quorum ids a file reserves. It is written after a quorum was delivered, and a write may fail for a while;
+	// so ids above the last one on disk may be in use.
 	stateAhead = 1024
 )
 
 // state is a file's content.
 type state struct {
 	Job     string      `json:"job"`
-	Highest int64       `json:"highest"` // no id up to this one is given out again
+	Highest int64       `json:"highest"` // ids up to this one are not used again
 	Seat    quorum.Seat `json:"seat"`
 	Past    quorum.Past `json:"past"` // zero: the training ended on purpose, or had no quorum
 
@@ -44,7 +45,7 @@ func (s state) encode() ([]byte, error) {
 	return fmt.Appendf(nil, "%s%x\n%s\n", stateMagic, sha256.Sum256(text), text), nil
 }
 
-// decodeState reads a file. What was cut short or changed is an error.
+// decodeState reads a file. A file that was truncated or changed is an error.
 func decodeState(file []byte, job string) (s state, err error) {
 	head, text, found := bytes.Cut(file, []byte("\n"))
 	sum, magic := bytes.CutPrefix(head, []byte(stateMagic))
@@ -72,8 +73,8 @@ func (s state) ended() bool {
 	return (s.Highest > 0 || len(s.Rendezvous.Groups) > 0) && s.Past.ID == 0 && len(s.Past.Members) == 0
 }
 
-// writeState replaces a file in one move: whoever reads it finds the one of before or this one, whole. It leaves it as it is if
-// nobody wants it any more when the disk has answered: another lighthouse may use it then.
+// writeState replaces a file atomically. It leaves the file as it is if wanted returns false after the content was written: the disk
+// may have answered only after this lighthouse gave the directory up, and another lighthouse may use the file by then.
 func writeState(path string, s state, wanted func() bool) (err error) {
 	text, err := s.encode()
 	if err != nil {
@@ -106,7 +107,7 @@ func writeState(path string, s state, wanted func() bool) (err error) {
 	return errors.Join(dir.Sync(), dir.Close())
 }
 
-// takeState takes the directory, if there is one. Without it the lighthouse goes on if the user did not ask for it.
+// takeState locks the state directory, if one is set. If that fails, a directory that is only the default is not used.
 func (c *Config) takeState() (*os.File, error) {
 	if c.StateDir == "" {
 		return nil, nil
@@ -127,7 +128,7 @@ func (c *Config) takeState() (*os.File, error) {
 	}
 }
 
-// lockState makes the directory, and takes it for this process.
+// lockState creates the directory if needed, and locks it for this process.
 func lockState(dir string) (*os.File, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
@@ -144,7 +145,7 @@ func lockState(dir string) (*os.File, error) {
 }
 
 // takeFormerState moves the directory that the default was before it held the name of the host, if there is one, to where
-// the default is now. A host that shares its home with others takes it once: the next one begins anew.
+// the default is now. A host that shares its home with others takes it once: the next one begins without it.
 func (c *Config) takeFormerState() {
 	_, port, err := net.SplitHostPort(c.Bind)
 	if err != nil {

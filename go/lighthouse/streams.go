@@ -7,11 +7,11 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// streams are the open ones, by member. The job's lock guards them.
+// streams holds the open streams, by member. The job's lock guards them.
 type streams struct {
-	of      map[string][]*stream // more than one while a member replaces one that is half dead
+	of      map[string][]*stream // more than one while a member replaces one that is half open
 	open    int
-	visited int // streams, in all: a test checks how that grows
+	visited int // how many streams were visited, for growth_test.go
 }
 
 func (s *streams) add(one *stream) {
@@ -40,7 +40,7 @@ func (s *streams) remove(one *stream) bool {
 	return true
 }
 
-// all are the streams of all members.
+// all iterates over the streams of all members.
 func (s *streams) all() iter.Seq[*stream] {
 	return func(yield func(*stream) bool) {
 		for id := range s.of {
@@ -53,7 +53,7 @@ func (s *streams) all() iter.Seq[*stream] {
 	}
 }
 
-// each are the streams of one member.
+// each iterates over the streams of one member.
 func (s *streams) each(replicaID string) iter.Seq[*stream] {
 	return func(yield func(*stream) bool) {
 		for _, one := range s.of[replicaID] {
@@ -65,7 +65,7 @@ func (s *streams) each(replicaID string) iter.Seq[*stream] {
 	}
 }
 
-// renew ends all streams, and returns how many: their members learn of the new term on the next ones.
+// renew ends all streams, so that their members reconnect and learn the new term. It returns how many there were.
 func (s *streams) renew() int {
 	for one := range s.all() {
 		one.stale = true
@@ -89,7 +89,7 @@ func (s *streams) recall(replicaID string, quorumID int64) {
 	}
 }
 
-// tell says something to one member, on all the streams that it has.
+// tell sends a message to one member, on all of its streams.
 func (s *streams) tell(replicaID string, message *torchftpb.LighthouseMessage) {
 	word := wordOf(message)
 	for one := range s.each(replicaID) {

@@ -16,13 +16,14 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// What the lighthouse wants to know of members: whether they are alive, and what they do.
+// Questions of the lighthouse to members: whether they are alive, and what they do.
 
-// checkTime is how long a member that its peers suspect may take to give a sign of life.
+// checkTime is how long a member that its peers suspect may take to answer.
 const checkTime = time.Second
 
-// check looks for a sign of life. A member that has a stream gets a word and has to answer it: the kernel of a stopped
-// process, and a host that vanished a moment ago, keep connections open. All others are connected to. The caller holds mu.
+// check finds out whether a suspected member is alive. A member with a stream must answer a probe: its open connection proves nothing,
+// since that of a stopped process, or of a host that has just vanished, stays open too. To other members a connection is made. The
+// caller holds mu.
 func (j *job) check(p quorum.Check) {
 	var streams []*stream
 	var before []int64
@@ -50,7 +51,7 @@ func open(streams []*stream) bool {
 	return slices.ContainsFunc(streams, func(s *stream) bool { return !s.ended.Load() })
 }
 
-// spoke waits for a message on one of the streams that are open.
+// spoke waits for a message on one of the streams, until checkTime is over or all have broken.
 func (j *job) spoke(streams []*stream, before []int64) bool {
 	deadline := time.NewTimer(checkTime)
 	defer deadline.Stop()
@@ -70,7 +71,7 @@ func (j *job) spoke(streams []*stream, before []int64) bool {
 		case <-deadline.C:
 			return false
 		case <-j.stop:
-			return true // nobody is to be blamed for that
+			return true // the lighthouse shuts down: the member must not count as failed for that
 		}
 	}
 }
@@ -103,15 +104,15 @@ func (j *job) askProgress(ids []string, now time.Time) {
 			one.post(outgoing{news: word})
 		}
 		if len(j.streams.of[id]) == 0 {
-			// A peer of upstream cannot say what it does: it gets the benefit of the doubt.
-			j.machine.Step(quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}, now) // of the same time: there is nothing else to do about it
+			// An upstream member cannot answer. It is taken to wait for others, so that it is never called stalled.
+			j.machine.Step(quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}, now) // it returns no actions: the event only records the answer
 		}
 	}
 }
 
 func wordOf(message *torchftpb.LighthouseMessage) []rpc.Encoded {
 	encoded, err := proto.Marshal(message)
-	if err != nil { // a name that is no UTF-8, which no stream and no call lets in
+	if err != nil { // only for a name that is no UTF-8, and such names are refused when a member joins
 		return []rpc.Encoded{}
 	}
 	return []rpc.Encoded{encoded}

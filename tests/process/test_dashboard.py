@@ -360,8 +360,8 @@ def test_a_page_that_stays_open_for_a_day_keeps_no_more_than_it_shows(
         for (let second = 0; second < 86400; second++) {
           // Each minute a group comes back under a new name.
           const minute = Math.floor(second / 60);
-          const gone = second % 60 ? undefined : [`group:${minute - 1}`];
-          takeChange({ head: { ...head, step: second }, rows: [{ ...row, id: `group:${minute}` }], gone });
+          const removed = second % 60 ? undefined : [`group:${minute - 1}`];
+          takeChange({ head: { ...head, step: second }, rows: [{ ...row, id: `group:${minute}` }], removed });
           const failed = { id: 1e6 + minute, kind: "failed", time: "2026-01-02T03:04:05Z", left: ["a"] };
           if (!(second % 60)) keepEvent(failed);
         }

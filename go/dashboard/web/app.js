@@ -42,7 +42,7 @@ const short = (text) => text.replace(/(:[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-
 function takeWhole(data) {
   state.rows = new Map(data.rows.map((row) => [row.id, row]));
   state.points = data.points;
-  if (data.last < state.lastEvent) { // another lighthouse, which counts anew
+  if (data.last < state.lastEvent) { // another lighthouse, which counts from the start
     Object.assign(state, { events: [], lastEvent: 0 });
     drawnEvent = 0;
     at("events").replaceChildren();
@@ -54,13 +54,13 @@ function takeWhole(data) {
 
 function takeChange(data) {
   for (const row of data.rows) state.rows.set(row.id, row);
-  for (const id of data.gone || []) state.rows.delete(id);
+  for (const id of data.removed || []) state.rows.delete(id);
   state.head = data.head;
   if (data.head.quorum_id) {
     state.points.push({ at: Date.now(), step: data.head.step, groups: data.head.groups });
     if (state.points.length > MOST_POINTS) state.points = state.points.filter((_, i) => i % 2 === 0);
   }
-  draw(data.rows.length > 0 || Boolean(data.gone));
+  draw(data.rows.length > 0 || Boolean(data.removed));
 }
 
 function keepEvent(event) {
@@ -302,7 +302,7 @@ setInterval(() => draw(true), 5000); // ages grow without news
 setInterval(redate, 60000);
 setInterval(drawJobs, 10000);
 
-// The connection: the browser makes it anew when it breaks, but not where it was refused
+// The connection: the browser reconnects when it breaks, but not where it was refused
 
 const AGAIN_MS = 5000;
 

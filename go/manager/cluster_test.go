@@ -173,7 +173,7 @@ func TestARankThatEndsFailsItsSiblingsAtOnce(t *testing.T) {
 					}
 				}
 				late := <-waiting(g, 2, waits)
-				assert.ErrorContains(t, late, "rank 1", "nobody waits for a rank that is gone")
+				assert.ErrorContains(t, late, "rank 1", "nobody waits for a rank that has failed")
 				assert.Less(t, time.Since(start), atOnce)
 			})
 		})
@@ -214,7 +214,7 @@ func TestARankComesBack(t *testing.T) {
 		waits := g.Vote(0, 1, true, time.Minute)
 		synctest.Wait()
 		g.Host(1).Cut()
-		// It may have died; or it is connected again before the end of its connection is seen, and is waited for.
+		// It may have failed; or it is connected again before the end of its connection is seen, and is waited for.
 		assert.Regexp(t, "rank 1 .*|the deadline passed while waiting for the votes of ranks 1 on step 1", (<-waits).Err)
 		time.Sleep(time.Second) // it is connected again at once, before it asks for anything, and the lighthouse hears of nothing
 		assert.Zero(t, c.Log.Count("a member failed"))

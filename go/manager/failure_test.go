@@ -41,10 +41,10 @@ func TestAFailureIsToldToAllAndNobodyWaitsForIt(t *testing.T) {
 		first := groups[0].Quorum(0, 1, time.Minute) // one rank asks already, the other is in a collective still
 		synctest.Wait()
 
-		died := time.Now()
+		failedAt := time.Now()
 		groups[2].Host(-1).Kill()
 		failure := heard(t, groups[0], 1)
-		assert.InDelta(t, grace, time.Since(died), float64(atOnce))
+		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
 		assert.Equal(t, before[0].QuorumID, failure.QuorumID)
 		assert.Equal(t, "c", failure.ReplicaID)
 		assert.Contains(t, failure.Reason, "its connection broke")
@@ -53,7 +53,7 @@ func TestAFailureIsToldToAllAndNobodyWaitsForIt(t *testing.T) {
 
 		after := append(answers{first, groups[0].Quorum(1, 1, time.Minute)}, groups[1].QuorumOfAll(1, time.Minute)...).results(t)
 		assert.Equal(t, []string{"a", "b"}, after[0].ReplicaIDs)
-		assert.Less(t, time.Since(died), grace+10*time.Millisecond, "nobody waited for more than the grace")
+		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond, "nobody waited for more than the grace")
 	})
 }
 
@@ -62,14 +62,14 @@ func TestAllButOneDieAtOnceAndTheLastOneGoesOn(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
 		round(t, 0, a, b, d)
-		died := time.Now()
+		failedAt := time.Now()
 		for _, failed := range []*fttest.Group{b, d} {
 			failed.Host(-1).Kill()
 			failed.Server.Shutdown()
 		}
 		heard(t, a, 0)
 		assert.Equal(t, []string{"a"}, round(t, 1, a)[0].ReplicaIDs)
-		assert.Less(t, time.Since(died), 2*grace)
+		assert.Less(t, time.Since(failedAt), 2*grace)
 	})
 }
 
@@ -123,14 +123,14 @@ func TestAQuorumThatGotLostOnTheWayIsSentAgain(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		before := round(t, 0, a, b)
-		lost := a.Quorum(0, 1, time.Minute)
+		unanswered := a.Quorum(0, 1, time.Minute)
 		synctest.Wait()
 		c.Net.Hold("a", "lighthouse")
 		b1 := <-b.Quorum(0, 1, time.Minute)
 		require.NoError(t, b1.Err)
 		synctest.Wait()
 		c.Net.Interrupt("a", "lighthouse", time.Millisecond)
-		a1 := <-lost
+		a1 := <-unanswered
 		require.NoError(t, a1.Err)
 		assert.Less(t, a1.Took, time.Second)
 		assert.Equal(t, b1.Value.QuorumID, a1.Value.QuorumID)
@@ -145,13 +145,13 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		round(t, 0, a, b)
-		died := time.Now()
+		failedAt := time.Now()
 		b.Host(1).Kill() // the manager server of b, in another process, lives on
 		assert.Contains(t, heard(t, a, 0).Reason, "rank 1 of replica group b has failed")
-		assert.InDelta(t, grace, time.Since(died), float64(atOnce))
+		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
 		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
-		assert.Less(t, time.Since(died), grace+10*time.Millisecond)
+		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond)
 		// It is started again, and the group asks as a whole.
 		b.Ranks[1] = b.Dial("b/1")
 		first := b.Quorum(1, 0, time.Minute)

@@ -44,7 +44,7 @@ func TestALighthouseThatStartsIsToldTheLastQuorum(t *testing.T) {
 		d.Server.Shutdown()
 		c.StartLighthouse(1)
 
-		// One asks and is not let go alone: the lighthouse knows of the other. d is gone, its host says so.
+		// One asks, and gets no quorum alone: the lighthouse knows of the other. d has ended, its host says so.
 		start := time.Now()
 		asked := a.Quorum(0, 6, time.Minute)
 		time.Sleep(2 * time.Second)

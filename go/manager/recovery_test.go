@@ -63,7 +63,7 @@ func TestTheLighthouseShowsHowFarAHealIsAndWhatItCost(t *testing.T) {
 	})
 }
 
-// A heal may end without a word: its source died, and nobody is left who is ahead.
+// A heal may end without a word: its source failed, and no other group is ahead.
 func TestAHealThatCameToNothingIsNotShownAnyMore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -270,7 +270,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	vote := fttest.Start(func() (bool, error) { return far.ShouldCommit(ctx, 1, 1, true) })
 	require.Eventually(t, func() bool { return len(server.Status().Vote.Waiting) == 1 }, time.Minute, time.Millisecond)
 	require.NoError(t, near.Close())
-	assert.Equal(t, codes.Aborted, status.Code((<-vote).Err), "a closed client is a rank that is gone")
+	assert.Equal(t, codes.Aborted, status.Code((<-vote).Err), "a closed client is a rank that has failed")
 	_, err = near.ShouldCommit(ctx, 0, 1, true)
 	assert.ErrorContains(t, err, "closed")
 

@@ -32,7 +32,7 @@ func (u *unanswered) Dial(ctx context.Context, address string) (net.Conn, error)
 	return u.Network.Dial(ctx, address)
 }
 
-// The host of the manager server is gone, and with it whoever would refuse a connection.
+// The host of the manager server has vanished: nothing refuses a connection.
 func TestACallThatCannotConnectEndsAtItsDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -171,7 +171,7 @@ func TestFailuresReachEveryRank(t *testing.T) {
 		g.Host(0).Cut()
 		synctest.Wait()
 		time.Sleep(time.Second)
-		back := answers{g.Quorum(0, 1, time.Minute)} // in a session anew
+		back := answers{g.Quorum(0, 1, time.Minute)} // in a new session
 		synctest.Wait()
 		append(back, g.Quorum(1, 1, time.Minute)).results(t)
 		source.failures <- failed

@@ -46,7 +46,7 @@ func (c *many) vote(rank int64) Event {
 
 func (c *many) withdraw(int64) Event { return Withdrawn{Waiter: c.waiter, Timeout: true} }
 
-func gone(rank int64) Event { return RankDisconnected{rank} }
+func disconnected(rank int64) Event { return RankDisconnected{rank} }
 
 // Events of all ranks at once cost a few looks at each rank, and not at each rank for each other one.
 func TestWhatAllRanksDoCostsAsMuchAsThereAreRanks(t *testing.T) {
@@ -64,7 +64,7 @@ func TestWhatAllRanksDoCostsAsMuchAsThereAreRanks(t *testing.T) {
 		},
 		"a quorum that all withdraw from": func(c *many) { c.each(1, c.ask(1)); c.waiter = 0; c.each(1, c.withdraw) },
 		"a vote that all withdraw from":   func(c *many) { c.each(1, c.vote); c.waiter = 0; c.each(1, c.withdraw) },
-		"all connections break":           func(c *many) { c.each(1, c.ask(1)); c.each(0, gone) },
+		"all connections break":           func(c *many) { c.each(1, c.ask(1)); c.each(0, disconnected) },
 		"all ask and one is absent":       func(c *many) { c.machine.Step(RankDisconnected{0}, epoch); c.each(1, c.ask(1)) },
 		"all vote and one is absent": func(c *many) {
 			c.machine.Step(RankDisconnected{0}, epoch)

@@ -106,7 +106,7 @@ func (m *model) step(e Event) outcome {
 			r.said, r.waits = true, e.Waits
 		}
 	case StillDisconnected:
-		if _, gone := m.absent[e.GroupRank]; gone && !m.closed {
+		if _, absent := m.absent[e.GroupRank]; absent && !m.closed {
 			m.out["incomplete"] = "told"
 		}
 	case RankBack:
@@ -213,7 +213,7 @@ func (m *model) hasVoted(rank int64) bool {
 
 func (m *model) firstAbsent(present func(rank int64) bool) int64 {
 	for r := range m.size {
-		if _, gone := m.absent[r]; gone && !present(r) {
+		if _, absent := m.absent[r]; absent && !present(r) {
 			return r
 		}
 	}
@@ -444,7 +444,7 @@ func (h *history) step(e Event) {
 	status := h.machine.Describe()
 	for _, a := range []Attendance{status.Quorum, status.Vote} {
 		for _, rank := range a.Missing {
-			require.NotContains(h.t, status.Absent, rank, "ranks wait for one that is gone")
+			require.NotContains(h.t, status.Absent, rank, "ranks wait for one that is absent")
 		}
 		require.True(h.t, len(a.Missing) > 0 || len(a.Waiting) == 0 || status.Asking, "all are there, and wait")
 	}

@@ -2299,7 +2299,7 @@ type MemberMessage_Progress struct {
 }
 
 type MemberMessage_Incomplete struct {
-	Incomplete string `protobuf:"bytes,62,opt,name=incomplete,proto3,oneof"` // why the group takes part in nothing until it asks again: a rank is gone
+	Incomplete string `protobuf:"bytes,62,opt,name=incomplete,proto3,oneof"` // why the group takes part in nothing until it asks again: a rank has failed
 }
 
 type MemberMessage_Leaving struct {

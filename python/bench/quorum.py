@@ -195,7 +195,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="rounds of each; default: %(default)s")
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument("--ours", help="directory that holds our torchft; default: the one this Python imports")
-    parser.add_argument("--standalone", action="store_true", help="our lighthouse is the Go command, built anew")
+    parser.add_argument("--standalone", action="store_true", help="our lighthouse is the Go command, built again")
     parser.add_argument("--go", default=os.environ.get("GO", "go"), help="the go command; default: %(default)s")
     parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="where scaling.md is")
     parser.add_argument("--no-write", action="store_true", help="print only")

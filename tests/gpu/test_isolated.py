@@ -53,7 +53,7 @@ def kill(group: Any) -> None:
     before = set(_children())
     worker = group._worker
     worker._server.kill(worker._number)
-    wait_until(worker.channel.lost)
+    wait_until(worker.channel.has_failed)
     wait_until(lambda: not before <= set(_children()) or not _children(), 30)
 
 

@@ -59,19 +59,19 @@ def lighthouse_of(job: Job) -> str:
 def test_an_upstream_group_that_comes_later_is_named_and_nothing_of_it_counts(tmp_path: Path, generation: str) -> None:
     """It divides what the loader has weighted already, so steps with it are lost until it goes."""
     with Job() as job:
-        theirs = upstream_one(job, generation)
+        upstream = upstream_one(job, generation)
         lighthouse = lighthouse_of(job)
         ours = with_loader(job, lighthouse, tmp_path)
         job.wait(lambda: ours.of("paused"), START_TIMEOUT_S, "the group with a loader is ready")
         ours.send(until=STEPS // 2)
         job.wait(lambda: len(ours.of("paused")) == 2, PHASE_TIMEOUT_S, "it has trained alone")
 
-        join(job, theirs, lighthouse)
-        theirs.send(do="train")
+        join(job, upstream, lighthouse)
+        upstream.send(do="train")
         ours.send(until=STEPS + 1)
         job.wait(lambda: re.search(NAMED[generation], ours.log_tail(1000)), PHASE_TIMEOUT_S, "it is named")
 
-        theirs.kill()
+        upstream.kill()
         job.wait_exit([ours], PHASE_TIMEOUT_S)
     ended = torch.load(tmp_path / "weights")
     for name, value in one_process(SAMPLES, reproducible=False).items():
@@ -86,11 +86,11 @@ def test_a_group_with_a_loader_that_comes_later_is_told_and_the_upstream_one_tra
     tmp_path: Path, generation: str
 ) -> None:
     with Job() as job:
-        theirs = upstream_one(job, generation)
+        upstream = upstream_one(job, generation)
         lighthouse = lighthouse_of(job)
-        join(job, theirs, lighthouse)
-        theirs.send(do="train")
-        job.wait(lambda: len(theirs.of("step")) > 3, PHASE_TIMEOUT_S, "the upstream group trains")
+        join(job, upstream, lighthouse)
+        upstream.send(do="train")
+        job.wait(lambda: len(upstream.of("step")) > 3, PHASE_TIMEOUT_S, "the upstream group trains")
 
         ours = with_loader(job, lighthouse, tmp_path)
         job.wait(lambda: ours.of("paused"), START_TIMEOUT_S, "the group with a loader is ready")
@@ -101,10 +101,10 @@ def test_a_group_with_a_loader_that_comes_later_is_told_and_the_upstream_one_tra
         error = f"LayoutDiffers: this group trains with an {NAMED[generation]}"
         assert re.search(error, ours.log_tail(1000)), ours.log_tail(1000)
 
-        seen = len(theirs.of("step"))
+        seen = len(upstream.of("step"))
 
         def goes_on() -> bool:
-            return sum(e["committed"] and e["participants"] == 1 for e in theirs.of("step")[seen:]) > 3
+            return sum(e["committed"] and e["participants"] == 1 for e in upstream.of("step")[seen:]) > 3
 
         job.wait(goes_on, PHASE_TIMEOUT_S, "the upstream group goes on alone")
     assert not (tmp_path / "weights").exists()

@@ -24,9 +24,9 @@ def start(job: Job, paths: tuple[Path, Path]) -> list[Child]:
 @pytest.mark.slow  # tests/integration/test_local_sgd.py has the papers' numbers
 @pytest.mark.timeout(400)
 def test_every_number_is_that_of_the_upstream_package() -> None:
-    ours, theirs = ours_path(), upstream_path("nightly")
+    ours, upstream = ours_path(), upstream_path("nightly")
     with Job() as job:
-        jobs = {pair: start(job, pair) for pair in ((ours, ours), (theirs, theirs), (ours, theirs))}
+        jobs = {pair: start(job, pair) for pair in ((ours, ours), (upstream, upstream), (ours, upstream))}
         everybody = [child for children in jobs.values() for child in children]
         job.wait(lambda: all(child.of("imported") for child in everybody), START_TIMEOUT_S, "all have imported torchft")
         for pair, children in jobs.items():
@@ -41,7 +41,7 @@ def test_every_number_is_that_of_the_upstream_package() -> None:
         )
         assert not any(child.returncode for child in everybody), job.report()
         for i, name in enumerate(names):
-            expected = [child.of("case")[i]["trajectory"] for child in jobs[theirs, theirs]]
+            expected = [child.of("case")[i]["trajectory"] for child in jobs[upstream, upstream]]
             assert len(expected[0]) >= 24 and expected[0] != expected[1]  # in between each group is alone
             for pair, children in jobs.items():
                 found = [child.of("case")[i]["trajectory"] for child in children]

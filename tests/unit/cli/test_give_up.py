@@ -34,7 +34,7 @@ def idle(**status: Any) -> Other:
     ("others", "accepts", "against"),
     [
         ([idle()], [], []),
-        ([Other("http://second:1")], [], []),  # it was started anew, and does not know the job
+        ([Other("http://second:1")], [], []),  # it was restarted, and does not know the job
         ([idle()], ["http://c:2"], []),  # c waits, and is not missing
         ([idle()], ["http://a:2"], ["a:1 has not ended: its manager accepts connections at http://a:2"]),
         (

@@ -130,7 +130,7 @@ class Channel:
                     f"{self._name}: timed out: the worker does not take any more operations"
                 )
             except OSError:
-                error = self._why_it_died()
+                error = self._why_it_failed()
             self.close(error)
         raise self._error()
 
@@ -215,7 +215,7 @@ class Channel:
         try:
             answers = self.wire.read(timeout)
         except EOFError:
-            self.close(self._worker_died())
+            self.close(self._worker_failed())
             return False
         if isinstance(answers, int):
             self._done(answers, b"")
@@ -296,7 +296,7 @@ class Channel:
         def ended() -> bool:
             if self.devices.reached(op):
                 return True
-            if self.lost():
+            if self.has_failed():
                 raise self._error()
             return False
 
@@ -364,17 +364,17 @@ class Channel:
 
     # The end
 
-    def _worker_died(self) -> Exception:
+    def _worker_failed(self) -> Exception:
         return WorkerFailed(f"{self._name}: the worker process died")
 
-    def _why_it_died(self) -> Exception:
+    def _why_it_failed(self) -> Exception:
         """The error for a request that could not be sent. Reads the worker's last message first: it may explain it."""
         deadline = time.monotonic() + _LAST_WORDS_SEC
         while self._broken is None and time.monotonic() < deadline:
             self._read_what_is_there()
             # Another thread reads, or the kernel has not closed the worker's descriptors yet.
             time.sleep(0.001)
-        return self._worker_died()
+        return self._worker_failed()
 
     def _error(self) -> Exception:
         assert self._broken is not None
@@ -385,7 +385,7 @@ class Channel:
         """Why the worker cannot be used any more; None if it can."""
         return self._broken
 
-    def lost(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the worker cannot be used any more. Reads its answers first, which shows its end."""
         self._read_what_is_there()
         return self._broken is not None

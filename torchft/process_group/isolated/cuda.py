@@ -72,11 +72,11 @@ class _Export:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.id = next(_ids)
-        self.storage = weakref.ref(storage, self._died)
+        self.storage = weakref.ref(storage, self._storage_freed)
         self.key = id(storage)
         self.device = storage.device
         self.holders: set[TrainerEnd] = set()
-        self.dead = False
+        self.freed = False
         (_, handle, size, offset, counter, counter_offset, _, _) = storage._share_cuda_()
         # Empty for a storage without memory.
         self.handle: bytes = handle or b""
@@ -84,9 +84,9 @@ class _Export:
         self.offset: int = offset
         self._counter: Optional[tuple[bytes, int]] = None if counter is None else (counter, counter_offset)
 
-    def _died(self, _: object) -> None:
+    def _storage_freed(self, _: object) -> None:
         # The garbage collector may call this on a thread that holds the lock, so it must not wait.
-        _dead.append(self)
+        _freed.append(self)
         _settle()
 
     def let_go(self) -> None:
@@ -147,26 +147,26 @@ _returns = _Returns()
 _ids = itertools.count(1)
 _lock = threading.Lock()
 _exports: dict[int, _Export] = {}
-_dead: deque[_Export] = deque()
+_freed: deque[_Export] = deque()
 
 
 def _settle() -> None:
     """Handles freed storages. If another thread is handling them, that thread handles the new ones, too."""
-    while _dead and _lock.acquire(blocking=False):
+    while _freed and _lock.acquire(blocking=False):
         try:
-            _bury()
+            _collect_freed()
         finally:
             _lock.release()
 
 
-def _bury() -> None:
-    while _dead:
-        export = _dead.popleft()
-        export.dead = True
+def _collect_freed() -> None:
+    while _freed:
+        export = _freed.popleft()
+        export.freed = True
         if _exports.get(export.key) is export:
             del _exports[export.key]
         for holder in export.holders:
-            holder._doomed.append(export)
+            holder._freed_exports.append(export)
         if not export.holders:
             export.give_back()
 
@@ -174,7 +174,7 @@ def _bury() -> None:
 def _hold(storage: torch.UntypedStorage, holder: TrainerEnd) -> _Export:
     _returns.start()
     with _lock:
-        _bury()
+        _collect_freed()
         export = _exports.get(id(storage))
         # An id() may be reused, also that of a freed storage which is still in the table.
         if export is None or export.storage() is not storage:
@@ -188,7 +188,7 @@ def _leave(exports: list[_Export], holder: TrainerEnd) -> None:
     with _lock:
         for export in exports:
             export.holders.discard(holder)
-            if export.dead and not export.holders:
+            if export.freed and not export.holders:
                 export.give_back()
     _settle()
 
@@ -197,10 +197,10 @@ def _forget_all() -> None:
     global _lock, _returns
     _lock = threading.Lock()
     _returns = _Returns()
-    for export in (*_exports.values(), *_dead):
+    for export in (*_exports.values(), *_freed):
         export.forget()
     _exports.clear()
-    _dead.clear()
+    _freed.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)
@@ -299,7 +299,7 @@ class TrainerEnd:
         self._device: Optional[torch.device] = None
         self._registrations: set[_Registration] = set()
         self._held: dict[int, _Export] = {}
-        self._doomed: deque[_Export] = deque()
+        self._freed_exports: deque[_Export] = deque()
         # Storages that the worker was told to drop, by the number of the note.
         self._told: OrderedDict[int, list[_Export]] = OrderedDict()
         self._notes = 0
@@ -331,12 +331,12 @@ class TrainerEnd:
 
     def _drop(self) -> None:
         """Tells the worker about memory that the user has freed."""
-        doomed: list[_Export] = []
-        while self._doomed:
-            doomed.append(self._doomed.popleft())
-        if doomed:
-            self._told[self._notes + 1] = doomed
-            self._say(_DROP + b"".join(_ID.pack(export.id) for export in doomed))
+        freed: list[_Export] = []
+        while self._freed_exports:
+            freed.append(self._freed_exports.popleft())
+        if freed:
+            self._told[self._notes + 1] = freed
+            self._say(_DROP + b"".join(_ID.pack(export.id) for export in freed))
 
     def _say(self, note: bytes) -> None:
         self._notes += 1
@@ -398,7 +398,7 @@ class TrainerEnd:
             held = list(self._held.values())
             self._held.clear()
             self._told.clear()
-            self._doomed.clear()
+            self._freed_exports.clear()
         self._registrations.clear()
         _leave(held, self)
         self._marks.clear()

@@ -206,7 +206,7 @@ class ProcessGroupBaby(ProcessGroup):
     def num_active_work(self) -> int:
         """Operations that have not ended."""
         worker = self._worker
-        return 0 if worker is None or worker.channel.lost() else len(worker.channel)
+        return 0 if worker is None or worker.channel.has_failed() else len(worker.channel)
 
     def set_timeout(self, timeout: timedelta) -> None:
         if not isinstance(timeout, timedelta):
@@ -225,7 +225,7 @@ class ProcessGroupBaby(ProcessGroup):
         if worker is None:
             return self._aborted
         channel = worker.channel
-        if not channel.lost() and not channel.drain(self._timeout.total_seconds()):
+        if not channel.has_failed() and not channel.drain(self._timeout.total_seconds()):
             return RuntimeError(f"{self._name}: timed out: the device is not done within {self._timeout}")
         if self._aborted is None and channel.broken is None:
             try:

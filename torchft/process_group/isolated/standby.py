@@ -338,7 +338,7 @@ class Workers:
         """The worker that `take` will return; it is started if there is none."""
         self.prepare()
         with self._lock:
-            if self._next is None or self._next.channel.lost():
+            if self._next is None or self._next.channel.has_failed():
                 self._next = self._make()
             return self._next
 
@@ -347,7 +347,7 @@ class Workers:
         self.prepare()
         with self._lock:
             worker, self._next = self._next, None
-            if worker is None or worker.channel.lost():
+            if worker is None or worker.channel.has_failed():
                 worker = self._make()
             self._given = worker
         return worker

@@ -127,7 +127,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(cuda, "_returns", at_once)
     yield fake
     gc.collect()
-    assert not cuda._dead
+    assert not cuda._freed
     cuda._exports.clear()
 
 
@@ -309,7 +309,7 @@ def test_a_storage_may_die_while_the_books_are_open(fake: Cuda) -> None:
     trainer.close()
     with cuda._lock:
         del tensor
-        assert len(cuda._dead) == 1
+        assert len(cuda._freed) == 1
     cuda._settle()
     assert fake.released == [(b"counters", 0)]
 

@@ -153,7 +153,7 @@ def test_a_standby_whose_death_nobody_has_noticed_is_replaced(store: TCPStore, m
     """It dies with its server, a moment before or after somebody looks."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
-    monkeypatch.setattr(channel_module.Channel, "lost", lambda channel: channel.broken is not None)
+    monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)
     os.kill(ready, signal.SIGKILL)
     wait_until(lambda: ready not in workers(), "it is gone")
     group.configure(meeting(store), "replica", 0, 1)
@@ -329,7 +329,7 @@ def test_a_worker_that_cannot_be_forked_says_why(monkeypatch: pytest.MonkeyPatch
     with open(end, "rb", buffering=0) as reading:
         forking._spawn({"spawn": 1}, requests.detach(), answers, ended)
         assert reading.read() == b"" and not forking._workers
-    assert channel.lost()
+    assert channel.has_failed()
     assert "the worker could not be forked: [Errno 12] Cannot allocate memory" in str(channel.broken)
 
 
@@ -345,7 +345,7 @@ def test_a_class_that_the_worker_cannot_find(store: TCPStore) -> None:
 
 def test_the_last_words_of_a_worker_are_read_first(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that cannot be sent any more shows the end of the worker sooner than its answers do."""
-    monkeypatch.setattr(channel_module.Channel, "lost", lambda channel: channel.broken is not None)
+    monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)
 
     class Local(ProcessGroupBabyGloo):
         pass

@@ -1,15 +1,15 @@
 /* Memory of Python's that Go reads or writes while Python goes on. Nothing is touched here: addresses and lengths cross,
- * and whoever lends keeps the objects behind them alive until Go says that it is done with them. (A buffer object would
+ * and the caller keeps the objects behind them alive until Go says that it is done with them. (A buffer object would
  * do that by itself, but it is not part of the limited API of 3.10.) */
 #include "torchft.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-extern int64_t tft_lend(int64_t *pairs, int64_t count, char **error); /* go/native/memory.go */
+extern int64_t tft_register_memory(int64_t *pairs, int64_t count, char **error); /* go/native/memory.go */
 
-/* lend(pairs): pairs are the int64 addresses and lengths of regions, in this machine's byte order; returns a handle. */
-PyObject *tft_lend_memory(PyObject *module, PyObject *args) {
+/* register_memory(pairs): pairs are the int64 addresses and lengths of regions, in this machine's byte order; returns a handle. */
+PyObject *tft_register_memory_args(PyObject *module, PyObject *args) {
   if (tft_forked())
     return tft_raise_forked();
   const char *bytes = NULL;
@@ -17,7 +17,7 @@ PyObject *tft_lend_memory(PyObject *module, PyObject *args) {
   if (!PyArg_ParseTuple(args, "y#", &bytes, &length))
     return NULL;
   if (length % (Py_ssize_t)(2 * sizeof(int64_t)) != 0) {
-    PyErr_SetString(PyExc_ValueError, "lend(pairs): pairs of an int64 address and an int64 length");
+    PyErr_SetString(PyExc_ValueError, "register_memory(pairs): pairs of an int64 address and an int64 length");
     return NULL;
   }
   int64_t *pairs = malloc(length > 0 ? (size_t)length : 1); /* bytes need not be aligned */
@@ -25,7 +25,7 @@ PyObject *tft_lend_memory(PyObject *module, PyObject *args) {
     return PyErr_NoMemory();
   memcpy(pairs, bytes, (size_t)length);
   char *error = NULL;
-  int64_t handle = tft_lend(pairs, (int64_t)(length / sizeof(int64_t)), &error);
+  int64_t handle = tft_register_memory(pairs, (int64_t)(length / sizeof(int64_t)), &error);
   free(pairs);
   if (error != NULL) {
     tft_raise(error);

@@ -26,6 +26,6 @@ PyObject *tft_post(PyObject *module, PyObject *args);
 PyObject *tft_collect(PyObject *module, PyObject *args);
 
 /* memory.c */
-PyObject *tft_lend_memory(PyObject *module, PyObject *args);
+PyObject *tft_register_memory_args(PyObject *module, PyObject *args);
 
 #endif

@@ -12,17 +12,17 @@ import (
 	"time"
 )
 
-// Settings of a Fetch. The zero value of each chooses.
+// Settings of a Fetch. Zero values stand for defaults.
 type Settings struct {
 	BlockSize  int64
 	Streams    int           // to each source
-	Unchecked  bool          // leave the checksums out
-	StallAfter time.Duration // a stream that brings nothing for so long is given up
-	Window     int64         // blocks of a window; needed if some of the memory is on a device
+	Unchecked  bool          // transfer without checksums
+	StallAfter time.Duration // a stream that receives nothing for so long is closed
+	Window     int64         // blocks in a window; required if some of the memory is on a device
 }
 
-// Fetch fills memory from one or more sources. It outlives them: what has arrived stays, and a source that is added later
-// brings what is missing.
+// Fetch fills memory from one or more sources. If all of them fail, received blocks are kept, and a source that is added later
+// delivers the missing ones.
 type Fetch struct {
 	settings Settings
 	layout   Layout
@@ -40,13 +40,13 @@ type Fetch struct {
 	asksSums chan struct{} // has room for the stream that asks for the assigned source's checksums
 
 	mu       sync.Mutex
-	sums     []uint32      // the assigned source's, where others help
+	sums     []uint32      // of the blocks, as the assigned source announces them; nil until an additional source needs them
 	changed  chan struct{} // closed and replaced when a source ends
 	running  int
 	assigned *source
 	digest   string
-	failure  error // final: no source can help
-	lost     []error
+	failure  error   // final: another source would not help
+	failed   []error // one for each source that ended before it had finished
 }
 
 // NewFetch prepares a transfer into memory; nothing is fetched before a source is added.
@@ -61,7 +61,7 @@ func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
 	if settings.StallAfter <= 0 {
 		settings.StallAfter = 10 * time.Second
 	}
-	f := &Fetch{settings: settings, layout: layout, memory: memory, retries: patient, asksSums: make(chan struct{}, 1), changed: make(chan struct{})}
+	f := &Fetch{settings: settings, layout: layout, memory: memory, retries: defaultRetries, asksSums: make(chan struct{}, 1), changed: make(chan struct{})}
 	if f.windows, err = newWindows(&f.layout, memory.away, settings.Window); err != nil {
 		return nil, err
 	}
@@ -71,7 +71,7 @@ func NewFetch(memory *Memory, settings Settings) (*Fetch, error) {
 	return f, nil
 }
 
-// Add lets a source help.
+// Add starts to fetch from a source.
 func (f *Fetch) Add(address, secret string, role Role) error {
 	raw, err := hex.DecodeString(secret)
 	if err != nil || len(raw) != secretSize {
@@ -96,8 +96,8 @@ func (f *Fetch) Add(address, secret string, role Role) error {
 	return nil
 }
 
-// Stage lends host memory for the next window, and ends the window that it was lent for before: Python has copied that to
-// the device. The result is the number of the window, -1 if there is none left.
+// Stage provides host memory for the next window. If the same memory was that of an earlier window, that window ends: the caller has
+// copied it to the device. The result is the number of the window, -1 if none is left.
 func (f *Fetch) Stage(address, length int64) (window int64, err error) {
 	memory, err := region(address, length)
 	if err != nil {
@@ -111,16 +111,16 @@ func (f *Fetch) Stage(address, length int64) (window int64, err error) {
 	return int64(opened), err
 }
 
-// Status is how far a transfer is.
+// Status is the progress of a transfer.
 type Status struct {
 	Done     bool     `json:"done"`
-	Running  bool     `json:"running"` // a source is at work
+	Running  bool     `json:"running"` // a source is being read
 	Received int64    `json:"received"`
 	Total    int64    `json:"total"`
 	Digest   string   `json:"digest"`
-	Failure  string   `json:"failure"` // no source can help
-	Lost     []string `json:"lost"`    // why sources ended that did not finish
-	Full     []int    `json:"full"`    // windows that wait to be copied to a device
+	Failure  string   `json:"failure"` // final: another source would not help
+	Failed   []string `json:"failed"`  // the errors of sources that ended before they had finished
+	Full     []int    `json:"full"`    // windows to be copied to a device
 }
 
 // Wait returns when the transfer is done, has failed, or no source is left; when a window is full; or when ctx ends.
@@ -146,21 +146,21 @@ func (f *Fetch) Status() Status {
 	defer f.mu.Unlock()
 	s := Status{
 		Done: f.digest != "", Running: f.running > 0, Received: f.received.Load(), Total: f.layout.Total, Digest: f.digest,
-		Lost: []string{},
+		Failed: []string{},
 	}
 	if f.failure != nil {
 		s.Failure = f.failure.Error()
 	}
-	for _, err := range f.lost {
-		s.Lost = append(s.Lost, err.Error())
+	for _, err := range f.failed {
+		s.Failed = append(s.Failed, err.Error())
 	}
-	s.Full = f.windows.full() // looked at last: where all is done, all that is full is here
+	s.Full = f.windows.full() // After Done was read: if that is true, all windows that were ever filled are in here.
 	return s
 }
 
-// Close ends the transfer. When it returns, nobody writes to the memory any more.
+// Close ends the transfer. After it has returned nothing writes to the memory.
 func (f *Fetch) Close() {
-	f.mu.Lock() // no source is added from here on
+	f.mu.Lock() // Add checks ctx under it: no source is added after cancel
 	f.cancel()
 	f.mu.Unlock()
 	f.queue.close()
@@ -184,7 +184,7 @@ func (f *Fetch) finish(theirs string) {
 	f.tell()
 }
 
-// arrived notes a block that is in its place, and was checked.
+// arrived notes a block that is complete in memory and has been checked.
 func (f *Fetch) arrived(block int, crc uint32) {
 	full := f.windows.arrived(block)
 	f.queue.arrived(block, crc)
@@ -213,13 +213,13 @@ func (f *Fetch) fail(err error) {
 	f.queue.close()
 }
 
-// tell wakes whoever waits; f.mu is held.
+// tell wakes the calls of Wait. The caller holds mu.
 func (f *Fetch) tell() {
 	close(f.changed)
 	f.changed = make(chan struct{})
 }
 
-// ended notes that a source has no stream left.
+// ended notes that all streams of a source have ended.
 func (f *Fetch) ended(s *source, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -228,7 +228,7 @@ func (f *Fetch) ended(s *source, err error) {
 		f.queue.orphan(true)
 	}
 	if err != nil {
-		f.lost = append(f.lost, err)
+		f.failed = append(f.failed, err)
 	}
 	f.tell()
 }
@@ -240,9 +240,9 @@ func (f *Fetch) knownSums() ([]uint32, *source) {
 	return f.sums, f.assigned
 }
 
-// assignedSums are the checksums that the assigned source announces. Nobody needs them while it is the only one. One stream
-// asks for them; those of additional sources, which can do nothing without them, wait for that one. No lock is held
-// meanwhile: the assigned source goes on, and may bring everything before it has answered this.
+// assignedSums returns the checksums that the assigned source announces. They are needed for additional sources only: one of their
+// streams asks for them, the others wait for that one. No lock is held meanwhile, so the streams of the assigned source go on, and may
+// complete the state before it has answered.
 func (f *Fetch) assignedSums() ([]uint32, error) {
 	select {
 	case f.asksSums <- struct{}{}:
@@ -287,7 +287,7 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 	return sums, nil
 }
 
-// theirDigest is the assigned source's, from its checksums if they are known.
+// theirDigest is the digest of the assigned source's state, computed from its checksums if they are known.
 func (s *source) theirDigest() (string, error) {
 	f := s.fetch
 	if f.settings.Unchecked {
@@ -311,7 +311,7 @@ func (s *source) theirDigest() (string, error) {
 	return string(theirs), err
 }
 
-// source is one of the groups that serve.
+// source is a group that the state is fetched from.
 type source struct {
 	fetch   *Fetch
 	address string
@@ -344,7 +344,7 @@ func (s *source) run() {
 	f.ended(s, err)
 }
 
-// conclude looks at how the streams of a source ended, and asks it for its digest if they got all there is.
+// conclude returns why a source ended early. If the state is complete, it compares the digests and finishes the transfer.
 func (s *source) conclude(errs []error) (err error) {
 	defer recovered(&err)
 	if err := s.reason(errs); err != nil {
@@ -368,7 +368,7 @@ func recovered(err *error) {
 // reason is why a source ended without finishing: what it said itself, else the first of its streams' errors.
 func (s *source) reason(errs []error) error {
 	if s.fetch.queue.complete() {
-		return nil // others brought what this one did not
+		return nil // other sources delivered what was missing
 	}
 	if over := s.isOver(); over != nil {
 		return over
@@ -387,7 +387,7 @@ func (s *source) isOver() error {
 	return s.over
 }
 
-// end says why no stream asks this source again; the first reason counts.
+// end notes why the source is not asked again; the first reason counts.
 func (s *source) end(err error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -397,7 +397,7 @@ func (s *source) end(err error) error {
 	return s.over
 }
 
-// gaveWrong counts a block that is not the assigned source's, and is an error when that was too often.
+// gaveWrong counts a block that differs from that of the assigned source. It returns an error after maxGarbled of them.
 func (s *source) gaveWrong(block int) error {
 	s.mu.Lock()
 	s.wrong++
@@ -411,7 +411,7 @@ func (s *source) gaveWrong(block int) error {
 
 const sumsAtOnce = 1024
 
-// again calls work, which reports whether it got anything, until it succeeds or has failed too often in a row.
+// again calls work until it succeeds, or has failed too often in a row without progress.
 func (s *source) again(work func() (progress bool, err error)) error {
 	failed := 0
 	for {
@@ -432,7 +432,7 @@ func (s *source) again(work func() (progress bool, err error)) error {
 	}
 }
 
-// stream fetches blocks until there are none, over one connection after the other.
+// stream fetches blocks until none is left. It reconnects when the connection breaks.
 func (s *source) stream() error {
 	st := &stream{source: s}
 	defer st.close()

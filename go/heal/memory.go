@@ -14,8 +14,8 @@ type Memory struct {
 // onDevice stands for the address of a region on a device, which is copied through host memory.
 const onDevice = -1
 
-// Lend makes a Memory of pairs of address and length. It does not access the memory.
-func Lend(pairs []int64) (*Memory, error) {
+// NewMemory makes a Memory of pairs of address and length. It does not access the memory.
+func NewMemory(pairs []int64) (*Memory, error) {
 	m := &Memory{regions: make([][]byte, len(pairs)/2), away: map[int]int64{}}
 	for i := range m.regions {
 		if pairs[2*i] == onDevice && pairs[2*i+1] > 0 {

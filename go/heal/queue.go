@@ -12,11 +12,11 @@ type queue struct {
 	mu      sync.Mutex
 	changed sync.Cond
 
-	todo     []int // any source may give them; blocks that are held back are in neither list
-	assigned []int // only the assigned source has them
+	todo     []int // blocks for any source; those that are held back are in neither list
+	assigned []int // blocks for the assigned source only
 	left     int   // blocks that have not arrived
-	out      int   // blocks that are on their way
-	orphaned bool  // the assigned source is gone
+	out      int   // blocks that a stream is fetching
+	orphaned bool  // the assigned source has failed
 	closed   bool
 	garbled  map[int]int
 	waiting  [roles]int // streams with nothing to do
@@ -44,20 +44,20 @@ func (q *queue) add(blocks []int) {
 	q.changed.Broadcast()
 }
 
-// stuck says that what is left can only come from the assigned source, which is gone.
+// stuck reports whether only the assigned source could deliver the remaining blocks, and it has failed.
 func (q *queue) stuck() bool {
 	return q.orphaned && q.out == 0 && len(q.todo) == 0 && len(q.assigned) > 0
 }
 
-// orphan says whether the assigned source is gone.
-func (q *queue) orphan(gone bool) {
+// orphan notes that the assigned source has failed, or that there is one again.
+func (q *queue) orphan(failed bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.orphaned = gone
+	q.orphaned = failed
 	q.changed.Broadcast()
 }
 
-// take gives a block to fetch. wait: while there is none and others are still on their way, which may come back.
+// take returns a block to fetch. With wait it waits for one while other streams fetch blocks, since these may come back.
 func (q *queue) take(role Role, wait bool) (block int, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -78,7 +78,7 @@ func (q *queue) take(role Role, wait bool) (block int, ok bool) {
 	}
 }
 
-// idle says whether streams of sources of the other role wait for a block.
+// idle reports whether streams of sources of the other role wait for a block.
 func (q *queue) idle(role Role) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -116,7 +116,7 @@ func (q *queue) arrived(block int, crc uint32) {
 	}
 }
 
-// wrong counts a garbled block, and says when that was too often.
+// wrong counts a garbled block, and returns an error after mostGarbled of the same one.
 func (q *queue) wrong(block int) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -5,15 +5,16 @@ import (
 	"time"
 )
 
-// retries says when a source is asked again: the one policy of the streams of a transfer. Its zero value does not.
+// retries is the retry policy of all streams of a transfer. The zero value does not retry.
 type retries struct {
-	most  int           // attempts in a row that bring nothing, before the source is given up
-	pause time.Duration // before the second of them; each later one waits twice as long
+	most  int           // failed attempts in a row without a block, after which the source counts as failed
+	pause time.Duration // before the second attempt; it doubles with each later one
 }
 
-var patient = retries{most: 6, pause: 20 * time.Millisecond}
+// defaultRetries bridge an interruption of about a second.
+var defaultRetries = retries{most: 6, pause: 20 * time.Millisecond}
 
-// inARow counts attempts that brought nothing, this one too.
+// inARow is the number of failed attempts since the last progress, with this one.
 func inARow(before int, progress bool) int {
 	if progress {
 		return 1
@@ -21,7 +22,7 @@ func inARow(before int, progress bool) int {
 	return before + 1
 }
 
-// after says what follows so many failed attempts in a row.
+// after returns whether to retry after so many failed attempts in a row, and the pause before.
 func (r retries) after(failed int) (pause time.Duration, again bool) {
 	if failed >= r.most {
 		return 0, false
@@ -29,17 +30,17 @@ func (r retries) after(failed int) (pause time.Duration, again bool) {
 	return r.pause << (failed - 1), true
 }
 
-// mostGarbled bounds how often one block may arrive garbled, and how many wrong blocks an additional source may give: then it is no
-// accident of the wire.
+// mostGarbled bounds how often one block may arrive garbled, and how many wrong blocks an additional source may deliver. More are no
+// transmission errors.
 const mostGarbled = 8
 
-// Why a source is not asked again in a transfer, whatever its connections do.
+// The reasons for which a source is not asked again in a transfer.
 type (
-	// withdrawnError is what it said itself: it has the state no longer.
+	// withdrawnError: its offer has ended, for this reason.
 	withdrawnError struct{ reason string }
-	// slowError is that others wait for its block.
+	// slowError: other sources' streams wait for its block.
 	slowError struct{}
-	// wrongError is that it gave blocks that are not the assigned source's.
+	// wrongError: its blocks differ from those of the assigned source.
 	wrongError struct{ count, last int }
 )
 

@@ -16,15 +16,15 @@ func TestWhenASourceIsAskedAgain(t *testing.T) {
 		givenUp  bool
 	}{
 		"nothing comes": {
-			patient, []bool{false, false, false, false, false, false},
+			defaultRetries, []bool{false, false, false, false, false, false},
 			[]time.Duration{first, 2 * first, 4 * first, 8 * first, 16 * first}, true,
 		},
 		"something came": {
-			patient, []bool{false, false, true, false, true},
+			defaultRetries, []bool{false, false, true, false, true},
 			[]time.Duration{first, 2 * first, first, 2 * first, first}, false,
 		},
 		"it breaks again and again, and gets on": {
-			patient, []bool{true, true, true, true, true, true, true, true},
+			defaultRetries, []bool{true, true, true, true, true, true, true, true},
 			[]time.Duration{first, first, first, first, first, first, first, first}, false,
 		},
 		"once":  {retries{most: 1}, []bool{true}, nil, true},

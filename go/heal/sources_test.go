@@ -128,7 +128,7 @@ func TestATransferGoesOnWithANewGrant(t *testing.T) {
 	grant.Close()
 	status := wait(t, f)
 	require.False(t, status.Done)
-	require.Contains(t, status.Lost[0], errEnded.Error())
+	require.Contains(t, status.Failed[0], errEnded.Error())
 	before := status.Received
 	require.GreaterOrEqual(t, before, int64(1<<19))
 	again := s.Grant(o)
@@ -177,7 +177,7 @@ func TestWhatOnlyALostSourceHasEndsTheOthers(t *testing.T) {
 	grants[0].Close()
 	status := wait(t, f)
 	require.False(t, status.Done || status.Running, status)
-	require.Contains(t, status.Lost[0]+status.Lost[1], errEnded.Error())
+	require.Contains(t, status.Failed[0]+status.Failed[1], errEnded.Error())
 	require.GreaterOrEqual(t, status.Received, int64(3<<20)) // the other one gave all that it has alike
 	require.NoError(t, f.Add(address(a), a.Grant(o).Secret(), Assigned))
 	require.True(t, wait(t, f).Done)
@@ -194,7 +194,7 @@ func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 	require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), Assigned))
 	status := wait(t, f)
 	require.False(t, status.Done)
-	require.Contains(t, status.Lost[0], errRevoked.Error())
+	require.Contains(t, status.Failed[0], errRevoked.Error())
 	o.mu.Lock()
 	o.copies[1] = partial{copied.regions[1], 1 << 20}
 	o.mu.Unlock()

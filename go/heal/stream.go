@@ -12,9 +12,9 @@ import (
 
 const (
 	dialTimeout = 5 * time.Second
-	// Requests that are under way on a stream, so that the source never waits for the next one.
+	// ahead is how many requests are pending on a stream, so that the source always has the next one.
 	ahead = 2
-	// A block that takes longer is fetched from elsewhere, if there is somebody who could.
+	// slowAfter is how long a block may take while streams of other sources are idle; after it, one of these fetches the block.
 	slowAfter = 2 * time.Second
 	lookEvery = 500 * time.Millisecond
 )
@@ -23,10 +23,10 @@ const (
 type stream struct {
 	source  *source
 	conn    net.Conn
-	unhook  func() bool // from the end of the transfer, which closes the connection
-	arrived int
+	unhook  func() bool // stops the hook that closes the connection when the transfer ends
+	arrived int         // blocks
 
-	pending []int
+	pending []int // blocks that were asked for, in the order of the requests
 	scratch []byte
 	spans   []Span
 }
@@ -68,18 +68,18 @@ func (st *stream) write(b []byte) error {
 	return err
 }
 
-// read fills b. It has a deadline: a source that brings nothing for too long is given up.
+// read fills b, or fails after StallAfter.
 func (st *stream) read(b []byte) error {
 	_ = st.conn.SetReadDeadline(time.Now().Add(st.source.fetch.settings.StallAfter))
 	_, err := readFull(st.conn, b)
 	return err
 }
 
-// fill is read for a part of a block that began to arrive some time ago: meanwhile it looks whether another source had
-// better bring it.
+// fill is read for a part of a block whose transfer began some time ago. It fails also if the block has taken longer than slowAfter
+// and another source's stream is idle, which then fetches the block.
 func (st *stream) fill(b []byte, began time.Time) error {
 	f := st.source.fetch
-	last := time.Now() // when something came
+	last := time.Now() // when the last bytes arrived
 	for before := len(b); len(b) > 0; {
 		_ = st.conn.SetReadDeadline(time.Now().Add(lookEvery))
 		n, err := readFull(st.conn, b)
@@ -112,7 +112,7 @@ func (st *stream) fetch() error {
 	}
 	for {
 		for len(st.pending) < ahead {
-			// with nothing under way there is the time to wait for what others do not get
+			// With nothing pending, wait: a block may come back to the queue from a stream that fails.
 			block, ok := f.queue.take(s.role, len(st.pending) == 0)
 			if !ok {
 				break
@@ -145,8 +145,8 @@ func (st *stream) request(block int, sums []uint32) request {
 	return r
 }
 
-// receive reads the answer to the oldest request. sums are those that a block of a source must have which is not the assigned
-// one: what it says itself of a block proves only that the block arrived as it was sent.
+// receive reads the answer to the oldest request. A block of an additional source must have the checksum in sums, which the assigned
+// source has announced: the checksum behind the block proves only that it arrived as it was sent.
 func (st *stream) receive(block int, sums []uint32) error {
 	f := st.source.fetch
 	r, err := st.header(block)
@@ -176,14 +176,14 @@ func (st *stream) receive(block int, sums []uint32) error {
 		switch {
 		case err != nil:
 			return err
-		case bad: // it comes from the assigned source then
+		case bad: // the queue gives it to the assigned source
 			return st.source.gaveWrong(block)
 		case theirs != crc:
 			if err := f.queue.wrong(block); err != nil {
 				f.fail(fmt.Errorf("%s: %w", st.source.address, err))
 				return err
 			}
-			return nil // the stream itself is in order
+			return nil // the block is fetched again; the stream itself is intact
 		}
 	}
 	st.arrived++
@@ -191,7 +191,7 @@ func (st *stream) receive(block int, sums []uint32) error {
 	return nil
 }
 
-// header reads what comes before a body, and an answer that has none.
+// header reads the header of a response, and the reason behind a withdrawal.
 func (st *stream) header(block int) (response, error) {
 	b := st.scratch[:responseSize]
 	if err := st.read(b); err != nil {
@@ -214,7 +214,7 @@ func (st *stream) header(block int) (response, error) {
 	return r, nil
 }
 
-// body reads a block to its place. What of it came before an error does not count as received.
+// body reads a block into memory. If it fails, its bytes are not counted as received.
 func (st *stream) body(block int) (crc uint32, err error) {
 	f, received := st.source.fetch, int64(0)
 	defer func() {
@@ -225,7 +225,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	checked, began := !f.settings.Unchecked, time.Now()
 	st.spans = f.layout.Spans(block, st.spans[:0])
 	for _, span := range st.spans {
-		if memory := f.memory.regions[span.Region]; memory != nil { // a stage is used again and again
+		if memory := f.memory.regions[span.Region]; memory != nil { // not for staging memory: it is reused, so its pages are mapped
 			populate(memory[span.Offset : span.Offset+span.Length])
 		}
 	}
@@ -253,7 +253,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	return crc, err
 }
 
-// tooSlow gives the block to those who have nothing left to do.
+// tooSlow ends the stream, so that its blocks go back to the queue, for idle streams.
 func (st *stream) tooSlow() error {
 	if st.source.role != Assigned {
 		return st.source.end(slowError{})

@@ -13,17 +13,17 @@ import (
 // device is memory that only its owner reads and writes, as that of a GPU.
 type device struct {
 	memory *Memory // of the host and of the device alike
-	lent   *Memory // the same without what is on the device
+	host   *Memory // the same without what is on the device
 }
 
 // onDevices puts the regions with these numbers on a device.
 func onDevices(m *Memory, away ...int) device {
-	lent := &Memory{regions: slices.Clone(m.regions), away: map[int]int64{}}
+	host := &Memory{regions: slices.Clone(m.regions), away: map[int]int64{}}
 	for _, region := range away {
-		lent.away[region] = int64(len(m.regions[region]))
-		lent.regions[region] = nil
+		host.away[region] = int64(len(m.regions[region]))
+		host.regions[region] = nil
 	}
-	return device{m, lent}
+	return device{m, host}
 }
 
 // stageOf is address and length of host memory.
@@ -36,7 +36,7 @@ func stageOf(b []byte) (address, length int64) {
 func (d device) load(t *testing.T, f *Fetch) Status {
 	t.Helper()
 	stages := map[int64][]byte{}
-	lend := func(stage []byte) {
+	provide := func(stage []byte) {
 		window, err := f.Stage(stageOf(stage))
 		require.NoError(t, err)
 		if window >= 0 {
@@ -46,7 +46,7 @@ func (d device) load(t *testing.T, f *Fetch) Status {
 	}
 	size := int64(f.windows.blocks) * f.layout.BlockSize
 	for range 2 {
-		lend(make([]byte, size))
+		provide(make([]byte, size))
 	}
 	for {
 		status := wait(t, f)
@@ -54,7 +54,7 @@ func (d device) load(t *testing.T, f *Fetch) Status {
 			stage := stages[int64(window)]
 			delete(stages, int64(window))
 			begin := int64(window) * size
-			for region := range d.lent.away {
+			for region := range d.host.away {
 				at, length := f.layout.starts[region], f.layout.sizes[region]
 				first, end := max(at, begin), min(at+length, begin+size)
 				if first < end {
@@ -64,7 +64,7 @@ func (d device) load(t *testing.T, f *Fetch) Status {
 			for i := range stage {
 				stage[i] = 0xee // what is not fetched again would be seen
 			}
-			lend(stage)
+			provide(stage)
 		}
 		if len(status.Full) == 0 {
 			return status
@@ -89,7 +89,7 @@ func TestStateOnADeviceArrivesThroughStages(t *testing.T) {
 				source := filled(newRand(t), c.sizes...)
 				target := onDevices(empty(c.sizes...), c.away...)
 				s := listen(t, time.Minute, 0)
-				f := newFetch(t, target.lent, Settings{BlockSize: small, Streams: 3, Window: c.window, Unchecked: unchecked})
+				f := newFetch(t, target.host, Settings{BlockSize: small, Streams: 3, Window: c.window, Unchecked: unchecked})
 				require.NoError(t, f.Add(address(s), s.Grant(offer(t, source, small)).Secret(), Assigned))
 				status := target.load(t, f)
 				require.True(t, status.Done, status)
@@ -115,7 +115,7 @@ func TestWindowsAreFetchedInTheirOrder(t *testing.T) {
 func TestStagesOutliveASource(t *testing.T) {
 	source, target := filled(newRand(t), 2<<20, 1<<20), onDevices(empty(2<<20, 1<<20), 0)
 	a, b := listen(t, time.Minute, 2<<20), listen(t, time.Minute, 2<<20)
-	f := newFetch(t, target.lent, Settings{BlockSize: small, Streams: 2, Window: 8})
+	f := newFetch(t, target.host, Settings{BlockSize: small, Streams: 2, Window: 8})
 	first := a.Grant(offer(t, source, small))
 	require.NoError(t, f.Add(address(a), first.Secret(), Assigned))
 	helper := b.Grant(offer(t, clone(source), small))
@@ -135,9 +135,9 @@ func TestStagesOutliveASource(t *testing.T) {
 
 func TestBadStages(t *testing.T) {
 	d := onDevices(empty(1<<16), 0)
-	_, err := NewFetch(d.lent, Settings{BlockSize: small})
+	_, err := NewFetch(d.host, Settings{BlockSize: small})
 	require.ErrorContains(t, err, "windows of 0 blocks")
-	f := newFetch(t, d.lent, Settings{BlockSize: small, Window: 2})
+	f := newFetch(t, d.host, Settings{BlockSize: small, Window: 2})
 	_, err = f.Stage(stageOf(make([]byte, 2*small-1)))
 	require.ErrorContains(t, err, "a stage of 32767 bytes for windows of 32768")
 	_, err = f.Stage(0, 10)
@@ -153,9 +153,9 @@ func TestBadStages(t *testing.T) {
 // What is on the source's device is sent as soon as as much of its copy is there, and waited for until then.
 func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	source := filled(newRand(t), 1<<20, 1<<18)
-	lent, target := onDevices(source, 0), empty(1<<20, 1<<18)
+	host, target := onDevices(source, 0), empty(1<<20, 1<<18)
 	s := listen(t, time.Minute, 0)
-	o := offer(t, lent.lent, small)
+	o := offer(t, host.host, small)
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2})
 	grant := s.Grant(o)
 	require.NoError(t, f.Add(address(s), grant.Secret(), Assigned))
@@ -195,13 +195,13 @@ func TestWhoeverWaitsForADeviceCopyHearsOfItsEnd(t *testing.T) {
 				timeout = 2 * time.Second
 			}
 			memory := onDevices(filled(newRand(t), 1<<16), 0)
-			s, o := listen(t, timeout, 0), offer(t, memory.lent, small)
+			s, o := listen(t, timeout, 0), offer(t, memory.host, small)
 			f := newFetch(t, empty(1<<16), Settings{BlockSize: small, Streams: 2})
 			require.NoError(t, f.Add(address(s), s.Grant(o).Secret(), Assigned))
 			c.end(o)
 			status := wait(t, f)
 			require.False(t, status.Done)
-			require.Contains(t, status.Lost[0], c.error)
+			require.Contains(t, status.Failed[0], c.error)
 		})
 	}
 }
@@ -212,7 +212,7 @@ func TestAWaitForADeviceCopyEndsWithTheServer(t *testing.T) {
 	require.NoError(t, err)
 	memory := onDevices(filled(newRand(t), 1<<16), 0)
 	f := newFetch(t, empty(1<<16), Settings{BlockSize: small, Streams: 2})
-	require.NoError(t, f.Add(address(s), s.Grant(offer(t, memory.lent, small)).Secret(), Assigned))
+	require.NoError(t, f.Add(address(s), s.Grant(offer(t, memory.host, small)).Secret(), Assigned))
 	require.Eventually(t, func() bool {
 		s.mu.Lock()
 		defer s.mu.Unlock()

@@ -13,19 +13,19 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// tft_lend makes heal.Memory of addresses and lengths, and returns a handle to it; or an error for the caller to free.
+// tft_register_memory makes heal.Memory of addresses and lengths, and returns a handle to it; or an error for the caller to free.
 //
-//export tft_lend
-func tft_lend(pairs *C.int64_t, count C.int64_t, failure **C.char) (handle C.int64_t) {
-	lend := func() (made int64, err error) {
+//export tft_register_memory
+func tft_register_memory(pairs *C.int64_t, count C.int64_t, failure **C.char) (handle C.int64_t) {
+	register := func() (made int64, err error) {
 		defer ops.Guard(&err)
-		memory, err := heal.Lend(slices.Clone(unsafe.Slice((*int64)(unsafe.Pointer(pairs)), int(count))))
+		memory, err := heal.NewMemory(slices.Clone(unsafe.Slice((*int64)(unsafe.Pointer(pairs)), int(count))))
 		if err != nil {
 			return 0, ops.As(ops.Value, err)
 		}
 		return ops.Put(memory), nil
 	}
-	made, err := lend()
+	made, err := register()
 	if err != nil {
 		*failure = C.CString(err.Error())
 	}

@@ -33,7 +33,7 @@ func HealPort(server int64) (port int64, err error) {
 	return s.Port(), nil
 }
 
-// HealOffer offers memory that was lent (csrc/memory.c) in blocks of a size that it chooses; the result is a handle.
+// HealOffer offers registered memory (csrc/memory.c) in blocks of a size that it chooses; the result is a handle.
 func HealOffer(memory int64) (offer int64, err error) {
 	defer ops.Guard(&err)
 	m, err := ops.Get[*heal.Memory](memory)
@@ -142,7 +142,7 @@ func HealServed(grant int64) (bytes int64, err error) {
 	return g.Served(), nil
 }
 
-// HealFetch prepares a transfer into memory that was lent; the result is a handle. What of it is on a device goes through
+// HealFetch prepares a transfer into registered memory; the result is a handle. What of it is on a device goes through
 // stages of `window` blocks.
 func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window int64) (fetch int64, err error) {
 	defer ops.Guard(&err)

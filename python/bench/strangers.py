@@ -95,10 +95,10 @@ class Worker:
         return torch.full((TENSOR_BYTES,), value, dtype=torch.uint8)
 
     def _transport(self, native: bool) -> Any:
-        from torchft.checkpointing import HTTPTransport, _lending
+        from torchft.checkpointing import HTTPTransport, _native_transfer
 
         if not native:
-            _lending.native = lambda: None
+            _native_transfer.native = lambda: None
         return HTTPTransport(timedelta(seconds=TIMEOUT_S), 0, snapshot=False)
 
 

@@ -22,7 +22,7 @@ from tests.unit.checkpointing.checkpoint_states import assert_same, training_sta
 from tests.unit.checkpointing.faulty_proxy import Fault, random_faults
 from tests.unit.checkpointing.test_faults import Wire
 from torchft._torchft import _load
-from torchft.checkpointing import HTTPTransport, _checkpoint, _lending, _offer, _receive, _staging
+from torchft.checkpointing import HTTPTransport, _checkpoint, _native_transfer, _offer, _receive, _staging
 from torchft.checkpointing._landing import Landing
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing.transport import CheckpointError
@@ -269,9 +269,9 @@ def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
 
 def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
     """The assigned one dies half-way; the other has the same bytes."""
-    grants: list[_lending.Grant] = []
-    grant = _lending.Lease.grant
-    monkeypatch.setattr(_lending.Lease, "grant", lambda self: grants.append(grant(self)) or grants[-1])
+    grants: list[_native_transfer.Grant] = []
+    grant = _native_transfer.NativeOffer.grant
+    monkeypatch.setattr(_native_transfer.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])
     state = {"w": numbers(32 * BLOCK)}
     assigned, helper = make(bandwidth_limit=MB), make(bandwidth_limit=16 * MB)  # time enough for the helper to come
     assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
@@ -288,14 +288,14 @@ def test_a_helper_takes_its_memory_back_while_it_is_copied(make: Any, device: ty
     state = {"w": numbers(16 * BLOCK)}
     source.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
     device.late = 0.05
-    lent = state["w"].clone()
-    helper.help_checkpoint(1, {"w": lent})
+    weights = state["w"].clone()
+    helper.help_checkpoint(1, {"w": weights})
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(make().recv_checkpoint, 0, source.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
         until(lambda: device.made[1].ended > 0)
         helper.disallow_checkpoint()
         ended = device.made[1].ended
-        lent.fill_(0)
+        weights.fill_(0)
         assert_same(got.result(60), state)
     assert device.made[1].ended == ended
 
@@ -311,8 +311,8 @@ def test_when_the_state_cannot_be_staged(make: Any, upstream: list[str], caplog:
         yield
 
     monkeypatch.setattr(_offer._Block, "copy", fail)
-    leased = Offer.want
-    monkeypatch.setattr(Offer, "want", lambda self: leased(self) or started.set())
+    want = Offer.want
+    monkeypatch.setattr(Offer, "want", lambda self: want(self) or started.set())
     state, source = {"w": numbers(3 * BLOCK)}, make()
     own = {"w": torch.zeros(3 * BLOCK, dtype=torch.uint8, device="late")}
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -336,7 +336,7 @@ def test_a_device_that_fails_at_the_target(make: Any, device: type[Observed], mo
         patch.setattr(Observed, "start", fail)
         with pytest.raises(CheckpointError, match=r"step 1 .*could not be copied to the device: CUDA error"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    assert not _lending._lent
+    assert not _native_transfer._registered
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)  # the source is unharmed
 
 
@@ -421,4 +421,4 @@ def test_nothing_is_left(make: Any, device: type[Observed]) -> None:
         transport.shutdown()
     gc.collect()
     until(lambda: go.pyapi_Handles() <= before)
-    assert not _lending._lent and 2 <= len(_staging._free["late"]) <= 4
+    assert not _native_transfer._registered and 2 <= len(_staging._free["late"]) <= 4

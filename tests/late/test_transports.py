@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 
 from tests.gpu import two_ranks
 from tests.late import load
-from torchft.checkpointing import CheckpointTransport, HTTPTransport, _lending, _memory, pg_transport
+from torchft.checkpointing import CheckpointTransport, HTTPTransport, _memory, _native_transfer, pg_transport
 from torchft.checkpointing._target import Homes, Target
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError, Unsendable
@@ -35,7 +35,7 @@ Pair = tuple[CheckpointTransport[Any], CheckpointTransport[Any]]
 
 def http(stack: ExitStack, num_chunks: int = 0, native: bool = True) -> Pair:
     if not native:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(_lending, "native", lambda: None)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(_native_transfer, "native", lambda: None)
     pair = HTTPTransport[Any](TIMEOUT, num_chunks), HTTPTransport[Any](TIMEOUT, num_chunks)
     for transport in pair:
         stack.callback(transport.shutdown)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from processes import START_TIMEOUT_S, Job, ours_path
 
 from tests.promises import HEAL_ENDS_S, within
-from torchft.checkpointing import HTTPTransport, _lending
+from torchft.checkpointing import HTTPTransport, _native_transfer
 from torchft.checkpointing._progress import Progress
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
@@ -44,7 +44,7 @@ def test_a_source_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(CheckpointError, match=f"step 1 .*{metadata}.*refused"):
                 target.recv_checkpoint(0, metadata, 1, TIMEOUT)
             assert time.monotonic() - killed[0] < within(HEAL_ENDS_S)
-            assert not _lending._lent
+            assert not _native_transfer._registered
         finally:
             target.shutdown()
 

@@ -1,7 +1,7 @@
 """When an offer copies the caller's tensors, and when it need not: pure.
 
 An offer goes through its phases in their order, and may leave some out. So do its readers: there are none, then some,
-then one that reads what was leased to the native core. Nothing goes back.
+then one that reads what is offered by the native core. Nothing goes back.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Dict, List, Sequence
 import torch
 
 from torchft.checkpointing import _staging
-from torchft.checkpointing._lending import Fetch
+from torchft.checkpointing._native_transfer import Fetch
 from torchft.checkpointing._staging import Copies, Wait, copies_for, two_blocks
 from torchft.checkpointing.transport import CheckpointError
 

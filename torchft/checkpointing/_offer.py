@@ -13,8 +13,8 @@ import torch
 
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._copying import Copying, Readers
-from torchft.checkpointing._lending import ON_DEVICE, Lease, Server
 from torchft.checkpointing._memory import HostMemory
+from torchft.checkpointing._native_transfer import ON_DEVICE, NativeOffer, Server
 from torchft.checkpointing._staging import Copies, Staged, copies_for
 from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
@@ -68,7 +68,7 @@ class Offer:
 
         self._cond = threading.Condition()
         self._copying = Copying()
-        self._lease: Optional[Lease] = None
+        self._native_offer: Optional[NativeOffer] = None
         self._regions = {storage._cdata: i for i, storage in enumerate(checkpoint.encoded.storages)}
         self._direct: Dict[object, Callable[[], None]] = {}  # pieces being sent, each with what cuts its reader off
         self._failure = ""  # why a copy could not be made
@@ -115,7 +115,7 @@ class Offer:
                     return
                 for _ in block.copy(memory):
                     with self._cond:
-                        self._lend_copy(block)
+                        self._announce_copy(block)
                     if self._copying.skips(on_device):
                         return
         except Exception as error:
@@ -123,28 +123,28 @@ class Offer:
             logger.warning("the state to send could not be copied: %s", error)
             with self._cond:
                 self._failure = str(error)
-                if self._lease is not None:
-                    self._lease.copy_failed(self._failure)
+                if self._native_offer is not None:
+                    self._native_offer.copy_failed(self._failure)
 
-    def lease(self, server: Server) -> Optional[Lease]:
+    def native(self, server: Server) -> Optional[NativeOffer]:
         """What the native core may serve; None if it cannot, because some of it is on a device and is not copied."""
         with self._cond:
             blocks = [self._blocks[s._cdata] for s in self.checkpoint.encoded.storages]
             if any(block.nbytes and not (block.on_host or self._may_stage(block)) for block in blocks):
                 return None
-            if self._lease is None:
-                self._lease = server.lease([(block.address, block.nbytes) for block in blocks], self.checkpoint)
+            if self._native_offer is None:
+                self._native_offer = server.offer([(block.address, block.nbytes) for block in blocks], self.checkpoint)
                 for block in blocks:
-                    self._lend_copy(block)
+                    self._announce_copy(block)
                 if self._copying.closed:
-                    self._lease.revoke(0)
-            return self._lease
+                    self._native_offer.revoke(0)
+            return self._native_offer
 
     def _may_stage(self, block: _Block) -> bool:
         return block.staged is not None and self.stages and not self._failure
 
     def want(self) -> None:
-        """A target wants what was leased: what is on a device is copied now."""
+        """A target asks for the offer: what is on a device is copied now."""
         with self._cond:
             self._copying.read(Readers.NATIVE)
             self._cond.notify_all()
@@ -153,11 +153,11 @@ class Offer:
                 self._copier = threading.Thread(target=self._copy, args=(away,), daemon=True, name="torchft-snapshot")
                 self._copier.start()
 
-    def _lend_copy(self, block: _Block) -> None:
+    def _announce_copy(self, block: _Block) -> None:
         region = self._regions.get(block.cdata)
-        if self._lease is not None and region is not None and block.ready:
+        if self._native_offer is not None and region is not None and block.ready:
             assert block.coming is not None
-            self._lease.copied(region, block.coming, block.ready)
+            self._native_offer.copied(region, block.coming, block.ready)
 
     def read(self, stream: Pickled, cut_off: Callable[[], None]) -> Generator[memoryview, None, None]:
         """The bytes of a stream; each piece is valid until the next is asked for.
@@ -234,9 +234,9 @@ class Offer:
                 raise TimeoutError(f"timed out: the state to send was not copied within {timeout:g} s")
         with self._cond:
             self._copying.close()
-            lease = self._lease
-        if lease is not None:
-            lease.revoke(_PIECE_GRACE)
+            native = self._native_offer
+        if native is not None:
+            native.revoke(_PIECE_GRACE)
         for block in self._blocks.values():
             if block.staged is not None:
                 block.staged.close()
@@ -254,9 +254,9 @@ class Offer:
         with self._cond:
             if not self._copying.closed:
                 return []  # the copy may be under way still
-            if self._lease is not None:
-                self._lease.end()
-                self._lease = None
+            if self._native_offer is not None:
+                self._native_offer.end()
+                self._native_offer = None
             taken = [block.coming for block in self._blocks.values() if block.coming is not None]
             for block in self._blocks.values():
                 block.mine = block.coming = None

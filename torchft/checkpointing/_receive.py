@@ -15,8 +15,8 @@ from torchft.checkpointing._encoding import Path, decode, flat_storage
 from torchft.checkpointing._handshake import DONE, Structure, Ticket, parse_structure, read_frame
 from torchft.checkpointing._http_client import Answer, ask, describe
 from torchft.checkpointing._landing import Landing, is_staged
-from torchft.checkpointing._lending import ON_DEVICE, Fetch, Status
 from torchft.checkpointing._memory import HostMemory, check_room
+from torchft.checkpointing._native_transfer import ON_DEVICE, Fetch, Status
 from torchft.checkpointing._places import Places, local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Progress, summary
 from torchft.checkpointing._retry import Attempts
@@ -34,7 +34,7 @@ _HELPER_CONNECT = 3.0  # seconds in which a further source must answer
 _HELPER_END = 1.0  # seconds for a thread that talks to a further source, when its connection was cut
 
 
-class Lost(Interrupted):
+class SourceFailed(Interrupted):
     """The source went away during the transfer; it may come back."""
 
 
@@ -109,9 +109,9 @@ class Transfer:
         ]
         regions = [self._places.region(i) if self._places.has(i) else flat for i, flat in enumerate(self._flats)]
         self._landing = Landing(regions, ticket.block_size, what)
-        lent = [(ON_DEVICE if is_staged(region) else region.data_ptr(), region.numel()) for region in regions]
+        pairs = [(ON_DEVICE if is_staged(region) else region.data_ptr(), region.numel()) for region in regions]
         keep = [self._flats, self._places, self._landing]
-        self._fetch = Fetch(go, lent, keep, ticket.block_size, checked, stall=10.0, window=self._landing.window)
+        self._fetch = Fetch(go, pairs, keep, ticket.block_size, checked, stall=10.0, window=self._landing.window)
         self._landing.begin(self._fetch)
         self.received = 0
         self.total = sum(said.sizes)
@@ -125,7 +125,7 @@ class Transfer:
         """Fetches from a source until everything is here.
 
         Raises:
-            Lost: the source went away
+            SourceFailed: the source went away
             CheckpointError: what arrived is wrong
             TimeoutError: the deadline has passed
         """
@@ -144,7 +144,7 @@ class Transfer:
             if status.done:
                 return status
             if not status.running:
-                raise Lost(f"{self._what}: {'; '.join(dict.fromkeys(status.lost))}")
+                raise SourceFailed(f"{self._what}: {'; '.join(dict.fromkeys(status.failed))}")
 
     def help(self, address: str, secret: str, sizes: List[int]) -> bool:
         """Lets another source help; False if it has a state of another kind."""

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 
 from torchft.addresses import announced_host
-from torchft.checkpointing import _lending
+from torchft.checkpointing import _native_transfer
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
 from torchft.checkpointing._http_client import Answer, describe
@@ -106,7 +106,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._num_chunks = num_chunks
         self._snapshot = snapshot
         self._source = Source(keep=self._timeout)
-        self._native = _lending.ServerSlot(self._timeout, bandwidth_limit, background)
+        self._native = _native_transfer.ServerSlot(self._timeout, bandwidth_limit, background)
         self._window = Window(bandwidth_limit)
         self._server = _CheckpointServer(self._source, self._native, self._window, self._timeout)
         self._receiving: Optional[Abandon] = None
@@ -216,7 +216,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._receiving = Abandon()
         try:
             return receive(
-                _lending.native(),
+                _native_transfer.native(),
                 metadata,
                 step,
                 key,
@@ -255,7 +255,9 @@ class HTTPTransport(CheckpointTransport[T]):
 
 
 class _CheckpointServer(_IPv6HTTPServer):
-    def __init__(self, source: Source, native: _lending.ServerSlot, window: Window, wait_timeout: float) -> None:
+    def __init__(
+        self, source: Source, native: _native_transfer.ServerSlot, window: Window, wait_timeout: float
+    ) -> None:
         super().__init__(("", 0), _Handler)
         self.window = window
         self.source = source
@@ -320,11 +322,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, offer: Offer, key: str) -> None:
         checkpoint = offer.checkpoint
-        lease = self._lease(offer, key)
-        if lease is not None and self.headers.get("Upgrade") == PROTOCOL:
+        native = self._native_offer(offer, key)
+        if native is not None and self.headers.get("Upgrade") == PROTOCOL:
             self._extend_deadline()
             offer.want()
-            self._hand_over(offer, lease)
+            self._hand_over(offer, native)
             return
         stream = checkpoint.stream(key)
         if stream is None:
@@ -334,7 +336,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._extend_deadline()
         self.send_response(HTTPStatus.OK)
-        if lease is not None:
+        if native is not None:
             self.send_header("Upgrade", PROTOCOL)  # so that a target whose request was garbled asks again
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(stream.nbytes))
@@ -348,32 +350,32 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = False
         self.server.source.count_served(offer, key)
 
-    def _lease(self, offer: Offer, key: str) -> Optional[_lending.Lease]:
+    def _native_offer(self, offer: Offer, key: str) -> Optional[_native_transfer.NativeOffer]:
         if key not in (FULL, METADATA):
             return None
         server = self.server.native.get()
-        return None if server is None else offer.lease(server)
+        return None if server is None else offer.native(server)
 
-    def _hand_over(self, offer: Offer, lease: _lending.Lease) -> None:
+    def _hand_over(self, offer: Offer, native: _native_transfer.NativeOffer) -> None:
         """Lets the native core serve this target, and waits until that is over."""
         self.close_connection = True
         server = self.server.native.get()
         if server is None:
             return  # the transport is being shut down
-        grant = lease.grant()
+        grant = native.grant()
         try:
             self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
             self.send_header("Connection", "Upgrade")
             self.send_header("Upgrade", PROTOCOL)
             self.end_headers()
-            ticket = Ticket(server.port, grant.secret, offer.session, lease.block_size)
+            ticket = Ticket(server.port, grant.secret, offer.session, native.block_size)
             self.connection.sendall(ticket.frame() + offer.checkpoint.structure_frame())
             if self._heard_done(grant):
                 self.server.source.count_served(offer, FULL)
         finally:
             grant.end()
 
-    def _heard_done(self, grant: _lending.Grant) -> bool:
+    def _heard_done(self, grant: _native_transfer.Grant) -> bool:
         """Whether the target said that it has everything; it is gone otherwise, or has taken nothing for too long."""
         served = -1
         while True:

@@ -16,7 +16,7 @@ import torch
 
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.faulty_proxy import Fault, Proxy, random_faults
-from torchft.checkpointing import HTTPTransport, _lending, _receive
+from torchft.checkpointing import HTTPTransport, _native_transfer, _receive
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=20)
@@ -122,9 +122,9 @@ def test_random_transfers_with_a_helper(
         nbytes = max(1, sum(t.numel() for t in state.values()))
         faults = [random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], nbytes, 4) for _ in range(2)]
         source.send_checkpoint([1], number, state, TIMEOUT)
-        lent = {name: t.clone() if rng.random() < 0.7 else torch.full_like(t, 77) for name, t in state.items()}
+        offered = {name: t.clone() if rng.random() < 0.7 else torch.full_like(t, 77) for name, t in state.items()}
         helper: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
-        helper.help_checkpoint(number, lent)
+        helper.help_checkpoint(number, offered)
         target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
         wires = [Wire(source, [], faults[0]), Wire(helper, [], faults[1])]
         away = threading.Timer(rng.random() * 0.05, helper.disallow_checkpoint)
@@ -202,7 +202,7 @@ def test_a_stream_of_the_upstream_format_begins_anew(
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(http=[Fault(kind, 2 * MB, True)])
-    monkeypatch.setattr(_lending, "native", lambda: None)
+    monkeypatch.setattr(_native_transfer, "native", lambda: None)
     assert_same(target.recv_checkpoint(0, through.metadata, 1, TIMEOUT), state)
     assert len(through.http.done) == 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpointing.forged_source import server_that_says
-from torchft.checkpointing import HTTPTransport, _lending
+from torchft.checkpointing import HTTPTransport, _native_transfer
 from torchft.checkpointing._handshake import Ticket, frame, pack_structure, parse_structure
 from torchft.checkpointing.transport import CheckpointError
 
@@ -59,7 +59,7 @@ def test_a_forged_handshake_is_an_error_that_names_the_source(frames: bytes, err
         with server_that_says(AGREES + frames) as metadata, pytest.raises(CheckpointError, match=error) as raised:
             target.recv_checkpoint(0, metadata, 7, TIMEOUT)
         assert metadata in str(raised.value) and "step 7" in str(raised.value)
-        assert not _lending._lent
+        assert not _native_transfer._registered
     finally:
         target.shutdown()
 

@@ -19,7 +19,7 @@ import torchft.checkpointing.http_transport as http_transport
 from tests.promises import within
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.forged_source import server_that_says
-from torchft.checkpointing import HTTPTransport, _lending
+from torchft.checkpointing import HTTPTransport, _native_transfer
 from torchft.checkpointing._stream import pickle_object
 from torchft.checkpointing.transport import CheckpointError
 from torchft.http import _IPv6HTTPServer
@@ -594,7 +594,7 @@ def test_a_source_that_drips_is_given_up_in_time(make: Any) -> None:
 
 
 def test_chunk_numbers_that_differ(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lending, "native", lambda: None)  # between our transports the number does not matter
+    monkeypatch.setattr(_native_transfer, "native", lambda: None)  # between our transports the number does not matter
     state = {str(i): i for i in range(10)}
     source = make(num_chunks=3)
     source.send_checkpoint([1], 1, state, TIMEOUT)

@@ -27,7 +27,7 @@ import torchft.checkpointing.http_transport as http_transport
 from tests.promises import ABORT_S, within
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 from torchft._torchft import _load
-from torchft.checkpointing import HTTPTransport, _encoding, _lending, _receive
+from torchft.checkpointing import HTTPTransport, _encoding, _native_transfer, _receive
 from torchft.checkpointing._progress import Progress, describe
 from torchft.checkpointing._stream import read_object
 from torchft.checkpointing._token import checkpoint_token
@@ -295,8 +295,8 @@ def test_a_helper_takes_its_memory_back_at_once(make: Any, at_once: None) -> Non
     state = {"w": torch.randn(4 * MB)}
     assigned, helper = (make(bandwidth_limit=10 * MB) for _ in range(2))
     assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
-    lent = state["w"].clone()
-    helper.help_checkpoint(1, {"w": lent})
+    weights = state["w"].clone()
+    helper.help_checkpoint(1, {"w": weights})
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
         wait_until(lambda: helper._source._readers > 0)
@@ -304,7 +304,7 @@ def test_a_helper_takes_its_memory_back_at_once(make: Any, at_once: None) -> Non
         begin = time.monotonic()
         helper.disallow_checkpoint()
         assert time.monotonic() - begin < within(ABORT_S)  # a source waits for those who need it, until its timeout
-        lent.fill_(0)
+        weights.fill_(0)
         assert_same(got.result(60), state)
 
 
@@ -355,9 +355,9 @@ def test_what_only_the_assigned_source_has_is_asked_for_again(
     state = {"alike": torch.randn(2 * MB), "only here": torch.randn(MB)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     other.send_checkpoint([1], 1, {"alike": state["alike"].clone(), "only here": torch.randn(MB)}, TIMEOUT)
-    grants: list[_lending.Grant] = []
-    grant = _lending.Lease.grant
-    monkeypatch.setattr(_lending.Lease, "grant", lambda self: grants.append(grant(self)) or grants[-1])
+    grants: list[_native_transfer.Grant] = []
+    grant = _native_transfer.NativeOffer.grant
+    monkeypatch.setattr(_native_transfer.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])
     handler, cut = source._server.RequestHandlerClass, threading.Event()
     heard_done = handler._heard_done
 
@@ -429,7 +429,7 @@ def test_nothing_is_left(make: Any) -> None:
         transport.shutdown()
     gc.collect()
     wait_until(lambda: go.pyapi_Handles() <= before)  # what other tests dropped may end meanwhile
-    assert not _lending._lent
+    assert not _native_transfer._registered
 
 
 def test_no_memory_at_the_target(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,13 +453,13 @@ def test_ctrl_c_ends_a_transfer_before_its_memory_goes(make: Any, monkeypatch: p
     source.send_checkpoint([1], 1, {"w": torch.ones(4 * MB)}, TIMEOUT)
 
     def interrupt(self: Progress, received: int, total: int) -> None:
-        assert received < total and _lending._lent
+        assert received < total and _native_transfer._registered
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Progress, "update", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    assert not _lending._lent
+    assert not _native_transfer._registered
 
 
 def test_a_deadline_ends_a_transfer(make: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from torchft.checkpointing._handshake import Garbled
 from torchft.checkpointing._http_client import Refused
-from torchft.checkpointing._receive import Lost
+from torchft.checkpointing._receive import SourceFailed
 from torchft.checkpointing._retry import PAUSE, Attempts
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Interrupted, Unsendable
 
@@ -34,7 +34,7 @@ def test_pauses_between_attempts(deadline: float, attempts: Sequence[bool], paus
     [
         (Interrupted, True),
         (Garbled, True),
-        (Lost, True),
+        (SourceFailed, True),
         (Refused, False),
         (Unsendable, False),
         (CheckpointError, False),

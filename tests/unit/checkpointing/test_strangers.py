@@ -12,7 +12,7 @@ from typing import Callable, Iterator
 import pytest
 import torch
 
-from torchft.checkpointing import HTTPTransport, _lending
+from torchft.checkpointing import HTTPTransport, _native_transfer
 from torchft.http import _IPv6HTTPServer
 
 TIMEOUT = timedelta(seconds=30)
@@ -67,7 +67,7 @@ def test_they_hold_up_no_heal(
     says: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Callable[[], HTTPTransport]
 ) -> None:
     if not native:
-        monkeypatch.setattr(_lending, "native", lambda: None)
+        monkeypatch.setattr(_native_transfer, "native", lambda: None)
     source = make()
     state = {"weights": torch.randn(100_000)}
     source.send_checkpoint([1], 1, state, TIMEOUT)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
-from torchft.checkpointing import CheckpointTransport, HTTPTransport, _lending
+from torchft.checkpointing import CheckpointTransport, HTTPTransport, _native_transfer
 from torchft.checkpointing._progress import watched_by
 from torchft.checkpointing.pg_transport import PGTransport
 
@@ -42,7 +42,7 @@ def _http(num_chunks: int, snapshot: bool, native: bool = True) -> Callable[[], 
     def make() -> Iterator[Pair]:
         with pytest.MonkeyPatch.context() as patch:
             if not native:
-                patch.setattr(_lending, "native", lambda: None)
+                patch.setattr(_native_transfer, "native", lambda: None)
             source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, snapshot=snapshot)
             target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
             yield Pair(source, target)

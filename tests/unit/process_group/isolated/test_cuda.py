@@ -324,7 +324,7 @@ def test_a_forked_child_leaves_the_counters_alone(fake: Cuda) -> None:
     assert not fake.released
 
 
-def test_a_worker_that_is_gone_may_be_noticed_while_lending(fake: Cuda) -> None:
+def test_a_worker_that_has_failed_may_be_noticed_while_exporting(fake: Cuda) -> None:
     def tell(note: bytes, descriptor: Optional[int]) -> None:
         trainer.close()
         raise RuntimeError("the worker process died")

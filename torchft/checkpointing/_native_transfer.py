@@ -1,4 +1,4 @@
-"""Memory that the native core reads or writes while Python goes on, and the objects that keep it alive."""
+"""Transfers of the native core (go/heal): memory that is registered with it, and the objects that keep it alive."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-ON_DEVICE = -1  # the address of memory that the native core does not touch: it goes through memory of this host
+ON_DEVICE = -1  # stands for the address of memory on a device, which is copied through memory of this host
 
 _US = 1_000_000
 _REVOKE_TIMEOUT = 10  # seconds in which a stream that was cut must end
 
-# Owners of memory that a transfer may still write to. Only its end takes them out, so that no interrupted wait frees
-# memory under a stream's hands.
-_lent: Dict[int, object] = {}
+# Owners of memory that a transfer may still write to. Only the end of the transfer removes them: an interrupted wait
+# must not free memory that a stream is writing to.
+_registered: Dict[int, object] = {}
 
 
 def native() -> Any:
@@ -43,7 +43,7 @@ def _pairs(regions: Sequence[Tuple[int, int]]) -> bytes:
 
 
 class _Handle:
-    """An object in the native core; `end` is called at the latest when the last reference goes."""
+    """An object in the native core; it is ended with its last reference at the latest."""
 
     _handle = 0
     _end = ""  # the function that ends it, once it was
@@ -62,51 +62,51 @@ class _Handle:
 
 
 class Server(_Handle):
-    """Serves leases on a port of its own.
+    """Serves offers on a port of its own.
 
     Args:
         go: the native library
-        patience: seconds that a target may take for one piece
+        piece_timeout: seconds that a target may take for one piece
         bytes_per_second: limit for all targets together; 0: none
-        background: serving comes after everything else that this host does
+        background: serve with the lowest priority of all that this host does
     """
 
     _end = "pyapi_ReleaseStart"
 
-    def __init__(self, go: Any, patience: float, bytes_per_second: int, background: bool) -> None:
+    def __init__(self, go: Any, piece_timeout: float, bytes_per_second: int, background: bool) -> None:
         super().__init__(go)
-        go.open(self, go.pyapi_HealServerStart, int(patience * _US), bytes_per_second, background)
+        go.open(self, go.pyapi_HealServerStart, int(piece_timeout * _US), bytes_per_second, background)
         self.port: int = go.pyapi_HealPort(self._handle)
 
-    def lease(self, regions: Sequence[Tuple[int, int]], owner: object) -> Lease:
-        """Lends memory: addresses (or ON_DEVICE) and lengths in bytes. The owner is kept until the lease has ended."""
-        return Lease(self._go, self, regions, owner)
+    def offer(self, regions: Sequence[Tuple[int, int]], owner: object) -> NativeOffer:
+        """Offers memory: addresses (or ON_DEVICE) and lengths in bytes. The owner is kept until the offer has ended."""
+        return NativeOffer(self._go, self, regions, owner)
 
 
-class Lease(_Handle):
+class NativeOffer(_Handle):
     _end = "pyapi_HealOfferEndStart"
 
     def __init__(self, go: Any, server: Server, regions: Sequence[Tuple[int, int]], owner: object) -> None:
         super().__init__(go)
         self._server = server
         self._owners: Dict[object, object] = {None: owner}
-        self._handle = go.pyapi_HealOffer(go.lend(_pairs(regions)))
+        self._handle = go.pyapi_HealOffer(go.register_memory(_pairs(regions)))
         self.block_size: int = go.pyapi_HealBlockSize(self._handle)
 
     def copied(self, region: int, copy: torch.Tensor, ready: int) -> None:
-        """From now on a region is read from a copy of it, as far as the first `ready` bytes go."""
+        """From now on the first `ready` bytes of a region are read from a copy of it."""
         self._owners[region] = copy
         self._go.pyapi_HealCopied(self._handle, region, copy.data_ptr(), ready)
 
     def copy_failed(self, reason: str) -> None:
-        """What is on a device and was not copied will not be; who waits for it hears why."""
+        """No more is copied from the device; requests that wait for a copy fail with the reason."""
         self._go.pyapi_HealCopyFailed(self._handle, reason)
 
     def revoke(self, grace: float) -> None:
-        """Takes back what was not copied; whoever reads it still after `grace` seconds is cut off.
+        """Takes back what was not copied. Targets that still read it after `grace` seconds are cut off.
 
         Raises:
-            TimeoutError: it is in use even so
+            TimeoutError: it is still in use
         """
         if not self._handle:
             return
@@ -142,16 +142,16 @@ class Grant(_Handle):
 
 @dataclass
 class Status:
-    """How far a transfer is."""
+    """The progress of a transfer."""
 
     done: bool
-    running: bool  # a source is at work
+    running: bool  # a source is being read
     received: int  # bytes
     total: int
     digest: str
-    failure: str  # no source can help
-    full: List[int]  # windows that wait to be copied to their device
-    lost: List[str]  # why sources ended before they had finished
+    failure: str  # final: another source would not help
+    full: List[int]  # windows to be copied to their device
+    failed: List[str]  # why sources ended before they had finished
 
 
 class Fetch(_Handle):
@@ -163,8 +163,8 @@ class Fetch(_Handle):
         owner: what keeps the memory alive
         block_size: the source's
         checked: whether blocks carry checksums
-        stall: seconds after which a stream that brings nothing is given up
-        window: blocks of a window, where something is on a device; see go/heal/windows.go
+        stall: seconds after which a stream that receives nothing is closed
+        window: blocks in a window, if some of the memory is on a device; see go/heal/windows.go
     """
 
     _end = "pyapi_HealFetchEndStart"
@@ -181,9 +181,9 @@ class Fetch(_Handle):
         streams: int = 0,
     ) -> None:
         super().__init__(go)
-        memory = go.lend(_pairs(regions))
+        memory = go.register_memory(_pairs(regions))
         handle = go.pyapi_HealFetch(memory, block_size, streams, checked, int(stall * _US), window)
-        _lent[handle] = owner
+        _registered[handle] = owner
         self._handle = handle
 
     def add(self, address: str, secret: str, role: Role = Role.ASSIGNED) -> None:
@@ -191,7 +191,7 @@ class Fetch(_Handle):
         self._go.pyapi_HealAdd(self._handle, address, secret, role is Role.ASSIGNED)
 
     def stage(self, block: torch.Tensor) -> int:
-        """Lends memory for the next window: the number of that, or -1. What was in it may be overwritten."""
+        """Provides memory for the next window; returns its number, or -1. The content of the memory is overwritten."""
         return self._go.pyapi_HealStage(self._handle, block.data_ptr(), block.numel())
 
     def wait(self, seconds: float) -> Status:
@@ -200,17 +200,17 @@ class Fetch(_Handle):
         return Status(**json.loads(self._go.run(self._go.pyapi_HealWaitStart, self._handle, us)))
 
     def end(self) -> None:
-        """When it returns, nobody writes to the memory any more."""
+        """Ends the transfer. After it has returned nothing writes to the memory."""
         handle = self._handle
         super().end()
-        _lent.pop(handle, None)
+        _registered.pop(handle, None)
 
 
 class ServerSlot:
     """The server of a transport, started when the first target asks."""
 
-    def __init__(self, patience: float, bytes_per_second: int, background: bool) -> None:
-        self._settings = patience, bytes_per_second, background
+    def __init__(self, piece_timeout: float, bytes_per_second: int, background: bool) -> None:
+        self._settings = piece_timeout, bytes_per_second, background
         self._lock = threading.Lock()
         self._server: Optional[Server] = None
         self._closed = False

@@ -11,7 +11,7 @@
 #include <Python.h>
 
 /* To be called by the main thread when nothing is left but to end: from then on such a thread stands still until the
- * process is gone, as it would from Python 3.14 on. Does nothing where there is no libstdc++. */
+ * process has ended, as it would from Python 3.14 on. Does nothing where there is no libstdc++. */
 PyObject *stop_threads_that_come_back(PyObject *module, PyObject *nothing);
 
 #endif

@@ -151,7 +151,7 @@ static PyObject *send_request(PyObject *module, PyObject *const *args, Py_ssize_
 }
 
 /* read(answers, wake, milliseconds): the number of the operation when what came is the answer of one that is done; else
- * the bytes that came, b"" from a worker that is gone; None when nothing came, or `wake` did. */
+ * the bytes that came, b"" from a worker that has ended; None when nothing came, or `wake` did. */
 static PyObject *read_answers(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   int64_t v[3];
   if (integers(args, n, 3, v, "read(answers, wake, milliseconds)") < 0)
@@ -197,7 +197,7 @@ static PyObject *read_answers(PyObject *module, PyObject *const *args, Py_ssize_
   }
 }
 
-/* receive(socket): (kind, operation, rest, descriptors) of the next request; rest is None when the other end is gone. A
+/* receive(socket): (kind, operation, rest, descriptors) of the next request; rest is None when the other end is closed. A
  * message of less than a head (see messages.py) comes as its `rest`, with the kind 0. */
 static PyObject *receive_request(PyObject *module, PyObject *socket) {
   const long fd = PyLong_AsLong(socket);

@@ -75,7 +75,7 @@ static PyObject *take(int64_t op, tft_event *event) {
 }
 
 /* The event is not on the stack: a daemon thread that ends in take, because the interpreter exits, takes its stack along,
- * and the operation would set the event there. As it is, the event stays until the process is gone. */
+ * and the operation would set the event there. As it is, the event stays until the process ends. */
 static PyObject *wait_for(int64_t op) {
   tft_event *event = malloc(sizeof *event);
   if (event == NULL) {

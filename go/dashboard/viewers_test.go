@@ -189,7 +189,7 @@ func TestABrowserThatStaysForADay(t *testing.T) {
 		s.mu.Lock()
 		assert.Len(t, s.history.events, mostEvents)
 		assert.LessOrEqual(t, len(s.history.points), mostPoints)
-		assert.Len(t, s.board.rows, 2, "names that are gone are forgotten")
+		assert.Len(t, s.board.rows, 2, "names of members that left are forgotten")
 		s.mu.Unlock()
 		s.close()
 		<-done

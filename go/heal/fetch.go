@@ -169,15 +169,15 @@ func (f *Fetch) Close() {
 }
 
 // finish compares the digests when everything has arrived.
-func (f *Fetch) finish(theirs string) {
+func (f *Fetch) finish(assigned string) {
 	mine := digest(&f.layout, f.queue.crcs)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
 	case f.settings.Unchecked:
 		f.digest = "unchecked"
-	case mine != theirs:
-		f.failure = fmt.Errorf("the state has the digest %s here and %s at the source", mine, theirs)
+	case mine != assigned:
+		f.failure = fmt.Errorf("the state has the digest %s here and %s at the source", mine, assigned)
 	default:
 		f.digest = mine
 	}
@@ -287,8 +287,8 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 	return sums, nil
 }
 
-// theirDigest is the digest of the assigned source's state, computed from its checksums if they are known.
-func (s *source) theirDigest() (string, error) {
+// assignedDigest is the digest of the assigned source's state, computed from its checksums if they are known.
+func (s *source) assignedDigest() (string, error) {
 	f := s.fetch
 	if f.settings.Unchecked {
 		return "", nil
@@ -301,14 +301,14 @@ func (s *source) theirDigest() (string, error) {
 	}
 	st := &stream{source: s}
 	defer st.close()
-	var theirs []byte
+	var assigned []byte
 	err := s.again(func() (_ bool, err error) {
-		if theirs, err = st.ask(request{op: opDigest}, 64); err != nil {
+		if assigned, err = st.ask(request{op: opDigest}, 64); err != nil {
 			st.close()
 		}
 		return false, err
 	})
-	return string(theirs), err
+	return string(assigned), err
 }
 
 // source is a group that the state is fetched from.
@@ -350,9 +350,9 @@ func (s *source) conclude(errs []error) (err error) {
 	if err := s.reason(errs); err != nil {
 		return err
 	}
-	theirs, err := s.theirDigest()
+	assigned, err := s.assignedDigest()
 	if err == nil {
-		s.fetch.finish(theirs)
+		s.fetch.finish(assigned)
 	}
 	return err
 }

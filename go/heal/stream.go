@@ -167,9 +167,9 @@ func (st *stream) receive(block int, sums []uint32) error {
 	}
 	st.pending = append(st.pending[:0], st.pending[1:]...)
 	if !f.settings.Unchecked {
-		theirs, err := st.sum()
-		bad := err == nil && st.source.role != Assigned && (theirs != crc || crc != sums[block])
-		if err != nil || bad || theirs != crc {
+		sent, err := st.sum()
+		bad := err == nil && st.source.role != Assigned && (sent != crc || crc != sums[block])
+		if err != nil || bad || sent != crc {
 			f.received.Add(-f.layout.Length(block))
 			f.queue.back(block, bad)
 		}
@@ -178,7 +178,7 @@ func (st *stream) receive(block int, sums []uint32) error {
 			return err
 		case bad: // the queue gives it to the assigned source
 			return st.source.gaveWrong(block)
-		case theirs != crc:
+		case sent != crc:
 			if err := f.queue.wrong(block); err != nil {
 				f.fail(fmt.Errorf("%s: %w", st.source.address, err))
 				return err
@@ -278,11 +278,11 @@ func (st *stream) text(length uint32, limit int64) ([]byte, error) {
 	if err := st.read(body); err != nil {
 		return nil, err
 	}
-	theirs, err := st.sum()
+	sent, err := st.sum()
 	if err != nil {
 		return nil, err
 	}
-	if theirs != checksum(body) {
+	if sent != checksum(body) {
 		return nil, errGarbled
 	}
 	return body, nil

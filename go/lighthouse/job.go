@@ -219,7 +219,7 @@ func (j *job) step(event quorum.Event) error {
 func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // before the quorum without those who failed
-	var deliver func()       // a quorum that only the disk can show to a lighthouse that starts anew
+	var deliver func()       // a quorum that only the disk can show to a restarted lighthouse
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:

@@ -210,7 +210,7 @@ func TestTheEndOfARunIsNoFailure(t *testing.T) {
 		began := time.Now()
 		a.Server.Shutdown()
 		assert.Less(t, time.Since(began), 10*time.Millisecond)
-		// It may have gone too early: b would wait for it in vain.
+		// If a ended too early, b would wait for it until its timeout.
 		notice := heard(t, b, 0)
 		assert.Equal(t, membership.Notice{Kind: membership.MemberFailed, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
 		assert.InDelta(t, grace, time.Since(began), float64(10*time.Millisecond))

@@ -116,7 +116,7 @@ func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 	})
 }
 
-// The connection breaks while the answer is on its way. The others have theirs and wait in a collective: the group that
+// The connection breaks while the answer is on its way. The others have their answers and wait in a collective: the group that
 // asks again must not wait for them to ask.
 func TestAQuorumThatGotLostOnTheWayIsSentAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -253,7 +253,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.Equal(t, []string{"a"}, r.ReplicaIDs)
 	require.NoError(t, (<-sibling).Err)
 
-	failed := membership.Notice{QuorumID: r.QuorumID, ReplicaID: "b", Reason: "gone"}
+	failed := membership.Notice{QuorumID: r.QuorumID, ReplicaID: "b", Reason: "it ended"}
 	failing.failures <- failed
 	assert.Equal(t, failed, <-near.Notices())
 	assert.Equal(t, failed, <-far.Notices())

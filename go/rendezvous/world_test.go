@@ -144,7 +144,7 @@ func (w *world) leave(a *agent, done bool) {
 	w.step(Attended{w.last, Request{Group: a.group, Node: a.name, Leave: true, Close: done}})
 }
 
-// restart begins a machine anew, with its state or without.
+// restart begins a new machine, with the state of the old one or without.
 func (w *world) restart(s State) {
 	w.m, w.wake, w.of = NewMachine(timing, s, w.now), time.Time{}, map[WaiterID]*agent{}
 	for _, a := range w.agents {

@@ -396,7 +396,7 @@ func (h *history) event() Event {
 			round = h.rng.Uint64N(h.model.rounds + 2)
 		}
 		if h.rng.IntN(6) == 0 {
-			return QuorumKnown{Round: round, Failure: &Failure{KindUnavailable, "gone"}}
+			return QuorumKnown{Round: round, Failure: &Failure{KindUnavailable, "not reached"}}
 		}
 		h.quorumID += h.rng.Int64N(2)
 		return QuorumKnown{Round: round, Quorum: &quorum.Quorum{ID: h.quorumID, Members: []quorum.Member{

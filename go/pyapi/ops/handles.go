@@ -39,7 +39,7 @@ func Get[T any](handle int64) (T, error) {
 	return t, nil
 }
 
-// Remove forgets a handle and returns what it stood for, nil if it is gone already: of two callers that
+// Remove forgets a handle and returns what it stood for, nil if it was removed already: of two callers that
 // release the same handle, one gets the object.
 func Remove(handle int64) any {
 	table.Lock()

@@ -17,16 +17,17 @@ from typing import Any, Callable, Iterator, Type
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Bytes. So large a read goes to the caller's own memory, for bytes that must come: no buffer is as large.
+# Reads of this many bytes or more wait for all of them in one call. That is safe: no buffered reader asks for as much,
+# so the caller needs every byte.
 _LARGE_READ = 1 << 20
 
 
 class _DeadlineSocket(socket.socket):
     """A socket whose reads and writes together end at `deadline`, however slowly the peer drips its bytes.
 
-    A timeout of an ordinary socket starts again with every byte, so a slow stranger could hold a thread for ever. And
-    Python implements it by going back and forth between poll and read, taking the GIL each time: while a training loop
-    holds it, that costs more than the transfer. Here the kernel keeps the time, and a large read or write is one call.
+    The timeout of an ordinary socket restarts with every byte, so a slow client could occupy a thread for ever. Python
+    also implements it as a loop of poll and read, which takes the GIL each time: while a training loop holds the GIL,
+    that costs more than the transfer. Here the kernel has the timeout, and a large read or write is one call.
     """
 
     deadline: float | None = None  # by time.monotonic(); None: no limit
@@ -65,29 +66,29 @@ class _DeadlineSocket(socket.socket):
             raise TimeoutError("timed out") from None
 
     def abort(self) -> None:
-        """Makes whoever waits in a read or write here, in any thread, go on with an error."""
-        with suppress(OSError):  # it is gone already
+        """Ends a read or write that waits in any thread; it gets an error."""
+        with suppress(OSError):  # it is closed already
             self.shutdown(socket.SHUT_RDWR)
 
 
 class _IPv6HTTPServer(ThreadingHTTPServer):
     """A threading HTTP server on IPv6 that takes IPv4 too; on a host without IPv6, on IPv4 alone.
 
-    Every request has a thread of its own. `server_close` cuts the connections that are open and waits for their
-    threads, at most `close_timeout` seconds. A connection that has shown nothing yet is one of `max_strangers`, and of
-    `strangers_of_one` address: where these are as many, the oldest is cut. Handlers call `admit` when a request is one
-    to serve; it is refused beyond `max_connections` of those.
+    Every connection has a thread of its own. `server_close` cuts the open connections and waits for their threads, at
+    most `close_timeout` seconds. A connection is a *stranger* until its handler has found its request valid and called
+    `admit`. There are at most `max_strangers` of them, and `strangers_of_one` from one address; beyond that the oldest
+    is cut. `admit` refuses a request beyond `max_connections` admitted ones.
 
     Args:
         server_address: host and port; host "" or "::" is every address, port 0 any free port
-        RequestHandlerClass: what answers the requests
+        RequestHandlerClass: answers the requests
     """
 
     address_family = socket.AF_INET6
     request_queue_size = 1024
     daemon_threads = True
     max_connections = 256
-    # A peer sends its request with the connection: it needs such a place for a moment.
+    # Few are enough: a peer sends its request at once, so it is a stranger for a moment only.
     max_strangers = 64
     strangers_of_one = 32
     close_timeout = 5.0
@@ -99,22 +100,22 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         bind_and_activate: bool = True,
     ) -> None:
         self._connections: set[_DeadlineSocket] = set()
-        self._strangers: dict[_DeadlineSocket, str] = {}  # of them, with their addresses, oldest first
-        self._admitted: set[_DeadlineSocket] = set()  # of them
+        self._strangers: dict[_DeadlineSocket, str] = {}  # those not admitted, with their addresses, oldest first
+        self._admitted: set[_DeadlineSocket] = set()  # those admitted
         self._request_threads: list[threading.Thread] = []
         self._connections_lock = threading.Lock()
         host, port = server_address[:2]
         if not _has_ipv6() and host in ("", "::"):
             self.address_family = socket.AF_INET
             host = ""
-        # typeshed wants a class; any callable that makes a handler will do
+        # typeshed asks for a class, but any callable that makes a handler works
         super().__init__((host, port), RequestHandlerClass, bind_and_activate)  # type: ignore[arg-type]
         _servers.add(self)
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # HTTPServer's own would look the host up in the DNS, which can take seconds, for a name that nobody reads
+        # HTTPServer.server_bind would look the host up in the DNS, which can take seconds, for an unused name
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
@@ -135,7 +136,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
                 self._cut(next(iter(self._strangers)))
             self._connections.add(request)
             self._strangers[request] = host
-            # a thread outlives its connection by a moment, so the two are kept apart
+            # in a list apart from the connections: a thread outlives its connection by a moment
             self._request_threads = [t for t in self._request_threads if t.is_alive()] + [thread]
             thread.start()
 
@@ -144,7 +145,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         stranger.abort()
 
     def admit(self, request: _DeadlineSocket) -> bool:
-        """Gives a connection whose request is one to serve a place of its own; False: it was cut, or there is none."""
+        """Admits a connection with a valid request; False if it was cut, or `max_connections` are admitted."""
         with self._connections_lock:
             if request not in self._strangers:
                 return request in self._admitted
@@ -166,7 +167,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
                 self._strangers.pop(request, None)
 
     def abort_connections(self) -> None:
-        """Cuts every open connection, so that whoever waits in a read or write on one of them goes on with an error."""
+        """Cuts every open connection; reads and writes that wait on one of them get an error."""
         with self._connections_lock:
             for connection in self._connections:
                 connection.abort()
@@ -184,7 +185,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
-            # the peer went away, or was too slow
+            # the peer closed the connection, or was too slow
             logger.debug("connection of %s ended: %r", client_address, error)
         else:
             logger.warning("request of %s failed", client_address, exc_info=error)
@@ -194,8 +195,8 @@ _servers: weakref.WeakSet[_IPv6HTTPServer] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    # A forked child (the worker of a data loader) would keep port and connections open after its parent: peers
-    # would wait for an answer instead of seeing that the source is gone.
+    # Otherwise a forked child (the worker of a data loader) would keep the port and the connections open after its
+    # parent has ended, and peers would wait for an answer instead of noticing the end of the source.
     for server in list(_servers):
         for sock in [server.socket, *server._connections]:
             with suppress(OSError):
@@ -207,7 +208,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _has_ipv6() -> bool:
-    """Whether a socket can be bound here: a container may have IPv6 compiled in and no such address."""
+    """Whether an IPv6 socket can be bound: a container may have support for IPv6 but no address."""
     if not socket.has_ipv6:
         return False
     try:

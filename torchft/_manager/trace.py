@@ -1,6 +1,6 @@
 """The steps of a rank as OpenTelemetry traces, which the manager server and the lighthouse continue.
 
-Off unless OpenTelemetry's own variables ask for traces; nothing of it is imported then.
+Traces are off unless OpenTelemetry's own variables ask for them. While they are off, OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torchft._manager.step import State, Step
 
 
 class StepTrace:
-    """A trace for each step: from the request for its quorum to the decision on it. Off, it does nothing."""
+    """Makes a trace of each step, from its quorum request to the decision on it. This base class makes none."""
 
     def asks(self, number: int) -> str:
-        """A quorum is about to be asked for: an attempt at a step begins.
+        """Begins the trace of an attempt at a step, before its quorum request.
 
         Returns:
-            Its W3C trace context, which the manager server and the lighthouse go on with; empty: there is none.
+            The W3C trace context, which the manager server and the lighthouse continue; empty: there is none.
         """
         return ""
 
     def ended(self, number: int, step: Step) -> None:
-        """The attempt that was begun last has ended, if it has not before.
+        """Ends the trace of the latest attempt; further calls do nothing.
 
         Args:
-            number: of the step; that of the others, where this rank healed.
-            step: says what came of it.
+            number: of the step; if this rank healed, the step that it healed to.
+            step: the attempt, with its outcome.
         """
 
 
@@ -58,7 +58,7 @@ class _OtelStepTrace(StepTrace):
 
 
 def _traceparent(span: Any) -> str:
-    """What W3C trace context says of a span; of its flags only the one that all know, whether it is sampled."""
+    """A span as a W3C traceparent header. Of the flags only "sampled" is kept, which every version defines."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
 
@@ -70,7 +70,7 @@ def step_trace(replica_id: str, group_rank: int) -> StepTrace:
         replica_id, group_rank: of the rank.
 
     Raises:
-        ValueError: OTEL_TRACES_EXPORTER names an exporter that is not known.
+        ValueError: OTEL_TRACES_EXPORTER names an unknown exporter.
     """
     if not otel_exporters("TRACES"):
         return StepTrace()

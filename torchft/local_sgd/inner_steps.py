@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def whole(name: str, value: Any) -> int:
-    """The value of an argument that counts something, in whatever type it comes.
+    """An argument of any numeric type as an int.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is not a whole number.
     """
     if isinstance(value, Real) and math.isfinite(value) and value % 1 == 0:
         return round(float(value))
@@ -33,15 +33,15 @@ class InnerSteps:
     """Keeps healing groups from reading the state during a step of the inner optimizer, and calls :meth:`_after_step`.
 
     Attributes:
-        keeps_own_weights: whether a group whose synchronisation fails goes on with the weights that it has.
+        keeps_own_weights: whether a group whose synchronisation fails continues with its own weights.
 
     Args:
         manager: of this rank.
-        optimizer: whose steps are followed.
-        name: of the argument that is the optimizer, in errors.
+        optimizer: the inner optimizer.
+        name: the caller's name of that argument, for errors.
 
     Raises:
-        ValueError: it is no optimizer.
+        ValueError: `optimizer` is not an optimizer of PyTorch.
     """
 
     keeps_own_weights = False
@@ -57,11 +57,11 @@ class InnerSteps:
 
     @property
     def entered(self) -> bool:
-        """Whether steps of the optimizer are followed."""
+        """Whether the hooks are registered."""
         return bool(self._hooks)
 
     def synchronise(self) -> None:
-        """Meets the other groups now."""
+        """Synchronises with the other groups now."""
         raise NotImplementedError(f"{type(self).__name__}.synchronise")
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class InnerSteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._manager.allow_state_dict_read()  # a step that raised has left it disallowed
+        self._manager.allow_state_dict_read()  # a step that raised did not allow it again
         return False
 
     def _before(self, *_: Any) -> None:

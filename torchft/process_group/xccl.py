@@ -13,11 +13,11 @@ class ProcessGroupXCCL(AcceleratorProcessGroup):
     """A reconfigurable XCCL group on the current XPU device.
 
     Args:
-        timeout: of every operation that is not given one, and of connecting with new peers.
+        timeout: of operations that have none of their own, and of connecting to new peers.
     """
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        # Not in every build of PyTorch, so not at the top.
+        # Imported here because not every build of PyTorch has it.
         from torch.distributed import ProcessGroupXCCL as BaseProcessGroupXCCL
 
         opts = BaseProcessGroupXCCL.Options()

@@ -1,4 +1,4 @@
-"""What a trainer shares with a worker: memory and events of each device type, and the operations queued there."""
+"""The memory and events of each device type that a trainer shares with a worker, and the operations queued there."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.operation import _OpMetadata, release
 from torchft.process_group.isolated.sharing import Registration, Sharing, is_plain
 
-# Makes the sharing of a device, by its number, given how to tell the worker's end.
+# Makes the trainer's end for a device type, from the type's number and a function that sends notes to the worker.
 MakeSharing = Callable[[int, Callable[[bytes, Optional[int]], None]], Sharing]
 
 
 class Devices:
-    """The trainer's ends.
+    """The trainer's ends, one for each device type.
 
     Args:
-        make: makes one.
+        make: makes an end.
         tell: sends a note to the worker's end for a device, perhaps with a descriptor.
     """
 
     def __init__(self, make: MakeSharing, tell: Callable[[int, bytes, Optional[int]], None]) -> None:
         self._make = make
         self._tell = tell
-        # The garbage collector may close a channel on a thread that is in here.
+        # Reentrant: the garbage collector may close a channel on a thread that holds it.
         self._lock = threading.RLock()
         self._sharings: dict[int, Sharing] = {}
-        # Whether some device has marks.
+        # Whether an end has marks; ends of host memory have none.
         self._marking = False
         # Operations whose registrations are released when the worker's device has reached the mark.
         self._queued: list[_OpMetadata] = []
@@ -50,19 +50,19 @@ class Devices:
     # Order
 
     def marks(self, registrations: list[tuple[int, Registration]]) -> bytes:
-        """What is queued so far on the devices of these registrations, for the worker."""
+        """Marks behind the work queued so far on the devices of these registrations, for the worker to wait for."""
         if not self._marking:
             return protocol.NO_MARKS
         marks = [(device, self._sharings[device].mark()) for device in {device for device, _ in registrations}]
         return protocol.marks([item for item in marks if item[1]])
 
     def follow(self, op: _OpMetadata) -> None:
-        """The current stream waits for what the worker's device does for an operation."""
+        """Waits for the end of an operation on the worker's device, on the host or a stream: see `Sharing.follow`."""
         for device, mark in op.marks:
             self._sharings[device].follow(mark)
 
     def reached(self, op: _OpMetadata) -> bool:
-        """Whether the worker's device has done an operation."""
+        """Whether the worker's device has finished an operation."""
         return all(self._sharings[device].reached(mark) for device, mark in op.marks)
 
     # Registrations of operations that have ended, but not on the device
@@ -72,7 +72,7 @@ class Devices:
         return bool(self._queued)
 
     def hold(self, op: _OpMetadata) -> None:
-        """Keeps the operation's registrations until the worker's device has done it."""
+        """Keeps the operation's registrations until the worker's device has finished it."""
         with self._lock:
             self._queued.append(op)
 
@@ -89,7 +89,7 @@ class Devices:
             self._queued += waiting
 
     def abandon(self) -> None:
-        """The worker is lost: registrations keep their memory until `close`."""
+        """After a failure of the worker: registrations keep their memory until `close`."""
         with self._lock:
             queued, self._queued = self._queued, []
         for op in queued:
@@ -99,10 +99,10 @@ class Devices:
 
     @property
     def any(self) -> bool:
-        """Whether there is more to give back than memory of the host."""
+        """Whether memory of a device is shared, not only host memory."""
         return any(self._sharings)
 
     def close(self) -> None:
-        """To be called when the worker has ended: until then its device may write."""
+        """Ends the sharing. Only after the worker has ended: until then its device may write."""
         for sharing in list(self._sharings.values()):
             sharing.close()

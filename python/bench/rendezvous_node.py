@@ -1,4 +1,4 @@
-"""A node for rendezvous.py. Each line on stdin is a failure of its workers, which are not there."""
+"""A node for rendezvous.py, without workers. Each line on stdin stands for a failure of its workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 
 from torchft.dlrover.torchrun import get_handler
 
-# torchrun's, by default
+# torchrun's default monitor interval
 _MONITOR_S = 0.1
 
 

@@ -1,4 +1,4 @@
-"""When this process had its interpreter: to be imported before what takes time."""
+"""The time at which the interpreter of this process was ready. Import it before slow modules."""
 
 from __future__ import annotations
 

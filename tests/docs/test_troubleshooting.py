@@ -1,4 +1,4 @@
-"""The messages of docs/troubleshooting.md are those of the sources."""
+"""Each message in docs/troubleshooting.md is one that the sources contain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MESSAGES = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").re
 
 
 def as_written(source: str) -> str:
-    """A source file with the pieces of its strings put together, and quotes in them as they print."""
+    """A source file with adjacent string literals joined, and escaped quotes as they print."""
     joined = re.sub(r'"\s*(?:\+\s*)?f?"', "", source)
     return joined.replace('\\"', '"')
 
@@ -33,12 +33,12 @@ def known(message: str, texts: list[str]) -> bool:
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_message_is_one_of_ours(message: str) -> None:
     assert len(message.replace("…", "").strip()) > 10, "too short to be found by"
-    # Names that are constants in the source stand as themselves in the document.
+    # The page has the value of a constant that the source names.
     texts = [text.replace("{LIGHTHOUSE_ENV}", "TORCHFT_LIGHTHOUSE") for text in sources()]
     assert known(message, texts)
 
 
-def test_a_message_that_nobody_writes_is_found_out() -> None:
+def test_a_message_that_no_source_contains_is_noticed() -> None:
     texts = [as_written('raise ValueError(\n    f"{a} of {b} asked, "\n    "too few"\n)')]
     assert known("… of … asked, too few", texts)
     assert not known("… of … asked, too many", texts)

@@ -12,7 +12,7 @@ from torchft.process_group.isolated import cuda
 
 
 def run(connection: Connection) -> None:
-    """Does what it is told, until it is told None: ("note", bytes) or ("double", seconds, mark, refs)."""
+    """Runs commands until it receives None: ("note", bytes) or ("double", seconds, mark, refs)."""
     torch.cuda.set_device(0)
     end = cuda.worker()
     connection.send("up")
@@ -27,7 +27,7 @@ def _note(end: Any, note: bytes) -> int:
 
 
 def _double(end: Any, seconds: float, mark: bytes, refs: list[bytes]) -> bytes:
-    """What a collective does: reads and writes the tensors, after `seconds` on the device."""
+    """Reads and writes the tensors, as a collective does, after `seconds` of other work on the device."""
     end.follow(mark)
     tensors = [end.borrow(ref) for ref in refs]
     busy(seconds)

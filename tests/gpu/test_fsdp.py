@@ -1,6 +1,6 @@
-"""FSDP2 over a mesh of replica groups while one of them dies, twice: a job that deadlocks when nobody ends collectives.
+"""FSDP2 over a mesh of replica groups, one of which fails twice. The job deadlocks if its collectives are not ended.
 
-The shards of a group are gathered over NCCL, gradients are averaged over the groups by the kind of group under test.
+The shards of a group are gathered over NCCL; the kind of process group under test averages gradients over the groups.
 """
 
 from __future__ import annotations

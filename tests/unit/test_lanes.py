@@ -1,4 +1,4 @@
-"""`make test` runs its parts side by side; whatever happens, it ends all that it started and says what failed."""
+"""`make test` runs its parts side by side, ends all processes that it started, and reports what failed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def alive(pid: int) -> bool:
 
 
 def test_the_parts_of_make_test_are_all_tests() -> None:
-    """Each folder of tests belongs to one part: one has a folder for itself, and the last leaves these out."""
+    """Each folder of tests belongs to one part: some parts run one folder each, and the last runs all others."""
     *alone, last = [p for p in parts_of_test() if "pytest" in p.command]
     folders = {part.command[-1] for part in alone}
     assert all((ROOT / folder).is_dir() for folder in folders)
@@ -71,7 +71,7 @@ def test_each_part_has_a_log_and_a_result(tmp_path: Path) -> None:
     assert out.getvalue().endswith("failed: b\n")
 
 
-def test_a_part_is_told_what_time_it_gets(tmp_path: Path) -> None:
+def test_a_part_gets_its_time_as_an_argument(tmp_path: Path) -> None:
     part = python("a", "import sys; print(*sys.argv[1:])", wants_s=30, needs_s=10, extra_s=5)
     assert part.seconds(left_s=100) == 30
     assert part.seconds(left_s=20) == 15
@@ -84,7 +84,7 @@ def test_a_part_is_told_what_time_it_gets(tmp_path: Path) -> None:
     assert not result.failed
 
 
-def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_part_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     (result,) = run([python("a", child)], 1, tmp_path, lambda line: None, time_s=0.5, over_s=0.5)
     assert result.ended
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
-def test_of_a_log_the_end_is_shown() -> None:
+def test_the_end_of_a_log_is_shown() -> None:
     assert tail(PYTEST, failed=True).startswith("=================================== FAILURES")
     passed = PYTEST.replace("F  ", ".  ").split("====")[0] + "==== 3 passed in 0.12s ===="
     assert tail(passed, failed=False).strip() == "==== 3 passed in 0.12s ===="
@@ -151,7 +151,7 @@ def test_durations_are_in_words() -> None:
     assert [clock(s) for s in (0.4, 59, 60, 725)] == ["0s", "59s", "1m00s", "12m05s"]
 
 
-def test_the_table_of_what_costs_what(tmp_path: Path) -> None:
+def test_the_table_of_durations(tmp_path: Path) -> None:
     (tmp_path / "unit.xml").write_text(
         '<testsuites><testsuite><testcase classname="tests.unit.test_a" name="x" time="1.5"/>'
         '<testcase classname="tests.unit.test_a.TestB" name="y" time="2"/>'

@@ -1,4 +1,4 @@
-"""Pipes with deadlines, and threads that look like processes."""
+"""Pipes with timeouts, and threads with the interface of processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_other_end_goes_away(ends: tuple[_MonitoredPipe, Connection]) -> Non
     closing.start()
     with pytest.raises(EOFError):
         ours.recv(30)
-    closing.join()  # a connection that two threads close at once is closed twice
+    closing.join()  # the fixture must not close the connection at the same time, which would close its descriptor twice
     with pytest.raises(BrokenPipeError):
         ours.send(1)
 

@@ -1,8 +1,8 @@
 """A data loader for groups that fail and join: each sample counts once per epoch, in batches independent of the groups.
 
-:mod:`torchft.data.position` says what each step trains on, and who computes which part of it; the Manager, who is there
-and whether a step is committed (``torchft/_manager/loader.py``). This module is the part between them and PyTorch's
-DataLoader.
+:mod:`torchft.data.position` decides which samples a step trains on, and which rank computes which of them. The Manager
+knows the groups of a step and whether it is committed (``torchft/_manager/loader.py``). This module connects both with
+PyTorch's DataLoader.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 STATE_KEY = "torchft.data"  # of the position in the state that a group heals with
 
-# Arguments of PyTorch's DataLoader that the plan of a job takes the place of.
+# Arguments of PyTorch's DataLoader that are refused because the job's plan decides on them.
 _DECIDED = {
     "batch_size": "give global_batch_size and micro_batch_size",
     "sampler": "the order is that of shuffle and seed",
@@ -50,11 +50,12 @@ _DECIDED = {
 
 
 class ElasticDataLoader:
-    """Gives each rank its units of each step, whoever takes part in it.
+    """Gives each rank its units of each step, however many groups take part in it.
 
-    An iteration begins a step of the Manager, and waits until its quorum is known. A step that is not committed comes
-    again, cut anew. All groups of a job have such a loader with the same settings; the gradients of a step are the sum
-    over groups, which is not divided, because each loss is multiplied by ``unit.weight``.
+    An iteration begins a step of the Manager, and waits until its quorum is known. A step that is not committed is
+    repeated, divided among the groups of the next quorum. All groups of a job have such a loader, with equal settings.
+    The gradients of a step are the sum over groups, which is not divided, because each loss is multiplied by
+    ``unit.weight``.
 
     Make it before the first step. With ``replay_failed_step`` it is refused: a replay lacks samples. With LocalSGD and
     DiLoCo a step of the loader is one of the inner optimizer, which is never repeated, and samples may be lost:
@@ -67,12 +68,12 @@ class ElasticDataLoader:
         micro_batch_size: samples of a unit; divides ``global_batch_size``.
         shuffle: a new order in each epoch.
         seed: of the orders.
-        epochs: after which the iteration ends, in all groups at once.
+        epochs: the number after which the iteration ends, in all groups at once.
         data_rank: of this rank, among the ranks of its group that read different data; default: its rank in the group.
-            Ranks that are parallel by model give the same one.
-        data_world_size: how many different parts the ranks of a group read; default: all ranks.
+            Ranks that are parallel by model have the same one.
+        data_world_size: the number of different data ranks in a group; default: the number of its ranks.
         reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum". With the
-            Manager's ``reproducible_reduction`` they are added whatever this says.
+            Manager's ``reproducible_reduction`` this is ignored, and they are added.
         data_group: process group of the ranks of this replica group, in which ``reproducible_reduction`` adds; default:
             PyTorch's default one.
         reproducible_rng: random numbers depend on seed, epoch and unit alone, not on the rank: those of the dataset
@@ -80,8 +81,8 @@ class ElasticDataLoader:
         dataloader: further arguments of PyTorch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, …
 
     Raises:
-        TypeError: an IterableDataset, or an argument of DataLoader that the plan takes the place of.
-        ValueError: a setting is out of range, or does not go together with a loader.
+        TypeError: an IterableDataset, or an argument of DataLoader on which the plan decides.
+        ValueError: a setting is out of range, or the Manager has a setting that excludes a loader.
     """
 
     def __init__(
@@ -153,12 +154,12 @@ class ElasticDataLoader:
 
     @property
     def stamp(self) -> Stamp:
-        """What peers compare: settings and position."""
+        """The settings and the position, which peers compare."""
         return self._plan.stamp(self._position)
 
     @property
     def settings(self) -> list[str]:
-        """What all groups must have alike, a line each: with others their gradients are not parts of one mean."""
+        """The settings that must be equal in all groups, one per line: with others gradients have no common mean."""
         return [
             *(f"{name}={value}" for name, value in self.stamp._asdict().items() if name not in ("epoch", "batch")),
             f"data_world_size={self._data_world_size}",
@@ -168,14 +169,14 @@ class ElasticDataLoader:
 
     @property
     def digest(self) -> str:
-        """64 bits in hex of all that peers must have alike: the stamp, and the scales of ``reproducible_reduction``."""
+        """A digest (64 bits in hex) of the stamp and the scales of ``reproducible_reduction``, equal in all groups."""
         if self._exact is None:
             return self.stamp.digest
         return hashlib.sha256(f"{self.stamp.digest} {self._exact.digest}".encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, taken after the optimizer has stepped: it belongs to those weights. All groups have the
-        same, and a job may go on from it with any number of them.
+        """The position, for a checkpoint. It belongs to the weights after the optimizer's step, so take both then. It
+        is the same in all groups, and a job may resume from it with any number of groups.
         """
         state: dict[str, Any] = dict(self._plan.save(self._position))
         if self._local_steps is not None:
@@ -185,10 +186,10 @@ class ElasticDataLoader:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was taken.
+        """Continues at the position of a :meth:`state_dict`.
 
         Raises:
-            PositionDiffers: it is of another dataset, seed or global batch size.
+            PositionDiffers: it was taken with another dataset, seed or global batch size.
             ValueError: with ``reproducible_reduction``: it is of another model.
         """
         position = self._plan.load(state_dict)
@@ -199,11 +200,11 @@ class ElasticDataLoader:
         self._position = position
 
     def __len__(self) -> int:
-        """Steps of the whole job."""
+        """The number of steps of the whole job."""
         return self._plan.batches_per_epoch * self._plan.epochs
 
     def share(self, rank: Optional[int], participants: int) -> Share:
-        """What this rank computes at its position; at the end, that of the first step.
+        """The units of this rank at its position; at the end of the job, those of the first step, with weight 0.
 
         Args:
             rank: of this group among the participants, None if it is not one.
@@ -215,7 +216,7 @@ class ElasticDataLoader:
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
 
     def check_samples(self, counted: int, participants: int) -> None:
-        """Raises SamplesDiffer unless so many samples of this data rank are those of a step at its position."""
+        """Raises SamplesDiffer unless a step at this position has ``counted`` samples for this data rank."""
         if not self._at_end:
             self.share(None, participants).check(counted)
 
@@ -224,10 +225,10 @@ class ElasticDataLoader:
         return self._position == self._plan.end
 
     def units_added(self) -> bool:
-        """Whether gradients are those of this rank's units; called when something is reduced. False before the first.
+        """Whether the gradients contain all units of this rank. Called at each reduction; False before the first unit.
 
         Raises:
-            UnitsSkipped: they are those of some of them.
+            UnitsSkipped: they contain only some of the units.
         """
         if self._step is None or not self._step.begun:
             return False
@@ -235,7 +236,7 @@ class ElasticDataLoader:
         return True
 
     def verify(self) -> None:
-        """Raises an error unless gradients are those of the batch; called before the vote, after a heal was loaded."""
+        """Raises an error unless all units are in the gradients; called before the vote, after a heal was loaded."""
         if self._local_steps is not None:
             return
         self._check_units(self._step)
@@ -273,9 +274,9 @@ class ElasticDataLoader:
 
         Raises:
             StopIteration: the job is at its end, in all groups; or this group is drained.
-            UnitsSkipped: the last step was lost, because the loop left units of it out.
+            UnitsSkipped: the last step was lost, because the loop left out some of its units.
             PositionDiffers: groups of several ranks were restored at different positions, and their Managers at step 0.
-            TimeoutError: the job is at its end, and other groups have not healed to it in time.
+            TimeoutError: the job is at its end, and other groups have not healed in time.
         """
         skipped, self._skipped = self._skipped, None
         if skipped is not None:
@@ -315,8 +316,10 @@ class ElasticDataLoader:
         return self._step
 
     def _check_ranks_alike(self, before: Position) -> None:
-        """At step 0 each rank takes over the state of a rank of its own primary (init_sync), so ranks of one group may
-        take over different positions; each compares its own with those of its counterparts only.
+        """Raises PositionDiffers if ranks of this group may have different positions.
+
+        At step 0 (init_sync) each rank takes over the state of a rank of another group, and the ranks of this group
+        perhaps from different ones. No comparison would find that: ranks compare with their counterparts only.
         """
         manager = self._manager
         now = self._position
@@ -333,11 +336,11 @@ class ElasticDataLoader:
         raise StopIteration
 
     def _stop_reading(self) -> None:
-        """Its worker processes end; it begins again with the next step."""
+        """Ends the DataLoader's worker processes. Reading starts again with the next step."""
         self._prefetcher.close()
         if hasattr(self._reader, "_shutdown_workers"):
-            # By itself it does so when the last reference is gone: persistent_workers and the traceback of an error
-            # hold some, and a worker that is forked later may find it among its garbage.
+            # The iterator does so itself when its last reference is dropped. That may be late, because
+            # persistent_workers and the traceback of an error keep references, or happen in a worker forked later.
             with contextlib.suppress(RuntimeError):  # from PyTorch's handler of SIGCHLD, for a worker that was killed
                 self._reader._shutdown_workers()
         self._reader = self._dataloader._iterator = None
@@ -347,35 +350,35 @@ class ElasticDataLoader:
 
     @property
     def lost(self) -> int:
-        """With LocalSGD and DiLoCo: samples of batches that have passed, and are in no weights that groups share. Of
-        this data rank, over all groups.
+        """With LocalSGD and DiLoCo: samples of passed batches that are in no committed average. Of this data rank, over
+        all groups.
         """
         return self._account.lost
 
     @property
     def committed(self) -> int:
-        """With LocalSGD and DiLoCo: samples of those batches that are in them."""
+        """With LocalSGD and DiLoCo: samples of passed batches that are in committed averages."""
         return self._account.committed
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
-        """LocalSGD or DiLoCo has been made for the Manager of this loader."""
+        """Called when a LocalSGD or DiLoCo is made for the Manager of this loader."""
         self._local_steps = local_steps
 
     def send_samples(self) -> int:
-        """A comparison of the groups begins; gives the samples of this rank that are in what they reduce."""
+        """Called when groups compare their samples; returns this rank's samples that the reduction contains."""
         if self._local_steps is not None:
             return self._account.send()
         if self._step is None:
             return 0
-        # What is reduced before the first unit comes before the gradients of all of them: units_added() sees to it.
+        # A reduction before the first unit contains no gradients of units (units_added() checks it): all are planned.
         return self._step.samples if self._step.begun else self._step.planned_samples
 
     def samples_averaged(self, counted: int) -> None:
-        """So many samples are in the average, over all groups; it is not decided on."""
+        """Called with the number of samples in an average, over all groups, before the average is committed."""
         self._counted = counted
 
     def inner_step_ended(self) -> None:
-        """The inner optimizer has stepped."""
+        """Called after each step of the inner optimizer."""
         step, self._step = self._step, None
         if step is not None:
             self._account.trained(step.samples, step.expected)
@@ -394,16 +397,16 @@ class ElasticDataLoader:
         logger.log(level, "%s: inner steps so far: %s", where, self._account)
 
     def _next_inner(self, local_steps: LocalSteps) -> Step:
-        """The share of this group as its last quorum was: no other is asked for."""
+        """Begins an inner step. The batch is divided among the groups of the last quorum; no quorum is requested."""
         manager = self._manager
         if not local_steps.entered:
             raise RuntimeError(f"steps are taken inside of `with {type(local_steps).__name__}(...)` only")
         if manager._current.plan is None:
-            local_steps.synchronise()  # who is there, and the weights and the position of those who are
+            local_steps.synchronise()  # for the first quorum, and to take over weights and position
         plan = manager._current.plan
         assert plan is not None
         if manager.draining() or self._position == self._plan.end:
-            self._account.failed(kept=False)  # there will be no average with them
+            self._account.failed(kept=False)  # samples since the last average will be in none
             self._end()
         membership = Membership(plan.replica_rank, plan.replica_world_size)
         share = self.share(*membership)
@@ -411,7 +414,7 @@ class ElasticDataLoader:
             self._plan.share(share.position, *membership, rank, self._data_world_size).samples
             for rank in range(self._data_world_size)
         )
-        # The mean over the samples of the group.
+        # With this factor the losses of a group sum up to the mean over its own samples.
         self._scale = self._plan.batch_size(share.position) / max(1, of_group)
         self._expect(membership, share)
         self._step = Step(self, share, membership)
@@ -420,14 +423,14 @@ class ElasticDataLoader:
     # Reading
 
     def _expect(self, membership: Membership, share: Share) -> None:
-        """Units of this step and the next ones are read, unless those are what is being read."""
+        """Makes the DataLoader read the units of this step and the next ones, unless it reads those already."""
         if self._forecast != (membership, share.position):
             self._prefetcher.expect(self._foresee(membership, share))
         following = self._plan.advance(share.position)
         self._forecast = None if membership.rank is None else (membership, following)
 
     def _foresee(self, membership: Membership, share: Share) -> Iterator[Task]:
-        """All units from this step on if nobody comes or goes; only those of the step if this group does not count."""
+        """The units from this step on, if the groups stay the same; of this step only if the group does not count."""
         while True:
             position = share.position
             yield from (Task(Key(position, unit.number), unit) for unit in share.units)
@@ -452,7 +455,7 @@ class ElasticDataLoader:
                 f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: {e}"
             )
             self._manager._report_own_error(failure)  # the others must not wait for this group's part
-            self._stop_reading()  # a worker may be lost
+            self._stop_reading()  # a worker may have ended
             raise failure from e
         seed = self._seed(key) if self._reproducible_rng else None
         return Unit(step, place, data, unit.weight * self._factor * self._scale, seed)
@@ -476,7 +479,7 @@ def _check_dataset(dataset: Any) -> None:
 
 
 class _SeededIndices(list[int]):
-    """Indices of a unit, and what its random numbers begin with."""
+    """The indices of a unit, and the seed of its random numbers."""
 
     seed: int = 0
 
@@ -518,7 +521,7 @@ class _Seeded:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random numbers begin with a seed, and go on afterwards as if nothing had been."""
+    """A context with seeded random numbers, which restores the generators' states at its end."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng(devices=[]):

@@ -43,29 +43,29 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_CONTEXT = nullcontext()
 
-# Groups with a parent of their own making, or a native one.
+# Groups with a parent that they created, or a native one.
 _owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
-# Of each native group, whoever calls it: what stands for its present peers, what is in flight among them, and who
-# compares it with what they do.
+# For each native group, shared by all wrappers of it: an object that identifies its present peers, the operations in
+# flight among them, and the checker of these operations.
 _in_flight: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[Operations], Optional[Checker]]] = (
     weakref.WeakKeyDictionary()
 )
 _in_flight_lock = threading.Lock()
-# For operations that take none.
+# For operations without options.
 _NO_OPTIONS: Any = object()
 
 
 class ProcessGroupWrapper(ProcessGroup):
-    """Hands every operation to its `parent`.
+    """Forwards every operation to its `parent`.
 
-    Without `pg` the parent is what `_create_pg` makes for the peers of `configure`, and it is replaced
-    by the next one. With `pg` that group is the parent for good, and new peers are its own affair.
+    Without `pg` each `configure` replaces the parent by a new group from `_create_pg`. With `pg` that group is always
+    the parent, and it is reconfigured itself.
 
     Subclasses may override `_create_pg`, `_opts_hook`, `_run_context` and `_wrap_work`.
 
     Args:
-        timeout: of every operation that is not given one, and of connecting with new peers.
-        pg: the group to stand in front of, one of torchft or a native one.
+        timeout: of operations that have none of their own, and of connecting to new peers.
+        pg: the group to wrap, one of torchft or a native one.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ProcessGroupWrapper(ProcessGroup):
     # What subclasses change
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        """Connects with the peers, who do the same, over `store`."""
+        """Creates a group whose ranks meet in `store`; all peers call it."""
         raise NotImplementedError(f"{type(self).__name__}._create_pg")
 
     def _opts_hook(self, opts: T) -> T:
@@ -100,7 +100,7 @@ class ProcessGroupWrapper(ProcessGroup):
         return opts
 
     def _wrap_work(self, work: Work, opts: object) -> Work:
-        """What the caller gets instead of the parent's `work`."""
+        """The work that the caller gets instead of the parent's `work`."""
         return work
 
     def _run_context(self) -> ContextManager[None]:
@@ -109,11 +109,11 @@ class ProcessGroupWrapper(ProcessGroup):
 
     @property
     def _connect_timeout(self) -> timedelta:
-        """How long connecting with new peers may take: the group's timeout, or the caller's where that is less."""
+        """The timeout of connecting to new peers: the group's, or the caller's if that is shorter."""
         return min(self._timeout, self._reconfigure_timeout or self._timeout)
 
     def _reset(self) -> None:
-        """Forgets what belonged to the old peers; called before there are new ones."""
+        """Resets the state that belongs to the old peers; called before new ones are connected."""
         self._aborted = None
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
@@ -121,7 +121,7 @@ class ProcessGroupWrapper(ProcessGroup):
         pg.abort()
 
     def _watch(self, pg: BaseProcessGroup, store: Store, rank: int, world_size: int) -> Optional[Operations]:
-        """Who ends the operations in flight in `pg`, where its abort does not do so itself."""
+        """An object that ends the operations in flight in `pg`; None if the abort of `pg` does so itself."""
         return None
 
     # Peers
@@ -223,7 +223,7 @@ class ProcessGroupWrapper(ProcessGroup):
             self._reconfigure_timeout = None
 
     def _reconfigures_itself(self) -> bool:
-        """Whether the group behind all wrappers has its own `reconfigure`, so that nobody asks for `configure`."""
+        """Whether the innermost group has a `reconfigure` of its own, so that `configure` is not needed."""
         pg = self._pg
         if not self._given or pg is None:
             return False
@@ -238,7 +238,7 @@ class ProcessGroupWrapper(ProcessGroup):
         """The group that does the work."""
         pg = self._pg
         if pg is None:
-            # Not an AssertionError where an abort was the reason: that is no mistake of the caller.
+            # After an abort not an AssertionError: the caller made no mistake.
             if self._aborted is not None:
                 raise copied(self._aborted)
             raise AssertionError("process group not initialized")
@@ -258,7 +258,7 @@ class ProcessGroupWrapper(ProcessGroup):
         return self.getRank()
 
     def getRank(self) -> int:
-        # PyTorch asks for the rank before there are peers; PyTorch's own answer is 0 then.
+        # PyTorch asks for the rank before there are peers. Its own groups then return 0.
         pg = self._pg
         return 0 if pg is None else pg.rank()
 
@@ -282,10 +282,10 @@ class ProcessGroupWrapper(ProcessGroup):
         return isinstance(pg, ProcessGroup) and pg.share_buffer(tensor)
 
     def abort(self, errored: bool = True) -> None:
-        """Ends what is in flight, without waiting for it.
+        """Ends the operations in flight, without waiting for them.
 
         Args:
-            errored: whether `errored` shall tell, until there are new peers.
+            errored: whether `errored()` returns this abort until there are new peers.
         """
         if self._given and isinstance(self._pg, ProcessGroup):
             self._pg.abort()
@@ -307,7 +307,7 @@ class ProcessGroupWrapper(ProcessGroup):
         if self._given:
             if isinstance(self._pg, ProcessGroup):
                 self._pg.shutdown()
-            # A native group belongs to whoever made it.
+            # A native group belongs to its creator.
             return
         self._release(RuntimeError(f"{self.getBackendName()} was shut down"))
 
@@ -320,8 +320,8 @@ class ProcessGroupWrapper(ProcessGroup):
             checker.close(error)
 
     def __del__(self) -> None:
-        # Destroying a group of Gloo waits for its operations: not here, where the garbage collector may have chosen the
-        # thread. At the very end no thread starts any more: see `_release_all`.
+        # The garbage collector may call this on any thread, so it must not wait. Destroying a Gloo group waits for its
+        # operations, so another thread does that. At exit no thread can be started: see `_release_all`.
         if not hasattr(self, "_given") or sys.is_finalizing():
             return
         if self._given:
@@ -330,7 +330,7 @@ class ProcessGroupWrapper(ProcessGroup):
             self._release(RuntimeError("nobody holds the process group any more"))
 
     def _leave(self) -> None:
-        """Lets go of a native group, which is left as it is: ours may be the last reference."""
+        """Drops the reference to a native group, without an abort; by `reap`, since it may be the last one."""
         pg, self._pg = self._pg, None
         if pg is not None and not isinstance(pg, ProcessGroup):
             box: list[object] = [pg]
@@ -338,7 +338,7 @@ class ProcessGroupWrapper(ProcessGroup):
             reap(box)
 
     def _release(self, error: Exception) -> None:
-        """Abandons the parent: whoever waits in it gets an error, its own or this one, and the caller does not wait."""
+        """Drops the parent: threads that wait in it get its error or `error`. The caller does not wait."""
         if self._pg is None:
             return
         box: list[BaseProcessGroup] = [self._pg]
@@ -347,7 +347,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._drop(box)
 
     def _drop(self, box: list[BaseProcessGroup]) -> None:
-        """Destroys the only element of `box`, elsewhere. The caller holds no other reference."""
+        """Destroys the only element of `box`, on another thread. The caller holds no other reference."""
         try:
             self._interrupt(box[0])
         except Exception:
@@ -355,8 +355,8 @@ class ProcessGroupWrapper(ProcessGroup):
         reap(box)
 
     def _operations_in_flight(self) -> Optional[Operations]:
-        """Those among the present peers of a native group, which may get others without our knowledge, and operations
-        from other wrappers.
+        """The operations among the present peers of a native group. The group may be reconfigured without this wrapper,
+        and other wrappers of it share these operations.
         """
         pg = self._pg
         if type(pg) is not BaseProcessGroup:
@@ -379,8 +379,8 @@ class ProcessGroupWrapper(ProcessGroup):
     # Operations
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
-        """Hands an operation to the parent."""
-        # First: operations that end while this one is on its way to the parent end it too.
+        """Forwards an operation to the parent."""
+        # Read before the parent: if a reconfiguration ends these operations from here on, it ends this one too.
         operations = self._operations_in_flight() if self._given else self._operations
         checker = self._checker
         with self._run_context():
@@ -394,7 +394,8 @@ class ProcessGroupWrapper(ProcessGroup):
             except RuntimeError as e:
                 if isinstance(parent, ProcessGroup):
                     raise
-                # The error keeps this frame, which must not keep the group: its end would wait for operations.
+                # The error's traceback keeps this frame, and the frame must not keep the group, whose destruction
+                # waits for operations.
                 parent = None
                 raise explained(self.getBackendName(), name, args, e) from e.__cause__
             if operations is not None:
@@ -407,7 +408,7 @@ class ProcessGroupWrapper(ProcessGroup):
         input_tensor: List[torch.Tensor],
         opts: Optional[AllgatherOptions] = None,
     ) -> Work:
-        # PyTorch 2.7's dist.all_gather gives none.
+        # PyTorch 2.7's dist.all_gather passes no options.
         return self._run("allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts)
 
     def allgather_into_tensor_coalesced(
@@ -426,7 +427,7 @@ class ProcessGroupWrapper(ProcessGroup):
         tensors: List[torch.Tensor],
         opts: Union[AllreduceCoalescedOptions, AllreduceOptions, ReduceOp],
     ) -> Work:
-        # PyTorch takes nothing but its own options here.
+        # PyTorch accepts only this class of options here.
         if not isinstance(opts, AllreduceCoalescedOptions):
             coalesced = AllreduceCoalescedOptions()
             if isinstance(opts, AllreduceOptions):
@@ -451,7 +452,7 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._run("barrier", opts=BarrierOptions() if opts is None else opts)
 
     def monitored_barrier(self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False) -> None:
-        """Returns when all ranks came; else raises an error that names who did not.
+        """Returns when all ranks have called it; else raises an error that names the ranks that have not.
 
         Args:
             timeout: the group's, if None.
@@ -465,7 +466,7 @@ class ProcessGroupWrapper(ProcessGroup):
             def call() -> None:
                 parent.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
-            # It has no work: whoever calls it waits.
+            # monitored_barrier returns no work: the caller's thread waits.
             call() if operations is None else operations.call(call)
 
     def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> Work:
@@ -495,13 +496,13 @@ class ProcessGroupWrapper(ProcessGroup):
 
 
 def _meeting(pg: BaseProcessGroup) -> object:
-    """What is another one when a native group gets other peers; None where that cannot be told."""
+    """An object that changes when a native group gets new peers; None if there is no such object."""
     connections = connections_of(pg)
     return pg.get_reconfigure_handle() if connections is None and enabled() else connections
 
 
 def abortable(pg: BaseProcessGroup) -> BaseProcessGroup:
-    """The group to call operations of, so that all who wait for them are let go when `pg` is aborted.
+    """The group to call operations of, so that an abort of `pg` ends all waits for them.
 
     That is a group of torchft itself. Of a native one Gloo may lose an operation in the moment in which its connections
     are cut, above all in a process that was stopped meanwhile.
@@ -510,7 +511,7 @@ def abortable(pg: BaseProcessGroup) -> BaseProcessGroup:
 
 
 def _delegate(name: str) -> Callable[..., Work]:
-    """An operation that torchft adds nothing to; its arguments are PyTorch's, options last."""
+    """Makes a method that forwards an operation unchanged; its arguments are PyTorch's, options last."""
 
     def operation(self: ProcessGroupWrapper, *args: Any) -> Work:
         if args and hasattr(args[-1], "timeout"):
@@ -522,8 +523,8 @@ def _delegate(name: str) -> Callable[..., Work]:
     return operation
 
 
-# What PyTorch's own functions call besides (dist.reduce, dist.all_gather_into_tensor, ...). Which of them
-# exist depends on its version.
+# Further operations that PyTorch's functions call (dist.reduce, dist.all_gather_into_tensor, ...). PyTorch's version
+# decides which of them exist.
 for _name in (
     "reduce",
     "gather",

@@ -18,30 +18,30 @@ from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 _TICK_SEC = 0.1
 _ANSWER_SEC = 1.0
-# The timeout of an order is longer, because a group that does not receive it is ended in mid-step.
+# The timeout of a drain request is longer, because a group that does not receive it is ended in mid-step.
 _TELL_SEC = 4.0
 _ASK_EVERY_SEC = 0.5
-# A group that was told to end does so by itself after TORCHFT_GRACE_S. This much later it is killed.
+# A group that got SIGTERM ends after TORCHFT_GRACE_S at the latest. This much later it is killed.
 _AFTER_GRACE_SEC = 2.0
-# How long a group that is asked to leave at the end of a step may take: its script may not heed that.
+# How long a drained group may take to leave, before SIGTERM: its script may never ask for `draining()`.
 _DRAIN_SEC = 30.0
 _RATE_OVER_SEC = 5.0
 
 
 @dataclass
 class Member:
-    """What is known of one group."""
+    """The state of one group."""
 
     group: ReplicaGroup
-    port: int = 0  # of its manager server: how the lighthouse's members are told apart
+    port: int = 0  # of its manager server, which identifies the group among the lighthouse's members
     state: str = "starting"
     step: int = 0
-    fruitless: int = 0  # lives in a row without a step
-    took_part: bool = False  # in this life
+    fruitless: int = 0  # incarnations in a row that took part in no step
+    took_part: bool = False  # in a step, in this incarnation
     restart_at: float | None = None
     leaving: bool = False
     given_up: str = ""  # why it is not started again
-    end_by: float | None = None  # when it is told to end in another way, if it has not left by itself
+    end_by: float | None = None  # when it gets SIGTERM, if it has not left after a drain
     replica_id: str = ""  # as the lighthouse knows it
     history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
 
@@ -51,7 +51,7 @@ class Member:
 
     @property
     def rate(self) -> float:
-        """Steps per second, lately."""
+        """Steps per second, over the last seconds."""
         if len(self.history) < 2:
             return 0.0
         (began, first), (now, last) = self.history[0], self.history[-1]
@@ -62,12 +62,12 @@ class LocalJob:
     """Replica groups of one script, under one lighthouse.
 
     Args:
-        make_group: makes group ``number``, not started yet.
-        replicas: how many there are at first.
-        most: up to how many ``scale`` may go.
+        make_group: makes group ``number``, without starting it.
+        replicas: the number of groups at first.
+        most: the largest number for ``scale``.
         lighthouse: its address.
         kill_every: seconds between two kills of a group chosen at random; None: no kills.
-        seed: of that choice.
+        seed: of the random choice.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class LocalJob:
         self.scale(replicas)
 
     def scale(self, replicas: int) -> None:
-        """Adds groups, or lets the last ones leave: at the end of a step, so that the others lose none.
+        """Adds groups, or drains the last ones, which leave at the end of a step, so that the others lose none.
 
-        One that was given up is tried again.
+        A group that is no longer restarted is started again.
 
         Raises:
             ValueError: fewer than one, or more than ``most``.
@@ -116,10 +116,10 @@ class LocalJob:
             self._start(member)
 
     def tick(self) -> bool:
-        """Looks after all groups. Returns whether any of them still has something to do.
+        """Updates, restarts and ends groups. Returns whether any of them runs or will be restarted.
 
         Raises:
-            LaunchError: a group does not start, and there is no other one, or all others have finished.
+            LaunchError: a group is no longer restarted, and there is no other one, or all others have finished.
         """
         now = time.monotonic()
         if now - self._asked > _ASK_EVERY_SEC:
@@ -137,7 +137,7 @@ class LocalJob:
         return goes_on
 
     def run(self, show: Callable[[LocalJob], None], each_tick: Callable[[LocalJob], None] = lambda job: None) -> None:
-        """Until all groups have finished."""
+        """Runs until all groups have finished."""
         while self.tick():
             show(self)
             each_tick(self)
@@ -145,10 +145,10 @@ class LocalJob:
         show(self)
 
     def end(self, grace: float) -> None:
-        """Tells all groups to end by SIGTERM, on which a script leaves between two steps, and kills those that do not.
+        """Sends SIGTERM to all groups, on which a script may leave between two steps, and kills those that do not end.
 
         Args:
-            grace: how many seconds they may take, as TORCHFT_GRACE_S says.
+            grace: the seconds that they may take, the value of TORCHFT_GRACE_S.
         """
         for member in self.members:
             member.group.terminate()
@@ -163,7 +163,7 @@ class LocalJob:
             member.group.kill()
 
     def _drain(self, member: Member) -> None:
-        """Asks a group to leave. One that trains does so at the end of a step; any other is ended now."""
+        """Drains a group that the lighthouse knows; any other gets SIGTERM now."""
         if member.running and member.replica_id and drain(self._lighthouse, member.replica_id):
             member.end_by = time.monotonic() + _DRAIN_SEC
         else:
@@ -204,7 +204,7 @@ class LocalJob:
             member.restart_at = now + delay
 
     def _give_up(self, member: Member, status: int) -> None:
-        """Those that train go on without it. Where none does, the script does not start at all, and the job ends."""
+        """Stops restarting a group. The job ends if no group has ever taken part: then the script itself fails."""
         member.given_up = (
             f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the last time "
             f"with status {status}"
@@ -215,7 +215,7 @@ class LocalJob:
 
     def _kill_one(self) -> None:
         candidates = [member for member in self.members if member.running and member.took_part and not member.leaving]
-        if len(candidates) < 2:  # somebody has to survive
+        if len(candidates) < 2:  # one group has to survive
             return
         victim = self._choice.choice(candidates)
         victim.group.kill()
@@ -223,7 +223,7 @@ class LocalJob:
         self.kills += 1
 
     def _ask(self, now: float) -> None:
-        """What the lighthouse says of the groups. One that does not answer says nothing."""
+        """Updates the groups' states from the lighthouse, if it answers."""
         members = {urlsplit(said["address"]).port: said for said in status(self._lighthouse) if said.get("address")}
         for member in self.members:
             said = members.get(member.port)
@@ -246,7 +246,7 @@ def status(lighthouse: str) -> list[dict[str, Any]]:
 
 
 def drain(lighthouse: str, replica_id: str) -> bool:
-    """Asks a group to leave at the end of a step. False if the lighthouse could not tell it."""
+    """Asks a group to leave at the end of a step. False if the lighthouse could not pass that on."""
     try:
         Lighthouse(lighthouse, timeout=_TELL_SEC).ask("drain", replica_id)
     except (Unanswered, ValueError):
@@ -254,12 +254,12 @@ def drain(lighthouse: str, replica_id: str) -> bool:
     return True
 
 
-# What torchrun's agent writes first when a worker has failed. Dozens of lines follow it, and none says why.
+# The first line that torchrun's agent logs when a worker has failed. Dozens of lines follow, and none has the cause.
 _OF_TORCHRUN = re.compile(r"torch/distributed/elastic/\S+ failed \(exitcode: ")
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The end of a log: of what the script itself said last, where torchrun reports its end."""
+    """The last lines of a log, before torchrun's report of a failure if there is one: the script's own last lines."""
     text = log.read_text(errors="replace").splitlines()
     reports = [i for i, line in enumerate(text) if _OF_TORCHRUN.search(line)]
     end = reports[-1] if reports and reports[-1] > 0 else len(text)

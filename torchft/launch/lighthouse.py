@@ -17,12 +17,12 @@ from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._security import TLS_CERT_ENV
 from torchft.launch import process_tree
 
-# The command starts within 0.3 s; a machine that is busy with other things takes longer.
+# The command starts within 0.3 s on an idle machine.
 _START_SEC = 20.0
 
 
 class LaunchError(Exception):
-    """What did not work, and the logs that say more."""
+    """A launch failed; `logs` have the details."""
 
     def __init__(self, message: str, *logs: Path) -> None:
         super().__init__(message)
@@ -36,11 +36,11 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
     ``bind`` is ``host:port``; port 0 takes a free one.
 
     Raises:
-        LaunchError: it did not start; the message says why, as that it may not listen there.
+        LaunchError: it did not start; the message says why, for example that the address is in use.
     """
-    # not the installed command: it may be missing from PATH, or belong to another environment
+    # not the installed command, which may be missing from PATH or belong to another environment
     main = "from torchft._torchft import lighthouse_main; lighthouse_main()"
-    # Its life is the job's: there is no restart that would go on after what is on disk.
+    # No state on disk: the lighthouse ends with the job, and no later one continues it.
     command = [sys.executable, "-c", main, "--bind", bind, "--state_dir", "", *options]
     before = log.stat().st_size if log.exists() else 0
     process = process_tree.start(command, log)
@@ -54,10 +54,10 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
 
 
 def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int) -> int:
-    """The port that it listens on, by what it says itself: somebody else may listen on the one that it was to have."""
+    """The port on which it listens, read from its log: on the requested port another process may listen."""
     deadline = time.monotonic() + _START_SEC
     while True:
-        ended = process.poll() is not None  # looked at first: what it says in the end is in the log then
+        ended = process.poll() is not None  # checked before the log is read, which then has its last line
         with log.open("rb") as lines:
             lines.seek(before)
             said = lines.read().decode(errors="replace")
@@ -72,20 +72,21 @@ def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int
 
 
 def usual_bind() -> str:
-    """Where ``torchft status`` and its like look if they are not told: or a free port, where another one has that."""
+    """The address at which ``torchft status`` looks by default; a free port if that one is in use."""
     try:
         return f"127.0.0.1:{free_port('127.0.0.1', DEFAULT_PORT)}"
     except OSError:
         return "127.0.0.1:0"
 
 
-# Outgoing connections take their ports above 32768 (Linux), and whoever is to listen may need seconds to start.
+# Below Linux's range for outgoing connections (32768 and above), one of which could otherwise get a port in the seconds
+# until its process listens on it.
 _PORTS = range(20000, 29000)
 _given: set[int] = set()
 
 
 def free_port(host: str = "", port: int = 0) -> int:
-    """A TCP port that nobody listens on now: this one, else OSError, or any that was not given before."""
+    """``port`` if it is free, else OSError; with port 0 a free port that was not returned before."""
     if port:
         return _listenable(host, port)
     for candidate in random.sample(_PORTS, 200):

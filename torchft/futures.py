@@ -2,10 +2,9 @@
 
 All timers of a process share one daemon thread, which starts with the first timer. A timer that
 fires runs its callback on that thread, so callbacks must be short: abort something, fail a future.
-A callback that hangs would silence every other deadline of the process, and a job without deadlines
-hangs for ever; so it is given ``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by default), after which
-the stacks of all threads go to stderr and the process exits with code 1, for its supervisor to
-start again.
+A callback that hangs would disable every other timer of the process, and the job could hang for ever.
+So a callback has ``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by default). After that the stacks of
+all threads are printed to stderr and the process exits with code 1, for its supervisor to restart it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 
 def _watchdog_timeout_sec() -> float:
-    """Seconds a callback may take before the process is given up."""
+    """Seconds that a callback may take before the process is ended."""
     text = os.environ.get(WATCHDOG_TIMEOUT_SEC)
     if text is None:
         return _DEFAULT_WATCHDOG_TIMEOUT_SEC
@@ -60,7 +59,7 @@ def _watchdog_timeout_sec() -> float:
 
 
 def _give_up(callback: Callable[[], None], seconds: float) -> None:
-    """Ends the process: a timer's callback hangs, and no deadline would fire any more."""
+    """Ends the process, because a timer's callback hangs, and no other timer would fire."""
     print(
         f"torchft: the timeout callback {callback!r} did not return within {seconds} s "
         f"({WATCHDOG_TIMEOUT_SEC}); exiting, the stacks of all threads follow",
@@ -83,7 +82,7 @@ class _Timer:
         self._callback: Optional[Callable[[], None]] = callback
 
     def cancel(self) -> None:
-        """Drops the callback, and with it whatever it keeps alive."""
+        """Drops the callback, and the objects that it keeps alive."""
         self._callback = None
 
     @property
@@ -159,7 +158,7 @@ class _TimeoutManager:
                         return
                     callback = self._next_due()
             self._call(callback)
-            # Held on to, it would keep its tensors alive until the next timer fires.
+            # This name would keep the callback's tensors alive until the next timer fires.
             del callback
 
     def _next_due(self) -> Optional[Callable[[], None]]:
@@ -202,8 +201,8 @@ def _timeout_error(what: str, timeout: timedelta) -> TimeoutError:
 def _devices() -> list[torch.device]:
     """Devices on which a tensor of this process may lie.
 
-    A callback of a future takes a stream of each device that the future names. On CUDA that makes a context, which
-    costs hundreds of MB: so only those are named that have one.
+    A callback of a future takes a stream of each device that the future names. On CUDA that creates a context, which
+    costs hundreds of MB, so only devices with a context are named.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
@@ -228,7 +227,7 @@ def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Fu
         return fut
 
     result: Future[T] = Future(devices=[*devices])
-    # Whoever gets the lock, the timer or the future, completes the result; nobody releases it.
+    # The timer or the future completes the result, whichever acquires the lock first. The lock is never released.
     first = threading.Lock()
 
     def expire() -> None:
@@ -293,7 +292,7 @@ os.register_at_fork(after_in_child=_STREAM_TIMERS.reset)
 def _passed(mark: Mark) -> bool:
     try:
         return mark.reached()
-    except RuntimeError:  # the device has failed: the deadline ends whoever waits for it
+    except RuntimeError:  # the device has failed: the deadline ends the waits for it
         return False
 
 
@@ -318,9 +317,9 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
 
 @contextmanager
 def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Generator[None, None, None]:
-    """Calls `callback` when the block takes longer than `timeout`; the block itself goes on.
+    """Calls `callback` if the block takes longer than `timeout`; the block itself continues.
 
-    Typically the callback aborts what the block waits for.
+    Typically the callback aborts the operation that the block waits for.
     """
     timer = _TIMEOUT_MANAGER.schedule(timeout, callback)
     try:

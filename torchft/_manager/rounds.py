@@ -1,8 +1,9 @@
 """Quorum rounds: the training thread starts one, continues, and waits for the result when it needs it.
 
-What follows from a quorum that brings a change (new peers, a heal) must not wait until the training thread asks: others
-are waiting for it. So a thread of its own follows such quorums. One that brings nothing new is followed by whoever asks
-first, and wakes nobody else: most steps cost no switch of threads.
+To *follow* a quorum is to act on its result. If the result brings a change (new peers, a heal), that must not wait
+until the training thread needs it, because other groups wait for this one. So a quorum thread follows changes. A result
+without a change is followed by the first thread that asks for it, usually the training thread: most steps switch no
+threads.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Round:
         self._answer: Optional[QuorumResult] = None
 
     def end(self, error: Optional[BaseException] = None) -> None:
-        """Ends the round; what came first counts."""
+        """Ends the round, with an error or without; only the first call counts."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
@@ -43,7 +44,7 @@ class Round:
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Returns when the round has ended, whatever came of it."""
+        """Returns when the round has ended, with or without an error."""
         self._ended.wait()
 
     def answer(self) -> QuorumResult:
@@ -75,30 +76,30 @@ class Round:
 
 
 class Rounds(Protocol):
-    """What begins the rounds of one rank, one after the other."""
+    """Begins the rounds of one rank, one after the other."""
 
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
         """Begins a round.
 
         Args:
-            follow: does what the result asks for; called once, on any thread.
-            request: what this rank says.
+            follow: acts on the result; called once, on any thread.
+            request: of this rank.
             timeout: of the whole wait.
         """
         ...
 
     def shutdown(self, wait: bool) -> None:
-        """Ends what runs in the background. The client is shut down before.
+        """Ends the background thread. The client is shut down before.
 
         Args:
-            wait: until it has ended.
+            wait: whether to wait for the end of the thread.
         """
         ...
 
 
 class _Thread:
-    """A thread that starts when it is first needed. It is a daemon: Python joins others before it exits, and after
-    Ctrl-C a process would so wait, alive to its peers, until the quorum's timeout.
+    """A thread that starts when it is first needed. It is a daemon, because Python joins other threads before it exits:
+    after Ctrl-C the process would wait until the quorum's timeout, while its peers take it for alive.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
@@ -119,8 +120,8 @@ class _NativeRound(Round):
     """A round in the native core.
 
     Args:
-        take: waits for the result, the last one itself where nothing but the step differs from it.
-        follow: does what a result asks for.
+        take: waits for the result. If only the step differs from the last result, it returns that very object.
+        follow: acts on a result.
         last: the last result.
     """
 
@@ -143,7 +144,7 @@ class _NativeRound(Round):
         return super().answer()
 
     def follow_change(self) -> None:
-        """For the thread that follows changes."""
+        """Waits for the result and follows it; called on the quorum thread, for a result that brings a change."""
         self._get()
         if not self._ended.is_set() and self._result is not None:
             self._try(self._follow, self._result)
@@ -161,7 +162,7 @@ class _NativeRound(Round):
                 return
             if self._result is self._last:
                 self._try(self._follow, self._result)
-                if isinstance(self._error, KeyboardInterrupt):  # who only waits would not hear of it
+                if isinstance(self._error, KeyboardInterrupt):  # `wait` does not raise the round's error
                     raise self._error
 
     def _try(self, follow: Follow, result: QuorumResult) -> None:

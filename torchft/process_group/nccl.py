@@ -32,7 +32,7 @@ def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
         rank: of this process in the whole job.
 
     Returns:
-        Whether there was somebody to tell.
+        Whether a process listens on the pipe.
     """
     prefix = os.environ.get(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, "")
     if not prefix:
@@ -40,7 +40,7 @@ def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
         return False
     pipe = f"{prefix}{rank}.pipe"
     try:
-        # Without O_NONBLOCK this would wait for a reader that may never come.
+        # Without O_NONBLOCK this would wait for ever if there is no reader.
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(descriptor, b"1\n")
@@ -62,11 +62,12 @@ _environment = threading.Lock()
 
 @contextmanager
 def _errors_handled_by_abort() -> Iterator[None]:
-    """While a backend is made, which reads it then. PyTorch's default on an error in NCCL (a peer died) is to end the
-    process; 2 aborts the communicator and lets the process live. What the user has set counts, but not a 1 in a worker
-    of torchrun: that is torchrun's own default, and ends the process, too.
+    """Sets TORCH_NCCL_ASYNC_ERROR_HANDLING while a backend is created, which reads it then.
 
-    Groups of others keep PyTorch's default: nobody would ask them for their errors.
+    On an error in NCCL (a peer failed) PyTorch by default ends the process; with 2 it only aborts the communicator. The
+    user's value is kept, except a 1 under torchrun: that is torchrun's own default, and ends the process, too.
+
+    It is reset afterwards, because other groups, which torchft does not ask for errors, need PyTorch's default.
     """
     with _environment:
         before = os.environ.get(_ERROR_HANDLING)
@@ -86,21 +87,21 @@ def _errors_handled_by_abort() -> Iterator[None]:
 class ProcessGroupNCCL(AcceleratorProcessGroup):
     """A reconfigurable NCCL group on the current CUDA device.
 
-    The communicator is non-blocking, so that it can be aborted while a peer is silent. It is made when
-    the peers are, not by the first operation.
+    The communicator is non-blocking, so that it can be aborted while a peer is silent. It is created by
+    `configure`, not by the first operation.
 
     Args:
-        timeout: of every operation that is not given one, and of connecting with new peers.
+        timeout: of operations that have none of their own, and of connecting to new peers.
         implementation: "legacy", or "nccl2" for the one that PyTorch's own groups use since 2.15, whose communicators
-            are revoked instead of taken down. The same in all groups of a job. None: TORCHFT_NCCL_IMPLEMENTATION, by
+            are revoked instead of aborted. The same in all groups of a job. None: TORCHFT_NCCL_IMPLEMENTATION, by
             default "legacy". See docs/gpu.md.
 
     Raises:
-        ValueError: there is no such implementation.
-        RuntimeError: this PyTorch does not have it.
+        ValueError: the implementation is unknown.
+        RuntimeError: this PyTorch lacks it.
     """
 
-    # The kind of device; tests have another one.
+    # The device type; tests replace it.
     _device: ClassVar[str] = "cuda"
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0), implementation: Optional[str] = None) -> None:
@@ -115,13 +116,13 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         with nccl2.announced(store, rank, world_size, self._implementation):
             if self._implementation == NCCL2:
-                # First: without a device PyTorch ends the process when the backend is destroyed.
+                # Before the backend is created: without a device PyTorch ends the process when it destroys the backend.
                 device = self._current_device()
                 return nccl2.connect(store, rank, world_size, device, self._connect_timeout, self._global_ranks)
             return self._create_legacy(store, rank, world_size)
 
     def _create_legacy(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        # Not in every build of PyTorch, so not at the top.
+        # Imported here because not every build of PyTorch has it.
         from torch.distributed import ProcessGroupNCCL as BaseProcessGroupNCCL
 
         opts = BaseProcessGroupNCCL.Options()
@@ -152,7 +153,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         """
         pg = self._pg
         if errored and pg is not None and _trigger_on_abort():
-            # PyTorch names the pipe by the rank in the first NCCL group of the process: whichever that is.
+            # PyTorch names the pipe by the rank in the first NCCL group of the process, which may be any of these.
             ranks = (self._global_rank, int(os.environ.get("RANK", "0")), pg.rank())
             any(trigger_nccl_fr_trace_through_pipe(rank) for rank in dict.fromkeys(ranks) if rank is not None)
         super().abort(errored=errored)

@@ -1,8 +1,8 @@
 """The fork server: a process that has imported PyTorch once, and forks a worker in milliseconds.
 
-It runs one thread, holds no device and no connection, and never the trainer's `__main__`. It ends with its trainer,
-however that ends, and its workers end with it. Whoever forks reaps: nobody else waits for a worker, so a process
-number is never signalled after it was given to another process.
+It runs one thread, holds no device and no connection, and never imports the trainer's `__main__`. It ends with its
+trainer, also if that is killed, and its workers end with it. Only the server reaps its workers, so the number of a
+worker's process is not reused before the server has removed it from its table, and no signal reaches another process.
 
     spawn  JSON; with the worker's ends of its channel, and a pipe that is closed when the worker has been reaped
     kill   number of the worker
@@ -28,8 +28,8 @@ _LOOK_EVERY_MS = 500
 
 
 def main(control: int, trainer: int) -> None:
-    """Serves until the trainer, the process with number `trainer`, is gone or closes its end. It does not return."""
-    # Ctrl-C and a job's SIGTERM are for the trainer; its end is ours.
+    """Serves until the trainer, the process with number `trainer`, has ended or closes its end. It does not return."""
+    # Ctrl-C and SIGTERM reach the whole process group. Only the trainer acts on them; this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     error = ""
@@ -37,13 +37,13 @@ def main(control: int, trainer: int) -> None:
     try:
         from torchft.process_group.isolated import worker
     except BaseException as e:
-        # Kept for whoever asks for a worker.
+        # The answer to each request for a worker.
         traceback.print_exc()
         error = f"{type(e).__name__}\nthe worker's process could not start: {e}"
     try:
         _Server(socket.socket(fileno=control), trainer, worker, error).serve()
     finally:
-        # The workers follow (PR_SET_PDEATHSIG).
+        # The kernel then kills the workers (PR_SET_PDEATHSIG).
         os._exit(0)
 
 
@@ -53,13 +53,13 @@ class _Server:
         self._trainer = trainer
         self._worker = worker
         self._error = error
-        # Process number and the pipe that tells of its end.
+        # Process number, and the pipe that is closed when the worker has been reaped.
         self._workers: dict[int, tuple[int, int]] = {}
         self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self._prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
-        # What is there now stays: no collection shall touch, and so copy, what the workers share.
+        # Garbage collections in workers skip the present objects: touching them would copy memory that workers share.
         gc.collect()
         gc.freeze()
 
@@ -68,7 +68,7 @@ class _Server:
         poll.register(self._control, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         try:
-            # A child of the trainer may have inherited the other end of the socket and hide its end.
+            # The socket alone is not enough: a child of the trainer may have inherited its end and keep it open.
             poll.register(os.pidfd_open(self._trainer), select.POLLIN)
             timeout = None
         except OSError:
@@ -115,7 +115,7 @@ class _Server:
         os.close(answers)
 
     def _run(self, message: dict[str, Any], requests: int, answers: int, ended: int) -> None:
-        """The worker's process. It does not return."""
+        """Runs in the worker's process. It does not return."""
         status = 1
         try:
             server = os.getppid()
@@ -125,7 +125,7 @@ class _Server:
             self._control.close()
             for descriptor in (self._wake, ended, *(pipe for _, pipe in self._workers.values())):
                 os.close(descriptor)
-            # The server ended between the fork and prctl.
+            # False if the server ended between the fork and prctl.
             if os.getppid() == server:
                 self._worker.main(requests, answers, message)
             status = 0

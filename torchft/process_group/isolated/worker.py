@@ -1,7 +1,7 @@
 """The worker: runs the operations of one group in a process that may be killed at any moment.
 
-One thread reads requests and starts operations. Where an operation ends is where it is answered: Gloo's own thread
-calls back, so that nobody has to be woken for that. It knows its group's class only by name, and imports that.
+One thread reads requests and starts operations. The thread on which an operation ends, Gloo's own, sends the answer, so
+that no other thread has to wake up. The worker gets the name of its group's class, and imports it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torchft.process_group.native import native_error
 from torchft.process_group.reconfigure import meeting_store
 from torchft.process_group.wrapper import _set_timeout
 
-# Operations that are remembered as decoded. A training step repeats fewer.
+# The size of the cache of decoded operations. A training step has fewer different ones.
 _REMEMBERED = 512
 
-# Those that every backend has with the same arguments as a group.
+# Operations that every backend has, with the same arguments as a process group.
 _OF_BACKENDS = ("allgather", "allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")
 
 # Name, function, arguments, whether all tensors are plain memory of the host, timeout unless it is the group's.
@@ -71,14 +71,14 @@ class Worker:
         self._sharings: dict[int, Sharing] = {}
         self._calls: dict[bytes, _Call] = {}
         self._waiters = _Waiters()
-        # The names of those that were not answered.
+        # The names of operations without an answer so far.
         self._in_flight: dict[int, str] = {}
 
     def answer(self, kind: int, operation: int = 0, rest: bytes = b"") -> None:
         try:
             os.write(self._answers, protocol.answer(kind, operation, rest))
         except BrokenPipeError:
-            # Nobody is interested any more.
+            # The trainer has closed its end.
             os._exit(0)
 
     def load(self, group: str, path: list[str], sharing: dict[str, str], prepare: int | None, **_: Any) -> None:
@@ -91,7 +91,7 @@ class Worker:
             found = getattr(found, part)
         self._group = found
         self._modules = sharing
-        # The trainer's threads compute, these only pass on.
+        # The trainer's threads compute; this process only transfers data.
         torch.set_num_threads(1)
         if prepare is not None and found._device != "cpu":
             self._prepare(found._device, prepare)
@@ -100,7 +100,7 @@ class Worker:
         return importlib.import_module(self._modules[device])
 
     def _prepare(self, device: str, index: int) -> None:
-        """Makes `index` the current device, and its context."""
+        """Makes `index` the current device, and creates its context."""
         prepare = getattr(self._module(device), "prepare", None)
         if prepare is not None:
             prepare(torch.device(device, index))
@@ -108,7 +108,7 @@ class Worker:
     def _sharing(self, device: int) -> Sharing:
         if device not in self._sharings:
             name = protocol.DEVICES[device]
-            # A group on the host may be given tensors of a device, too.
+            # Tensors of a device may be given to a group of host memory, too.
             if name != "cpu" and name != self._group._device:
                 self._prepare(name, self._index)
             self._sharings[device] = self._module(name).worker()
@@ -182,9 +182,9 @@ class Worker:
                 threading.Thread(target=self._watch, args=(operations,), daemon=True).start()
 
     def _watch(self, operations: Operations) -> None:
-        """Gives up when what is in flight will not end by itself any more: only some peers' connections break.
+        """Reports a fatal error when operations in flight can no longer end, since only some peers' connections break.
 
-        The trainer ends this process then, so that no operation writes to tensors that have been given back.
+        The trainer then kills this process, so that no operation writes to tensors that were returned to the user.
         """
         while True:
             time.sleep(_LOOK_SEC)
@@ -194,7 +194,7 @@ class Worker:
                 return
 
     def _watch_backend(self, pg: BaseProcessGroup) -> None:
-        """Ends this process when its backend has failed, and says why: the device may not get to the next event."""
+        """Reports an error of the backend and ends this process, since the device may never reach the next event."""
         while (error := native_error(pg)) is None:
             time.sleep(_LOOK_SEC)
         self.answer(protocol.FATAL, 0, protocol.encode_error(error))
@@ -217,8 +217,8 @@ class Worker:
         if plain:
             self._answer_when_finished(operation, work, call)
         elif self._group._queues:
-            if work is not None:  # none for what NCCL queued on the current stream itself (`asyncOp=False`)
-                # That makes the current stream wait, not this thread.
+            if work is not None:  # None if NCCL queued it on the current stream itself (`asyncOp=False`)
+                # Makes the current stream wait, not this thread.
                 work.wait()
             self.answer(protocol.DONE, operation, self._marks([d for d, _ in marks]))
         else:
@@ -250,7 +250,7 @@ class Worker:
         return call
 
     def _function(self, name: str, arguments: list[Any], plain: bool) -> Callable[..., Work]:
-        """What runs an operation: the backend itself, where PyTorch's dispatcher would have nothing to choose."""
+        """The function for an operation: the CPU backend's own for tensors of the host, which saves the dispatcher."""
         if plain and type(self._pg) is BaseProcessGroup and name in _OF_BACKENDS and arguments[0]:
             return getattr(self._pg._get_backend(torch.device("cpu")), name)
         return getattr(self._pg, name)
@@ -260,7 +260,7 @@ class Worker:
         try:
             future = work.get_future()
         except RuntimeError:
-            # Gloo's send and recv have none.
+            # The works of Gloo's send and recv have no future.
             self._waiters.run(lambda: self._wait(operation, work, call, ()))
             return
 
@@ -285,7 +285,7 @@ class Worker:
 
 
 class _Waiters:
-    """Threads for operations that can only be waited for: as many as there are such operations at a time."""
+    """Threads that wait for operations without a future: one for each such operation in flight."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bounded import often
 from tests.integration.cluster import DEADLINE, Cluster, Rank, results
 from torchft._manager.digest import digest_all, memory_of
 from torchft._manager.divergence import EXCHANGE
@@ -22,7 +23,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
 GROUPS = 3
 SWEEP = 5  # commits
-FLIPS = 12
+FLIPS = often(20)
 WITHIN = SWEEP + min(EXCHANGE, SWEEP)  # steps in which a difference is found
 
 

@@ -68,7 +68,7 @@ def fill(state: dict[str, torch.Tensor], value: float) -> None:
 
 def large_state(value: float = 1.0) -> dict[str, torch.Tensor]:
     """Tensors that are copied in the background, and small ones."""
-    return {f"w{i}": torch.full((2 * MB,), value) for i in range(4)} | {"mean": torch.full((10,), value)}
+    return {f"w{i}": torch.full((MB,), value) for i in range(4)} | {"mean": torch.full((10,), value)}
 
 
 # Addresses and settings
@@ -247,7 +247,7 @@ def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
     """Targets read all the time, the source changes everything between disallow and send; no read is mixed."""
     source, target = make(snapshot=snapshot), make()
     state = large_state(0.0)
-    steps = 12
+    steps = 8
     current = threading.Event()
     done = threading.Event()
     at = [0]

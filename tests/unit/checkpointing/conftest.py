@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
 import pytest
 
-from torchft.checkpointing import _retry
+from torchft.checkpointing import HTTPTransport, _retry
 from torchft.http import _IPv6HTTPServer
+
+TIMEOUT = timedelta(seconds=20)
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +23,17 @@ def servers_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A target asks a source that failed again without a pause."""
     monkeypatch.setattr(_retry, "PAUSE", 0.01)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., HTTPTransport[Any]]]:
+    """Makes transports and shuts them down."""
+    made: list[HTTPTransport[Any]] = []
+
+    def make_one(timeout: timedelta = TIMEOUT, num_chunks: int = 0, **kwargs: Any) -> HTTPTransport[Any]:
+        made.append(HTTPTransport(timeout, num_chunks, **kwargs))
+        return made[-1]
+
+    yield make_one
+    for transport in made:
+        transport.shutdown()

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tests.unit.manager.test_manager import healing, peer_state
+from tests.unit.manager.quorums import healing, peer_state
 from torchft.checkpointing.transport import Unsendable
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Optional
 
 import pytest
@@ -14,10 +15,13 @@ from torch.distributed import ReduceOp
 from tests.unit.manager.conftest import Fixture, quorum
 from torchft import Optimizer
 from torchft._manager.layout import announce, digest
-from torchft._manager.loader import device_of
+from torchft._manager.loader import BatchCheck, BatchDiffers, device_of
+from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.plan import WorldSizeMode, make_plan
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
+from torchft.data.agreement import Verdict
+from torchft.data.position import Plan, Position, SamplesDiffer, Share, Stamp
 from torchft.manager import Manager
 from torchft.process_group import ManagedProcessGroup, ProcessGroupDummy
 from torchft.work import _DummyWork
@@ -345,3 +349,114 @@ def test_with_local_sgd_averages_are_divided(native: Fixture, loader_first: bool
     weight = torch.full((2,), 6.0)
     manager.allreduce(weight).wait()
     assert weight.tolist() == [3.0, 3.0]
+
+
+# The check of a quorum
+
+
+class Fake:
+    rank = 0
+
+    def __init__(self, plan: Plan, position: Position) -> None:
+        self.plan, self.position = plan, position
+
+    @property
+    def stamp(self) -> Stamp:
+        return self.plan.stamp(self.position)
+
+    @property
+    def settings(self) -> list[str]:
+        return []
+
+    @property
+    def digest(self) -> str:
+        return self.stamp.digest
+
+    def share(self, rank: Optional[int], participants: int) -> Share:
+        return self.plan.share(self.position, rank, participants)
+
+    def units_added(self) -> bool:
+        return True
+
+    def check_samples(self, counted: int, participants: int) -> None:
+        self.share(None, participants).check(counted)
+
+    def send_samples(self) -> int:
+        return self.share(self.rank, 2).samples
+
+    def verify(self) -> None:
+        pass
+
+
+class Done:
+    def wait(self) -> bool:
+        return True
+
+
+class InQuorum:
+    """A step of the second of two groups."""
+
+    error = None
+    healing = False
+    participants = 2
+
+    def __init__(self, rank: int, quorum_id: int = 5) -> None:
+        self.rank = rank
+        fields: dict[str, Any] = dict.fromkeys(QuorumPlan.__dataclass_fields__)
+        fields.update(quorum_id=quorum_id, participating_rank=rank, participants=2, leads=rank == 0)
+        self.plan = QuorumPlan(**fields)
+
+
+def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]:
+    """What two groups find, and whether they give way; so many samples were not reduced."""
+    first.rank, second.rank = 0, 1
+    checks, steps = [BatchCheck(first), BatchCheck(second)], [InQuorum(0), InQuorum(1)]
+    assert all(check.is_due(step) for check, step in zip(checks, steps))  # type: ignore[arg-type]
+    words = [check.words(step.plan, torch.device("cpu")) for check, step in zip(checks, steps)]
+    sums = words[0] + words[1]
+    sums[0] -= lost
+    found: list[tuple[str, bool]] = []
+    for check, step in zip(checks, steps):
+        check.begun(sums, Done())  # type: ignore[arg-type]
+        assert not check.is_due(step) and check.is_due(InQuorum(step.rank, quorum_id=6))  # type: ignore[arg-type]
+        try:
+            check.verify(step)  # type: ignore[arg-type]
+            found.append(("", check.verdict is Verdict.GIVES_WAY))
+        except (BatchDiffers, SamplesDiffer) as e:
+            found.append((str(e), check.verdict is Verdict.GIVES_WAY))
+    return found
+
+
+PLAN = Plan(length=10, global_batch_size=4, micro_batch_size=2)
+
+
+def test_groups_alike_pass() -> None:
+    assert verdicts(Fake(PLAN, Position(0, 2)), Fake(PLAN, Position(0, 2))) == [("", False)] * 2
+
+
+def test_samples_that_are_missing_cost_the_step() -> None:
+    found = verdicts(Fake(PLAN, Position()), Fake(PLAN, Position()), lost=2)
+    said = "batch 0 of epoch 0: 2 samples were reduced, 4 belong to it; the step must not be committed"
+    assert found == [(said, False)] * 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Fake(PLAN, Position(0, 1)),
+        *(
+            Fake(plan, Position())
+            for plan in (
+                replace(PLAN, length=11),
+                replace(PLAN, seed=1),
+                replace(PLAN, micro_batch_size=4),
+                replace(PLAN, shuffle=False),
+                replace(PLAN, epochs=2),
+            )
+        ),
+    ],
+)
+def test_groups_that_differ_lose_the_step_and_the_first_one_is_right(other: Fake) -> None:
+    first, second = verdicts(Fake(PLAN, Position()), other)
+    assert "the 2 groups that take part do not train on the same batch" in first[0]
+    assert [first[1], second[1]] == [False, True]

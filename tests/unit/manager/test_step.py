@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.manager.conftest import Fixture
-from tests.unit.manager.test_manager import healing, peer_state
+from tests.unit.manager.quorums import healing, peer_state
 from tests.unit.manager.test_plan import plan, result
 from torchft._manager.inputs import Inputs
 from torchft._manager.step import TRANSITIONS, Event, Request, State, Step, after

@@ -1,0 +1,375 @@
+"""What a Manager does when its group, or one of its peers, is to heal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Callable
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from tests.unit.manager.quorums import Quorum, healing, manager_state, peer_state
+from torchft._torchft import MemberFailure, QuorumRequest
+from torchft.work import _DummyWork
+
+if TYPE_CHECKING:
+    from tests.unit.manager.conftest import Fixture
+
+
+def test_source_serves_its_state(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(max_step=0, recover_dst_replica_ranks=[0])
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.transport.send_checkpoint.assert_called_once_with(
+        dst_ranks=[0],
+        step=0,
+        state_dict={"user": {"default": {"weights": 1}}, "torchft": {"step": 0, "batches_committed": 0}},
+        timeout=timedelta(seconds=10),
+    )
+
+
+def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    tensor = torch.ones(2)
+    manager.allreduce(tensor).wait()
+    assert tensor.tolist() == [0.0, 0.0] and not manager.is_participating()
+    manager.wait_quorum()
+    assert fixture.loaded == []  # the model is the training thread's: loaded when the step ends
+    assert manager.should_commit()
+    assert fixture.loaded == ["weights"]
+    assert manager.state_dict() == {"step": 21, "batches_committed": 41}
+    fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=0.5))
+    fixture.client._checkpoint_metadata.assert_called_once_with(1, timeout=timedelta(seconds=0.5))
+    fixture.transport.recv_checkpoint.assert_called_once_with(
+        src_rank=0, metadata="where", step=20, timeout=timedelta(seconds=10)
+    )
+
+
+def unreachable(fixture: Fixture, tries: list[timedelta], meanwhile: Callable[[], None]) -> None:
+    """The source's manager server does not answer."""
+
+    def connect(address: str, connect_timeout: timedelta) -> Any:
+        tries.append(connect_timeout)
+        meanwhile()
+        raise RuntimeError("could not connect")
+
+    fixture.client_class.side_effect = connect
+
+
+def test_a_source_that_is_told_to_be_dead_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
+    """The others cannot go on before this group asks for the next quorum."""
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    tries: list[timedelta] = []
+    unreachable(
+        fixture,
+        tries,
+        lambda: manager._failures.member_failed(MemberFailure(1, "group_0:uuid", "its connection broke")),
+    )
+    manager.start_quorum()
+    assert not manager.should_commit()
+    assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+    assert tries == [timedelta(seconds=0.5)]
+
+
+def test_a_source_that_dies_while_its_state_comes_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
+    """It may be stopped: its connections stay."""
+    abandoned = threading.Event()
+    fixture.transport.abandon_receiving = lambda reason: abandoned.set()
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    begun = threading.Event()
+
+    def receive(**asked: Any) -> Any:
+        begun.set()
+        assert abandoned.wait(30)
+        raise RuntimeError("abandoned")
+
+    fixture.transport.recv_checkpoint.side_effect = receive
+    manager.start_quorum()
+    assert begun.wait(30)
+    manager._failures.member_failed(MemberFailure(1, "group_1:uuid", "another one"))
+    assert not abandoned.is_set()
+    manager._failures.member_failed(MemberFailure(1, "group_0:uuid", "no sign of life"))
+    assert not manager.should_commit()
+    assert abandoned.is_set() and "abandoned" in str(manager.errored())
+
+
+def test_a_source_that_is_not_reached_costs_the_connect_timeout_at_most(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager(connect_timeout=timedelta(seconds=2))
+    fixture.client._quorum.return_value = healing(make_quorum)
+    tries: list[timedelta] = []
+    unreachable(fixture, tries, lambda: time.sleep(tries[-1].total_seconds()))
+    manager.start_quorum()
+    assert not manager.should_commit()
+    assert "could not connect" in str(manager.errored())
+    assert tries[:2] == [timedelta(seconds=0.5), timedelta(seconds=1)]
+    assert sum(tries, timedelta()) <= timedelta(seconds=2)
+
+
+def test_a_source_that_overruns_its_time_is_a_timeout(fixture: Fixture, make_quorum: Quorum) -> None:
+    """Connecting may take longer than it was given."""
+    manager = fixture.manager(connect_timeout=timedelta(seconds=0.6))
+    fixture.client._quorum.return_value = healing(make_quorum)
+    tries: list[timedelta] = []
+    unreachable(fixture, tries, lambda: time.sleep(0.7))
+    manager.start_quorum()
+    assert not manager.should_commit()
+    assert "the source was not reached: timed out after 0.6 s" in str(manager.errored())
+    assert tries == [timedelta(seconds=0.5)]
+
+
+def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.transport.several_sources = True
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum, helper_manager_addresses=["http://b:1", "http://c:1"])
+    fixture.transport.recv_checkpoint = MagicMock(return_value=peer_state())
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=0.5))
+    helpers = fixture.transport.recv_checkpoint.call_args.kwargs["helpers"]
+    # The transport asks them when it has a use for them, and they are given up soon.
+    for helper, address in zip(helpers, ["http://b:1", "http://c:1"]):
+        assert helper() == "where"
+        fixture.client_class.assert_called_with(address, connect_timeout=timedelta(seconds=3))
+        fixture.client._checkpoint_metadata.assert_called_with(1, timeout=timedelta(seconds=3))
+
+
+def test_an_up_to_date_group_helps_targets_of_others(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.transport.several_sources = True
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(help_dst_replica_ranks=[0])
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.transport.help_checkpoint.assert_called_once_with(0, manager_state(step=0, batches=0))
+    fixture.transport.send_checkpoint.assert_not_called()
+
+
+def test_a_source_that_helps_as_well_offers_its_state_once(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.transport.several_sources = True
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(recover_dst_replica_ranks=[0], help_dst_replica_ranks=[2])
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.transport.send_checkpoint.assert_called_once()
+    fixture.transport.help_checkpoint.assert_not_called()
+
+
+def test_help_that_fails_costs_nothing(fixture: Fixture, make_quorum: Quorum) -> None:
+    fixture.transport.several_sources = True
+    fixture.transport.help_checkpoint.side_effect = RuntimeError("no memory")
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = make_quorum(help_dst_replica_ranks=[0])
+    manager.start_quorum()
+    assert manager.should_commit() and manager.errored() is None
+
+
+@pytest.mark.parametrize("why", ["the transport", "TORCHFT_HEAL_SOURCES"])
+def test_one_source_only(fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    if why == "the transport":
+        fixture.transport.several_sources = False
+    else:
+        fixture.transport.several_sources = True
+        monkeypatch.setenv("TORCHFT_HEAL_SOURCES", "1")
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum, helper_manager_addresses=["http://b:1"])
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    assert manager.should_commit()
+    assert "helpers" not in fixture.transport.recv_checkpoint.call_args.kwargs
+    fixture.client._quorum.return_value = make_quorum(help_dst_replica_ranks=[0], quorum_id=2)
+    manager.start_quorum()
+    assert manager.should_commit()
+    fixture.transport.help_checkpoint.assert_not_called()
+
+
+@pytest.mark.parametrize("value", ["0", "5", "many"])
+def test_number_of_sources_is_checked(fixture: Fixture, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TORCHFT_HEAL_SOURCES", value)
+    with pytest.raises(ValueError, match=f"TORCHFT_HEAL_SOURCES='?{value}'?"):
+        fixture.manager()
+
+
+@pytest.mark.parametrize("where", ["transfer", "never loaded"])
+def test_a_heal_in_place_that_does_not_end_leaves_weights_of_no_step(
+    fixture: Fixture, make_quorum: Quorum, where: str
+) -> None:
+    """Half of them may be the peer's: the group commits nothing until it healed."""
+    fixture.transport.in_place = True
+    load = MagicMock(side_effect=[None] if where == "transfer" else [ValueError("no"), None])
+    manager = fixture.manager(use_async_quorum=False, load_state_dict=load)
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.side_effect = [RuntimeError("source died")] if where == "transfer" else None
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    assert not manager.should_commit()
+    fixture.client._quorum.return_value = make_quorum(quorum_id=2)  # nobody to heal from
+    with pytest.raises(RuntimeError, match=r"weights are of no step.*no group to heal from"):
+        manager.start_quorum()
+    fixture.client._quorum.return_value = healing(make_quorum, quorum_id=3)
+    fixture.transport.recv_checkpoint.side_effect = None
+    manager.start_quorum()
+    assert manager.should_commit() and manager.current_step() == 21
+    fixture.client._quorum.return_value = make_quorum(quorum_id=4, max_step=21)
+    manager.start_quorum()
+    assert manager.should_commit()
+
+
+def test_in_place_and_a_quorum_in_the_background_do_not_fit(fixture: Fixture) -> None:
+    fixture.transport.in_place = True
+    with pytest.warns(UserWarning, match="use_async_quorum=False"):
+        fixture.manager(use_async_quorum=True)
+
+
+def test_sync_heal_takes_part_at_once(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager(use_async_quorum=False)
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    assert fixture.loaded == ["weights"] and manager.is_participating()
+    tensor = torch.ones(2)
+    manager.allreduce(tensor).wait()
+    assert tensor.tolist() == [0.5, 0.5]
+    assert manager.should_commit() and manager.current_step() == 21
+
+
+def test_heal_not_allowed(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    manager.start_quorum(allow_heal=False)
+    assert manager.should_commit()
+    fixture.transport.recv_checkpoint.assert_not_called()
+
+
+def test_peers_meet_a_healing_group_after_its_heal(fixture: Fixture, make_quorum: Quorum) -> None:
+    """The first allreduce waits for the state: the source has then served before it changes its weights."""
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    order: list[str] = []
+    fixture.transport.recv_checkpoint.side_effect = lambda **_: (order.append("heal"), peer_state())[1]
+    allreduce = fixture.pg.allreduce
+    fixture.pg.allreduce = lambda *args: (order.append("allreduce"), allreduce(*args))[1]  # type: ignore[method-assign]
+    manager.start_quorum()
+    assert manager.allreduce(torch.ones(1)).wait()
+    assert order == ["heal", "allreduce"]
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("where", ["transfer", "load", "metadata", "wrong step", "missing part"])
+def test_failed_heal_keeps_its_peers_going(
+    fixture: Fixture, make_quorum: Quorum, where: str, use_async_quorum: bool
+) -> None:
+    load = MagicMock(side_effect=ValueError("shape mismatch") if where == "load" else None)
+    manager = fixture.manager(load_state_dict=load, use_async_quorum=use_async_quorum)
+    manager.load_state_dict({"step": 3, "batches_committed": 6})
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state(
+        step=19 if where == "wrong step" else 20, user={} if where == "missing part" else None
+    )
+    if where == "transfer":
+        fixture.transport.recv_checkpoint.side_effect = RuntimeError("source died")
+    if where == "metadata":
+        fixture.client._checkpoint_metadata.side_effect = RuntimeError("source died")
+
+    manager.start_quorum()
+    tensor = torch.ones(2)
+    work = manager.allreduce(tensor)
+    assert not isinstance(work, _DummyWork) and work.wait()  # the peers count on this group's zeros
+    assert tensor.tolist() == [0.0, 0.0]
+    assert not manager.should_commit() and fixture.votes() == [False]
+    assert manager.errored() is not None
+    # It still has the weights of step 3, and says so: the next quorum heals it again.
+    assert manager.state_dict() == {"step": 3, "batches_committed": 6}
+
+
+def test_heal_that_times_out_is_a_timeout_and_a_runtime_error(fixture: Fixture, make_quorum: Quorum) -> None:
+    """Of any transport. And a source that is late with its answer is asked again."""
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.client._checkpoint_metadata.side_effect = [TimeoutError("late"), "where"]
+    fixture.transport.recv_checkpoint.side_effect = TimeoutError("too slow")
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert fixture.client._checkpoint_metadata.call_count == 2
+    kept = manager.errored()
+    assert kept is not None
+    error = kept.original_exception
+    assert isinstance(error, TimeoutError) and isinstance(error, RuntimeError)
+    assert str(error) == "healing from http://source:1 timed out: too slow"
+
+
+def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    manager.wait_quorum()  # and then the forward pass raises, and the script starts over
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert [call.kwargs["step"] for call in fixture.client._quorum.call_args_list] == [0, 0]
+
+
+def test_says_in_which_quorum_its_weights_were_made(
+    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[int] = []
+    result = make_quorum(quorum_id=7)
+
+    fixture.client._quorum.side_effect = lambda **_: result
+    manager = fixture.manager()
+    assert manager._rounds is not None
+    begin = manager._rounds.begin
+
+    def note(follow: Any, request: QuorumRequest, timeout: timedelta) -> Any:
+        said.append(request.committed_quorum_id)
+        return begin(follow, request, timeout)
+
+    monkeypatch.setattr(manager._rounds, "begin", note)
+
+    def step() -> bool:
+        manager.start_quorum()
+        return manager.should_commit()
+
+    assert step() and step()
+    assert said == [-1, 7]  # none yet, then the first one's
+    manager.start_quorum()
+    manager.report_error(RuntimeError("not committed"))
+    assert not manager.should_commit()
+
+    result = healing(make_quorum, committed_quorum_id=30)  # to what was made in quorum 30, in a quorum of its own
+    fixture.transport.recv_checkpoint.side_effect = RuntimeError("source died")
+    assert not step()
+    fixture.transport.recv_checkpoint.side_effect = None
+    fixture.transport.recv_checkpoint.return_value = peer_state()
+    manager.start_quorum()
+    manager.wait_quorum()  # fetched and never loaded
+    manager.start_quorum()
+    manager.report_error(RuntimeError("not committed"))
+    assert not manager.should_commit()  # but healed
+    result = make_quorum(quorum_id=40)
+    assert step() and step()
+    assert said == [-1, 7, 7, 7, 7, 7, 30, 40]
+
+    manager.load_state_dict({"step": 3, "batches_committed": 6})
+    assert step()
+    assert said[-1] == -1, "weights of a checkpoint"
+
+
+def test_state_dict_functions_may_come_later(fixture: Fixture, make_quorum: Quorum) -> None:
+    manager = fixture.manager(load_state_dict=None, state_dict=None)
+    extra: list[Any] = []
+    manager.set_state_dict_fns(fixture.loaded.append, lambda: "main")
+    manager.register_state_dict_fn("extra", extra.append, lambda: "more")
+    assert manager._manager_state_dict()["user"] == {"default": "main", "extra": "more"}
+    fixture.client._quorum.return_value = healing(make_quorum)
+    fixture.transport.recv_checkpoint.return_value = peer_state(user={"default": 1, "extra": 2})
+    manager.start_quorum()
+    assert manager.should_commit()
+    assert fixture.loaded == [1] and extra == [2]

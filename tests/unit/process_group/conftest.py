@@ -1,11 +1,15 @@
-"""A store for the tests to meet at."""
+"""A store for the tests to meet at, and groups of each kind."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from torch.distributed import TCPStore
+
+from tests.unit.process_group.backends import backends
+from tests.unit.process_group.peers import Peers
 
 # PyTorch's TCPStore asks the name server for the name of every peer. One that loses a question costs 5 s,
 # which is no test's fault.
@@ -15,3 +19,19 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 @pytest.fixture(scope="session")
 def store() -> TCPStore:
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(scope="module", params=backends())
+def peers(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
+    peers = Peers(request.param, store)
+    peers.connect()
+    yield peers
+    peers.shutdown()
+
+
+@pytest.fixture(params=backends())
+def fresh(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
+    """Peers that a test may break; not connected."""
+    peers = Peers(request.param, store)
+    yield peers
+    peers.shutdown()

@@ -1,13 +1,12 @@
 """What every group must do; `backends` says which groups there are.
 
-The peers are made once per backend and used by all tests that leave them whole. A wrapper has all tests of what it does
-itself; those of how the group in it moves and reduces tensors are slow for it.
+The peers are made once per backend and used by all tests here, which leave them whole; test_base.py has the others. A
+wrapper has all tests of what it does itself; those of how the group in it moves and reduces tensors are slow for it.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import pytest
 import torch
@@ -26,62 +25,9 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from tests.unit.process_group.backends import Backend, backends
-from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
+from tests.unit.process_group.peers import Peers, check, runs_with, values
+from tests.unit.process_group.ranks import TIMEOUT, in_threads, on_ranks
 from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, create_store_client
-
-
-class Peers:
-    """The ranks of one group."""
-
-    def __init__(self, backend: Backend, store: TCPStore) -> None:
-        self.backend = backend
-        self.store = store
-        self.n = backend.world_size
-        if backend.missing is not None:
-            pytest.skip(backend.missing)
-        self.groups = [backend.make(store, rank) for rank in range(self.n)]
-
-    def connect(self, groups: Sequence[ProcessGroup] | None = None) -> None:
-        connect(self.groups if groups is None else groups, self.store)
-
-    def run(self, call: Callable[[ProcessGroup, int], Any]) -> list[Any]:
-        def on_device(rank: int) -> Any:
-            with torch.device(self.backend.device):
-                return call(self.groups[rank], rank)
-
-        return on_ranks(self.n, on_device)
-
-    def shutdown(self) -> None:
-        for group in self.groups:
-            group.shutdown()
-
-
-@pytest.fixture(scope="module", params=backends())
-def peers(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
-    peers = Peers(request.param, store)
-    peers.connect()
-    yield peers
-    peers.shutdown()
-
-
-@pytest.fixture(params=backends())
-def fresh(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[Peers]:
-    """Peers that a test may break; not connected."""
-    peers = Peers(request.param, store)
-    yield peers
-    peers.shutdown()
-
-
-def runs_with(fixture: str, **which: Any) -> pytest.MarkDecorator:
-    """What a test is for, where that is not every group: see `backends`."""
-    return pytest.mark.parametrize(fixture, backends(**which), indirect=True)
-
-
-def values(rank: int, shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor that differs from rank to rank and from element to element."""
-    n = torch.Size(shape).numel()
-    return (torch.arange(n, dtype=torch.float64) + 10 * (rank + 1)).reshape(shape).to(dtype)
 
 
 def finish(work: Work) -> Any:
@@ -393,61 +339,7 @@ def test_futures_can_be_chained(peers: Peers) -> None:
     peers.run(call)
 
 
-# New peers
-
-
-def check(group: ProcessGroup, rank: int, n: int) -> None:
-    """That the group works, with these peers."""
-    assert (group.size(), group.rank()) == (n, rank)
-    tensor = torch.tensor([2.0**rank])
-    group.allreduce([tensor], ReduceOp.SUM).wait()
-    assert tensor.item() == 2.0**n - 1
-
-
-@runs_with("fresh", wrappers=())
-def test_fewer_and_more_and_other_ranks(fresh: Peers) -> None:
-    for members in ([0, 1, 2], [2, 0], [1, 2, 0], [1], [0, 1]):
-        groups = [fresh.groups[m] for m in members if m < fresh.n]
-        if not groups:
-            continue
-        fresh.connect(groups)
-        on_ranks(len(groups), lambda rank, groups=groups: check(groups[rank], rank, len(groups)))
-
-
-@runs_with("fresh", native=False)  # a native group has none
-def test_configure(fresh: Peers) -> None:
-    for _ in range(2):
-        where = meeting(fresh.store)
-        fresh.run(
-            lambda group, rank, where=where: group.configure(where, f"replica_{rank}", rank, fresh.n, 7, 0, 1, [0])
-        )
-        fresh.run(lambda group, rank: check(group, rank, fresh.n))
-
-
-@runs_with("fresh", native=False)  # a native group has a new handle for every set of peers
-def test_the_handle_stays(fresh: Peers) -> None:
-    group = fresh.groups[0]
-    group.set_rank_info("replica", 0, 1, 3)
-    handle = group.get_reconfigure_handle()
-    assert '"global_rank": 3' in handle
-    fresh.connect()
-    assert group.get_reconfigure_handle() == handle
-    if hasattr(dist.ProcessGroup, "get_reconfigure_handle"):  # PyTorch >= 2.14
-        assert dist.ProcessGroup.get_reconfigure_handle(group) == handle  # from C++
-
-
-def test_shutdown_and_abort_at_any_time(fresh: Peers) -> None:
-    for group in fresh.groups:
-        group.abort()
-        group.shutdown()
-    fresh.connect()
-    for group in fresh.groups:
-        group.abort()
-        group.abort()
-        group.shutdown()
-        group.shutdown()
-    fresh.connect()
-    fresh.run(lambda group, rank: check(group, rank, fresh.n))
+# What is refused
 
 
 @runs_with("peers", alone=False)  # one that does nothing refuses nothing
@@ -571,85 +463,3 @@ def _plain_group(store: TCPStore) -> dist.ProcessGroup:
 
         _plain.extend(on_ranks(3, make))
     return _plain[0]
-
-
-@runs_with("fresh", alone=False, native=False)  # a native group belongs to its maker, a dummy does nothing
-def test_calls_after_shutdown(fresh: Peers) -> None:
-    fresh.connect()
-    for group in fresh.groups:
-        group.shutdown()
-        with pytest.raises((AssertionError, RuntimeError, OSError), match=r"not initialized|shut down|no peers"):
-            group.broadcast_one(torch.ones(1), 0).wait()
-        group.set_timeout(TIMEOUT)
-        assert group.errored() is None
-    fresh.connect()
-    fresh.run(lambda group, rank: check(group, rank, fresh.n))
-
-
-@runs_with("fresh", alone=False, wrappers=("managed", "error_swallowing"))
-def test_a_peer_that_leaves_is_an_error_for_the_rest(fresh: Peers) -> None:
-    fresh.connect()
-    gone = fresh.groups[2]
-    works = [fresh.groups[rank].broadcast_one(values(rank), 2) for rank in (0, 1)]
-    gone.abort()
-    results = in_threads([work.wait for work in works], TIMEOUT / 2)
-    assert [type(result) for result in results] == [RuntimeError] * 2
-    # The two that are left go on.
-    fresh.connect(fresh.groups[:2])
-    on_ranks(2, lambda rank: check(fresh.groups[rank], rank, 2))
-
-
-@runs_with("fresh", alone=False)
-def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
-    """Here and at the peers; new peers make the group whole."""
-    fresh.connect()
-    # Rank 1 waits for rank 0, whose connection breaks; for rank 2 it would wait on.
-    pending = [fresh.groups[rank].recv([values(rank)], source, 0) for rank, source in ((0, 2), (1, 0))]
-    assert not any(work.is_completed() for work in pending)
-    fresh.groups[0].abort()
-    results = in_threads([lambda work=work: work.wait() for work in pending], TIMEOUT / 2)
-    assert [type(result) for result in results] == [RuntimeError, RuntimeError]
-
-    assert isinstance(fresh.groups[0].errored(), RuntimeError)
-    fresh.connect()
-    fresh.run(lambda group, rank: check(group, rank, fresh.n))
-    assert fresh.groups[0].errored() is None
-
-
-@runs_with("fresh", alone=False, wrappers=("managed",))
-def test_timeouts(fresh: Peers) -> None:
-    """Of the group, of one operation's options, and of one wait; the peers stay away each time."""
-    short = timedelta(milliseconds=100)
-
-    def of_the_group(group: ProcessGroup) -> None:
-        group.set_timeout(timedelta(milliseconds=700))
-        group.broadcast_one(values(0), 1).wait()
-
-    def of_the_options(group: ProcessGroup) -> None:
-        opts = AllgatherOptions()
-        opts.timeout = short
-        group.allgather([[torch.zeros(4) for _ in range(fresh.n)]], [values(0)], opts).wait()
-
-    def of_the_wait(group: ProcessGroup) -> None:
-        group.recv([torch.zeros(1)], 1, 0).wait(short)
-
-    for wait in (of_the_options, of_the_wait, of_the_group):
-        fresh.connect()
-        with pytest.raises(RuntimeError, match=r"(?i)time"):
-            wait(fresh.groups[0])
-
-
-# A native group's receive keeps the deadline it was made with.
-@runs_with("fresh", alone=False, native=False, wrappers=())
-def test_a_timeout_holds_for_the_next_peers_too(fresh: Peers) -> None:
-    fresh.groups[0].set_timeout(timedelta(seconds=2))  # it connects within that, too: with a lost question to DNS, 1 s
-    fresh.connect()
-    with pytest.raises(RuntimeError, match=r"(?i)time"):
-        fresh.groups[0].recv([torch.zeros(1)], 1, 0).wait()
-
-
-@runs_with("fresh", alone=False)
-@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), 5], ids=str)
-def test_a_bad_timeout_is_named(fresh: Peers, timeout: Any) -> None:
-    with pytest.raises(ValueError, match="a timedelta above zero is needed"):
-        fresh.groups[0].set_timeout(timeout)

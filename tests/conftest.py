@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -11,6 +12,15 @@ pytest_plugins = ["tests.bounded", "tests.policy"]
 # PyTorch's TCPStore asks the name server for the name of every address that connects, also of a loopback one, and waits
 # 5 s for a lost answer. Tests that create stores by the dozen meet that even where answers are rarely lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is no garbage: with PyTorch's modules a collection takes a tenth of a second.
+
+    None of it may be Triton, which complains at the end of what is not collected: no test module imports it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

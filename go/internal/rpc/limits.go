@@ -38,10 +38,8 @@ const (
 	// gRPC would estimate it, and lets the quorum of a large job travel without waiting for the receiver.
 	window = 4 << 20
 	// readBuffer is that of a server's connection: requests are small. gRPC's own, 32 KiB, is 320 MB for 10,000 groups.
+	// Its write buffers are shared: a connection has one only while it writes.
 	readBuffer = 2 << 10
-	// writeBuffer is a system call's worth of an answer. It is shared: a connection has one only while it writes, and
-	// large answers are written to a bounded number of members at once (mostLists of the lighthouse).
-	writeBuffer = 32 << 10
 	// stopGrace is how long a stopping server waits for peers to take the answers it already gave.
 	stopGrace = time.Second
 )
@@ -53,8 +51,6 @@ func serverLimits() []grpc.ServerOption {
 		grpc.StaticStreamWindowSize(window),
 		grpc.StaticConnWindowSize(window),
 		grpc.ReadBufferSize(readBuffer),
-		grpc.WriteBufferSize(writeBuffer),
-		grpc.SharedWriteBuffer(true),
 		grpc.MaxHeaderListSize(maxHeader),
 		grpc.MaxConcurrentStreams(maxStreams),
 		grpc.ConnectionTimeout(sniffTimeout),

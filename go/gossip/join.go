@@ -67,7 +67,7 @@ func (n *Node) unreached(why map[string]string) error {
 	if len(texts) == 0 {
 		texts = []string{"no answer"}
 	}
-	return fmt.Errorf("gossip: none of the seeds %s answered within %v: %s", strings.Join(n.cfg.Seeds, ", "), n.cfg.ConnectTimeout,
+	return fmt.Errorf("gossip: timed out: none of the seeds %s answered within %v: %s", strings.Join(n.cfg.Seeds, ", "), n.cfg.ConnectTimeout,
 		strings.Join(texts, "; "))
 }
 

@@ -220,7 +220,7 @@ func (m *Machine) greeted(e Greeted) {
 }
 
 // disconnected makes a member a suspect. It counts as alive until its grace is over: a short cut of the network must not cost a step.
-// Its host is asked at once all the same: its end is a vote only while its bond holds, for 4.5 s.
+// Its host is asked at once all the same: its end is a vote only while its bond holds (bondHolds).
 func (m *Machine) disconnected(id string) {
 	m.drains.disconnected(id)
 	m.roster.disconnected(id, m.now)

@@ -82,7 +82,7 @@ train-diloco: $(VENV)/with-plot $(LIBRARY) ## a language model with streaming Di
 	PYTHONPATH=. $(PY) python/examples/demo.py --script train_diloco.py --steps 600 --kill-every 200 \
 		--time-limit 240 --plot loss_curves.png
 
-test: $(VENV)/with-test $(LIBRARY) ## the tests of Go and Python, side by side: six to ten minutes on two cores
+test: $(VENV)/with-test $(LIBRARY) ## the tests of Go and Python, side by side: six to seven minutes on two cores
 	$(PY) python/build/lanes.py --lanes $(LANES)
 
 test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(LIBRARY) ## all that ever found a mistake, with the seeds of today, for TIME=2h at most

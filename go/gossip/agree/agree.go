@@ -354,8 +354,8 @@ func (m *Machine) judge() (again bool) {
 		why := m.objection(v)
 		if why == "" {
 			m.note.Confirmed, m.note.Digest = v.Number, digest
-			// Of two attempts with the same members the later one is remembered longer.
-			m.attempts = slices.DeleteFunc(m.attempts, func(a *View) bool { return slices.Equal(a.Members, v.Members) })
+			// Also with the members of an earlier attempt: that this one turns out to be impossible says nothing of that one, which others
+			// may have formed.
 			m.attempts = append(m.attempts, v)
 			return true
 		}

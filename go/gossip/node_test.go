@@ -155,10 +155,10 @@ func endAll(all []*trainer) {
 // the test has returned.
 func ended() { time.Sleep(5 * time.Second) }
 
-// Virtual time. 100 of them with FULL.
+// Virtual time. 100 of them with FULL; with the race detector that would take minutes.
 func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
 	count := 20
-	if testmain.Full() {
+	if testmain.Full() && !testmain.Race() {
 		count = 100
 	}
 	synctest.Test(t, func(t *testing.T) {

@@ -108,7 +108,8 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     # No -count=1 here: the histories are the same each time, so Go may reuse an earlier result. Schedules of the race
     # detector differ.
     mutants = ["-mutants"] if time_s >= LONG_S else []
-    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", *mutants], go, full, needs_s=90)
+    packages = ["./sim", *mutants] if mutants else ["./sim", "./gossip"]
+    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", *packages], go, full, needs_s=90)
     # All histories that are one or two events longer than those of `make test`.
     more, needs_s = (2, 180) if time_s >= LONG_S else (1, 60)
     model = Part(

@@ -30,6 +30,9 @@ func Run(m *testing.M, options ...goleak.Option) {
 // Full reports whether tests play all that they can, for as long as it takes: `make test-all` sets FULL.
 func Full() bool { return os.Getenv("FULL") != "" }
 
+// Race reports whether the race detector is on, which makes all that computes ten times slower.
+func Race() bool { return raceEnabled }
+
 // NoGoroutineIsLeft is the TestMain of a package without synctest bubbles.
 //
 // A process of the fuzzer is not checked: it is ended while its server still serves.

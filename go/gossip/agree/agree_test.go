@@ -272,6 +272,50 @@ func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	require.Equal(t, j.names(), j.in("a"), "c never confirmed the view of a, b and c, and a sees it")
 }
 
+// A later attempt with the same members cannot have been formed any more; the earlier one was, and its member does not know it.
+func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
+	j := newJob(t, "a", "b", "c", "d", "e")
+	j.ask(j.names()...)
+	sees := func(name string, others ...string) { // their notes alone
+		peers := map[ID]Peer{}
+		for _, other := range others {
+			o := j.machines[other]
+			peers[o.cfg.Me] = Peer{o.Note(), o.cfg.At}
+		}
+		j.machines[name].See(peers)
+	}
+	j.away = map[string]bool{"d": true, "e": true}
+	for _, name := range []string{"a", "b", "c"} {
+		j.machines[name].Ask()
+	}
+	for _, name := range []string{"a", "b", "c", "b"} {
+		j.meet(name)
+	}
+	require.Equal(t, []string{"a", "b", "c"}, j.in("b"))
+	require.Equal(t, j.in("b"), j.in("c"))
+	require.Empty(t, j.in("a"), "a has not seen that the others confirmed view 2")
+
+	j.machines["b"].Ask()
+	j.machines["c"].Ask()
+	sees("a", "b", "c")
+	require.Equal(t, int64(3), j.machines["a"].Note().Confirmed, "its second attempt with b and c, who do not hear of it")
+	j.away = map[string]bool{"b": true, "c": true}
+	for _, name := range []string{"b", "c", "b"} {
+		j.meet(name)
+	}
+	require.Equal(t, []string{"b", "c"}, j.in("b"))
+	require.Equal(t, j.in("b"), j.in("c"))
+	sees("a", "b")
+	j.ask("a", "d", "e")
+	for _, name := range []string{"a", "d", "e"} {
+		require.Empty(t, j.in(name), "b and c have a view")
+	}
+	require.Contains(t, j.machines["a"].Waits(), "1 of the 3 members of view 2 are here")
+	j.away = nil
+	j.ask(j.names()...)
+	require.Equal(t, j.names(), j.in("a"))
+}
+
 func TestALaterLifeTakesThePlace(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")

@@ -52,6 +52,8 @@ func (n *Node) nodes(of []agree.ID) (found []memberlist.Node) {
 }
 
 func (n *Node) receive(text []byte) {
+	var err error // logged
+	defer rpc.Recovered(n.log, "gossip message", &err)
 	var m message
 	if err := json.Unmarshal(text, &m); err != nil {
 		n.log.Debug("torchft: gossip got a message that it does not know", "error", err)
@@ -70,11 +72,6 @@ func (n *Node) receive(text []byte) {
 // delegate is what memberlist asks of a node. None of its methods waits.
 type delegate struct{ n *Node }
 
-func (d delegate) guard(what string) {
-	var err error // logged
-	rpc.Recovered(d.n.log, what, &err)
-}
-
 func (d delegate) NodeMeta(int) []byte {
 	d.n.mu.Lock()
 	defer d.n.mu.Unlock()
@@ -82,7 +79,6 @@ func (d delegate) NodeMeta(int) []byte {
 }
 
 func (d delegate) NotifyMsg(text []byte) {
-	defer d.guard("gossip message")
 	d.n.receive(text)
 }
 
@@ -103,7 +99,6 @@ func (d delegate) LocalState(bool) []byte {
 }
 
 func (d delegate) MergeRemoteState(text []byte, _ bool) {
-	defer d.guard("gossip state")
 	d.n.receive(text)
 }
 

@@ -1,6 +1,7 @@
 package gossip
 
 import (
+	"bytes"
 	"context"
 	"log/slog"
 	"net"
@@ -13,6 +14,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/hashicorp/memberlist"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -459,4 +461,16 @@ func TestSockets(t *testing.T) {
 	}
 	_, err = Open(t.Context(), Config{Name: "c", Host: "localhost", ConnectTimeout: time.Second, Log: discard, Security: auth.Security{TokenFile: "/none"}})
 	require.ErrorContains(t, err, "token_file")
+}
+
+// What arrives comes on goroutines of memberlist: a panic there would end the training process.
+func TestAPanicOnWhatArrivesIsLogged(t *testing.T) {
+	var log bytes.Buffer
+	n := &Node{log: slog.New(slog.NewTextHandler(&log, nil))} // without a machine
+	message := []byte("{}")
+	require.NotPanics(t, func() { delegate{n}.NotifyMsg(message) })
+	require.NotPanics(t, func() { delegate{n}.MergeRemoteState(message, false) })
+	require.NotPanics(t, func() { events{n}.NotifyLeave(&memberlist.Node{Meta: metadata(agree.ID{Name: "a"}, agree.Note{})}) })
+	require.Equal(t, 2, strings.Count(log.String(), `in="gossip message"`))
+	require.Equal(t, 1, strings.Count(log.String(), `in="gossip event"`))
 }

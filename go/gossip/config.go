@@ -2,7 +2,6 @@ package gossip
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -71,13 +70,7 @@ type said struct {
 	agree.Note
 }
 
-func metadata(id agree.ID, note agree.Note) []byte {
-	text, err := json.Marshal(said{id, note})
-	if err != nil {
-		panic(err) // strings and numbers
-	}
-	return text
-}
+func metadata(id agree.ID, note agree.Note) []byte { return encoded(said{id, note}) }
 
 // settings are memberlist's. A member that stops answering is noticed after a probe and a suspicion: up to 4 seconds in a job
 // of ten, less where several members suspect it.

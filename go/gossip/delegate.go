@@ -17,12 +17,18 @@ type message struct {
 	Left     *said           `json:"left,omitempty"`
 }
 
+// encoded is the JSON of strings and numbers.
+func encoded(v any) []byte {
+	text, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
+	}
+	return text
+}
+
 // send sends a message to nodes at once. The channel is closed when all have it, or cannot be reached.
 func (n *Node) send(m message, to []memberlist.Node) (done <-chan struct{}) {
-	text, err := json.Marshal(m)
-	if err != nil {
-		panic(err) // strings and numbers
-	}
+	text := encoded(m)
 	sent := make(chan struct{})
 	var group sync.WaitGroup
 	for i := range to {
@@ -91,11 +97,7 @@ func (d delegate) LocalState(bool) []byte {
 	if proposal, found := d.n.machine.Proposal(); found {
 		m.Proposal = &proposal
 	}
-	text, err := json.Marshal(m)
-	if err != nil {
-		panic(err) // strings and numbers
-	}
-	return text
+	return encoded(m)
 }
 
 func (d delegate) MergeRemoteState(text []byte, _ bool) {

@@ -55,11 +55,7 @@ class Sources:
             any_source: whether another one than the assigned will do.
             now: in seconds, of any clock.
         """
-        ready = [
-            source
-            for source, record in self._records.items()
-            if (source == self.assigned or any_source) and record.again_at <= now and not record.dropped
-        ]
+        ready = [source for source, record in self._usable(any_source).items() if record.again_at <= now]
         if not ready:
             return None
         source = min(ready, key=lambda one: self._records[one].turn)
@@ -70,12 +66,16 @@ class Sources:
 
     def pause(self, any_source: bool, now: float) -> float:
         """Seconds until :meth:`pick` has a source."""
-        times = [
-            record.again_at
+        times = (record.again_at for record in self._usable(any_source).values())
+        return max(0.0, min(times, default=now) - now)
+
+    def _usable(self, any_source: bool) -> dict[str, _Record]:
+        """The sources that may be asked, now or after a pause."""
+        return {
+            source: record
             for source, record in self._records.items()
             if (source == self.assigned or any_source) and not record.dropped
-        ]
-        return max(0.0, min(times, default=now) - now)
+        }
 
     def answered(self, source: str) -> None:
         """A source has answered a request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,27 @@ from torchft.ftlib import Consensus, Framework, Identity, Member, View
 from torchft.ftlib.consensus import Listener
 
 SOON_SEC = 30.0
+
+
+class Heard:
+    """A listener that keeps what its consensus tells it."""
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[int, str]] = []
+        self.joins = 0
+
+    def new_member_join(self) -> None:
+        self.joins += 1
+
+    def member_lost(self, view: int, reason: str) -> None:
+        self.lost.append((view, reason))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON_SEC
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Room:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.ftlib.plugins import StoreFramework, shared_store
+from tests.unit.ftlib.plugins import Heard, StoreFramework, shared_store, wait_for
 from torchft._torchft import _load
 from torchft.ftlib import ConsensusStatus, FTAllReduceStatus, FTLib, RebuildFailed, View
 from torchft.ftlib.gossip import Gossip
@@ -33,25 +33,6 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert _load().pyapi_Handles() == before
     assert not [thread for thread in threading.enumerate() if thread.name == "torchft_ftlib_gossip"]
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.lost: list[tuple[int, str]] = []
-        self.joins = 0
-
-    def new_member_join(self) -> None:
-        self.joins += 1
-
-    def member_lost(self, view: int, reason: str) -> None:
-        self.lost.append((view, reason))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON.total_seconds()
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def names(view: View) -> list[str]:

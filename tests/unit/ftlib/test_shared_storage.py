@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from tests.unit.ftlib.plugins import Heard, wait_for
 from torchft.ftlib import FTLib
 from torchft.ftlib.shared_storage import Files, SharedStorage
 from torchft.ftlib.views import Identity, Member, View
@@ -22,26 +22,6 @@ SOON = timedelta(seconds=30)
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "localhost")
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.lost: list[tuple[int, str]] = []
-        self.joins = 0
-
-    def new_member_join(self) -> None:
-        self.joins += 1
-
-    def member_lost(self, view: int, reason: str) -> None:
-        self.lost.append((view, reason))
-
-
-def wait_for(condition: object) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + SOON.total_seconds()
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_members_agree_join_and_leave(tmp_path: Path) -> None:

@@ -107,9 +107,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     full = {"FULL": "1"}
     # No -count=1 here: the histories are the same each time, so Go may reuse an earlier result. Schedules of the race
     # detector differ.
-    mutants = ["-mutants"] if time_s >= LONG_S else []
-    packages = ["./sim", *mutants] if mutants else ["./sim", "./gossip"]
-    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", *packages], go, full, needs_s=90)
+    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", "./gossip"], go, full, needs_s=90)
     # All histories that are one or two events longer than those of `make test`.
     more, needs_s = (2, 180) if time_s >= LONG_S else (1, 60)
     model = Part(
@@ -157,10 +155,11 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
             ("soak", "./sim", SOAK_SHARE),
         )
     ]
-    mistakes = Part(
-        "sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300
-    )
-    sims = [sim, mistakes, model] if time_s >= LONG_S else [sim, model]
+    planted = [
+        Part("sim-mutants", [*test, "-timeout=20m", "./sim", "-run=Mutant", "-mutants"], go, full, needs_s=90),
+        Part("sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300),
+    ]
+    sims = [sim, *(planted if time_s >= LONG_S else []), model]
     # `make test` runs most of it.
     device = [late] if time_s >= LONG_S else []
     return [tests, race, *sims, *device, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]

@@ -15,9 +15,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now is no garbage: with PyTorch's modules a collection takes a tenth of a second.
+    """The garbage collector leaves out the modules that are imported by now: it takes a tenth of a second for them.
 
-    None of it may be Triton, which complains at the end of what is not collected: no test module imports it.
+    None of them may be Triton, which complains at the end of what is not collected: no test module imports it.
     """
     gc.collect()
     gc.freeze()

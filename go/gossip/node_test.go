@@ -181,7 +181,7 @@ func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
 	})
 }
 
-// What docs/ftlib.md states, in virtual time.
+// docs/ftlib.md states this bound. Virtual time.
 func TestAMemberThatStopsIsNoticedInTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := newMesh(t, 0)

@@ -237,7 +237,7 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 	}
 	switch beyond := s.list.listed() && termOf(p.ID) > s.list.term; {
 	case beyond && e.From == "":
-		// Nobody has to show what this lighthouse wrote to disk itself. It begins a term of its own, since that of the quorum may belong
+		// A quorum from the own disk needs no member that shows it. It begins a term of its own, since that of the quorum may belong
 		// to another lighthouse. Where the disk answered late, members have asked already: that counts no more, as with every new term.
 		s.terms.begin("what is on disk", termOf(p.ID))
 	case beyond:

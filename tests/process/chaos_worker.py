@@ -79,7 +79,7 @@ class Worker:
         self.weights = [torch.full((SIZE,), float(args.group), device=self.device) for _ in range(BUCKETS)]
         # So that a heal takes a moment. It differs from group to group as well, and never changes.
         self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32, device=self.device) + args.group
-        # What never changes is a parameter without gradients. Powers of two: its step is exact, as that below is.
+        # This parameter gets no gradients, so it never changes. Powers of two: its step is exact, as that below is.
         self.optimizer = torch.optim.SGD([*self.weights, self.ballast], lr=RATE)
         # PyTorch's own groups keep what waits in them until it has timed out.
         self.leaks = Leaks(threads if args.kind == "native" else left_over)

@@ -1,4 +1,4 @@
-"""What starts once: the process that scripts of tests are forked from, and that of isolated groups."""
+"""Processes that start once a run: scripts of tests are forked from one, isolated workers from the other."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// What is read from others must be refused or understood, and never end the process. `go test` runs the seeds;
+// Bytes from other processes must be refused or understood, and never end the process. `go test` runs the seeds;
 // `go test ./internal/rpc -fuzz FuzzPort` goes on from there.
 
 // FuzzPort sends anything to the one port of gRPC and HTTP.

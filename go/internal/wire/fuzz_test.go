@@ -15,7 +15,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// What is read from others must be refused or understood, and never end the process. `go test` runs the seeds;
+// Bytes from other processes must be refused or understood, and never end the process. `go test` runs the seeds;
 // `go test ./internal/wire -fuzz FuzzListChange` goes on from there.
 
 // FuzzListChange reads the packed parts of a list, and the quorum that refers to it.

@@ -1,4 +1,4 @@
-"""What a target makes of the answers of a source."""
+"""Answers of a source, as a target reads them: right, cut short, malformed, slow."""
 
 from __future__ import annotations
 

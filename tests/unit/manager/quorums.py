@@ -1,4 +1,4 @@
-"""What a Manager under test is told by its quorum and its peers."""
+"""Quorums and the state of peers, as a Manager under test gets them."""
 
 from __future__ import annotations
 

@@ -408,7 +408,7 @@ class InQuorum:
 
 
 def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]:
-    """What two groups find, and whether they give way; so many samples were not reduced."""
+    """The verdicts of two groups, and whether each gives way, where so many samples were not reduced."""
     first.rank, second.rank = 0, 1
     checks, steps = [BatchCheck(first), BatchCheck(second)], [InQuorum(0), InQuorum(1)]
     assert all(check.is_due(step) for check, step in zip(checks, steps))  # type: ignore[arg-type]

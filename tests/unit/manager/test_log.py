@@ -1,4 +1,4 @@
-"""What a Manager logs, and its records for exporters."""
+"""The log of a Manager, and its records for exporters."""
 
 from __future__ import annotations
 

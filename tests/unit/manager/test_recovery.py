@@ -1,4 +1,4 @@
-"""What a Manager does when its group, or one of its peers, is to heal."""
+"""A Manager whose group, or one of whose peers, heals."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ func TestAMemberOfAListIsBoundAndFencedByTheHeartbeatTimeout(t *testing.T) {
 			Greeting: &torchftpb.Greeting{ReplicaId: "a", Lighthouses: 2, Term: 1},
 		}})
 		welcome := w.receive().GetWelcome()
-		require.EqualValues(t, quorum.BondTime.Microseconds(), welcome.GetBondUs())
+		require.Equal(t, quorum.BondTime.Microseconds(), welcome.GetBondUs())
 		require.EqualValues(t, 1_666_666, welcome.GetAliveIntervalUs(), "a third of the heartbeat timeout")
 	})
 }

@@ -20,10 +20,9 @@ import (
 const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
-	// unacknowledged is after how long the connection to one of several lighthouses is given up whose host acknowledges nothing. A
-	// bound member says something each 0.58 s, so a host that vanished is noticed within 1.8 s, before the bond to it runs out
-	// (at least 2 s after: quorum.BondTime less one and a half of these intervals). gRPC's pings take 20 s.
-	unacknowledged = 1200 * time.Millisecond
+	// unacknowledged is after how long the connection to one of several lighthouses is given up whose host acknowledges nothing:
+	// a member says something each second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
+	unacknowledged = 2 * time.Second
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second
 	// failoverAfter is for how long only the lighthouse that served last is tried: its restart is no reason for a failover.

@@ -305,7 +305,7 @@ func findMistake(t *testing.T, m mistake, rules []string) {
 	history := History(s, 60)
 	t.Logf("found as: %v\n%s", first, history)
 	require.Contains(t, history, "BROKEN: "+first.Rule)
-	if testmain.Full() && !raceEnabled && !m.long { // else there was no time to make it as short as it gets
+	if testmain.Full() && !testmain.Race() && !m.long { // else there was no time to make it as short as it gets
 		require.LessOrEqual(t, len(s.Faults), 4, "a short history has few faults")
 		require.LessOrEqual(t, strings.Count(history, "\n"), 70, "and few lines")
 	}

@@ -23,7 +23,7 @@ var (
 
 // budget is n in full, else a sixth of it, and less where everything is ten times as slow.
 func budget(n, underRace int) int {
-	if raceEnabled {
+	if testmain.Race() {
 		return underRace
 	}
 	if testmain.Full() {
@@ -34,7 +34,7 @@ func budget(n, underRace int) int {
 
 // shrinkTries are the runs that may make a planted mistake's history shorter: only in full it must get as short as it can.
 func shrinkTries() int {
-	if testmain.Full() && !raceEnabled {
+	if testmain.Full() && !testmain.Race() {
 		return 400
 	}
 	return 6

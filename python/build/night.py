@@ -107,7 +107,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     full = {"FULL": "1"}
     # No -count=1 here: the histories are the same each time, so Go may reuse an earlier result. Schedules of the race
     # detector differ.
-    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", "./gossip"], go, full, needs_s=90)
+    sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", "./gossip/..."], go, full, needs_s=90)
     # All histories that are one or two events longer than those of `make test`.
     more, needs_s = (2, 180) if time_s >= LONG_S else (1, 60)
     model = Part(

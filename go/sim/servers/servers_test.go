@@ -187,7 +187,7 @@ func hold(t *testing.T, s sim.Setup) story {
 
 func TestTheRulesHold(t *testing.T) {
 	seeds := *seedsFlag
-	if raceEnabled {
+	if testmain.Race() {
 		seeds = min(seeds, 12)
 	}
 	var rounds, faults, heals int

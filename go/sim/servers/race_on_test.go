@@ -1,5 +1,0 @@
-//go:build race
-
-package servers
-
-const raceEnabled = true

@@ -9,6 +9,8 @@ connections             an abort leaves operations in flight: their sockets, fou
                         in /proc and the store, are shut down                        operations in flight
 operations              some operations do not end even then; whoever waits looks    the same holds for each of
                         at an end of ours too                                        them, `recv` from any included
+stillness               a send that the end of its connection does not wake: its     such a send is woken
+                        thread sleeps, so that the step can be reduced again
 loops                   its event loop turns at full speed on a cut connection that  it closes a connection that is
                         still holds data                                             cut behind unread data
 reaper                  destroying a group joins threads that sit in an operation;   a destructor that does not

@@ -45,11 +45,13 @@ class Connections:
 
     Attributes:
         cut: whether `shutdown` was called.
+        severed: whether it was, and with connections to all peers.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._connections: dict[int, _Connection] = {}
         self.cut = False
+        self._complete = False
         if world_size < 2 or not os.path.isdir(_DESCRIPTORS):
             return
         _all.add(self)
@@ -73,6 +75,11 @@ class Connections:
                 connection = found[1]
             if own.intersection(connection.here) or peers.intersection(connection.there):
                 self._connections[descriptor] = connection
+        self._complete = len(self._connections) >= world_size - 1
+
+    @property
+    def severed(self) -> bool:
+        return self.cut and self._complete
 
     def __len__(self) -> int:
         return len(self._connections)

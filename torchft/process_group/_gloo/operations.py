@@ -7,7 +7,7 @@ connections are all gone. And it ends nothing where the connections could not be
 here also looks at an end of ours: after an abort, or when every connection is broken, Gloo is given
 `_GRACE_SEC` to say itself what happened, and then the waiter goes; a collective also when one connection
 has been broken for `_DAMAGED_SEC`. What still runs is left to its timeout, with a thread of the reaper's;
-it may write to its tensors until then.
+unless its threads sleep (`stillness`), it may write to its tensors until then.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from torchft.process_group._errors import POINT_TO_POINT, copied, explained, tensors_of
 from torchft.process_group._gloo.connections import Connections
+from torchft.process_group._gloo.stillness import Stillness
 
 # Both together are the longest that anybody waits after an abort: 100 ms are promised.
 _GRACE_SEC = 0.04
@@ -249,13 +250,16 @@ class _GuardedWork(Work):
                     raise
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits for the real end, also after `Operations.end`: from then on nothing is written any more.
+        """Waits until nothing is written any more, also after `Operations.end`.
 
         Returns:
-            False if it has not come in that time.
+            False if it may still be after that time.
         """
         deadline = time.monotonic() + timeout.total_seconds()
+        connections, stillness = self._operations.connections, Stillness()
         while not self._work.is_completed():
+            if connections is not None and connections.severed and stillness.reached():
+                return True
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_DRAIN_LOOK_SEC)

@@ -22,6 +22,10 @@ type Judge struct {
 	known  time.Duration // when the others can know of it at the latest
 
 	failover time.Duration // when the job must have a quorum at the latest, since its lighthouse went; 0: it need not
+
+	ends      time.Duration // when a group failed last while the job was calm
+	heard     []int64       // quorums of which groups were told, in that order
+	abandoned []int64       // those of them that an operator left behind
 }
 
 // life is a group, and what the judge knows of it besides what the checker does.
@@ -33,6 +37,7 @@ type life struct {
 	ended     time.Duration
 	evicted   int64 // the latest quorum in which it was told that it counts as failed
 	evictedAt time.Duration
+	voted     bool  // it ended in a way that is its vote at the lighthouse that serves the job, which still has it
 	in        int64 // the quorum in which rank 0 committed last
 	steps     int   // and how many it has committed there since something changed
 }
@@ -81,6 +86,9 @@ func (j *Judge) change(at uint8) {
 	}
 	j.moved = j.w.now
 	j.unsettle()
+	for _, l := range j.lives {
+		l.voted = false // a lighthouse that starts anew has no votes of members that ended
+	}
 }
 
 // unsettle: the job has to come to rest anew.
@@ -173,8 +181,12 @@ func (j *Judge) Dies(id, why string, silent bool) {
 	if l.killed {
 		return
 	}
-	l.killed, l.ended = true, j.w.now
 	calm := j.calmed
+	if calm && j.together() == "" { // all have answered stamps of the lighthouse that serves them (go/quorum/bond.go)
+		j.ends = j.w.now
+	}
+	l.killed, l.ended = true, j.w.now
+	l.voted = !silent && j.ends == j.w.now
 	j.unsettle()
 	if calm && j.w.Lighthouses == 1 {
 		j.failed, j.known = l, j.w.now+j.w.Policy.SuspectGrace
@@ -211,10 +223,26 @@ func (j *Judge) Known() (id int64) {
 	return id
 }
 
-// GivesUp says that an operator gives up groups at a lighthouse.
-func (j *Judge) GivesUp(ids []string, lighthouse int) {
-	j.w.say("an operator gives up %v at lighthouse %d", ids, lighthouse)
+// GivesUp says that an operator gives up groups at a lighthouse, so that the job goes on there after a quorum. Of later quorums
+// no group that lives knows: the operator leaves them behind.
+func (j *Judge) GivesUp(ids []string, lighthouse int, quorumID int64) {
+	j.w.say("an operator gives up %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
+	for _, id := range ids {
+		if l := j.life(id); l.voted {
+			j.w.broken(ruleOperator, "%s is given up at lighthouse %d, and its process ended %s before, while the job was calm",
+				id, lighthouse, j.w.now-l.ended)
+		}
+	}
+	for _, id := range j.heard {
+		if id > quorumID {
+			j.abandoned = append(j.abandoned, id)
+		}
+	}
 }
+
+// Abandoned reports whether an operator left a quorum behind. A lighthouse that was away then may still have it, under a higher id
+// than those of the branch that goes on.
+func (j *Judge) Abandoned(id int64) bool { return slices.Contains(j.abandoned, id) }
 
 // Connected reports whether two groups reach each other.
 func (j *Judge) Connected(a, b string) bool { return j.w.connected(j.life(a).slot, j.life(b).slot) }
@@ -230,11 +258,13 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 		return
 	}
 	if isNew := q.Created.After(j.latest); isNew || w.check.quorums[q.ID] == nil {
-		if isNew {
-			j.latest = q.Created
+		if isNew { // its id may be below that of a branch that an operator left behind
+			j.latest, w.result.LastID = q.Created, q.ID
 		}
 		w.result.Rounds++
-		w.result.LastID = max(w.result.LastID, q.ID)
+		if w.check.quorums[q.ID] == nil {
+			j.heard = append(j.heard, q.ID)
+		}
 		if w.trace != nil {
 			w.say("quorum %d: %s", q.ID, describe(q))
 		}

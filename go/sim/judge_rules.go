@@ -14,6 +14,7 @@ const (
 	ruleSoon     = "after a failure the others have a quorum as soon as it can be known"
 	ruleTogether = "groups that reach each other and a lighthouse train in one quorum within a bounded time"
 	ruleEarly    = "a call ends before its deadline with an error only if something of its own group failed"
+	ruleOperator = "processes that end while nothing else happens need no operator"
 	ruleCalm     = "while nothing fails, no step is lost and no call ends with an error"
 )
 
@@ -103,16 +104,13 @@ const termBits = 42
 // has to be so some time after the last fault.
 func (j *Judge) Settled() bool {
 	w := j.w
-	why, id := j.apart()
+	why, _ := j.apart()
 	j.calmed = j.calmed || why == "" && w.rough == 0
 	j.failedOver()
-	lighthouse, all := j.home()
-	if !all {
+	if _, all := j.home(); !all {
 		return false
 	}
-	if why == "" && j.place(id) != lighthouse {
-		why = fmt.Sprintf("they are at lighthouse %d and not at %d", j.place(id), lighthouse)
-	}
+	why = j.together()
 	if late := w.now - w.changed; why != "" && late > w.bound() {
 		w.broken(ruleTogether, "%s after the last fault %s", late, why)
 	}
@@ -124,6 +122,15 @@ func (j *Judge) Apart() string {
 	why, id := j.apart()
 	lighthouse, all := j.home()
 	return fmt.Sprintf("%q, quorum %d, lighthouse %d reached by all: %t, changed at %s", why, id, lighthouse, all, j.w.changed)
+}
+
+// together says why the groups do not train in one quorum at the first lighthouse that any of them reaches; empty if they do.
+func (j *Judge) together() (why string) {
+	why, id := j.apart()
+	if lighthouse, _ := j.home(); why == "" && j.place(id) != lighthouse {
+		why = fmt.Sprintf("they are at lighthouse %d and not at %d", j.place(id), lighthouse)
+	}
+	return why
 }
 
 // apart says why the groups are not together in a quorum.

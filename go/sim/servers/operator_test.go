@@ -2,6 +2,7 @@ package servers
 
 import (
 	"slices"
+	"testing"
 
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/quorum"
@@ -10,32 +11,32 @@ import (
 
 // operate gives up groups whose votes are missing, as an operator does that knows: they have ended, no group that lives and no
 // other lighthouse knows of a later quorum than the latest of this one, and its members that live wait here. Each is given up
-// at one lighthouse in one of its lives.
+// at one lighthouse in one of its lives. What a lighthouse has of a branch that was left behind counts no more.
 func (j *job) operate() {
 	if len(j.hosts) == 1 {
 		return
 	}
-	status := make([]quorum.Status, len(j.hosts))
+	var latest *lighthouseHost
+	var s quorum.Status // of the latest
 	serves := map[*lighthouse.Server]bool{}
-	latest := -1
-	for i, h := range j.hosts {
+	for _, h := range j.hosts {
 		h.life.Lock()
 		defer h.life.Unlock()
 		if h.server == nil {
 			continue
 		}
 		serves[h.server] = true
-		status[i] = h.server.Status()
-		if latest < 0 || status[i].QuorumID > status[latest].QuorumID {
-			latest = i
+		status, abandoned := h.server.Status(), false
+		j.tell(func(judge *sim.Judge) { abandoned = judge.Abandoned(status.QuorumID) })
+		if !abandoned && (latest == nil || status.QuorumID > s.QuorumID) {
+			latest, s = h, status
 		}
 	}
-	if latest < 0 || len(status[latest].MissingVotes) == 0 {
+	if latest == nil || len(s.MissingVotes) == 0 {
 		return
 	}
 	var ended []string
 	j.tell(func(judge *sim.Judge) {
-		s := &status[latest]
 		for _, m := range s.Members {
 			if m.InQuorum && !m.Waiting && judge.Lives(m.ReplicaID) {
 				return
@@ -44,16 +45,26 @@ func (j *job) operate() {
 		if judge.Known() > s.QuorumID {
 			return
 		}
-		ended = slices.DeleteFunc(slices.Clone(s.MissingVotes), judge.Lives)
+		ended = slices.DeleteFunc(slices.Clone(s.MissingVotes), func(id string) bool {
+			at := j.givenUp[id]
+			return judge.Lives(id) || at != nil && at != latest.server && serves[at]
+		})
 		if len(ended) > 0 {
-			judge.GivesUp(ended, latest)
+			judge.GivesUp(ended, latest.index, s.QuorumID)
 		}
 	})
-	server := j.hosts[latest].server
 	for _, id := range ended {
-		if at := j.givenUp[id]; at == nil || at == server || !serves[at] {
-			j.givenUp[id] = server
-			_ = server.GiveUp("", id, "an operator") // the vote may not be missing any more
-		}
+		j.givenUp[id] = latest.server
+		_ = latest.server.GiveUp("", id, "an operator") // the vote may not be missing any more
 	}
+}
+
+// A job that goes on at the first lighthouse, by an operator's word, while the lighthouse of its last quorum is away; and then the
+// hosts of all its groups vanish. The other lighthouse is back by then, with an id that is higher than those of the branch that
+// went on. The operator has to give up the groups of that branch.
+func TestAnOperatorStaysWithTheBranchThatGoesOn(t *testing.T) {
+	s := draw(28, 60)
+	crash := slices.IndexFunc(s.Faults, func(f sim.Fault) bool { return f.Kind == sim.Crash })
+	s.Faults[crash].Kind = sim.Vanish
+	hold(t, s)
 }

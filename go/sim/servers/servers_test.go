@@ -47,11 +47,27 @@ func draw(seed uint64, rounds int) sim.Setup {
 		s.Slack += 330 * time.Second // for which a lighthouse may be left alone
 	}
 	s.DrawFaults(4)
-	if seed%3 == 2 {
+	switch {
+	case seed%3 == 2:
 		s.Lighthouses = 2 + int(seed/3%2)
 		s.Faults = aroundLighthouses(r, &s)
+	case seed%6 == 0:
+		s.Lighthouses = 1 + int(seed/6%3)
+		s.Faults = processesEnd(r, &s)
 	}
 	return s
+}
+
+// processesEnd makes a schedule of processes that end, of any number of groups at once, and of nothing else, with time to come to
+// rest in between.
+func processesEnd(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
+	for round := 5; round < s.Rounds; round += 6 + r.IntN(6) {
+		faults = append(faults, sim.Fault{
+			Round: round, After: time.Duration(r.Int64N(int64(4 * s.Compute))), Kind: sim.Crash,
+			For: time.Duration(r.Int64N(int64(15 * time.Second))), Slots: sim.Slots(1 + r.IntN(1<<s.Slots-1)),
+		})
+	}
+	return faults
 }
 
 // aroundLighthouses makes a schedule of long cuts from single lighthouses, and of their ends, with time to come to rest in

@@ -116,6 +116,73 @@ func TestEndsAlone(t *testing.T) {
 	require.Equal(t, []Action{Waived{"b", "an operator"}}, actions)
 }
 
+func TestReconnectAlone(t *testing.T) {
+	var one reconnect
+	require.False(t, one.needed(), "the members of a healthy quorum keep their connections")
+	one.moved("a")
+	require.Equal(t, "another process asks as a", one.reason())
+	one.rejoined("b")
+	one.moved("a")
+	require.Equal(t, "b had left, and is back", one.reason(), "the graver of two reasons is named, whichever came last")
+	one.memberFailed("c")
+	one.rejoined("b")
+	require.Equal(t, "c failed", one.reason())
+	one.forget()
+	require.Equal(t, "b had left, and is back", one.reason(), "the failure was told in another quorum; the rest may be later than this one")
+	require.True(t, one.needed())
+}
+
+func TestBondsAlone(t *testing.T) {
+	const latest = 1000
+	var one bonds
+	now := epoch
+	holds := func() bool { return one.holds("a", latest, now) }
+	one.answered("a", now)
+	require.False(t, holds(), "without a greeting it is not known what the member knows")
+	one.greets("a", latest, false, now)
+	require.False(t, holds(), "it has answered nothing")
+
+	stamp := now.Add(time.Millisecond)
+	one.answered("a", stamp)
+	now = stamp.Add(bondHolds - 1)
+	require.True(t, holds())
+	one.answered("a", stamp)
+	now = stamp.Add(bondHolds)
+	require.False(t, holds(), "the same stamp binds for no longer")
+	require.True(t, one.promised("a", latest), "its own word that it ends is a vote at any time")
+
+	fresh := now
+	one.answered("a", fresh)
+	require.True(t, holds())
+	require.False(t, one.holds("a", latest-1, now), "it knows a quorum that the lighthouse does not")
+	one.answered("a", stamp)
+	require.True(t, holds(), "an earlier stamp that comes late changes nothing")
+
+	sent := now
+	now = now.Add(time.Millisecond)
+	one.release("a", now)
+	require.False(t, holds() || one.promised("a", latest))
+	one.answered("a", sent)
+	require.False(t, holds(), "a stamp of before the release does not bind again")
+	one.answered("a", now.Add(time.Millisecond))
+	require.True(t, holds())
+	one.greets("a", latest, true, now.Add(2*time.Millisecond))
+	require.False(t, holds(), "it comes from another lighthouse: the bond to this one had ended")
+
+	one.answered("a", now.Add(3*time.Millisecond))
+	one.end("a")
+	require.Contains(t, one.ended, "a")
+	require.False(t, holds() || one.promised("a", latest), "a second report of the same end gives no second vote")
+
+	one.greets("b", latest, false, now)
+	one.answered("b", now.Add(time.Millisecond))
+	nobody := func(string) bool { return false }
+	one.sweep(now.Add(BondTime), nobody)
+	require.Contains(t, one.bound, "b", "it may still hold")
+	one.sweep(now.Add(2*BondTime+2*time.Millisecond), nobody)
+	require.Empty(t, one.bound, "it has run out, and its member is not here")
+}
+
 func TestVotesAlone(t *testing.T) {
 	s := newStage(Seat{0, 2}, "a", "b", "c", "d")
 	one := votes{core: &s.core, past: &s.past, list: &s.list, ends: &ends{core: &s.core, past: &s.past, list: &s.list}}

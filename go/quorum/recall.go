@@ -55,7 +55,7 @@ type claim struct {
 	unshown bool      // it has spoken since, and it was asked often enough: it is not believed until it shows it
 }
 
-// asked notes that it is asked, unless it was a moment ago.
+// asked counts a question to the member, unless the one before was a moment ago.
 func (c *claim) asked(now time.Time, pause time.Duration) {
 	if now.Sub(c.last) < pause {
 		return
@@ -116,8 +116,8 @@ func (s *search) ask(r *replica, known int64) {
 	s.do(Recall{r.id, known})
 }
 
-// tick asks another member if the one before did not answer, and those that do not answer at all no more. Nobody may be left
-// that knows that quorum.
+// tick asks another member for the quorum if the one that was asked did not answer, and stops asking members that never answer. The
+// search ends when no member is left that knows it.
 func (s *search) tick() {
 	if s.id == 0 && !s.list.listed() {
 		return
@@ -170,9 +170,9 @@ func (s *search) ahead(in []*replica) (id int64) {
 	return id
 }
 
-// disbelieve leaves aside what a member says it knows, and does not show although it speaks. In a list it must not give a vote
-// without it (succession.go, invariant 3): it is refused by name, and sent on, since another lighthouse may know that quorum. So one
-// member with a wrong number keeps nobody from going on. Alone, a lighthouse lets it in.
+// disbelieve ignores a quorum that a member claims to know and does not show, although it speaks. At a lighthouse of a list, the member
+// must not vote without showing it (succession.go, invariant 3): it is refused by name, and sent on, since another lighthouse may know
+// that quorum. So one member with a wrong number stops nobody else. A lighthouse alone lets the member in.
 func (s *search) disbelieve(r *replica, known int64) {
 	r.unshown = true
 	s.do(Doubted{r.id, notShown(known)})
@@ -242,11 +242,11 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		s.terms.begin("what is on disk", termOf(p.ID))
 	case beyond:
 		r := s.roster.replicas[e.From]
-		if r == nil || r.claims < termOf(p.ID) {
+		if r == nil || r.farTerm < termOf(p.ID) {
 			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID, termOf(p.ID), s.list.term)})
 			return false
 		}
-		s.terms.begin("replica "+r.id, r.claims)
+		s.terms.begin("replica "+r.id, r.farTerm)
 	}
 	s.past.highest = max(s.past.highest, p.ID, min(e.Highest, maxKnownID))
 	if p.ID <= s.past.latestID() {

@@ -31,7 +31,7 @@ type replica struct {
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since it was last answered, and has not asked yet
 
-	claims  int64  // a term far ahead, until it has shown a quorum of about that term
+	farTerm int64  // that it was told, far ahead of all seen here; it begins once the member has shown a quorum of about that term. 0: none
 	claim          // a quorum that it knows, and the lighthouse does not
 	reaches Places // lighthouses before this one that it reaches
 
@@ -100,7 +100,8 @@ func anyRequest(request) bool { return true }
 //     first. So expire looks at the first of each, and at each that expires once.
 //  4. queue has the candidates, formers those of them that were in the latest quorum, both in the order in which they joined:
 //     the first is the one that the timers count from.
-//  5. out ends with a request, or with the pulse. A heartbeat does not end it: a member that was evicted speaks on.
+//  5. out ends with a request, or with the pulse. A heartbeat does not end it: a member that was evicted speaks on. Of a member that
+//     left as asked, it outlasts the pulse (drains.disconnected): for people, since without a pulse nothing is counted of it.
 type roster struct {
 	timeout  time.Duration // of heartbeats
 	grace    time.Duration // of suspects
@@ -218,7 +219,7 @@ func (s *roster) disconnected(id string, now time.Time) {
 	}
 }
 
-// reachNothing forgets it of all.
+// reachNothing forgets which earlier lighthouses the replicas reach.
 func (s *roster) reachNothing() {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
 		s.reach(e.Value.(*replica).id, 0)
@@ -281,7 +282,7 @@ func (s *roster) presume(id string, now time.Time) *replica {
 	return r
 }
 
-// ask lets a waiter wait for its member. Waiters of one replica_id share one membership.
+// ask takes a request in. All requests of one replica_id together are one candidate.
 func (s *roster) ask(e Asked, now time.Time) {
 	r := s.beat(e.Member.ReplicaID, now)
 	r.number, r.address, r.ending, r.finished = max(r.number, e.Number), e.Member.Address, false, false

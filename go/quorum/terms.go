@@ -38,15 +38,18 @@ func (t *terms) admit(e Greeted) *replica {
 		t.do(RefuseStream{e.ReplicaID, refusal})
 		return nil
 	}
+	t.list.back(e.ReplicaID) // it has not ended: its vote comes with its next request
+	if t.list.listed() {
+		// Refused before it counts as a sign of life: the others would wait for a member that can ask nothing without a stream.
+		if refusal := t.overreaches(e); refusal != "" {
+			t.do(RefuseStream{e.ReplicaID, refusal})
+			return nil
+		}
+	}
 	r := t.roster.beat(e.ReplicaID, t.now)
 	r.returned, r.ending, r.finished = true, false, false
-	t.list.back(e.ReplicaID) // it has not ended: its vote comes with its next request
 	if !t.list.listed() {
 		t.welcome(r)
-		return nil
-	}
-	if refusal := t.overreaches(e); refusal != "" {
-		t.do(RefuseStream{e.ReplicaID, refusal})
 		return nil
 	}
 	return r
@@ -55,8 +58,8 @@ func (t *terms) admit(e Greeted) *replica {
 // greeted takes in the term that a member was told.
 func (t *terms) greeted(r *replica, e Greeted) {
 	t.list.greets(e.ReplicaID, e.KnownQuorumID, e.told() > t.list.term, t.now)
-	if r.claims = 0; t.far(e) {
-		r.claims = e.told() // the term begins when it has shown the quorum (search.recalled)
+	if r.farTerm = 0; t.far(e) {
+		r.farTerm = e.told() // it begins when the member has shown the quorum (search.recalled)
 	} else {
 		t.begin("replica "+e.ReplicaID, e.told())
 	}

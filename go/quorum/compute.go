@@ -10,7 +10,7 @@ import (
 type tally struct {
 	healthy      int // replicas with a heartbeat younger than the timeout
 	reachEarlier int // those of them that reach a lighthouse before this one
-	presumed     int // those of them that were in a quorum before the start, and of which nothing was heard since
+	presumed     int // healthy ones that were in a quorum before the start, and of which nothing was heard since
 	candidates   int // healthy replicas that wait for a quorum
 	shrinkers    int // candidates that ask shrink_only
 
@@ -33,7 +33,7 @@ const (
 	noMajority           // it could be the smaller half of a split
 	awaitingOthers       // possible, but a healthy replica may still ask
 	pastUnknown          // possible, but a member knows a quorum that the lighthouse has yet to hear of
-	outvoted             // possible, but another lighthouse might serve the rest of the last quorum
+	lacksVotes           // possible, but another lighthouse might serve the rest of the last quorum
 	behindJob            // possible, but below the step that the job had reached, and others may come
 	forbidden            // the same, and nobody will come
 	fastPath             // every previous member asked
@@ -70,12 +70,12 @@ func (d decision) unknown(id int64) decision {
 //
 // Invariants:
 //
-//  1. Unless all of the previous quorum ask, more than half of those that are healthy do: of two parts of a network that a
-//     lighthouse takes for one, only one has that.
-//  2. Unless all of the previous quorum ask, there are min_replicas, whatever else holds.
+//  1. Unless all of the previous quorum ask, more than half of the healthy members do. So where two parts of a job both reach the
+//     lighthouse and not each other, the smaller one gets no quorum.
+//  2. Unless all of the previous quorum ask, at least min_replicas members are in it.
 //  3. Nobody that is healthy is left out before it had join_timeout_ms, from when the first member of the previous quorum
 //     asked: it may be in the middle of a step.
-//  4. It depends on counts and on the policy alone. Their identities may only forbid what it allows (Machine.decide).
+//  4. It depends on counts and on the policy alone. Which members they are can only forbid what the counts allow (Machine.decide).
 func compute(p Policy, t tally) decision {
 	d := decision{policy: p, tally: t}
 	// Without a previous quorum there is nothing to shrink from: a fresh lighthouse must let a job start.

@@ -88,7 +88,7 @@ func (v *votes) stillLacking(t tally) bool {
 // if not even all that are alive have the votes, that wait is in vain.
 func (v *votes) decided(d decision, tick bool) {
 	switch {
-	case d.cause == outvoted:
+	case d.cause == lacksVotes:
 		v.lack(d.detail, d.missing, d.in)
 	case tick && !d.ready() && d.cause != forbidden:
 		v.stranded()

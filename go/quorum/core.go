@@ -77,18 +77,18 @@ func (c *core) outdate(which func(request) bool, reason string) {
 	}
 }
 
-// turnDown lets a group whose request is refused count as failed until it asks again: nobody waits for it. A member of the latest
-// quorum is evicted only for what it does not show: the others are told then. For any other reason its peers may be in a step
-// with it, and would lose that.
+// turnDown makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. A member of
+// the latest quorum is evicted by it, and its peers are told, only if it did not show a quorum that it claims. After any other refusal
+// its peers may still be in a step with it, and would lose that step.
 func (c *core) turnDown(id string, why Refusal, reason string) {
 	if r := c.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
 		c.fail(r, Doubtful, reason)
 	}
 }
 
-// newest lets a request through that is newer than all before it of its member. A request that was held up on the way says what
-// held before: believed, it would complete a quorum at a step that its member has left, and its members would divide by different
-// numbers. Of two processes with one name the newer is believed (replaces): the requests of the other are refused.
+// newest accepts a request that is newer than all earlier ones of its member. A request that was delayed on the way has an old step:
+// accepted, it could complete a quorum at a step that its member has left, and the members would divide by different numbers. Of two
+// processes with one name the newer one is accepted (replaces), and the requests of the other are refused.
 func (c *core) newest(e Asked) (newest, replaces bool) {
 	r := c.roster.replicas[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address

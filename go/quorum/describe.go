@@ -64,9 +64,9 @@ type MemberStatus struct {
 
 // Describe tells the state at a time. It changes nothing, and it counts anew what Step counts as it goes.
 //
-// It and Remembers are the queries: all else leaves Step as actions. They may be asked at any time, their ages and
-// what is left of a timeout are those of that moment, and to hand all of it out with every event would cost as much as the
-// job has groups. Nothing is decided by it: the shell shows it to people and dashboards.
+// Describe and Remembers are the only queries; all other results of the machine are actions. A status is no action, since its ages are
+// those of the moment in which somebody looks, and since one with every event would cost as much as the job has groups. The shell shows
+// it to people and dashboards, and decides nothing by it.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
 		now = m.now

@@ -9,10 +9,11 @@ import (
 //
 // Invariants:
 //
-//  1. The host of a member that is bound is asked at once when its stream breaks, and until it is known whether it has ended,
-//     or of no use: a vote that is learned too late is lost for good.
+//  1. When the stream of a bound member breaks, its host is asked at once, and again until it is known whether the member has ended, or
+//     the bond has run out: an end that is learned too late is no vote.
 //  2. Nobody votes twice: a member that waits, or may still send something, has no vote as one that ended.
-//  3. The word of a host ends nobody that said something since (here): the host may speak of the process before.
+//  3. A member that waits, or has a stream, has not ended, whatever its host says (replica.here): the answer of the host may be about an
+//     earlier process.
 type ends struct {
 	*core
 	past   *memory
@@ -28,7 +29,7 @@ const (
 	endPause = 200 * time.Millisecond
 )
 
-// ended notes that a member's host says so.
+// ended takes in that a member's process has ended, as its host says.
 func (s *ends) ended(id string) {
 	r := s.roster.replicas[id]
 	if r != nil && r.here() {
@@ -100,7 +101,7 @@ func (s *ends) disconnected(id string) {
 	s.probe(id)
 }
 
-// tick asks again, until it is known or of no use any more.
+// tick asks the hosts again (invariant 1).
 func (s *ends) tick() {
 	for _, id := range sorted(s.broken) {
 		r := s.roster.replicas[id]

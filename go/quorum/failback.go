@@ -5,15 +5,15 @@ import (
 	"math/bits"
 )
 
-// failback sends the members of a job that is served by a later lighthouse of their list to an earlier one when it is there again, all
-// at the same moment. If each went when it likes, the first would be too few to be served there, the others would
-// go on without them, and they would come back when the next ones go: for as long as their clocks stay apart.
+// failback sends the members of a job that is served by a later lighthouse of their list back to an earlier one when they reach it
+// again, all at the same moment. If each went at a time of its own, the first would be too few to be served there, the others would go
+// on without them, and so the members would go back and forth in parts.
 //
-// So each says which earlier lighthouses it reaches, and the lighthouse that serves decides: once all that are alive here
-// reach one of them, all are sent there. A member that does not reach it keeps the job here, where all can be.
+// So each member says which earlier lighthouses it reaches, and the lighthouse that serves decides: once all members that are alive
+// here reach one of them, all are sent there. One member that does not reach it keeps the job here.
 //
-// They go at once, in the middle of a step. The other lighthouse learns of the quorum that they are in from their
-// greetings, so that it knows who trains before anybody asks.
+// They go at once, in the middle of a step. The other lighthouse learns of their quorum from their greetings, before any of them asks
+// for the next one.
 //
 // Invariants:
 //
@@ -21,7 +21,7 @@ import (
 //  2. Their bonds are released before they are told (bond.go, invariant 2), and what they asked here is refused: a vote that stays
 //     here is none at the other lighthouse.
 //  3. Nobody is sent while a member that left is still needed, or while this lighthouse is about to learn of a later quorum
-//     (Machine.tick asks both subjects).
+//     (Machine.Step asks both subjects).
 //  4. All that were sent count as failed here without a word to the others (drop). When one of the latest quorum comes back, the others
 //     have the time to come, and those that do not have failed (cameBack).
 type failback struct {
@@ -62,8 +62,8 @@ func (f *failback) before() Places {
 	return Before(f.list.seat.Place)
 }
 
-// tick sends everybody to an earlier lighthouse that all reach. Members of the latest quorum that have yet to come
-// count until they had the time to.
+// tick sends everybody to an earlier lighthouse that all reach. A presumed member counts as alive, and has not said what it reaches:
+// so nobody is sent before it has come, or has failed.
 func (f *failback) tick() {
 	s := f.roster
 	if n := s.counts.reachEarlier; n == 0 || n < s.counts.healthy {

@@ -48,12 +48,12 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	// Without the votes another lighthouse may serve the rest: two histories. Looked at for its real members, as
 	// shrink_only leaves some out.
 	if reason, missing := m.votes.lacking(d, d.in); reason != "" {
-		d.cause, d.detail, d.missing = outvoted, reason, missing
+		d.cause, d.detail, d.missing = lacksVotes, reason, missing
 		return d
 	}
 	// A base of any length would be as right, but somebody has to carry it. Members that wait for this hear of the last quorum.
 	if d.changed && tooLong(m.votes.base(d.in, d.changed)) {
-		d.cause, d.detail = outvoted, fmt.Sprintf("too few members know of quorum %d and of those before it: its members stay the same until more do", m.past.latestID())
+		d.cause, d.detail = lacksVotes, fmt.Sprintf("too few members know of quorum %d and of those before it: its members stay the same until more do", m.past.latestID())
 		return d
 	}
 	// All of the last quorum are there, also those that are ahead.

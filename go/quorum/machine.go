@@ -94,7 +94,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		return m.asked(e)
 	case Withdrawn: // It does not decide: with one candidate less no quorum becomes possible.
 		m.roster.giveUp(e.Waiter, m.now)
-	case Beat:
+	case Beat: // It decides nothing: if a waiting member that was silent is a candidate again by it, the next tick sees that.
 		m.roster.beat(e.ReplicaID, m.now)
 	case Greeted:
 		m.greeted(e)
@@ -109,9 +109,9 @@ func (m *Machine) take(event Event) (decide bool) {
 		m.suspicion.suspected(e)
 	case Checked:
 		m.suspicion.lookedAt(e)
-	case Progressed:
+	case Progressed: // It decides nothing: the next tick looks at all answers together, so that none is judged before the others came.
 		m.watch.progressed(e)
-	case Drained:
+	case Drained: // It decides nothing: the member is in the next quorum as before, since it leaves only after a step.
 		m.drains.drained(e)
 	case Leaving:
 		if m.drains.leaving(e.ReplicaID) {
@@ -126,7 +126,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		if m.search.recalled(e) {
 			m.adopted()
 		}
-		return true // nobody waits for the answer any more
+		return true // a decision that waited for this quorum need not any more (search.pending)
 	case Ended:
 		m.ends.ended(e.ReplicaID)
 		return true // although nobody may have failed by it: the end of a bound member is a vote, which may have been missing
@@ -134,7 +134,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		return m.ends.givenUp(e)
 	case Bound: // It decides nothing: a bond is a vote only once its member has ended.
 		m.list.answered(e.ReplicaID, e.Since)
-	case Reaches:
+	case Reaches: // It decides nothing, and sends nobody: Step asks failback after the decision of a tick, so that no quorum is lost by it.
 		m.failback.reaches(e.ReplicaID, e.Places)
 	case Slept, Woken: // Step has done what there is to do: Woken comes when the grace of a suspect is over.
 	case Tick: // All that becomes true by time alone: it is noticed one tick late at most.
@@ -212,6 +212,9 @@ func (m *Machine) unfit(e Asked) (why Refusal, reason string) {
 func (m *Machine) greeted(e Greeted) {
 	r := m.terms.admit(e)
 	if r == nil {
+		// A refused greeting counts as unsaid: its term or quorum would otherwise end the requests of the others. Where there is no list,
+		// there are no terms and no failback, and the member is asked for its quorum when it asks for the next one: no other lighthouse
+		// can form one meanwhile.
 		return
 	}
 	m.failback.cameBack(e.KnownQuorumID)

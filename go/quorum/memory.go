@@ -16,8 +16,8 @@ import (
 // Invariants:
 //
 //  1. No id is given out twice, and none below one that was seen: each new one is above highest.
-//  2. highest grows by ids that may have been given out (plausible), and by those of quorums that a member shows that was in
-//     them. So no single number spoils the ids of a job for good.
+//  2. highest is raised only to an id that may have been given out (plausible), or to that of a quorum that one of its members shows. So
+//     no single wrong number spoils the ids of a job for good.
 //  3. members[i] is the replica of latest.Members[i], and nobody else is previous.
 //  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member that is ahead may come (regress).
 type memory struct {

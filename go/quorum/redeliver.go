@@ -18,15 +18,21 @@ package quorum
 // Where anything else has happened since, there is a new quorum anyway.
 func (m *Machine) lostAnswer(e Asked) bool {
 	latest, r := m.past.latest, m.roster.replicas[e.Member.ReplicaID]
-	if latest == nil || latest.Revision == 0 { // none, or one that was formed elsewhere, of which not everything is known
+	// None, or one that was formed elsewhere, of which this lighthouse knows the members only: not what the answer said.
+	if latest == nil || latest.Revision == 0 {
 		return false
 	}
+	// Only a member of it on a new stream has lost an answer (invariant 1): on the old one, it got it. The others were told of one that
+	// counts as failed, and have aborted. An earlier request that waits was for the next quorum. A member that is asked to leave must be
+	// told so with a quorum of its own.
 	if r == nil || !r.previous || !r.returned || !r.alive() || r.waiting() || r.draining != "" {
 		return false
 	}
+	// Invariant 2: the step is over for a peer that connects anew, has left, or asks for the next quorum.
 	if m.reconnect.needed() || m.drains.any() || m.roster.counts.previousCandidates > 0 {
 		return false
 	}
+	// Invariant 1: its peers may be in a later quorum, here or at another lighthouse.
 	if latest.ID != m.past.highest || m.search.id > latest.ID || m.list.listed() && termOf(latest.ID) != m.list.term {
 		return false
 	}
@@ -34,6 +40,6 @@ func (m *Machine) lostAnswer(e Asked) bool {
 	if !in {
 		return false
 	}
-	then := &latest.Members[i]
+	then := &latest.Members[i] // invariant 3
 	return then.State() == e.Member.State() && then.SameButState(&e.Member)
 }

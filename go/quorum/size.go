@@ -2,8 +2,8 @@ package quorum
 
 import "fmt"
 
-// Rank i of a group reduces with rank i of the others. Beside groups of another size some ranks would wait for peers that
-// there are not, in every step. So a newcomer that does not fit is refused, and the others never meet it.
+// Rank i of a group reduces with rank i of the others. With groups of different sizes, the last ranks of the larger ones would wait in
+// every step for peers that do not exist. So a newcomer of another size is refused, and is never in a quorum with the others.
 //
 // A member that makes calls in place of a stream is let in, as by an upstream lighthouse: its world_size may mean nothing.
 

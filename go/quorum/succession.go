@@ -77,6 +77,8 @@ func (s *succession) listed() bool { return s.seat.Of > 1 }
 func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	switch {
 	case seat.Of == 0:
+		// The member does not say: the seat stays what others said. That is safe since all groups of a job have the same list: where
+		// nobody says one, there is none. Taken for "the only one", it would lift the rule for all others.
 	case s.seat.Of != 0 && others && !s.disk && seat != s.seat:
 		return fmt.Sprintf("for replica %s this lighthouse is %s, for the others %s: TORCHFT_LIGHTHOUSE must be the same for all groups of a job",
 			id, seat, s.seat)

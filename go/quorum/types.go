@@ -42,8 +42,8 @@ type (
 		ReplicaID string
 		Seat      Seat  // of this lighthouse in the member's list
 		Term      int64 // highest that a lighthouse told the member, see succession.go
-		// KnownQuorumID is as in Asked. Where there is a list, the lighthouse asks for that quorum before anybody waits: who
-		// came from another lighthouse in the middle of a step is in it.
+		// KnownQuorumID is as in Asked. A lighthouse of a list asks for that quorum before anybody waits: a member that comes from
+		// another lighthouse in the middle of a step trains in it.
 		KnownQuorumID int64
 	}
 	// Reaches: a member says which of the lighthouses it reaches that come before this one. It holds until it says
@@ -64,8 +64,7 @@ type (
 		ReplicaID string
 		Since     time.Time // when the stamp was sent, as the clock of this lighthouse said
 	}
-	// GivenUp: an operator answers for it that members have ended, and that nobody trains on elsewhere in a quorum that they
-	// were in.
+	// GivenUp: an operator vouches that members have ended, and that no group trains elsewhere in a later quorum that they were in.
 	GivenUp struct {
 		ReplicaIDs []string
 		By         string

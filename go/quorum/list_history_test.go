@@ -3,6 +3,7 @@ package quorum
 import (
 	"fmt"
 	"maps"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -27,8 +28,9 @@ type listHistory struct {
 	heard   map[int64][]string // who heard of it
 	of      map[int64][]string // who is in it
 	chain   []int64            // quorums of which all members have heard
+	wakeAt  [2]time.Time       // as each lighthouse asked to be woken; zero if it did not
 
-	delivered, changed, based, refused int
+	delivered, changed, based, refused, sentBack int
 }
 
 // ledger is what a lighthouse was told, kept by hand.
@@ -53,6 +55,8 @@ type listMember struct {
 	asks     WaiterID
 	number   uint64
 	until    time.Time // when it goes on; it is stopped before
+	spoke    time.Time // last
+	reaches  bool      // the first lighthouse, as it says on the stream that it has
 }
 
 func newListHistory(t *testing.T, seed uint64) *listHistory {
@@ -82,19 +86,41 @@ func (m *listMember) known() int64 {
 	return m.past.ID
 }
 
+// earlier are the lighthouses before its own that the member reaches, as it says.
+func (m *listMember) earlier() Places {
+	if m.reaches {
+		return PlacesOf(0)
+	}
+	return 0
+}
+
 // does lets one thing happen.
 func (h *listHistory) does() {
 	h.now = h.now.Add(time.Duration(h.rng.IntN(3)*h.rng.IntN(400)) * time.Millisecond)
 	at := h.rng.IntN(2)
 	m := h.members[h.rng.IntN(len(h.members))]
+	for i, due := range h.wakeAt {
+		if !due.IsZero() && !h.now.Before(due) {
+			h.wakeAt[i] = time.Time{}
+			h.step(i, Woken{})
+			next := h.houses[i].machine.roster.due()
+			require.True(h.t, next.IsZero() || next.After(h.now), "the grace of a suspect is over, and it is one")
+			require.Equal(h.t, next, h.wakeAt[i], "it is woken for the next suspect")
+		}
+	}
 	switch p := h.rng.IntN(100); {
 	case p < 25:
 		h.step(at, Tick{})
 	case p < 40:
 		for _, m := range h.members {
-			if m.at >= 0 && !h.stopped(m) {
-				h.step(m.at, Beat{m.id})
+			if m.at < 0 || h.stopped(m) {
+				continue
 			}
+			if m.spoke = h.now; m.at > 0 && h.rng.IntN(3) == 0 {
+				m.reaches = h.rng.IntN(8) > 0
+				h.step(m.at, Reaches{m.id, m.earlier()})
+			}
+			h.step(m.at, Beat{m.id})
 		}
 	case p < 75 && h.stopped(m):
 	case p < 75:
@@ -129,15 +155,15 @@ func (h *listHistory) greet(m *listMember, at int) {
 	case h.now.Before(m.promised):
 		at = m.served
 	}
-	m.at, m.served, m.stamp = at, at, time.Time{}
+	m.at, m.served, m.stamp, m.spoke, m.reaches = at, at, time.Time{}, h.now, false
 	h.step(at, Greeted{m.id, Seat{at, 2}, m.term, m.known()})
 }
 
 func (h *listHistory) ask(m *listMember) {
 	h.waiter++
-	m.asks, m.number = h.waiter, m.number+1
+	m.asks, m.number, m.spoke = h.waiter, m.number+1, h.now
 	h.waiters[h.waiter] = m
-	h.step(m.at, Asked{Waiter: h.waiter, Member: Member{ReplicaID: m.id, Address: "http://" + m.id, Step: m.step}, KnownQuorumID: m.known(), Tells: true, Number: m.number})
+	h.step(m.at, Asked{Waiter: h.waiter, Member: Member{ReplicaID: m.id, Address: "http://" + m.id, Step: m.step}, KnownQuorumID: m.known(), Tells: true, Number: m.number, Reaches: m.earlier()})
 }
 
 // bind: the member answers the stamp that it was sent, and gets the next one.
@@ -202,7 +228,7 @@ func (h *listHistory) crash(at int) {
 			m.at, m.asks, m.promised = -1, 0, time.Time{}
 		}
 	}
-	*l = ledger{machine: NewMachine(h.policy, h.now), gave: map[string]bool{}}
+	*l, h.wakeAt[at] = ledger{machine: NewMachine(h.policy, h.now), gave: map[string]bool{}}, time.Time{}
 	if disk != nil {
 		h.step(at, *disk)
 	}
@@ -264,11 +290,20 @@ func (h *listHistory) step(at int, e Event) {
 				}
 			}
 		case FailBack:
+			h.sentBack++
+			require.Equal(h.t, 1, at, "from the later lighthouse to the earlier one")
 			for _, m := range slices.Clone(h.members) {
-				if m.at == at {
-					h.letGo(m)
+				if m.at != at {
+					continue
 				}
+				if r := l.machine.roster.replicas[m.id]; h.now.Sub(m.spoke) < h.policy.HeartbeatTimeout && (r == nil || r.out == "") {
+					require.True(h.t, m.reaches, "%s is alive, and does not say that it reaches the other lighthouse", m.id)
+				}
+				require.False(h.t, l.machine.list.holds(m.id, math.MaxInt64, h.now), "%s may ask elsewhere from here on", m.id)
+				h.letGo(m)
 			}
+		case Wake:
+			h.wakeAt[at] = a.At
 		case Recall:
 			if m := h.member(a.ReplicaID); m != nil && m.at == at && m.known() >= a.QuorumID && !h.stopped(m) && h.rng.IntN(3) > 0 {
 				h.step(at, Recalled{Past: *m.past, From: m.id})
@@ -419,18 +454,19 @@ func voterNames(set []Voter) (ids []string) {
 }
 
 func TestRandomHistoriesOfTwoLighthousesKeepTheRule(t *testing.T) {
-	var delivered, changed, based, committed, refused int
+	var delivered, changed, based, committed, refused, sentBack int
 	for seed := range uint64(200) {
 		h := newListHistory(t, seed)
 		for range 400 {
 			h.does()
 		}
 		delivered, changed, based, refused = delivered+h.delivered, changed+h.changed, based+h.based, refused+h.refused
-		committed += len(h.chain)
+		committed, sentBack = committed+len(h.chain), sentBack+h.sentBack
 	}
-	t.Log(delivered, changed, based, committed, refused)
+	t.Log(delivered, changed, based, committed, refused, sentBack)
 	require.Greater(t, delivered, 1000, "the histories must not be idle")
 	require.Greater(t, changed, 300)
 	require.Greater(t, based, 300, "sets that are to be outvoted besides the members")
 	require.Greater(t, committed, 300)
+	require.Greater(t, sentBack, 100, "members that go back to the first lighthouse")
 }

@@ -195,7 +195,7 @@ class FTLib:
         After SUCCESS and NO_NEED this is a step of the state: step the optimizer before the next call.
         """
         overlapped, self._overlapped = self._overlapped, None
-        status = overlapped.wait() if overlapped else self.allreduce_average(_gradients(model))
+        status = overlapped.end() if overlapped else self.allreduce_average(_gradients(model))
         if status in (FTAllReduceStatus.SUCCESS, FTAllReduceStatus.NO_NEED):
             assert self._view is not None
             self.step, self._made_in = self.step + 1, self._view.number
@@ -208,6 +208,8 @@ class FTLib:
 
     def _prepare(self) -> Optional[FTAllReduceStatus]:
         """Before a collective; gives the status if there shall be none."""
+        if self._overlapped is not None:  # nobody has waited for it, perhaps because its backward pass raised
+            self._overlapped.end()
         if not self.initialized():
             return FTAllReduceStatus.ABORT if self._rebuild() else FTAllReduceStatus.FAIL
         if self.skip_allreduce():
@@ -288,13 +290,13 @@ def allreduce_hook(ftlib: FTLib, bucket: dist.GradBucket) -> torch.futures.Futur
     ``ddp.register_comm_hook(ftlib, allreduce_hook)``: buckets are then equal in all members. Each backward pass is
     followed by ``wait_gradients_ready``, which has the status; the hook never raises.
     """
-    if ftlib._overlapped is None:
+    if ftlib._overlapped is None or ftlib._overlapped.over(bucket):
         ftlib._overlapped = _Overlapped(ftlib)
-    return ftlib._overlapped.add(bucket.buffer())
+    return ftlib._overlapped.add(bucket)
 
 
 class _Overlapped:
-    """The averages of one backward pass."""
+    """The averages of one backward pass: one collective, from the first bucket to ``end``."""
 
     def __init__(self, ftlib: FTLib) -> None:
         self._ftlib = ftlib
@@ -302,10 +304,17 @@ class _Overlapped:
         self._status = ftlib._prepare()
         self._error: Optional[Exception] = None
         self._works: list[Optional[dist.Work]] = []
+        self._whole = True  # whether all buckets of the pass were added
+        self._ended = False
         if self._status is None:
             self._open.enter_context(ftlib._in_collective())
 
-    def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def over(self, bucket: dist.GradBucket) -> bool:
+        """Whether the bucket belongs to a later pass: this one was ended, or its backward pass raised."""
+        return self._ended or (not self._whole and bucket.index() == 0)
+
+    def add(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer, self._whole = bucket.buffer(), bucket.is_last()
         if self._status is None and self._error is None:
             try:
                 work = self._ftlib._framework.start_average(buffer)
@@ -318,13 +327,20 @@ class _Overlapped:
         done.set_result(buffer)
         return done
 
-    def wait(self) -> FTAllReduceStatus:
-        if self._status is not None:
-            return self._status
+    def end(self) -> FTAllReduceStatus:
+        """Waits for the averages. Those of a pass that is not whole are of no use: peers wait for its last bucket."""
+        if self._status is None:
+            self._status = self._wait()
+        self._ended = True
+        return self._status
+
+    def _wait(self) -> FTAllReduceStatus:
         try:
             with self._open:
                 if self._error is not None:
                     raise self._error
+                if not self._whole:
+                    raise RuntimeError("the backward pass ended before its last bucket of gradients, with an error")
                 for work in self._works:
                     self._ftlib._framework.finish_average(work)
         except Exception as e:

@@ -25,9 +25,10 @@ from torchft.ftlib import (
     Member,
     RebuildFailed,
     View,
+    allreduce_hook,
 )
 from torchft.ftlib.consensus import Listener
-from torchft.process_group import ProcessGroupGloo
+from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
 
 SUCCESS, FAIL, ABORT, NO_NEED = (FTAllReduceStatus[name] for name in ("SUCCESS", "FAIL", "ABORT", "NO_NEED"))
 
@@ -244,6 +245,76 @@ def test_steps_are_those_that_were_averaged() -> None:
     assert model.weight.grad is not None and model.weight.grad == 0
     assert [ftlib.wait_gradients_ready(model), ftlib.step] == [SUCCESS, 1]
     framework.meanwhile = fail
+    assert [ftlib.wait_gradients_ready(model), ftlib.step] == [FAIL, 1]
+
+
+class Breaks(nn.Module):
+    """Its gradients are two buckets. Between them the backward pass raises, if it is to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(512, 512, bias=False) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, breaks: bool) -> torch.Tensor:
+        middle = self.first(inputs)
+        if breaks:
+            middle.register_hook(lambda _: fail())
+        return self.last(middle)
+
+
+def backward(ftlib: FTLib, model: nn.Module, breaks: bool = False) -> None:
+    """As a script that makes its DistributedDataParallel anew, which PyTorch demands after a pass that raised."""
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)
+    ddp.register_comm_hook(ftlib, allreduce_hook)
+    loss = ddp(torch.ones(1, 512), breaks).sum()
+    if breaks:
+        with pytest.raises(RuntimeError, match="connection closed"):
+            loss.backward()
+    else:
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        (lambda ftlib, model: ftlib.wait_gradients_ready(model), FAIL),
+        (lambda ftlib, model: ftlib.allreduce_average([]), ABORT),
+        (lambda ftlib, model: ftlib.execute(lambda: ABORT), ABORT),
+        (lambda ftlib, model: (backward(ftlib, model), ftlib.wait_gradients_ready(model))[-1], ABORT),
+    ],
+    ids=["wait", "average", "execute", "backward"],
+)
+def test_a_backward_pass_that_raises_is_a_failed_collective(
+    then: Callable[[FTLib, nn.Module], FTAllReduceStatus], expected: FTAllReduceStatus
+) -> None:
+    """Its first bucket was averaged already: the next call must neither wait for the pass nor add to it."""
+    ftlib, framework = made(Told())
+    ftlib.allreduce_average([])
+    model = Breaks()
+    backward(ftlib, model, breaks=True)
+    assert framework.calls.count("average") == 1 and ftlib._collective.locked()
+    ended: Future[FTAllReduceStatus] = Future()
+    threading.Thread(target=lambda: ended.set_result(then(ftlib, model)), daemon=True).start()
+    assert ended.result(60) is expected
+    assert "ended before its last bucket of gradients" in str(ftlib.error) and not ftlib._collective.locked()
+    if expected is FAIL:
+        assert not ftlib.initialized() and ftlib.allreduce_average([]) is ABORT
+    framework.calls.clear()
+    backward(ftlib, model)
+    assert [ftlib.wait_gradients_ready(model), ftlib.step] == [SUCCESS, 1]
+    assert framework.calls == ["average"] * 2
+
+
+def test_an_average_between_a_backward_pass_and_its_wait() -> None:
+    ftlib, framework = made(Told())
+    ftlib.allreduce_average([])
+    model = Breaks()
+    backward(ftlib, model)
+    assert ftlib.allreduce_average([]) is SUCCESS
+    assert [ftlib.wait_gradients_ready(model), ftlib.step] == [SUCCESS, 1]
+    framework.meanwhile = fail
+    backward(ftlib, model)
+    assert ftlib.allreduce_average([]) is ABORT
     assert [ftlib.wait_gradients_ready(model), ftlib.step] == [FAIL, 1]
 
 

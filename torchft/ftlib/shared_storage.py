@@ -3,6 +3,9 @@
 It is passive: a thread renews the own record, looks at the others', and tells FTLib what it sees. A record expires when
 its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member that cannot renew
 its own record counts itself as lost after half of that, so that it has left before the others go on without it.
+
+Where the server of a file system is gone, calls do not return. All of them run on threads that nobody joins, and each
+is waited for until a deadline.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from torchft._security import DEFAULT_JOB, JOB_ENV
 from torchft.ftlib.consensus import Consensus, Listener
@@ -25,10 +30,13 @@ from torchft.ftlib.storage_rules import Confirm, Create, News, Record, Take, Wai
 from torchft.ftlib.views import Identity, Member, View, checked_name
 from torchft.process_group.reconfigure import host_store
 
+T = TypeVar("T")
+
 _logger = logging.getLogger(__name__)
 
 _POLL_SEC = 0.02  # while a view is waited for
 _KEPT_VIEWS = 8
+_KEPT_EXPIRIES = 10  # before the record of a member that was killed is removed
 
 
 class SharedStorage(Consensus):
@@ -40,10 +48,11 @@ class SharedStorage(Consensus):
             of a failed one takes its place without waiting for ``expiry``.
         min_members: the smallest list of members.
         expiry: without a change of its record a member is lost. It is renewed ten times in this time.
-        timeout: for a list of members.
+        timeout: for a list of members, and for the directory to answer first.
 
     Raises:
         ValueError: the directory cannot be written, or a setting is out of range.
+        RuntimeError: the directory does not answer in time.
     """
 
     def __init__(
@@ -58,13 +67,18 @@ class SharedStorage(Consensus):
             raise ValueError(f"min_members={min_members} is not allowed; allowed: 1 and more")
         if expiry <= timedelta(0):
             raise ValueError(f"expiry={expiry!r} is not allowed; allowed: a timedelta above zero")
-        self.identity = Identity(checked_name(name), time.time_ns())
+        name = checked_name(name)
         self._files = Files(Path(directory) / (os.environ.get(JOB_ENV) or DEFAULT_JOB))
-        self._files.check()
         self._min_members = min_members
         self._expiry = expiry.total_seconds()
         self._timeout = timeout
-        self._lock = threading.Lock()  # of what follows
+        self._idle = threading.Lock()  # held during each call of the directory, so by those who change what follows
+        try:
+            before = self._call(self._until(), partial(self._files.check, name))
+        except TimeoutError as e:
+            raise RuntimeError(str(e)) from None
+        # Later than the lives before, also those on a host whose clock is ahead.
+        self.identity = Identity(name, max(time.time_ns(), before + 1))
         self._store, address = host_store(timeout)
         self._record = Record(address)
         self._beat = 0
@@ -79,14 +93,14 @@ class SharedStorage(Consensus):
         self._listener = listener
 
     def get_member_list(self) -> View:
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = self._until()
         self._view = None
-        latest = self._files.latest()
-        self._write(wants=(latest.number if latest else 0) + 1)
+        latest = self._call(deadline, self._files.latest)
+        self._call(deadline, partial(self._write, wants=(latest.number if latest else 0) + 1))
         if not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()
         while True:
-            latest, alive = self._look()
+            latest, alive = self._call(deadline, self._look)
             if self.identity not in alive:
                 raise RuntimeError(f"{self.identity} is no member any more: a later life of it has taken its place")
             action = decide(self.identity, alive, latest, self._min_members)
@@ -94,11 +108,11 @@ class SharedStorage(Consensus):
                 self._view = action.view
                 return action.view
             if isinstance(action, Want):
-                self._write(wants=action.number)
+                self._call(deadline, partial(self._write, wants=action.number))
             elif isinstance(action, Confirm):
-                self._write(confirmed=action.view.digest)
+                self._call(deadline, partial(self._write, confirmed=action.view.digest))
             elif isinstance(action, Create):
-                self._files.create(action.view)
+                self._call(deadline, partial(self._create, action.view))
             elif self._closed.wait(_POLL_SEC):
                 raise RuntimeError("the consensus is closed")
             if time.monotonic() > deadline:
@@ -109,7 +123,8 @@ class SharedStorage(Consensus):
 
     def clean_ip(self) -> None:
         """Removes the own record, so that the others need not wait until it expires."""
-        self._files.remove(self.identity)
+        with contextlib.suppress(TimeoutError):  # it expires by then
+            self._call(time.monotonic() + self._expiry, partial(self._files.remove, self.identity))
 
     def close(self) -> None:
         self._closed.set()
@@ -117,15 +132,55 @@ class SharedStorage(Consensus):
             self._thread.join()
         self.clean_ip()
 
+    def _until(self) -> float:
+        return time.monotonic() + self._timeout.total_seconds()
+
+    def _call(self, deadline: float, function: Callable[[], T]) -> T:
+        """Calls what uses the directory. One call at a time: a write that hangs must not replace a later one.
+
+        Raises:
+            TimeoutError: the directory does not answer before the deadline, or hangs in another call.
+        """
+        began = time.monotonic()
+        if self._idle.acquire(timeout=max(0.0, deadline - began)):
+            result: Future[T] = Future()
+
+            def call() -> T:
+                try:
+                    return function()
+                finally:
+                    self._idle.release()
+
+            def run() -> None:
+                try:
+                    result.set_result(call())
+                except BaseException as e:
+                    result.set_exception(e)
+
+            threading.Thread(target=run, name="torchft_ftlib_directory", daemon=True).start()
+            wait([result], max(0.0, deadline - time.monotonic()))
+            if result.done():
+                return result.result()
+        waited = time.monotonic() - began
+        where = f"directory={str(self._files.directory)!r}"
+        raise TimeoutError(f"{where} has not answered for {waited:.1f} s; check the server of its file system")
+
     def _write(self, **changed: Any) -> None:
         """Writes the own record, with a number that changes each time."""
-        with self._lock:
-            if self._closed.is_set():
-                raise RuntimeError("the consensus is closed")
-            began, self._beat = time.monotonic(), self._beat + 1
-            self._record = self._record._replace(**changed)
-            self._files.write(self.identity, {**self._record._asdict(), "beat": self._beat})
-            self._renewed = began
+        if self._closed.is_set():
+            raise RuntimeError("the consensus is closed")
+        began, self._beat = time.monotonic(), self._beat + 1
+        self._record = self._record._replace(**changed)
+        self._files.write(self.identity, {**self._record._asdict(), "beat": self._beat})
+        self._renewed = began
+
+    def _create(self, view: View) -> None:
+        """Creates the view, and removes the records of members that were lost long ago."""
+        self._files.create(view)
+        long_ago = time.monotonic() - _KEPT_EXPIRIES * self._expiry
+        for identity, (_, since) in self._seen.items():
+            if since < long_ago:
+                self._files.remove(identity)
 
     def _look(self) -> tuple[Optional[View], dict[Identity, Record]]:
         """The latest view, and the records of live members."""
@@ -133,26 +188,31 @@ class SharedStorage(Consensus):
         latest = self._files.latest()
         found = self._files.records()
         now = time.monotonic()
-        with self._lock:
-            for identity, content in found.items():
-                if self._seen.get(identity, (b"", 0.0))[0] != content:
-                    self._seen[identity] = content, now
-            for identity in self._seen.keys() - found.keys():
-                del self._seen[identity]
-            fresh = [i for i, (_, since) in self._seen.items() if now - since < self._expiry]
-            alive = {i: _record(json.loads(found[i])) for i in fresh}
-            return latest, living({**alive, self.identity: self._record})
+        for identity, content in found.items():
+            if self._seen.get(identity, (b"", 0.0))[0] != content:
+                self._seen[identity] = content, now
+        for identity in self._seen.keys() - found.keys():
+            del self._seen[identity]
+        fresh = [i for i, (_, since) in self._seen.items() if now - since < self._expiry]
+        alive = {i: _record(json.loads(found[i])) for i in fresh}
+        return latest, living({**alive, self.identity: self._record})
 
     def _watch(self) -> None:
         every = self._expiry / 10
+        troubled = False
         while not self._closed.wait(every):
             view = self._view
+            # Others go on without this member after ``expiry``: it must have left by then, even if the directory hangs.
+            deadline = max(self._renewed + 5 * every, time.monotonic() + every)
             try:
-                self._write()
-                told = self._news(view)
+                self._call(deadline, self._write)
+                told = self._call(deadline, partial(self._news, view))
+                troubled = False
             except Exception as e:
                 late = time.monotonic() - self._renewed
-                _logger.warning("%s: could not renew the record or read the others': %s", self.identity.name, e)
+                if not troubled and not self._closed.is_set():
+                    _logger.warning("%s: could not renew the record or read the others': %s", self.identity.name, e)
+                troubled = True
                 told = News(
                     (), f"its own record could not be renewed for {late:.1f} s: {e}" if late > every * 5 else ""
                 )
@@ -175,8 +235,12 @@ class Files:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def check(self) -> None:
-        """Raises ValueError unless files can be made here."""
+    def check(self, name: str) -> int:
+        """Makes files, and gives the latest incarnation of a member that has a record here, or 0.
+
+        Raises:
+            ValueError: files cannot be made here.
+        """
         probe = self.directory / f"probe.{uuid.uuid4().hex}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -191,6 +255,7 @@ class Files:
             for path in (probe, Path(f"{probe}.link")):
                 with contextlib.suppress(OSError):
                     path.unlink()
+        return max((life.incarnation for life in self.records() if life.name == name), default=0)
 
     def write(self, identity: Identity, record: Mapping[str, Any]) -> None:
         self._put(self._path(identity), record)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +73,105 @@ def test_a_member_that_cannot_renew_its_record_counts_as_lost(tmp_path: Path, mo
     monkeypatch.setattr(Files, "write", full)
     wait_for(lambda: heard.lost)
     assert heard.lost[0][0] == view.number and "No space left on device" in heard.lost[0][1]
+    member.close()
+
+
+class Away:
+    """The server of the file system: while it is gone, calls of the directory do not return."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self._back = threading.Event()
+
+    def gone(self, call: str, of: str = "") -> None:
+        """From now on in this call; of the member with this name, or of all."""
+        original = getattr(Files, call)
+        self._back.clear()
+
+        def hangs(files: Files, *arguments: Any) -> Any:
+            if not of or arguments[0].name == of:
+                assert self._back.wait(120)
+            return original(files, *arguments)
+
+        self._patch.setattr(Files, call, hangs)
+
+    def back(self) -> None:
+        self._back.set()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Away]:
+    away = Away(monkeypatch)
+    yield away
+    away.back()
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "torchft_ftlib_directory"])
+
+
+@pytest.mark.parametrize("call", ["write", "records", "latest"])
+def test_a_directory_that_hangs(tmp_path: Path, server: Away, call: str) -> None:
+    """The member tells its own loss, a list of members is an error, and it can be closed."""
+    heard = Heard()
+    member = SharedStorage(tmp_path, name="a", timeout=timedelta(seconds=1), expiry=timedelta(seconds=1))
+    member.attach(heard)
+    view = member.get_member_list()
+    server.gone(call)
+    wait_for(lambda: heard.lost)
+    number, why = heard.lost[0]
+    assert number == view.number and why.startswith("its own record could not be renewed for ")
+    assert f"directory='{tmp_path}/default' has not answered for" in why
+    with pytest.raises(TimeoutError, match=r"has not answered for .* s; check the server of its file system"):
+        member.get_member_list()
+    member.close()
+
+
+def test_a_member_whose_directory_hangs_comes_back(tmp_path: Path, server: Away) -> None:
+    heard = {name: Heard() for name in "ab"}
+    members = {name: SharedStorage(tmp_path, name=name, timeout=SOON, expiry=timedelta(seconds=1)) for name in "ab"}
+
+    for name, member in members.items():
+        member.attach(heard[name])
+    members["a"].get_member_list()
+    with ThreadPoolExecutor(1) as threads:
+        joined = threads.submit(members["b"].get_member_list)
+        wait_for(lambda: heard["a"].joins)
+        assert members["a"].get_member_list() == joined.result(60)
+        server.gone("write", of="b")
+        wait_for(lambda: heard["a"].lost and heard["b"].lost)
+        assert heard["a"].lost[-1][1] == "b has not renewed its record"
+        back = threads.submit(members["b"].get_member_list)
+        assert [identity.name for identity in members["a"].get_member_list().identities] == ["a"]
+        joins = heard["a"].joins
+        server.back()
+        wait_for(lambda: heard["a"].joins > joins)
+        assert members["a"].get_member_list() == back.result(60)
+    for member in members.values():
+        member.close()
+
+
+def test_a_directory_that_hangs_from_the_start(tmp_path: Path, server: Away) -> None:
+    server.gone("check")
+    with pytest.raises(RuntimeError, match=rf"directory='{tmp_path}/default' has not answered for"):
+        SharedStorage(tmp_path, name="a", timeout=timedelta(seconds=0.2))
+
+
+def test_a_life_is_later_than_those_before_whatever_the_clocks_of_their_hosts(tmp_path: Path) -> None:
+    ahead = Identity("a", 2**62)
+    Files(tmp_path / "default").check("a")
+    Files(tmp_path / "default").write(ahead, {"address": "host:1", "wants": 0, "confirmed": ""})
+    later = SharedStorage(tmp_path, name="a", timeout=SOON)
+    assert later.identity > ahead
+    assert later.get_member_list().identities == [later.identity]
+    later.close()
+
+
+def test_records_of_members_that_were_killed_are_removed(tmp_path: Path) -> None:
+    files = Files(tmp_path / "default")
+    files.check("")
+    files.write(Identity("killed", 1), {"address": "host:1", "wants": 0, "confirmed": ""})
+    member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=0.05))
+    member.attach(Heard())
+    while [identity.name for identity in files.records()] != ["a"]:
+        assert member.get_member_list().number < 10_000
     member.close()
 
 

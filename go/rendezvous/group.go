@@ -85,18 +85,15 @@ func (g *group) trains() bool {
 
 // standing is what a group means for the others of its job.
 type standing struct {
-	counts bool // it has trained, and may again
-	size   int  // number of its nodes if it trains, else 0
+	size   int  // number of nodes of its last round; 0: it has not trained, or does not again
+	trains bool // else it is between two rounds
 }
 
 func (g *group) stands() standing {
-	if g.closed || g.round == 0 || len(g.nodes) == 0 {
+	if g.closed || len(g.nodes) == 0 {
 		return standing{}
 	}
-	if !g.trains() {
-		return standing{counts: true}
-	}
-	return standing{true, g.size}
+	return standing{g.size, g.trains()}
 }
 
 // members are the nodes of the round that are known, by rank.
@@ -123,6 +120,7 @@ func (g *group) deserted(now time.Time, t Timing) bool {
 // restart forgets all but the number of the round, which no store has seen twice.
 func (g *group) restart(s Settings) {
 	clear(g.nodes)
+	g.size, g.store = 0, ""
 	g.settings, g.allowed, g.closed, g.over, g.since, g.changed = s, allowedOf(s), false, false, time.Time{}, true
 }
 
@@ -186,8 +184,9 @@ func (g *group) largest(n, others int) int {
 	return best
 }
 
-// decide releases a round if it is time for one.
-func (g *group) decide(now time.Time, t Timing, others int, there bool) *Released {
+// decide releases a round if it is time for one. The job's other groups have others nodes each, and where none of them trains had: those
+// that are between two rounds.
+func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	g.forget(now, t)
 	var ready []*node
 	var trains, again, known, coming int
@@ -222,7 +221,7 @@ func (g *group) decide(now time.Time, t Timing, others int, there bool) *Release
 		return nil
 	}
 	if !g.over {
-		if others == 0 && there {
+		if others == 0 && had > 0 {
 			others = g.size // a group that is between two rounds must be able to have the size of this one
 		}
 		g.grow(now, len(ready), trains, others)
@@ -230,7 +229,11 @@ func (g *group) decide(now time.Time, t Timing, others int, there bool) *Release
 	}
 	// Workers of a round that has ended cannot train on: their agents stop them, and ask.
 	g.told = again > 0
-	size, best := g.largest(len(ready), others), g.largest(len(ready)+coming, others)
+	most := maxNodes
+	if others == 0 && g.largest(had, 0) > 0 {
+		most = had // more nodes than that may be more than a group that is between two rounds can have
+	}
+	size, best := g.largest(min(len(ready), most), others), g.largest(min(len(ready)+coming, most), others)
 	if size == 0 {
 		g.since = time.Time{}
 		g.reason = g.missing(len(ready), others)
@@ -238,12 +241,12 @@ func (g *group) decide(now time.Time, t Timing, others int, there bool) *Release
 	}
 	// Without a node of the last round nothing says how many are to come: the first round waits for the most that are
 	// allowed. Later ones wait for the nodes that are known, whose agents stop their workers first.
-	full, wait := size == g.largest(maxNodes, others), g.settings.lastCall()
+	full, wait := size == g.largest(most, others), g.settings.lastCall()
 	if known > 0 {
 		full, wait = full || size == best && !now.Before(g.returning), max(wait, stopTime)
 	}
 	if !g.passed(now, wait) && !full {
-		g.reason = fmt.Sprintf("%d of up to %s asked; the last call waits for further ones", len(ready), nodes(g.largest(maxNodes, others)))
+		g.reason = fmt.Sprintf("%d of up to %s asked; the last call waits for further ones", len(ready), nodes(g.largest(most, others)))
 		return nil
 	}
 	return g.release(ready, size)

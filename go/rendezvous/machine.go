@@ -162,8 +162,8 @@ func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 	for again := true; again; {
 		again = false
 		for _, g := range groups {
-			others, there := m.others(g)
-			if round := g.decide(now, m.timing, others, there); round != nil {
+			others, had := m.others(g)
+			if round := g.decide(now, m.timing, others, had); round != nil {
 				do(*round)
 				again = true
 			}
@@ -219,20 +219,22 @@ func (m *Machine) sorted() []*group {
 	return slices.SortedFunc(maps.Values(m.groups), func(a, b *group) int { return cmp.Compare(a.name, b.name) })
 }
 
-// others looks at the other groups of the job: size is the number of nodes of each that trains now, 0 if none does; there
-// reports whether one has trained, and may again.
-func (m *Machine) others(g *group) (size int, there bool) {
+// others looks at the other groups of the job: size is the number of nodes of each that trains now, 0 if none does; had is the
+// smallest last size of those that may train again.
+func (m *Machine) others(g *group) (size, had int) {
 	name := ""
 	for _, other := range m.groups {
-		if other == g || !other.stood.counts {
+		if other == g || other.stood.size == 0 {
 			continue
 		}
-		there = true
-		if other.stood.size > 0 && (name == "" || other.name < name) {
+		if had == 0 || other.stood.size < had {
+			had = other.stood.size
+		}
+		if other.stood.trains && (name == "" || other.name < name) {
 			size, name = other.stood.size, other.name
 		}
 	}
-	return size, there
+	return size, had
 }
 
 // State is what a restart goes on after.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import select
 import signal
@@ -265,8 +266,11 @@ class _Watch:
 
     def _run(self) -> None:
         last = 0
+        told = select.poll()  # select.select refuses file descriptors above 1023
+        told.register(self._read, select.POLLIN)
         while True:
-            readable, _, _ = select.select([self._read], [], [], self._deadline.left(self._clock()))
+            left = self._deadline.left(self._clock())
+            readable = told.poll(None if left is None else math.ceil(1000 * left))
             heard = os.read(self._read, 4096) if readable else b""
             if 0 in heard:
                 return

@@ -252,7 +252,11 @@ def test_a_child_can_be_terminated() -> None:
 
 
 HANGS = """
-import ctypes, signal
+import ctypes, os, resource, signal
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
+while os.dup(0) < 1100:  # as a trainer with many files and connections
+    pass
 from torchft._manager.signals import Signals
 Signals().heed((signal.SIGTERM,))
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)

@@ -198,8 +198,12 @@ def _checked(address: str) -> str:
 def _tls(address: str) -> ssl.SSLContext | None:
     if not address.startswith("https:"):
         return None
-    context = ssl.create_default_context(cafile=os.environ.get("TORCHFT_TLS_CA"))
-    cert, key = os.environ.get("TORCHFT_TLS_CERT"), os.environ.get("TORCHFT_TLS_KEY")
-    if cert:
-        context.load_cert_chain(cert, key)
+    ca, cert, key = (os.environ.get(name) for name in ("TORCHFT_TLS_CA", TLS_CERT_ENV, "TORCHFT_TLS_KEY"))
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert:
+            context.load_cert_chain(cert, key)
+    except OSError as e:
+        said = f"TORCHFT_TLS_CA={ca!r}, {TLS_CERT_ENV}={cert!r}, TORCHFT_TLS_KEY={key!r}"
+        raise Unanswered(f"{said}: {e.strerror or e}; allowed: files of certificates and of a key", 400) from None
     return context

@@ -112,7 +112,8 @@ class TorchRendezvousService:
         self._trouble: Unanswered | None = None
         self._ended = threading.Event()
         self._connect(connect_timeout)
-        self._thread = threading.Thread(target=self._attend, name="torchft-rendezvous", daemon=True)
+        line = Line(self._address, _ANSWER_SEC)
+        self._thread = threading.Thread(target=self._attend, args=(line,), name="torchft-rendezvous", daemon=True)
         self._thread.start()
 
     @property
@@ -210,8 +211,7 @@ class TorchRendezvousService:
                     ) from None
             time.sleep(_RETRY_SEC)
 
-    def _attend(self) -> None:
-        line = Line(self._address, _ANSWER_SEC)
+    def _attend(self, line: Line) -> None:
         while not self._ended.is_set():
             try:
                 answer = self._request(line, self._view)
@@ -227,7 +227,10 @@ class TorchRendezvousService:
             return self._request(line, seen, close)
 
     def _request(self, line: Line, seen: dict[str, Any], close: bool = False) -> Any:
-        return line.post(self._path, {**self._says, "ask": self._ask, "seen": seen, "close": close})
+        answer = line.post(self._path, {**self._says, "ask": self._ask, "seen": seen, "close": close})
+        if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
+            raise Unanswered(f"{self._address} answered {str(answer)[:80]!r}: is it a lighthouse?", 404)
+        return answer
 
     def _take(self, answer: Any) -> None:
         view = answer["view"]
@@ -360,20 +363,20 @@ class LighthouseRendezvousHandler(RendezvousHandler):
             RendezvousError: the lighthouse refuses this node.
         """
         deadline = time.monotonic() + self._join_timeout
+        missed = ""
         while True:
             self._service.set_state()
             released = self._service.get_state(deadline - time.monotonic())
-            if released is None:
+            if released is None or (missed and time.monotonic() > deadline):
+                why = "; ".join(filter(None, (self._service.reason, missed)))
                 raise RendezvousTimeoutError(
-                    f"rendezvous {self._run_id!r} timed out after join_timeout={self._join_timeout:g} s: "
-                    f"{self._service.reason}"
+                    f"rendezvous {self._run_id!r} timed out after join_timeout={self._join_timeout:g} s: {why}"
                 )
             try:
                 return self._meet(released)
             except (RuntimeError, OSError) as error:
-                logger.warning(
-                    "rendezvous: the nodes of round %d did not meet, asking again: %s", released.number, error
-                )
+                missed = f"the nodes of round {released.number} did not meet at {released.store}: {error}"
+                logger.warning("rendezvous: %s; asking again", missed)
 
     def _meet(self, released: Round) -> RendezvousInfo:
         """Waits until all nodes of a round are at its store: one of them may have ended since the release."""

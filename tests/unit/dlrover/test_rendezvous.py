@@ -226,6 +226,21 @@ def test_a_setting_that_is_not_allowed_is_named(make: Make, conf: dict[str, Any]
         make(**conf)
 
 
+@pytest.mark.parametrize("name", ["CA", "CERT"])
+def test_certificates_that_are_not_there(make: Make, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"TORCHFT_TLS_{name}", "/nowhere")
+    with pytest.raises(
+        ValueError, match=rf"TORCHFT_TLS_{name}='/nowhere'.*: No such file or directory; allowed: files"
+    ):
+        make(endpoint="127.0.0.1:1")
+
+
+def test_a_server_that_is_no_lighthouse(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft.dlrover.rendezvous.Line.post", lambda *_: ["hello"])
+    with pytest.raises(RendezvousError, match=r"answered \"\['hello'\]\": is it a lighthouse\?"):
+        make()
+
+
 def test_nobody_answers(make: Make) -> None:
     says = r"timed out after connect_timeout=0\.5 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RendezvousConnectionError, match=says):
@@ -250,6 +265,20 @@ def test_nodes_that_never_come(make: Make) -> None:
     says = r"timed out after join_timeout=0\.2 s: 1 of at least 2 nodes asked"
     with pytest.raises(RendezvousTimeoutError, match=says):
         make((2, 2), join_timeout=0.2).next_rendezvous()
+
+
+def test_a_store_that_is_not_reached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a node whose host has no address for the others: the error says what failed in the end."""
+    monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 0.2)
+    a, b = make((2, 2), join_timeout=1), make((2, 2), join_timeout=1)
+    for node in (a, b):
+        node._service._says["store"] = "127.0.0.1:1"  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as threads:
+        for node in [threads.submit(node.next_rendezvous) for node in (a, b)]:
+            with pytest.raises(
+                RendezvousTimeoutError, match=r"the nodes of round \d+ did not meet at 127\.0\.0\.1:1: "
+            ):
+                node.result(60)
 
 
 def test_a_wrong_token(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

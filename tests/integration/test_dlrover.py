@@ -1,7 +1,8 @@
-"""ElasticDataset in groups that train: each sample once an epoch, and the weights of one process."""
+"""ElasticDataset and DistributedOptimizer in groups that train: the weights are those of one process."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.integration.cluster import Cluster, Rank, results
+from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.integration.test_loader import SAMPLES, SETTINGS, Training, check, dataset, flat, make_model, make_optimizer
 from tests.integration.test_loader import one_process as one_process_of_batches
+from tests.unit.dlrover import test_optimizer as plain
 from torchft import Optimizer
-from torchft.dlrover import DataShardService, ElasticDataset
+from torchft.dlrover import DataShardService, DistributedOptimizer, ElasticDataset
 
 
 class Samples(ElasticDataset):
@@ -63,3 +65,58 @@ def test_a_service_gives_each_rank_its_next_index() -> None:
     assert seen == Counter(dict.fromkeys(range(SAMPLES), SETTINGS["epochs"]))
     for weights in ended:
         torch.testing.assert_close(weights, one_process_of_batches(), rtol=0, atol=1e-9)
+
+
+def test_weights_with_8_4_2_1_and_4_groups_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups leave after the last step of a phase. The three that come for the last one heal."""
+    monkeypatch.setenv("MAX_WORKER_NUM", str(plain.MOST))
+    counts, steps = (8, 4, 2, 1, 4), 100  # of each phase
+    ends = [threading.Barrier(count) for count in counts]
+    three_more = Gate()
+
+    def train(rank: Rank) -> tuple[dict[str, Any], list[int]]:
+        model = plain.make_model()
+        sgd = plain.sgd(model)
+        manager = rank.start_manager(
+            load_state_dict=lambda state: (model.load_state_dict(state["model"]), sgd.load_state_dict(state["sgd"])),
+            state_dict=lambda: {"model": model.state_dict(), "sgd": sgd.state_dict()},
+            use_async_quorum=False,
+        )
+        optimizer = DistributedOptimizer(sgd, fixed_global_batch_size=True, manager=manager)
+        joins = rank.group >= counts[0]
+        groups: list[int] = []
+        for phase, count in enumerate(counts):
+            if joins and phase < 4:
+                continue
+            if rank.group == 0 and phase == 4:
+                three_more.open()
+            if phase in (0, 4):
+                rank.cluster.wait_for_healthy(count)
+            while manager.current_step() < steps * (phase + 1):
+                optimizer.zero_grad()
+                before, groups_now = manager.current_step(), manager.num_participants()
+                place = manager.participating_rank()
+                for number, inputs in enumerate(plain.batch(before).split(plain.MICRO)[place::groups_now]):
+                    if number:
+                        optimizer.zero_grad()
+                    plain.loss(model, inputs).backward()
+                    optimizer.step()
+                if manager.current_step() > before:
+                    groups.append(groups_now)
+            ends[phase].wait(60)  # nobody leaves before all have committed the last step
+            if not joins and rank.group >= min(counts[phase + 1 : phase + 2], default=0):
+                break
+        manager.shutdown()
+        return dict(model.state_dict()), groups
+
+    with Cluster() as cluster:
+        first = [cluster.start(train, group=group) for group in range(counts[0])]
+        three_more.wait()
+        more = [cluster.start(train, group=counts[0] + number) for number in range(3)]
+        ended = results(*first, *more)
+    stayed = ended[0]
+    assert stayed[1] == [count for count in counts for _ in range(steps)]
+    torch.testing.assert_close(stayed[0], plain.one_process(len(counts) * steps), rtol=1e-9, atol=1e-9)
+    for weights, groups in ended[-3:]:
+        assert groups == [4] * steps
+        torch.testing.assert_close(weights, stayed[0], rtol=0, atol=0)

@@ -58,7 +58,7 @@ from torchft._manager.settings import (
     given,
     resolve,
 )
-from torchft._manager.signals import Signals
+from torchft._manager.signals import Signals, leave_on_from_env
 from torchft._manager.state import Position, Stateful
 from torchft._manager.step import Request, State, Step
 from torchft._manager.stepping import Stepping
@@ -204,6 +204,7 @@ class Manager(Stateful, Stepping):
             heal_along=heal_along,
         )
         check_limits(min_replica_size, max_retries)
+        default_signals = leave_on_from_env()
         self._settings = settings
         self._group_rank = settings.group_rank
         self._quorum_timeout = settings.quorum_timeout
@@ -220,7 +221,7 @@ class Manager(Stateful, Stepping):
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
         self._along: Optional[Along] = None  # None: heal_along is off
-        self._signals = Signals()
+        self._signals = Signals(default_signals)
         try:
             self._join_group(replica_id, hostname)
             self._make_parts(Planner(use_async_quorum, world_size_mode, min_replica_size))
@@ -805,6 +806,19 @@ class Manager(Stateful, Stepping):
         """
         return dict(self._recovery.phases.seconds)
 
+    def draining(self) -> bool:
+        """Whether somebody wants this group to leave (``torchft drain``, or a signal of :meth:`leave_on`), and it has
+        ended its last step.
+
+        All ranks of a group get the same answer between the same two steps; within a step it is False. A loop that ends
+        when it is True, and calls ``shutdown`` before it shuts the process group down, costs the other groups nothing.
+
+        Its first call on the main thread is a :meth:`leave_on` of the signals of TORCHFT_LEAVE_ON: those on which the
+        processes of ``torchft run`` leave without one.
+        """
+        self._signals.heed_default()
+        return self._is_draining()
+
     def leave_on(self, *signals: int) -> None:
         """Lets this group leave when a rank of it gets one of these signals, as ``torchft drain`` does.
 
@@ -835,7 +849,7 @@ class Manager(Stateful, Stepping):
         """
         rounds, self._rounds = self._rounds, None
         with ExitStack() as parts:  # backwards, and each part whatever another one raises
-            parts.callback(self._signals.close, leaving=self.draining)
+            parts.callback(self._signals.close, leaving=self._is_draining)
             if wait:
                 parts.callback(self._server.join)
             if rounds is not None:
@@ -853,7 +867,7 @@ class Manager(Stateful, Stepping):
 
     def _leave(self) -> None:
         """A group that was asked to leave says that it does, so that nobody misses it."""
-        if self._has_left or not self.draining():
+        if self._has_left or not self._is_draining():
             return
         self._has_left = True
         try:

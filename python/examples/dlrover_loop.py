@@ -28,7 +28,7 @@ manager = Manager(
 )
 optimizer = DistributedOptimizer(adam, fixed_global_batch_size=True, manager=manager)
 
-while manager.current_step() < 500:
+while manager.current_step() < 500 and not manager.draining():
     optimizer.zero_grad()  # begins a step, if this is its first pass
     inputs = torch.rand(8, 2)
     loss = (net(inputs) - inputs.sum(1, keepdim=True)).square().mean()

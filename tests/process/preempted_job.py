@@ -55,7 +55,8 @@ def main() -> None:
         min_replica_size=1,
         replica_id=f"group_{group}",
     )
-    manager.leave_on(signal.SIGTERM)
+    if "TORCHFT_LEAVE_ON" not in os.environ:  # `torchft run` needs no such call
+        manager.leave_on(signal.SIGTERM)
     model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, sgd)
     loader = ElasticDataLoader(
         manager,

@@ -23,6 +23,7 @@ from typing import Any, Optional
 
 from torchft._manager.settings import duration_from_env
 
+LEAVE_ON_ENV = "TORCHFT_LEAVE_ON"
 GRACE_SEC_ENV = "TORCHFT_GRACE_S"
 # Below the 30 s after which torchrun and Kubernetes send SIGKILL.
 _GRACE = timedelta(seconds=25)
@@ -33,6 +34,24 @@ SAME_ORDER_SEC = 5.0
 def grace_from_env() -> timedelta:
     """How long a process that was told to leave may take."""
     return duration_from_env(GRACE_SEC_ENV, _GRACE)
+
+
+def leave_on_from_env() -> tuple[int, ...]:
+    """The signals on which a process leaves whose script asks whether its group drains.
+
+    Raises:
+        ValueError: one of them is none, or cannot be handled; or a bad TORCHFT_GRACE_S.
+    """
+    text = os.environ.get(LEAVE_ON_ENV, "")
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    allowed = {known.name: known for known in signal.Signals if known not in (signal.SIGKILL, signal.SIGSTOP)}
+    if not allowed.keys() >= set(names):
+        raise ValueError(
+            f"{LEAVE_ON_ENV}={text!r} is not allowed; allowed: names of signals that can be handled, such as SIGTERM, "
+            "separated by commas"
+        )
+    grace_from_env()  # refused now, not in mid-training
+    return tuple(allowed[name] for name in names)
 
 
 class Deadline:
@@ -70,12 +89,16 @@ class Deadline:
 class Signals:
     """The signals on which a rank lets its group leave.
 
+    Args:
+        default: signals that are heeded as soon as the script asks whether its group drains: it leaves then.
+
     Attributes:
         wanted: one of them has arrived.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, default: tuple[int, ...] = ()) -> None:
         self.wanted = False
+        self._default = default
         self._previous: dict[int, Any] = {}  # by signal: the handler before
         self._said = False
         self._over = False  # shut down by another thread, which cannot put handlers back
@@ -116,6 +139,12 @@ class Signals:
                 self._previous[number] = signal.getsignal(number)
                 signal.signal(number, self._handle)
 
+    def heed_default(self) -> None:
+        """The script asks whether its group drains. Handlers can be installed on the main thread only."""
+        if self._default and _on_main_thread():
+            numbers, self._default = self._default, ()
+            self.heed(numbers)
+
     def says(self, log: Callable[[str], None]) -> bool:
         """Whether the request for a quorum says that this rank was told to leave. Logged here: a handler must not."""
         if self.wanted and not self._said:
@@ -132,6 +161,7 @@ class Signals:
         Args:
             leaving: whether the group leaves, whichever rank was told.
         """
+        self._default = ()
         if self not in _heeding or self.wanted or leaving():
             return
         _heeding.remove(self)

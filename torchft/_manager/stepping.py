@@ -84,12 +84,7 @@ class Stepping:
         assert self._current.plan is not None
         return self._current.plan.num_up_to_date
 
-    def draining(self) -> bool:
-        """Whether somebody wants this group to leave (``torchft drain``, or a signal of ``leave_on``), and it has ended
-        its last step.
-
-        All ranks of a group get the same answer between the same two steps; within a step it is False. A loop that ends
-        when it is True, and calls ``shutdown`` before it shuts the process group down, costs the other groups nothing.
-        """
+    def _is_draining(self) -> bool:
+        """Whether somebody wants this group to leave, and it has ended its last step."""
         step = self._current
         return not step.undecided and step.plan is not None and step.plan.draining

@@ -22,7 +22,7 @@ from torchft.launch.progress import Progress
 _ABOUT = """\
 Starts a lighthouse and replica groups of a script, each a torchrun of its own; restarts what fails; shows one line
 for each group, and ends when all groups have finished. Ctrl-C or SIGTERM ends all of it, and leaves nothing behind:
-scripts with Manager.leave_on(signal.SIGTERM) end their step first, for which they have TORCHFT_GRACE_S (25 s).
+scripts that ask Manager.draining() end their step first, for which they have TORCHFT_GRACE_S (25 s).
 
 The script finds REPLICA_GROUP_ID and NUM_REPLICA_GROUPS (how many there may be: MAX) in its environment, and all that
 torchrun sets.

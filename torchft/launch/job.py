@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any, Callable
 from urllib.parse import urlsplit
 
 from torchft._lighthouse_http import Lighthouse, Unanswered
+from torchft._manager.signals import LEAVE_ON_ENV
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
@@ -175,7 +178,9 @@ class LocalJob:
         member.took_part, member.restart_at, member.step = False, None, 0
         member.replica_id, member.end_by = "", None
         member.history.clear()
-        member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port)})
+        # SIGTERM drains a group whose script asks `draining()`. Other scripts handle it as before.
+        leave_on = {LEAVE_ON_ENV: os.environ.get(LEAVE_ON_ENV, signal.SIGTERM.name)}
+        member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port), **leave_on})
 
     def _look_after(self, member: Member, now: float) -> None:
         status = member.group.status

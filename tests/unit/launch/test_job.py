@@ -22,12 +22,12 @@ class FakeGroup:
         self.status: int | None = None
         self.terminated = 0
         self.log = Path(f"group-{number}.log")
-        self.port = ""
+        self.port = self.leave_on = ""
 
     def start(self, lighthouse: str, env: dict[str, str]) -> None:
         self.starts += 1
         self.status = None
-        self.port = env["TORCHFT_MANAGER_PORT"]
+        self.port, self.leave_on = env["TORCHFT_MANAGER_PORT"], env["TORCHFT_LEAVE_ON"]
 
     def kill(self) -> list[int]:
         if self.status is None:
@@ -83,6 +83,15 @@ def test_a_group_that_dies_in_training_is_started_again_at_once(monkeypatch: pyt
     assert cluster.pass_time(1)
     assert cluster.pass_time(0)
     assert cluster.groups[1].starts == 2 and cluster.states()[1] == "starting again"
+
+
+@pytest.mark.parametrize(("env", "told"), [(None, "SIGTERM"), ("", "")])
+def test_groups_are_told_to_leave_on_sigterm(monkeypatch: pytest.MonkeyPatch, env: str | None, told: str) -> None:
+    if env is not None:  # of a user who does not want it
+        monkeypatch.setenv("TORCHFT_LEAVE_ON", env)
+    cluster = Cluster(monkeypatch, 1, 1)
+    cluster.pass_time(1)
+    assert cluster.groups[0].leave_on == told
 
 
 def test_one_that_never_gets_to_a_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

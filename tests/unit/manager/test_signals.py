@@ -114,6 +114,30 @@ def test_the_handler_of_the_script_is_called_and_comes_back(fixture: Any) -> Non
     assert calls == [USR1, USR1] and manager._signals.wanted
 
 
+def test_a_process_of_torchft_run_leaves_on_a_signal_if_its_script_asks(
+    fixture: Any, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_LEAVE_ON", "SIGUSR1, SIGUSR2")
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert manager.should_commit() and module.heeded() == [], "a script that never asks would never leave"
+    assert on_another_thread(manager.draining) is None and module.heeded() == []
+    assert not manager.draining() and module.heeded() == [USR1, USR2]
+    signal.raise_signal(USR2)
+    assert manager._signals.wanted
+
+    ended = fixture.manager()
+    ended.shutdown()
+    assert not ended.draining() and ended._signals not in module._heeding
+
+
+@pytest.mark.parametrize("text", ["SIGKILL", "TERM", "SIGTERM SIGINT", "15"])
+def test_signals_that_cannot_be_by_default(fixture: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TORCHFT_LEAVE_ON", text)
+    with pytest.raises(ValueError, match=f"TORCHFT_LEAVE_ON='{text}' is not allowed; allowed: names of signals"):
+        fixture.manager()
+
+
 def test_two_managers_of_a_process_both_hear_of_it(fixture: Any) -> None:
     first, second = fixture.manager(), fixture.manager()
     first.leave_on(USR1)

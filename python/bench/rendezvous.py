@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from processes import Child, Job, ours_path
+from common import Child, Job
+from processes import ours_path
 
 from torchft.coordination import LighthouseServer
 

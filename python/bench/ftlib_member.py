@@ -1,0 +1,54 @@
+"""A member for ftlib.py: it asks for a view whenever the last one does not hold any more."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+_LONGEST_S = 3600.0
+
+
+def say(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, "at": time.time(), **fields}), flush=True)
+
+
+class Listener:
+    """Wakes the member."""
+
+    def __init__(self) -> None:
+        self.heard = threading.Event()
+
+    def new_member_join(self) -> None:
+        if not self.heard.is_set():
+            say("joins")
+        self.heard.set()
+
+    def member_lost(self, view: int, reason: str) -> None:
+        self.heard.set()
+
+
+def main(consensus: str, name: str, where: str) -> None:
+    made: Any
+    if consensus == "gossip":
+        from torchft.ftlib.gossip import Gossip
+
+        made = Gossip(seeds=where, name=name)
+        say("made", address=made.address)
+    else:
+        from torchft.ftlib.shared_storage import SharedStorage
+
+        made = SharedStorage(where, name=name)
+    listener = Listener()
+    made.attach(listener)
+    while True:
+        listener.heard.clear()
+        view = made.get_member_list()
+        say("view", number=view.number, names=sorted(identity.name for identity in view.identities))
+        listener.heard.wait(_LONGEST_S)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

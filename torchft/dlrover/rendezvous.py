@@ -308,6 +308,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         self._host = host
         self._join_timeout = join_timeout
         self._workers_store: Optional[dist.TCPStore] = None
+        self._in_round = False
 
     @classmethod
     def from_parameters(cls, parameters: RendezvousParameters) -> LighthouseRendezvousHandler:
@@ -363,6 +364,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
             RendezvousError: the lighthouse refuses this node.
         """
         deadline = time.monotonic() + self._join_timeout
+        self._in_round = False
         missed = ""
         while True:
             self._service.set_state()
@@ -373,7 +375,9 @@ class LighthouseRendezvousHandler(RendezvousHandler):
                     f"rendezvous {self._run_id!r} timed out after join_timeout={self._join_timeout:g} s: {why}"
                 )
             try:
-                return self._meet(released)
+                info = self._meet(released)
+                self._in_round = True
+                return info
             except (RuntimeError, OSError) as error:
                 missed = f"the nodes of round {released.number} did not meet at {released.store}: {error}"
                 logger.warning("rendezvous: %s; asking again", missed)
@@ -412,8 +416,10 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         return self._run_id.replace("/", "_")
 
     def shutdown(self) -> bool:
-        """Leaves the group, whose work is done. torchrun does not call it after a signal: others go on then."""
-        self._service.close()
+        """Leaves the group. Its work is done if this node is in a round; else the others go on. torchrun calls it after
+        each error, also of ``next_rendezvous``, but not after a signal.
+        """
+        self._service.close(finished=self._in_round)
         return True
 
 

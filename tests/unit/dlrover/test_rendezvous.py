@@ -148,6 +148,17 @@ def test_a_node_that_is_done_closes_the_rendezvous(make: Make) -> None:
     assert info.world_size == 1
 
 
+def test_a_spare_node_that_gives_up_does_not_close_it_for_the_others(make: Make) -> None:
+    """torchrun calls shutdown after any error, also where a node was in no round."""
+    a, spare = make((1, 1)), make((1, 1), join_timeout=0.2)
+    meet(a)
+    with pytest.raises(RendezvousTimeoutError, match="round 1 trains with 1 node, and 1 more asked"):
+        spare.next_rendezvous()
+    assert spare.shutdown()
+    (info,) = meet(a)  # as its workers fail
+    assert info.world_size == 1 and not a.is_closed()
+
+
 def test_set_closed_closes_it_for_all(make: Make) -> None:
     a, b = make(), make()
     meet(a, b)
@@ -270,9 +281,8 @@ def test_nodes_that_never_come(make: Make) -> None:
 def test_a_store_that_is_not_reached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a node whose host has no address for the others: the error says what failed in the end."""
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 0.2)
+    monkeypatch.setattr("torchft.dlrover.rendezvous.host_port", lambda *_: "127.0.0.1:1")
     a, b = make((2, 2), join_timeout=1), make((2, 2), join_timeout=1)
-    for node in (a, b):
-        node._service._says["store"] = "127.0.0.1:1"  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as threads:
         for node in [threads.submit(node.next_rendezvous) for node in (a, b)]:
             with pytest.raises(

@@ -64,6 +64,7 @@ class FTLib:
         self._load_state_dict = load_state_dict
         self._made_in = -1  # view of the last step
         self._view: Optional[View] = None
+        self._lost = (-1, "")  # the latest view of which a member was lost, and why
         self._flag = Flag()
         self._flag_lock = threading.Lock()
         self._collective = threading.Lock()  # held during each one
@@ -143,6 +144,9 @@ class FTLib:
     def get_member_list(self) -> View:
         """Waits until the members agree on a view, and confirms it. ``execute`` and the averages call it."""
         view = self._view = self._consensus.get_member_list()
+        lost, reason = self._lost
+        if lost == view.number:  # the news was here before the view
+            raise RuntimeError(f"view {lost} does not hold any more: {reason}")
         alone = len(view.members) == 1
         self._answer = ConsensusStatus.SKIP_ALLREDUCE if alone else ConsensusStatus.SUCCESS
         return view
@@ -153,6 +157,7 @@ class FTLib:
 
     def member_lost(self, view: int, reason: str) -> None:
         """A member of this view is lost. The collective that waits for it ends with an error at once."""
+        self._lost = max(self._lost, (view, reason))
         if self._view is not None and self._view.number == view:
             if self._flag.initialized:
                 _logger.warning("view %d: %s", view, reason)

@@ -193,6 +193,25 @@ def test_a_lost_member_ends_the_collective() -> None:
     assert framework.calls == ["abort"] and not ftlib.initialized()
 
 
+def test_a_member_is_lost_before_the_view_with_it_has_arrived() -> None:
+    """The news comes on another thread than the view, and once."""
+    consensus = Told()
+    ftlib, framework = made(consensus)
+    get_member_list = consensus.get_member_list
+
+    def lost_at_once() -> View:
+        view = get_member_list()
+        consensus.listener.member_lost(view.number, "m1 failed")
+        return view
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consensus, "get_member_list", lost_at_once)
+        assert ftlib.allreduce_average([]) is FAIL
+    assert str(ftlib.error) == "view 1 does not hold any more: m1 failed" and not ftlib.initialized()
+    assert framework.calls == ["abort"], "it would wait for the lost member"
+    assert ftlib.allreduce_average([]) is ABORT and consensus.lists == 2
+
+
 def test_a_failed_collective_is_a_status() -> None:
     ftlib, framework = made(Told())
     ftlib.allreduce_average([])

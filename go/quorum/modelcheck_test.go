@@ -4,6 +4,7 @@ import (
 	"flag"
 	"hash/maphash"
 	"math/bits"
+	"strconv"
 	"testing"
 	"time"
 
@@ -185,7 +186,7 @@ func TestNoLaterHistoryHasTwoBranches(t *testing.T) {
 
 // Each of these is found: what the rule has is needed.
 func TestTheModelCheckFindsMistakes(t *testing.T) {
-	var names []string
+	planted := 0
 	for _, m := range []struct {
 		mistake          string
 		first, newcomers set
@@ -205,12 +206,12 @@ func TestTheModelCheckFindsMistakes(t *testing.T) {
 		{"a vote for two branches", 0b1110, 0b0001, 5, []func(*explorer, *world){spent}},
 		{"a late vote counts as knowledge", 0b1110, 0b0001, 5, []func(*explorer, *world){late}},
 	} {
-		names = append(names, m.mistake)
+		planted++
 		t.Run(m.mistake, func(t *testing.T) {
 			states, broken := explore(m.first, m.newcomers, m.events, 0, m.mistake, m.start...)
 			require.True(t, broken)
 			t.Logf("found after %d states", states)
 		})
 	}
-	require.Equal(t, names, testmain.Row(t, "correctness.md", "go/quorum/modelcheck_test.go", "; "))
+	require.Equal(t, []string{strconv.Itoa(planted)}, testmain.Row(t, "correctness.md", "go/quorum/modelcheck_test.go", ", "))
 }

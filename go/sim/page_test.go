@@ -14,7 +14,7 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// docs/correctness.md lists the rules and the planted mistakes that there are.
+// docs/correctness.md lists the rules, and has the number of the planted mistakes.
 func TestThePageListsRulesAndMistakes(t *testing.T) {
 	var rules []string
 	for _, path := range []string{"check.go", "judge_rules.go"} {
@@ -40,16 +40,9 @@ func TestThePageListsRulesAndMistakes(t *testing.T) {
 	}
 	require.ElementsMatch(t, rules, listed)
 
-	var between, inside []string
-	for _, m := range mistakes {
-		between = append(between, m.name)
-	}
-	for _, m := range mutants {
-		inside = append(inside, m.name)
-	}
-	require.GreaterOrEqual(t, len(between)+len(inside), 40)
-	require.Equal(t, between, testmain.Row(t, "correctness.md", "go/sim/mistakes_test.go", "; "))
-	require.Equal(t, inside, testmain.Row(t, "correctness.md", "go/sim/mutants_test.go", "; "))
+	require.GreaterOrEqual(t, len(mistakes)+len(mutants), 40)
+	require.Equal(t, []string{strconv.Itoa(len(mistakes))}, testmain.Row(t, "correctness.md", "go/sim/mistakes_test.go", ", "))
+	require.Equal(t, []string{strconv.Itoa(len(mutants))}, testmain.Row(t, "correctness.md", "go/sim/mutants_test.go", ", "))
 }
 
 // The page says what each kind of fault may cost, and the simulation allows no more.

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -106,14 +107,12 @@ func spoil(t *testing.T, file, from, to string) (path, code string) {
 	return path, strings.Replace(string(source), from, to, 1)
 }
 
-// The sources still have what the mistakes replace, and the page names them.
+// The sources still have the text that the mistakes replace, and the page has the number of mistakes.
 func TestTheMistakesFitTheShells(t *testing.T) {
-	var names []string
 	for _, m := range mistakes {
 		spoil(t, m.file, m.from, m.to)
-		names = append(names, m.name)
 	}
-	require.Equal(t, names, testmain.Row(t, "correctness.md", "go/sim/servers/mistakes_test.go", "; "))
+	require.Equal(t, []string{strconv.Itoa(len(mistakes))}, testmain.Row(t, "correctness.md", "go/sim/servers/mistakes_test.go", ", "))
 }
 
 func TestMistakesInTheShellsAreFound(t *testing.T) {

@@ -64,6 +64,6 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     for side in (ours, upstream):
         for name, spread in result["seconds"][side].items():
             took = Spread(**spread)
-            goal = f" {verdict(took.median < GOAL_S)}" if side == ours else ""
-            rows.append([name, side, took.text() + goal])
-    return markdown_table(["command", "package", f"start to end, s (goal < {GOAL_S})"], rows)
+            said = f"{took.text()} {verdict(took.median < GOAL_S)}" if side == ours else took.text()
+            rows.append([f"`{name}`" if side == ours else f"`{name}`, {upstream}", said])
+    return markdown_table(["command", f"s (goal < {GOAL_S})"], rows)

@@ -59,13 +59,12 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for size, figures in ((size, result[size]) for size in SIZES_MB):
-        sides = [Spread(**figures[name]).text() for name in ("off_step", "on_step", "more_step", "more_cpu")]
+        sides = [Spread(**figures[name]).text() for name in ("on_step", "more_step", "more_cpu")]
         percent = 100 * figures["more_step"]["median"] / STEP_MS
         rows.append([size, str(figures["sweep"]), *sides, f"{percent:.2f} %"])
     head = [
         "weights and Adam",
         "commits of a sweep",
-        "off, ms",
         "on, ms",
         "more, ms",
         "more processor time, ms",

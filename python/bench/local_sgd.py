@@ -85,13 +85,18 @@ def _run(job: Job, workers: Workers, **command: Any) -> list[dict[str, Any]]:
 
 
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
+    """Return the result as Markdown."""
     rows = []
     for name, sides in result["cases"].items():
-        for side in (ours, upstream):
-            if side not in sides:
-                rows.append((name, side, "needs a GPU", "", ""))
-                continue
-            spread = {figure: Spread(**values) for figure, values in sides[side].items()}
-            rows.append((name, side, spread["sent"].text(), spread["peak"].text(), spread["ms"].text(0)))
-    head = ("case", "package", "sent, models", "memory, models", "ms in inner steps")
+        row = [name]
+        for figure in ("sent", "peak", "ms"):
+            for side in (ours, upstream):
+                if side not in sides:
+                    row.append("needs a GPU")
+                elif figure == "ms":
+                    row.append(Spread(**sides[side][figure]).text(0))
+                else:  # the same in each round
+                    row.append(f"{sides[side][figure]['median']:.2f}")
+        rows.append(row)
+    head = ["case", f"sent, models: {ours}", upstream, f"memory, models: {ours}", upstream, f"ms: {ours}", upstream]
     return markdown_table(head, rows)

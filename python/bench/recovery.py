@@ -99,15 +99,20 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     rows = []
     for case, figures in result.items():
         ratio = Spread(**figures["ratio"])
-        for name in (ours, upstream):
-            seconds = Spread(**figures["sides"][name]["seconds"])
-            lost = Spread(**figures["sides"][name]["lost"])
-            goal = lost_goal = ""
-            if name == ours:
-                met = ratio.median <= GOAL_KILL if case.startswith("kill") else seconds.median <= GOAL_STOP_S
-                said = f"<= {GOAL_KILL:g}" if case.startswith("kill") else f"<= {GOAL_STOP_S:g} s"
-                goal = f"{ratio.text(3)} (goal {said}: {verdict(met)})"
-                most = GOAL_LOST_REPLAY if case.endswith("replay") else GOAL_LOST
-                lost_goal = f" (goal <= {most}: {verdict(lost.p90 <= most)})"
-            rows.append([case, name, seconds.text(), f"{lost.median:g}{lost_goal}", goal])
-    return markdown_table(["fault", "package", "signal to next commit, s", "steps lost", "ratio"], rows)
+        seconds, lost = (
+            [Spread(**figures["sides"][name][what]) for name in (ours, upstream)] for what in ("seconds", "lost")
+        )
+        met = ratio.median <= GOAL_KILL if case.startswith("kill") else seconds[0].median <= GOAL_STOP_S
+        said = f"<= {GOAL_KILL:g}" if case.startswith("kill") else f"<= {GOAL_STOP_S:g} s"
+        most = GOAL_LOST_REPLAY if case.endswith("replay") else GOAL_LOST
+        rows.append(
+            [
+                case,
+                *(spread.text() for spread in seconds),
+                f"{ratio.text(3)} (goal {said}: {verdict(met)})",
+                f"{lost[0].median:g} (goal <= {most}: {verdict(lost[0].p90 <= most)})",
+                f"{lost[1].median:g}",
+            ]
+        )
+    head = ["fault", f"{ours}, s", f"{upstream}, s", "ratio", f"steps lost: {ours}", upstream]
+    return markdown_table(head, rows)

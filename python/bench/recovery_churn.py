@@ -128,10 +128,10 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for seconds, sides in sorted(result.items(), key=lambda item: float(item[0])):
-        for name, run in sides.items():
-            share = Spread(**run["share"])
-            goal = f" {verdict(share.median >= GOAL)}" if name == ours else ""
-            rows.append([seconds, name, share.text() + goal, str(run["behind"])])
-    return markdown_table(
-        ["join timeout, s", "package", f"throughput kept (goal >= {GOAL:g})", "commits behind history"], rows
-    )
+        share = {name: Spread(**run["share"]) for name, run in sides.items()}
+        cells = [f"{share[ours].text()} {verdict(share[ours].median >= GOAL)}"]
+        cells.append(share[upstream].text() if upstream in share else "")
+        behind = [str(sides[name]["behind"]) if name in sides else "" for name in (ours, upstream)]
+        rows.append([seconds, *cells, *behind])
+    kept = f"kept: {ours} (goal >= {GOAL:g})"
+    return markdown_table(["join timeout, s", kept, upstream, f"commits behind history: {ours}", upstream], rows)

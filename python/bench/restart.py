@@ -101,10 +101,10 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     told = {
         name: {phase: Spread(**spread) for phase, spread in result["ms"][name].items()} for name in (ours, upstream)
     }
-    rows = [
-        [phase, *(spread[phase].text(0) if spread[phase].median else "in the first step" for spread in told.values())]
-        for phase in PHASES
-    ]
+    rows = []
+    for phase in PHASES:
+        medians = [spread[phase].median for spread in told.values()]
+        rows.append([phase, *(f"{median:.0f}" if median else "in the first step" for median in medians)])
     rows.append(["after torch is imported", *(spread["torchft"].text(0) for spread in told.values())])
     rows.append(["all", *(spread["all"].text(0) for spread in told.values())])
     return markdown_table(["phase", f"{ours}, ms", f"{upstream}, ms"], rows)

@@ -16,9 +16,12 @@ import os
 import platform
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import commands
@@ -38,7 +41,6 @@ import restart
 import startup
 import step
 import strangers
-import summary
 import throughput
 from common import REPOSITORY, Side
 from processes import JobFailed, ours_path
@@ -157,27 +159,28 @@ def _parse() -> argparse.Namespace:
 
 def _write(docs: Path, name: str, figures: dict[str, Any]) -> None:
     """Replace one part's table between its markers, and its figures in the JSON file."""
-    _put_table(docs, name, figures, str(date.today()))
-
     store = docs / "benchmarks.json"
     known = json.loads(store.read_text()) if store.exists() else {}
     known[name] = figures
     store.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    _put(docs / "comparison.md", "summary", summary.table(known, OURS))
+    _rewrite(docs, {name: str(date.today())})
 
 
-def _rewrite(docs: Path) -> None:
-    """Write every table from the figures; each keeps its date."""
+def _rewrite(docs: Path, days: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write every table from the figures; each keeps its date, except those in ``days``.
+
+    The page says once where most parts were measured, and a table only where its own part was measured elsewhere.
+    """
+    page = docs / "benchmarks.md"
     known = json.loads((docs / "benchmarks.json").read_text())
+    places = {name: f"{figures['machine']}; against {figures['upstream']}" for name, figures in known.items()}
+    usual = Counter(places.values()).most_common(1)[0][0]
+    _put(page, "machine", f"{usual}.")
     for name, figures in known.items():
-        above = (docs / "benchmarks.md").read_text().partition(f"<!-- {name}: written by run.py -->\n")[2]
-        _put_table(docs, name, figures, above.partition("\n")[0].rstrip(".").rpartition(", ")[2])
-    _put(docs / "comparison.md", "summary", summary.table(known, OURS))
-
-
-def _put_table(docs: Path, name: str, figures: dict[str, Any], day: str) -> None:
-    where = f"{figures['machine']}; against {figures['upstream']}, {day}."
-    _put(docs / "benchmarks.md", name, f"{where}\n\n{table(name, figures)}")
+        above = page.read_text().partition(f"<!-- {name}: written by run.py -->\n")[2]
+        day = days.get(name) or above.partition("\n")[0].rstrip(".").rpartition(", ")[2]
+        where = day if places[name] == usual else f"{places[name]}, {day}"
+        _put(page, name, f"{where}.\n\n{table(name, figures)}")
 
 
 def _put(page: Path, name: str, content: str) -> None:

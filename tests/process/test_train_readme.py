@@ -48,11 +48,12 @@ def test_both_sides_of_the_diff(tmp_path: Path) -> None:
     assert first[1] == second[1] and float(first[0]) < 0.01
 
 
+SCRIPTS = [ROOT / "python" / "examples" / name for name in ("huggingface_loop.py", "lightning_loop.py")]
 # The first one, in the upstream style, has all that ours adds to a loop. The others are slow, Lightning's and the
 # Transformers' among them.
 EXAMPLES = [
     pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])
-    for i, text in enumerate(blocks(LOOPS, "python"))
+    for i, text in enumerate([*blocks(LOOPS, "python"), *(script.read_text() for script in SCRIPTS)])
 ]
 
 

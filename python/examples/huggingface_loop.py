@@ -1,0 +1,63 @@
+"""Hugging Face's Trainer with torchft: its callbacks run where a step begins and where the gradients are ready.
+
+The Trainer sees a world of one process: use one process a group (`torchrun --nproc_per_node 1`).
+"""
+
+import os
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from torchft import Manager, Optimizer
+from torchft.process_group import ProcessGroupGloo
+
+net = torch.nn.Linear(8, 2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.cross_entropy(self.net(x), labels)}
+
+
+model = Model()
+adam = torch.optim.Adam(model.parameters())
+manager = Manager(
+    pg=ProcessGroupGloo(),
+    state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
+    load_state_dict=lambda state: (net.load_state_dict(state["net"]), adam.load_state_dict(state["adam"])),
+    min_replica_size=1,
+)
+
+
+class Step(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        manager.start_quorum()  # the Trainer never calls the optimizer's zero_grad
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        for work in [manager.allreduce(p.grad) for p in model.parameters()]:
+            work.wait()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = manager.current_step() >= 100
+
+
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    os.environ.pop(name, None)  # the Manager has read them; the Trainer would make a process group of its own
+images = [{"x": torch.rand(8), "labels": 1} for _ in range(1000)]
+schedule = torch.optim.lr_scheduler.ConstantLR(adam, factor=1.0)
+arguments = TrainingArguments(
+    max_steps=1_000_000,  # the Manager's step ends it: passes through the loop may not count
+    max_grad_norm=0,  # it would clip before the average; clip in on_pre_optimizer_step
+    report_to=[],
+    save_strategy="no",
+    use_cpu=True,
+    disable_tqdm=True,
+)
+trainer = Trainer(
+    model, arguments, train_dataset=images, callbacks=[Step()], optimizers=(Optimizer(manager, adam), schedule)
+)
+trainer.train()

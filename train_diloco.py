@@ -1,4 +1,4 @@
-"""Trains a small language model with streaming DiLoCo: groups that talk rarely, and may die and come back.
+"""Trains a small language model with streaming DiLoCo: groups that communicate rarely, and may fail and come back.
 
 Start a lighthouse, then one of these for every replica group (GROUP = 0 ... NUM_REPLICA_GROUPS - 1):
 
@@ -104,7 +104,7 @@ def main() -> None:
     except TheEnd:
         pass
 
-    # Gone for the other groups before the evaluation. A group that was drained may come back.
+    # Leaves the other groups before the evaluation. A group that was drained may come back.
     manager.shutdown(finished=not manager.draining())
     pg.shutdown()
 

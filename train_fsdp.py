@@ -110,7 +110,7 @@ def main() -> None:
         if rank == 0 and step % args.log_every == 0:
             print(f"group {group} step {step} loss {loss.item():.4f} groups {participants}", flush=True)
 
-    # Gone for the other groups before the evaluation, but not before every rank here has its quorum.
+    # Leaves the other groups before the evaluation, but not before every rank here has its quorum.
     dist.barrier()
     manager.shutdown(finished=not manager.draining())  # a group that was drained may come back
     accuracy, digest = evaluate(net, test_set, device), sha256_of_all_shards(net)

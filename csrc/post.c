@@ -105,7 +105,7 @@ PyObject *tft_post(PyObject *module, PyObject *args) {
     m.numbers[i - 1] = PyLong_AsLongLong(PyTuple_GetItem(args, i));
   if (PyErr_Occurred())
     return NULL;
-  if (m.prepared <= 0) { /* Go would take it for a call to give up, and never end this one */
+  if (m.prepared <= 0) { /* Go would read it as a cancelled call, and never answer this one */
     PyErr_SetString(PyExc_RuntimeError, "this object is shut down");
     return NULL;
   }
@@ -156,8 +156,8 @@ PyObject *tft_collect(PyObject *module, PyObject *args) {
     if (PyErr_CheckSignals() < 0) {
       PyObject *type, *value, *traceback;
       PyErr_Fetch(&type, &value, &traceback);
-      const message give_up = {.call = (int64_t)(intptr_t)call};
-      if (send_message(&give_up) < 0)
+      const message cancelled = {.call = (int64_t)(intptr_t)call};
+      if (send_message(&cancelled) < 0)
         PyErr_Clear(); /* it ends with its deadline */
       PyErr_Restore(type, value, traceback);
       return NULL;

@@ -195,9 +195,9 @@ class QuorumRequest:
     drain: bool = False
     traceparent: str = field(default="", compare=False)
 
-    def published(self) -> dict[str, Any]:
+    def as_upstream(self) -> dict[str, Any]:
         """Those that upstream's ``ManagerClient._quorum`` takes."""
-        return {name: getattr(self, name) for name in _PUBLISHED_REQUEST}
+        return {name: getattr(self, name) for name in _UPSTREAM_REQUEST}
 
     def _to_json(self) -> str:
         said: dict[str, Any] = {}
@@ -215,7 +215,7 @@ class QuorumRequest:
         return json.dumps(said)
 
 
-_PUBLISHED_REQUEST = (
+_UPSTREAM_REQUEST = (
     "group_rank",
     "step",
     "checkpoint_metadata",
@@ -557,7 +557,7 @@ class ManagerClient(_Native):
         self._release()
 
     def _release(self) -> None:
-        super()._release()  # first: nothing is prepared for a client that is gone
+        super()._release()  # first: nothing is prepared for a client that was shut down
         begun, self._round = self._round, (None, 0)
         votes, self._votes = self._votes, {}
         for prepared in (begun[1], *votes.values()):

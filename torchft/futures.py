@@ -58,7 +58,7 @@ def _watchdog_timeout_sec() -> float:
     return seconds
 
 
-def _give_up(callback: Callable[[], None], seconds: float) -> None:
+def _end_process(callback: Callable[[], None], seconds: float) -> None:
     """Ends the process, because a timer's callback hangs, and no other timer would fire."""
     print(
         f"torchft: the timeout callback {callback!r} did not return within {seconds} s "
@@ -176,7 +176,7 @@ class _TimeoutManager:
 
     def _call(self, callback: Callable[[], None]) -> None:
         # Timers fire rarely, so a watchdog that lives as long as the callback is cheap enough.
-        watchdog = threading.Timer(self._watchdog_sec, _give_up, (callback, self._watchdog_sec))
+        watchdog = threading.Timer(self._watchdog_sec, _end_process, (callback, self._watchdog_sec))
         watchdog.daemon = True
         watchdog.name = "torchft_timeouts_watchdog"
         watchdog.start()

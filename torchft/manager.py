@@ -474,7 +474,7 @@ class Manager(Stateful, Stepping):
         self._transfers.end_in_step(self._current)
 
     def _discard_unloaded_heal(self) -> None:
-        """Goes back to the step whose weights this group really has, so that it is healed again."""
+        """Returns to the step whose weights this group has, so that it heals again."""
         before = self._recovery.discard()
         if before is not None:
             self._position = before
@@ -588,8 +588,8 @@ class Manager(Stateful, Stepping):
         return self._current.collectives.usable and all(work.wait() for work in works)
 
     def _pass_step(self) -> None:
-        """Gives up a step in which others heal, and this group has nothing to train on. The others load what they
-        fetched, and all meet in the next quorum.
+        """Leaves out a step in which others heal, because this group has nothing to train on. The others load the state
+        that they fetched, and all groups meet in the next quorum.
         """
         self.wait_quorum()
         self._current.collectives.abort()  # a group that heals does not know yet that there is nothing to reduce

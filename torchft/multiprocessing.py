@@ -35,7 +35,7 @@ class _MonitoredPipe:
 
         Raises:
             TimeoutError: nothing came in time.
-            EOFError: the other end is closed, or its process is gone.
+            EOFError: the other end is closed, or its process has ended.
             OSError: this end is closed.
             Exception: the other end sent it.
         """

@@ -253,7 +253,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Recall:
 			j.streams.recall(a.ReplicaID, a.QuorumID)
 		case quorum.FailBack:
-			j.log.Info("torchft: the members go back to an earlier lighthouse", "place", a.Place+1, "reason", a.Reason)
+			j.log.Info("torchft: the members fail back to an earlier lighthouse", "place", a.Place+1, "reason", a.Reason)
 			j.streams.goBack(a.Place)
 		case quorum.Probe:
 			j.probe(a)

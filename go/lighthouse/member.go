@@ -342,7 +342,7 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 	s.expiry.Reset(time.Until(s.deadline))
 }
 
-var errGivenUp = errors.New("the wait was given up")
+var errWithdrawn = errors.New("the request was withdrawn")
 
 // endSpan ends the span of a wait with what came of it.
 func endSpan(span *tracing.Span, a answer) {
@@ -364,7 +364,7 @@ func (s *stream) expire() {
 	}
 	reason := s.job.reason(time.Now()) // while it still counts as one that waits
 	if s.waiter == 0 {
-		return // the machine failed, and everybody was told
+		return // the machine failed, and all requests were answered
 	}
 	s.forget()
 	s.post(outgoing{number: s.number, answer: answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)}})
@@ -377,7 +377,7 @@ func (s *stream) forget() {
 	}
 	waiter := s.waiter
 	s.waiter = 0
-	s.span.End(errGivenUp)
+	s.span.End(errWithdrawn)
 	s.job.waiters.Drop(waiter)
 	if !s.job.closed {
 		_ = s.job.step(quorum.Withdrawn{Waiter: waiter}) // an error is of the machine, and logged

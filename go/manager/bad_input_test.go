@@ -70,7 +70,7 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersGoOn(t *testing.T) {
 }
 
 // An upstream lighthouse lets every size in, and so does ours with upstream groups. Whoever has a peer meets it.
-func TestAPublishedGroupOfAnotherSizeIsLetIn(t *testing.T) {
+func TestAnUpstreamGroupOfAnotherSizeIsLetIn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a := c.StartGroup("a", 3)
@@ -79,7 +79,7 @@ func TestAPublishedGroupOfAnotherSizeIsLetIn(t *testing.T) {
 			ours = append(ours, a.QuorumWith(rankclient.Request{GroupRank: rank, Handle: fmt.Sprint("a", rank)}, time.Minute))
 		}
 		synctest.Wait()
-		published := call(dialLighthouse(t, c, "p"), quorum.Member{ReplicaID: "p", StoreAddress: "p:1", WorldSize: 2, Handles: []string{"p0", "p1"}})
+		upstream := call(dialLighthouse(t, c, "p"), quorum.Member{ReplicaID: "p", StoreAddress: "p:1", WorldSize: 2, Handles: []string{"p0", "p1"}})
 		for rank, r := range ours.results(t) {
 			assert.Equal(t, []string{"a", "p"}, r.ReplicaIDs)
 			if rank < 2 {
@@ -89,7 +89,7 @@ func TestAPublishedGroupOfAnotherSizeIsLetIn(t *testing.T) {
 				assert.Equal(t, []string{"p"}, r.WithoutHandles, "who has no such rank")
 			}
 		}
-		require.NoError(t, (<-published).Err)
+		require.NoError(t, (<-upstream).Err)
 	})
 }
 

@@ -205,7 +205,7 @@ func (s *Server) step(event round.Event) {
 				witness.Incomplete(a.Reason)
 			}
 		case round.Discarded:
-			s.log.Warn("torchft: a step is not committed: the other groups may have gone on without this one", "step", a.Step, "reason", a.Reason)
+			s.log.Warn("torchft: a step is not committed: the other groups may have continued without this one", "step", a.Step, "reason", a.Reason)
 		case round.Fail:
 			s.waiters.Answer(a.Waiter, answer{err: s.failed(event, a.Failure)})
 		}

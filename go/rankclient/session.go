@@ -251,7 +251,7 @@ func (s *clientStream) receive(cancel context.CancelFunc) {
 		waiter := s.waiting[resp.GetCall()]
 		delete(s.waiting, resp.GetCall())
 		s.mu.Unlock()
-		if waiter != nil { // else it gave up in the meantime
+		if waiter != nil { // nil: the call was cancelled meanwhile
 			waiter <- resp
 		}
 	}

@@ -70,7 +70,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
                         if side is ours:
                             raise
                         # It does not always get over an abort: then its processes are new, and it tries again.
-                        progress(f"process groups: {side.name} gave up at {key[1]}: {str(e).splitlines()[0]}")
+                        progress(f"process groups: {side.name} failed at {key[1]}: {str(e).splitlines()[0]}")
                         for child in sides[side.name].children:
                             child.kill()
                         sides[side.name] = start(side)
@@ -138,7 +138,7 @@ def _cell(
     factor: float = 1.0,
     goal: float | None = None,
 ) -> str:
-    if what not in figures:  # it gave up before
+    if what not in figures:  # it failed before
         return ""
     spread = Spread(**figures[what][unit])
     text = spread.scaled(factor).text(digits)

@@ -4,7 +4,7 @@ Run it with `make bindings` after the facade changed. It needs pybindgen in the 
 and goimports are pinned by the tool lines of go/go.mod. Users who only build the package need none of these.
 
 gopy is made for whole Go packages with structs, slices and interfaces. The facade has functions over basic
-types only (see go/pyapi), so most of what gopy emits is dead weight, and the rest needs these edits:
+types only (see go/pyapi), so most of what gopy emits is not used, and the rest needs these edits:
 
 - drop the slice types, the complex-number helpers and a typedef that need more than CPython's limited API;
 - send errors to csrc (tft_raise), which chooses the exception class;

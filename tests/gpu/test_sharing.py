@@ -43,7 +43,7 @@ class Pair:
 
     def _tell(self, note: bytes, descriptor: Optional[int]) -> None:
         if not self.process.is_alive():
-            raise RuntimeError("the worker process died")
+            raise RuntimeError("the worker process has ended")
         self.connection.send(("note", note))
         self.imports = self._answer()  # type: ignore[assignment]
 
@@ -180,7 +180,7 @@ def test_nobody_waits_for_a_killed_worker() -> None:
     mark, _ = pair.start([tensor], seconds=LONG_S)
     began = time.monotonic()
     pair.kill()
-    with pytest.raises(RuntimeError, match=r"ended before its operation|process died"):
+    with pytest.raises(RuntimeError, match=r"ended before its operation|process has ended"):
         pair.end.follow(mark)
     torch.cuda.synchronize()
     assert time.monotonic() - began < LONG_S / 2, "the device waited for the worker's kernel"

@@ -29,7 +29,7 @@ def step(manager: Manager) -> tuple[bool, int]:
 
 def die_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, list[tuple[bool, int]]]]:
     """All groups commit a step and lose the last of them in the next; how long the others took, how they went on."""
-    together, died, ended = Gate(), Gate(), Gate()
+    together, failed, ended = Gate(), Gate(), Gate()
 
     def start(rank: Rank) -> Manager:
         manager = rank.start_manager(init_sync=False)
@@ -44,7 +44,7 @@ def die_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, l
         together.wait()
         assert manager._manager is not None
         manager._manager.shutdown()  # the process group's connections stay, as those of a stopped process do
-        died.open()
+        failed.open()
         ended.wait()
 
     def survivor(rank: Rank) -> tuple[float, bool, list[tuple[bool, int]]]:
@@ -52,7 +52,7 @@ def die_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, l
         manager.start_quorum()
         work = manager.allreduce(torch.ones(4))  # in which the victim never takes part
         together.open()
-        died.wait()
+        failed.wait()
         began = time.monotonic()
         assert not work.wait()
         committed = manager.should_commit()

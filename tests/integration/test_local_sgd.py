@@ -306,14 +306,14 @@ def test_a_group_dies_in_each_phase_of_a_sync_and_comes_back(where: str, lost: O
     kill = Kill(where, attempt=5, back_at=10)
     survivor, dead, healed = run_with_kill(settings, kill, rounds=20)
     failed = [number for number, (_, committed, _) in enumerate(survivor.rounds) if not committed]
-    assert set(failed) <= {5}, f"rounds {failed} were lost, the group died in round 5"
+    assert set(failed) <= {5}, f"rounds {failed} were lost, the group failed in round 5"
     assert lost is None or len(failed) == lost
     assert [participants for _, _, participants in survivor.rounds[:5]] == [2] * 5
     assert survivor.rounds[10:][0][2] == 2 and {p for _, _, p in survivor.rounds[6:10]} == {1}
     reference = replay(settings, survivor, kill)
     assert_ends(survivor, 0, reference)
     assert_ends(healed, 1, reference)
-    # What died had the same global parameters as the others after its last round
+    # The failed group had the same global parameters as the others after its last round
     assert [r[:2] for r in dead.rounds] == [(i, True) for i in range(len(dead.rounds))]
 
 

@@ -131,7 +131,7 @@ def test_a_transfer_that_hangs_costs_the_step_at_the_deadline(fixture: Fixture, 
 
 @pytest.mark.parametrize("while_voting", [False, True])
 def test_a_failure_that_is_told_ends_a_transfer(fixture: Fixture, hanging: OneRank, while_voting: bool) -> None:
-    """No collective runs: the target died before this group came to its first one."""
+    """No collective runs: the target failed before this group came to its first one."""
     manager = sending(fixture, hanging)
     assert manager._failures.progress() == (True, "waits for its device to send or receive a state")
     vote = Vote(manager) if while_voting else None

@@ -227,7 +227,7 @@ def test_who_waits_is_told_of_the_workers_end(stuck):
     queued(work)
     worker = stuck._worker
     threading.Timer(0.05, worker._server.kill, (worker._number,)).start()
-    with pytest.raises(RuntimeError, match="the worker process died"):
+    with pytest.raises(RuntimeError, match="the worker process has ended"):
         work.wait()
     assert isinstance(stuck.errored(), RuntimeError)
 
@@ -238,7 +238,7 @@ def test_a_future_ends_with_the_worker(stuck):
     queued(work)
     worker = stuck._worker
     worker._server.kill(worker._number)
-    with pytest.raises(RuntimeError, match="the worker process died"):
+    with pytest.raises(RuntimeError, match="the worker process has ended"):
         future_wait(future, TIMEOUT / 2)
 
 

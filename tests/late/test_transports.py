@@ -232,7 +232,7 @@ def test_the_source_may_train_on_when_the_device_has_sent(late: Any, held_at_the
 
 
 def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
-    """A peer that died does not take them."""
+    """A peer that failed does not take them."""
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = process_group(stack, on_device=True)
         torch.accelerator.set_device_index(0)

@@ -55,7 +55,7 @@ class Outcome:
 class Chaos:
     """A job of `groups` groups of `ranks` ranks. Close it with `finish`, which checks what must hold.
 
-    With `torchrun` an agent of it starts each group, of one rank, and starts a rank again that died. `kills_only` is
+    With `torchrun` an agent of it starts each group, of one rank, and restarts a rank that failed. `kills_only` is
     for jobs in which nobody is stopped or loses its network: silence explains nothing in them.
     """
 

@@ -14,7 +14,7 @@ from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_
 
 PHASE_TIMEOUT_S = 60
 STEPS_A_PHASE = 5
-PUBLISHED_SILENCE_MS = 1000
+UPSTREAM_SILENCE_MS = 1000
 
 
 class Group:
@@ -61,7 +61,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
     groups = [Group(job, number, path, options) for number, path in enumerate(paths)]
     # An upstream group keeps no connection to the lighthouse, and an upstream lighthouse knows nothing but silence.
     ours_only = {lighthouse_path, *paths} == {ours_path()}
-    heartbeat_ms = SILENCE_MS if ours_only else PUBLISHED_SILENCE_MS
+    heartbeat_ms = SILENCE_MS if ours_only else UPSTREAM_SILENCE_MS
     _, lighthouse = job.lighthouse(
         lighthouse_path, min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=heartbeat_ms
     )

@@ -125,7 +125,7 @@ while last_step is None or manager.current_step() < last_step:
     if manager.errored() is None and manager.current_step() % 2 == 0:
         try:
             members = check_collectives()
-        except RuntimeError as e:  # a peer died: these calls are not Manager's, which would have kept the error
+        except RuntimeError as e:  # a peer failed: these calls are not Manager's, which would have kept the error
             manager.report_error(e)
     step = manager.current_step()
     optimizer.step()

@@ -34,7 +34,7 @@ START_TIMEOUT_S = 120
 
 
 class JobFailed(AssertionError):
-    """A child died or did not do in time what was asked; the message holds the end of its stderr."""
+    """A child failed or did not do in time what was asked; the message holds the end of its stderr."""
 
 
 def ours_path() -> Path:

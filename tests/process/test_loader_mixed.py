@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from loader_model import one_process, plan
-from mixed import PHASE_TIMEOUT_S, PUBLISHED_SILENCE_MS, status
+from mixed import PHASE_TIMEOUT_S, UPSTREAM_SILENCE_MS, status
 from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
 from upstream import REQUIREMENTS, upstream_path
 
@@ -51,7 +51,7 @@ def join(job: Job, child: Child, lighthouse: str) -> None:
 
 
 def lighthouse_of(job: Job) -> str:
-    options = {"min_replicas": 1, "join_timeout_ms": 30_000, "heartbeat_timeout_ms": PUBLISHED_SILENCE_MS}
+    options = {"min_replicas": 1, "join_timeout_ms": 30_000, "heartbeat_timeout_ms": UPSTREAM_SILENCE_MS}
     return job.lighthouse(ours_path(), **options)[1]
 
 

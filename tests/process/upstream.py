@@ -38,7 +38,7 @@ CLIENTS = {
 # What some of them need besides, and what that needs, none of which needs torch.
 NEEDED_BY = {"transformers": ["huggingface_hub==2.4.0", "tokenizers==0.23.3", "typer"]}
 
-CACHE_ENV = "TORCHFT_PUBLISHED_DIR"
+CACHE_ENV = "TORCHFT_UPSTREAM_DIR"
 INSTALL_TIMEOUT_S = 300
 
 

@@ -94,7 +94,7 @@ while last_step is None or manager.current_step() < last_step:
     # compute it often does so before anybody, upstream or ours, could fetch it.
     time.sleep(args.compute_s)
     nn.functional.mse_loss(model(x), y).backward()
-    # Not DistributedDataParallel: that of the upstream 0.2.0 raises out of backward when a peer died before the call.
+    # Not DistributedDataParallel: that of the upstream 0.2.0 raises out of backward when a peer failed before the call.
     for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
         work.wait()
     optimizer.step()

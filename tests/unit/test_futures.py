@@ -223,7 +223,7 @@ def test_a_bad_watchdog_timeout_is_named(value: str, timers: _TimeoutManager, mo
 
 
 def test_the_watchdog_spares_a_callback_that_returns(timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures, "_give_up", lambda *args: pytest.fail("gave up"))
+    monkeypatch.setattr(futures, "_end_process", lambda *args: pytest.fail("the process ends"))
     monkeypatch.setenv(WATCHDOG_TIMEOUT_SEC, "30")
     done = threading.Event()
     timers.schedule(timedelta(0), done.set)

@@ -40,7 +40,7 @@ from torchft.process_group.wrapper import abortable
 _logger = logging.getLogger("torchft.manager")
 
 # The fields that the quorum result of an upstream client has.
-_PUBLISHED_FIELDS = (
+_UPSTREAM_FIELDS = (
     "quorum_id",
     "replica_rank",
     "replica_world_size",
@@ -180,7 +180,7 @@ def _whole(result: Any) -> QuorumResult:
     """A quorum's result with all fields. A result of another class has upstream's; the others get their defaults."""
     if type(result) is QuorumResult:
         return result
-    return QuorumResult(**{name: getattr(result, name) for name in _PUBLISHED_FIELDS if hasattr(result, name)})
+    return QuorumResult(**{name: getattr(result, name) for name in _UPSTREAM_FIELDS if hasattr(result, name)})
 
 
 # How a state travels

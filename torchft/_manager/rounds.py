@@ -238,7 +238,7 @@ class ThreadRounds:
         begun = Round()
 
         def call() -> None:
-            follow(begun._set_answer(self._ask(timeout=timeout, **request.published())))
+            follow(begun._set_answer(self._ask(timeout=timeout, **request.as_upstream())))
 
         self._begun.put((begun, call))
         self._thread.start()

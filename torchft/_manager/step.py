@@ -34,7 +34,7 @@ class State(Enum):
     VOTED_NO = "has this rank's no"
     COMMITTED = "is committed"
     LOST = "is lost"
-    DROPPED = "was given up for the next one"
+    DROPPED = "was dropped for the next one"
 
     __hash__ = object.__hash__  # Enum's own is written in Python: 2 µs a step
 
@@ -51,7 +51,7 @@ class Event(Enum):
     NO = "get this rank's no"
     COMMIT = "be committed"
     LOSE = "be lost"
-    DROP = "be given up for the next one"
+    DROP = "be dropped for the next one"
 
     __hash__ = object.__hash__
 
@@ -91,7 +91,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     # same quorum.
     **_each((State.VOTED_YES, *_DECIDED), Event.YES, State.VOTED_YES),
     **_each((*_VOTED, *_DECIDED), Event.NO, State.VOTED_NO),
-    # Asked twice: what is not decided is given up.
+    # Asked twice: a step that is not decided is dropped.
     **_each((*_RUNNING, *_VOTED), Event.DROP, State.DROPPED),
 }
 

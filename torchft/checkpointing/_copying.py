@@ -15,7 +15,7 @@ class Phase(IntEnum):
     UNCHANGED = 0  # for now: the large ones are copied after a delay, or not at all while they are read
     DUE = 1  # about to change: all are copied now
     UNNEEDED = 2  # every receiver has them: nothing is copied but for a reader that has only the copy
-    GIVEN_UP = 3  # nothing is copied any more
+    ABORTED = 3  # nothing is copied any more
     CLOSED = 4  # the caller's again: nobody reads them; a copy may be read
 
 
@@ -53,9 +53,9 @@ class Copying:
         """Every receiver has the state."""
         self._to(Phase.UNNEEDED)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """The tensors are about to change, and there will be no readers."""
-        self._to(Phase.GIVEN_UP)
+        self._to(Phase.ABORTED)
 
     def close(self) -> None:
         """No copy is under way; the tensors are the caller's again."""
@@ -81,7 +81,7 @@ class Copying:
 
     def starts_device(self) -> bool:
         """Whether a reader that has come may still start a copy of what is on a device."""
-        return self.phase < Phase.GIVEN_UP
+        return self.phase < Phase.ABORTED
 
     def skips(self, on_device: bool) -> bool:
         """Whether a copy ends before its next tensor. A reader that nobody has counted may have only the copy."""

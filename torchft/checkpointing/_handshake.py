@@ -3,7 +3,7 @@
 The target's request for a checkpoint has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends
 its stream; ours answers with status 101 and two frames of JSON: a ticket, which says where the data is and with which
 secret, and the state's structure. Then the data moves on connections of its own, while this one stays open: the target
-writes `done` on it when it has everything, and a side that is gone is noticed by the other.
+writes `done` on it when it has everything, and each side notices the end of the other.
 
 A frame is magic, length and CRC32 of what follows, so that a garbled one is noticed too.
 """

@@ -56,7 +56,7 @@ def ask(
         metadata: the source's, see `_metadata`
         step: the step asked for
         key: `full`, `metadata` or the number of a chunk
-        deadline: when to give up, by time.monotonic()
+        deadline: by time.monotonic()
         token: what the source wants to see, if anything
         upgrade: offer the native data plane
         connected: is given the socket, so that another thread can abort it

@@ -205,7 +205,7 @@ class Offer:
                 del self._direct[use]
                 self._cond.notify_all()
 
-    def give_up_copy(self) -> None:
+    def abort_copy(self) -> None:
         """Ends a copy that nobody will need, after the tensor that it is at."""
         with self._cond:
             self._copying.unneeded()
@@ -225,7 +225,7 @@ class Offer:
             if keep_copy:
                 self._copying.due()
             else:
-                self._copying.give_up()
+                self._copying.abort()
             self._cond.notify_all()
             copier = self._copier
         if copier is not None:

@@ -39,7 +39,7 @@ class SourceFailed(Interrupted):
 
 
 class Abandon:
-    """Ends a transfer from another thread: a source that died may keep silent, and its connections open."""
+    """Ends a transfer from another thread: a source that has failed may be silent, with its connections open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -251,7 +251,7 @@ def receive(
     Args:
         go: the native library; None where it cannot be used
         metadata, step, key, token: see `_http_client.ask`
-        deadline: when to give up, by time.monotonic()
+        deadline: by time.monotonic()
         checked: whether blocks carry checksums
         own: gives the state that is here already, to be filled in place and to be like the one that comes
         target: where tensors go otherwise

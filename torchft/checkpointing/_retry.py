@@ -1,7 +1,7 @@
 """When a target asks a source again for a checkpoint, in either format: pure.
 
-The native core reconnects its data connections by itself, as go/heal/retry.go says; a source that it has lost is asked
-here for a new ticket. A stream of the upstream format begins anew.
+The native core reconnects its data connections by itself (go/heal/retry.go). If it cannot, the target asks the source
+here for a new ticket. A stream of the upstream format starts again from the beginning.
 """
 
 from __future__ import annotations

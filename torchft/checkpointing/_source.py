@@ -209,11 +209,11 @@ class Source:
             if offer is self._offer and key != METADATA:
                 self._served[key] += 1
                 if self._all_received(offer.checkpoint):
-                    offer.give_up_copy()
+                    offer.abort_copy()
                     self._cond.notify_all()
 
     def close(self, timeout: float) -> None:
-        """Ends every wait and forgets the checkpoint; a copy under way is given up, within `timeout` seconds."""
+        """Ends every wait and forgets the checkpoint; a copy in progress is aborted, within `timeout` seconds."""
         with self._cond:
             offer, self._offer = self._offer, None
             self._closed = True

@@ -376,7 +376,7 @@ class _Handler(BaseHTTPRequestHandler):
             grant.end()
 
     def _heard_done(self, grant: _native_transfer.Grant) -> bool:
-        """Whether the target said that it has everything; it is gone otherwise, or has taken nothing for too long."""
+        """Whether the target said that it has everything; otherwise it has ended, or has read nothing for too long."""
         served = -1
         while True:
             self._extend_deadline()

@@ -97,7 +97,7 @@ class PGTransport(CheckpointTransport[T]):
         """Returns when the device has read what `send_checkpoint` has queued.
 
         Raises:
-            CheckpointTimeout: it has not in time, as when a target died; the tensors must not be changed
+            CheckpointTimeout: it has not in time, as when a target failed; the tensors must not be changed
         """
         sent, self._sent = self._sent, None
         if sent is not None:
@@ -345,7 +345,7 @@ class _Channel:
                 if left <= 0:
                     raise TimeoutError("timed out")
                 if not work.wait(timedelta(seconds=left)):
-                    raise RuntimeError("the process group gave up")
+                    raise RuntimeError("the process group reported a failure without an error")
         except Exception as error:
             self.broken = True
             # Gloo counts whole milliseconds, and is a little early
@@ -371,7 +371,7 @@ class _Queued:
         self._end.record(backend.current_stream(channel.device))
 
     def wait(self) -> None:
-        """Returns when the device has ended them. By polling: a peer that died may keep it from that for ever.
+        """Polls until the device has ended them: with a peer that failed, the device may never do so.
 
         Raises:
             CheckpointTimeout: it has not by the deadline

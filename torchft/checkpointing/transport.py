@@ -138,7 +138,7 @@ class CheckpointTransport(Generic[T], ABC):
             the state, as the source had it when it called `send_checkpoint` with this step
 
         Raises:
-            CheckpointError: the source is gone, at another step, or sent something that cannot be read
+            CheckpointError: the source has ended, is at another step, or sent something that cannot be read
             TimeoutError: not done in time
         """
 

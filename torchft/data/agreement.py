@@ -18,7 +18,7 @@ class Turn(Enum):
 
     TRAINS = "reduces gradients, or zeros in their place"
     ENDS = "is at the end like all others, as far as it knows: it compares, and leaves"
-    PASSES = "is at the end, and gives up the step, in which others heal"
+    PASSES = "is at the end, and leaves out the step, in which others heal"
 
 
 class Verdict(Enum):

@@ -24,7 +24,7 @@ class Control:
 
     def __init__(self) -> None:
         self.path = _folder() / f"{os.getpid()}.sock"
-        self.path.unlink(missing_ok=True)  # of a process long gone, with the same number
+        self.path.unlink(missing_ok=True)  # of an earlier process with the same number
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(self.path))
         self._socket.listen()

@@ -114,7 +114,7 @@ class LocalJob:
             if member.group.starts > 0 and not member.leaving and not member.given_up:
                 continue
             if member.leaving and member.running:
-                raise ValueError(f"group {number} is still leaving; try again when it is gone")
+                raise ValueError(f"group {number} is still leaving; try again when it has left")
             member.leaving, member.given_up, member.fruitless = False, "", 0
             self._start(member)
 

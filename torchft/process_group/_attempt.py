@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class Attempt(Generic[T]):
-    """A call on a thread of its own, for which nobody waits any more after `give_up`.
+    """A call on a thread of its own, whose result is discarded after `abandon`.
 
-    The thread starts with `result`: who may give it up knows of it by then.
+    The thread starts with `result`, so the attempt can be registered for an abort before.
 
     Args:
-        call: what may wait for peers.
-        discard: gets what `call` made too late.
+        call: may wait for peers.
+        discard: gets what `call` made after `abandon`.
     """
 
     def __init__(self, call: Callable[[], T], discard: Callable[[T], None]) -> None:
@@ -37,7 +37,7 @@ class Attempt(Generic[T]):
         """Makes the call, once, and waits for its end.
 
         Raises:
-            BaseException: what the call raised, or what `give_up` was given.
+            BaseException: what the call raised, or what `abandon` was given.
         """
         threading.Thread(target=self._run, name="torchft_connect", daemon=True).start()
         self._ended.wait()
@@ -45,7 +45,7 @@ class Attempt(Generic[T]):
             raise self._error
         return self._value.pop()
 
-    def give_up(self, error: Exception) -> None:
+    def abandon(self, error: Exception) -> None:
         """Ends the wait with this error, unless the call has ended."""
         with self._lock:
             if not self._ended.is_set():

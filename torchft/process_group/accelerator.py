@@ -38,7 +38,7 @@ _NEVER = timedelta(days=7)
 
 
 # What is reduced first with new peers, and the stream to do it on, of each device. Kept for good: an operation that was
-# given up may still write, and PyTorch hands out the memory of a stream to whoever else has that stream.
+# aborted may still write, and PyTorch gives the memory of a stream to any other user of that stream.
 _first: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
 
 
@@ -214,13 +214,13 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         name, timeout = self.getBackendName(), self._connect_timeout
         late = threading.Event()
 
-        def give_up() -> None:
+        def expire() -> None:
             late.set()
             abort_elsewhere(name, backend)
 
         self._connecting = backend
         try:
-            with process_group.context_timeout(give_up, timeout):
+            with process_group.context_timeout(expire, timeout):
                 backend.eager_connect_single_device(device)
                 if not self._peers_are_ours:
                     return

@@ -75,7 +75,7 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
     try:
         yield
     except Exception as e:
-        with suppress(RuntimeError):  # the store is gone
+        with suppress(RuntimeError):  # the store is closed
             compare(e)
         raise
 

@@ -299,7 +299,7 @@ class ProcessGroupWrapper(ProcessGroup):
             return
         attempt = self._attempt
         if attempt is not None:
-            attempt.give_up(error)
+            attempt.abandon(error)
         self._release(error)
 
     def shutdown(self) -> None:

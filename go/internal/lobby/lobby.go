@@ -72,8 +72,8 @@ func (l *Lobby) remove(g *Guest) {
 	g.all = nil
 }
 
-// Leave gives up the connection's place, since it has shown something or has ended. It reports whether it had one: one that
-// was cut has none, nor has one that left.
+// Leave frees the connection's place, because the connection has shown a token or a call, or has ended. It reports whether
+// the connection had a place: one that was closed or has left has none.
 func (g *Guest) Leave() bool {
 	g.lobby.mu.Lock()
 	defer g.lobby.mu.Unlock()

@@ -23,8 +23,8 @@ const (
 	// MaxWait bounds a call that came without a deadline, so that no wait is for ever.
 	MaxWait = 10 * time.Minute
 
-	// A silent peer is asked for a sign of life after pingAfter and given up pingTimeout later. This is what
-	// notices a host that lost power, and a killed process whose sockets live on in a forked child.
+	// A silent peer is pinged after pingAfter, and its connection is closed pingTimeout later. This is what
+	// notices a host without power, and a killed process whose sockets live on in a forked child.
 	pingAfter   = 5 * time.Second
 	pingTimeout = 10 * time.Second
 	// A client may ping this often: gRPC's own default would end the connections of peers that ping each 10 s.

@@ -7,7 +7,7 @@ type Waiters[ID ~uint64, A any] struct {
 	open map[ID]func(A)
 }
 
-// Add makes a waiter. Its channel gets at most one answer and never blocks the one who answers.
+// Add makes a waiter. Its channel gets at most one answer and never blocks the sender.
 func (w *Waiters[ID, A]) Add() (ID, <-chan A) {
 	answer := make(chan A, 1)
 	return w.AddFunc(func(a A) { answer <- a }), answer
@@ -23,7 +23,7 @@ func (w *Waiters[ID, A]) AddFunc(answer func(A)) ID {
 	return w.next
 }
 
-// Answer ends a waiter. One that is unknown gave up in the meantime.
+// Answer ends a waiter. An unknown id is that of a call that was cancelled meanwhile.
 func (w *Waiters[ID, A]) Answer(id ID, answer A) {
 	if waiter, ok := w.open[id]; ok {
 		delete(w.open, id)
@@ -31,7 +31,7 @@ func (w *Waiters[ID, A]) Answer(id ID, answer A) {
 	}
 }
 
-// Drop forgets a waiter that gave up.
+// Drop forgets the waiter of a call that was cancelled.
 func (w *Waiters[ID, A]) Drop(id ID) { delete(w.open, id) }
 
 // AnswerAll ends every waiter.

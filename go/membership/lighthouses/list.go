@@ -20,8 +20,8 @@ import (
 const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
-	// unacknowledged is after how long the connection to one of several lighthouses is given up whose host acknowledges nothing:
-	// a member says something each second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
+	// unacknowledged is the time after which the connection to one of several lighthouses is closed whose host acknowledges
+	// nothing: a member sends a message each second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
 	unacknowledged = 2 * time.Second
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second

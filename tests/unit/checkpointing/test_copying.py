@@ -13,10 +13,10 @@ PHASES = {
     Phase.UNCHANGED: (False, True, False),
     Phase.DUE: (True, True, False),
     Phase.UNNEEDED: (True, True, False),
-    Phase.GIVEN_UP: (True, False, False),
+    Phase.ABORTED: (True, False, False),
     Phase.CLOSED: (True, False, True),
 }
-EVENTS = {"due": Phase.DUE, "unneeded": Phase.UNNEEDED, "give_up": Phase.GIVEN_UP, "close": Phase.CLOSED}
+EVENTS = {"due": Phase.DUE, "unneeded": Phase.UNNEEDED, "abort": Phase.ABORTED, "close": Phase.CLOSED}
 
 
 def at(phase: Phase, readers: Readers = Readers.NONE) -> Copying:
@@ -60,7 +60,7 @@ def test_what_is_copied_before_the_tensors_change(readers: Readers, device: bool
         (Phase.UNNEEDED, Readers.NONE, True, True),
         (Phase.UNNEEDED, Readers.SOME, True, True),
         (Phase.UNNEEDED, Readers.NATIVE, False, True),  # it has only the copy
-        *((phase, readers, True, True) for phase in (Phase.GIVEN_UP, Phase.CLOSED) for readers in Readers),
+        *((phase, readers, True, True) for phase in (Phase.ABORTED, Phase.CLOSED) for readers in Readers),
     ],
 )
 def test_when_a_copy_ends_early(phase: Phase, readers: Readers, device: bool, host: bool) -> None:

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock, create_autospec
 
 import pytest
 
-from tests.unit.manager.test_rounds import LONG, PUBLISHED, REQUEST, Followed
+from tests.unit.manager.test_rounds import LONG, REQUEST, UPSTREAM, Followed
 from torchft._manager.edge import Server, Transport, _NativeServer, as_peers, as_server
 from torchft._torchft import ManagerClient, QuorumResult
 from torchft.checkpointing import CheckpointTransport
@@ -17,7 +17,7 @@ from torchft.checkpointing import CheckpointTransport
 SOON = timedelta(seconds=3)
 
 
-class PublishedClient:
+class UpstreamClient:
     """The methods of upstream's client, and no more."""
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
@@ -25,7 +25,7 @@ class PublishedClient:
         self.votes: list[Any] = []
 
     def _quorum(self, **request: Any) -> Any:
-        assert request == PUBLISHED
+        assert request == UPSTREAM
         return self.result
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
@@ -35,10 +35,10 @@ class PublishedClient:
 
 @pytest.fixture
 def server() -> Server:
-    return as_server(PublishedClient("http://m:1", connect_timeout=SOON), 2)
+    return as_server(UpstreamClient("http://m:1", connect_timeout=SOON), 2)
 
 
-def test_a_client_with_the_published_methods_is_enough(server: Server) -> None:
+def test_a_client_with_the_methods_of_upstream_is_enough(server: Server) -> None:
     followed = Followed()
     rounds = server.rounds()
     rounds.begin(followed, REQUEST, LONG).result()
@@ -85,7 +85,7 @@ def test_our_manager_server_cannot_commit_what_this_rank_voted_against() -> None
         server.vote(5, False, SOON)
 
 
-class PublishedTransport:
+class UpstreamTransport:
     """Not even derived from torchft's class."""
 
     def metadata(self) -> str:
@@ -95,15 +95,15 @@ class PublishedTransport:
         return what
 
 
-def test_a_transport_with_the_published_methods_is_enough() -> None:
-    transport = Transport(PublishedTransport())  # type: ignore[arg-type]
+def test_a_transport_with_the_methods_of_upstream_is_enough() -> None:
+    transport = Transport(UpstreamTransport())  # type: ignore[arg-type]
     assert transport.metadata() == "where" and transport.recv_checkpoint(step=3) == {"step": 3}
     assert not (transport.several_sources or transport.takes_target or transport.in_place)
     transport.refuse_checkpoint(dst_ranks=[0], step=3, reason="none", timeout=SOON)
     assert not transport.abandon_receiving(RuntimeError("its source failed"))
 
 
-def test_a_double_of_a_transport_can_what_the_published_one_can() -> None:
+def test_a_double_of_a_transport_can_what_that_of_upstream_can() -> None:
     double = create_autospec(CheckpointTransport, instance=True)
     transport = Transport(double)
     assert not (transport.several_sources or transport.takes_target or transport.in_place)

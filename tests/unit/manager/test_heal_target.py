@@ -58,7 +58,7 @@ def test_a_transfer_in_place_that_fails_leaves_weights_of_no_step(fixture: Fixtu
     fixture.transport.takes_target = True
     manager = fixture.manager(use_async_quorum=False)
     fixture.client._quorum.return_value = healing(make_quorum)
-    fixture.transport.recv_checkpoint = MagicMock(side_effect=RuntimeError("source died"))
+    fixture.transport.recv_checkpoint = MagicMock(side_effect=RuntimeError("source failed"))
     manager.start_quorum()
     assert not manager.should_commit()
     fixture.client._quorum.return_value = make_quorum(quorum_id=2)  # nobody to heal from

@@ -301,7 +301,7 @@ def test_wrap_future(fixture: Fixture) -> None:
 
 
 @pytest.mark.parametrize("heals", [True, False])
-def test_a_profile_shows_the_published_ranges(
+def test_a_profile_shows_the_ranges_of_upstream(
     fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch, heals: bool
 ) -> None:
     ranges: list[str] = []
@@ -429,7 +429,7 @@ def test_step_is_the_quorums_also_when_the_heal_fails(fixture: Fixture, make_quo
     manager = fixture.manager()
     manager.load_state_dict({"step": 3, "batches_committed": 6})
     fixture.client._quorum.return_value = healing(make_quorum)
-    fixture.transport.recv_checkpoint.side_effect = RuntimeError("source died")
+    fixture.transport.recv_checkpoint.side_effect = RuntimeError("source failed")
     manager.start_quorum()
     assert manager.num_participants() == 1 and manager.current_step() == 20
     assert not manager.should_commit()

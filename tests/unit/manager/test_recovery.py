@@ -206,7 +206,7 @@ def test_a_heal_in_place_that_does_not_end_leaves_weights_of_no_step(
     load = MagicMock(side_effect=[None] if where == "transfer" else [ValueError("no"), None])
     manager = fixture.manager(use_async_quorum=False, load_state_dict=load)
     fixture.client._quorum.return_value = healing(make_quorum)
-    fixture.transport.recv_checkpoint.side_effect = [RuntimeError("source died")] if where == "transfer" else None
+    fixture.transport.recv_checkpoint.side_effect = [RuntimeError("source failed")] if where == "transfer" else None
     fixture.transport.recv_checkpoint.return_value = peer_state()
     manager.start_quorum()
     assert not manager.should_commit()
@@ -274,9 +274,9 @@ def test_failed_heal_keeps_its_peers_going(
         step=19 if where == "wrong step" else 20, user={} if where == "missing part" else None
     )
     if where == "transfer":
-        fixture.transport.recv_checkpoint.side_effect = RuntimeError("source died")
+        fixture.transport.recv_checkpoint.side_effect = RuntimeError("source failed")
     if where == "metadata":
-        fixture.client._checkpoint_metadata.side_effect = RuntimeError("source died")
+        fixture.client._checkpoint_metadata.side_effect = RuntimeError("source failed")
 
     manager.start_quorum()
     tensor = torch.ones(2)
@@ -344,7 +344,7 @@ def test_says_in_which_quorum_its_weights_were_made(
     assert not manager.should_commit()
 
     result = healing(make_quorum, committed_quorum_id=30)  # to what was made in quorum 30, in a quorum of its own
-    fixture.transport.recv_checkpoint.side_effect = RuntimeError("source died")
+    fixture.transport.recv_checkpoint.side_effect = RuntimeError("source failed")
     assert not step()
     fixture.transport.recv_checkpoint.side_effect = None
     fixture.transport.recv_checkpoint.return_value = peer_state()

@@ -147,7 +147,7 @@ def test_what_cannot_be_done_again_is_not_kept() -> None:
 def lose(manager: Manager) -> None:
     manager.start_quorum()
     manager.allreduce(torch.ones(2)).wait()
-    manager._errors.of_collective(RuntimeError("a peer died"))
+    manager._errors.of_collective(RuntimeError("a peer failed"))
 
 
 def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:

@@ -181,7 +181,7 @@ def test_a_wait_for_changes_that_ends_without_one_begins_anew(client: FakeClient
     first_round(rounds, client)
 
 
-PUBLISHED: dict[str, Any] = {  # what other clients are asked with
+UPSTREAM: dict[str, Any] = {  # what other clients are asked with
     "group_rank": 0,
     "step": 0,
     "checkpoint_metadata": "here",
@@ -197,7 +197,7 @@ def test_a_call_that_waits_for_a_quorum_is_made_on_a_thread() -> None:
     answers: list[Any] = [result := QuorumResult(quorum_id=3), TimeoutError("no quorum")]
 
     def ask(**request: Any) -> QuorumResult:
-        assert request == PUBLISHED
+        assert request == UPSTREAM
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer

@@ -23,8 +23,8 @@ from torchft.process_group import ProcessGroup, ProcessGroupDummy
 from torchft.work import _DummyWork
 
 
-def published(**fields: Any) -> QuorumResult:
-    """A quorum of two groups with some of the published fields, set one by one; it names no groups."""
+def upstream_quorum(**fields: Any) -> QuorumResult:
+    """A quorum of two groups with some of upstream's fields, set one by one; it names no groups."""
     result = QuorumResult()
     two = dict(quorum_id=123, replica_rank=1, replica_world_size=2, max_world_size=2)
     for name, value in {**two, **fields}.items():
@@ -52,7 +52,7 @@ class StandIns:
 
     def __init__(self, client: MagicMock, store: TCPStore) -> None:
         self.client = client
-        self.client._quorum.return_value = published()
+        self.client._quorum.return_value = upstream_quorum()
         self.client.should_commit.return_value = True
         self.client._checkpoint_metadata.return_value = "where"
         self.pg = create_autospec(ProcessGroup, instance=True)
@@ -115,7 +115,7 @@ def test_a_real_client_says_what_is_missing(given: dict[str, Any], missing: str)
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_steps_with_a_stand_in_of_a_client(stand_ins: StandIns, use_async_quorum: bool) -> None:
-    stand_ins.client._quorum.return_value = published(max_replica_rank=1)
+    stand_ins.client._quorum.return_value = upstream_quorum(max_replica_rank=1)
     manager = stand_ins.manager(use_async_quorum=use_async_quorum)
     for step in range(3):
         manager.start_quorum()
@@ -135,8 +135,8 @@ def test_only_a_training_that_ended_on_purpose_says_so(stand_ins: StandIns, how:
     server.shutdown.assert_called_once_with()
 
 
-def test_a_heal_by_published_fields(stand_ins: StandIns) -> None:
-    stand_ins.client._quorum.return_value = published(**HEAL)
+def test_a_heal_by_the_fields_of_upstream(stand_ins: StandIns) -> None:
+    stand_ins.client._quorum.return_value = upstream_quorum(**HEAL)
     state = {"user": {"default": {"weights": 1}}, "torchft": {"step": 20, "batches_committed": 40}}
     stand_ins.transport.recv_checkpoint.return_value = state
     manager = stand_ins.manager()
@@ -162,7 +162,7 @@ def test_an_error_of_the_configuration_is_kept(stand_ins: StandIns) -> None:
 
 def test_an_error_of_a_reconfiguration_is_kept(stand_ins: StandIns) -> None:
     error = RuntimeError("no peers")
-    stand_ins.client._quorum.return_value = published(reconfigure_handles=["a", "b"])
+    stand_ins.client._quorum.return_value = upstream_quorum(reconfigure_handles=["a", "b"])
     stand_ins.pg.reconfigure.side_effect = error
     manager = stand_ins.manager()
     manager.start_quorum()
@@ -179,7 +179,7 @@ def test_an_error_of_a_transfer_is_kept(
     stand_ins: StandIns, fields: dict[str, Any], call: str, use_async_quorum: bool
 ) -> None:
     error = RuntimeError("no bytes")
-    stand_ins.client._quorum.return_value = published(**fields)
+    stand_ins.client._quorum.return_value = upstream_quorum(**fields)
     getattr(stand_ins.transport, call).side_effect = error
     manager = stand_ins.manager(use_async_quorum=use_async_quorum)
     manager.start_quorum()
@@ -253,7 +253,7 @@ def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns) -> 
     manager = stand_ins.manager(pg=group)
     stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: should_commit
     for quorum_id, committed in ((1, False), (2, True), (2, True)):
-        stand_ins.client._quorum.return_value = published(
+        stand_ins.client._quorum.return_value = upstream_quorum(
             quorum_id=quorum_id, max_replica_rank=1, reconfigure_handles=["a", "b"]
         )
         manager.start_quorum()

@@ -75,10 +75,10 @@ def test_wait_passes_its_timeout_on() -> None:
 
 def test_error_is_reported_once_and_leaves_the_value() -> None:
     work, pending, reports, tensor = make()
-    pending.future.set_exception(RuntimeError("peer died"))
+    pending.future.set_exception(RuntimeError("peer failed"))
     assert not work.wait() and not work.wait()
     assert work.get_future().wait() is tensor
-    assert [str(e) for e in reports.errors] == ["peer died"] and tensor.tolist() == [8.0]
+    assert [str(e) for e in reports.errors] == ["peer failed"] and tensor.tolist() == [8.0]
 
 
 def test_future_of_a_collective_that_hangs_ends() -> None:

@@ -28,7 +28,7 @@ from torchft.process_group._gloo import reaper
 
 @pytest.mark.parametrize("make", [gloo, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT)], ids=["gloo", "isolated"])
 def test_who_is_alone_connects_with_nobody(make: Callable[[], ProcessGroup]) -> None:
-    """All others died, and what the last one waited for there was PyTorch's question to the name server."""
+    """All others failed, and what the last one waited for there was PyTorch's question to the name server."""
     group = make()
     with socket.socket() as closed:
         closed.bind(("localhost", 0))  # and nobody listens
@@ -42,7 +42,7 @@ def test_who_is_alone_connects_with_nobody(make: Callable[[], ProcessGroup]) -> 
 
 
 def test_an_abort_ends_a_connection_that_a_dead_peer_holds_up(store: TCPStore) -> None:
-    """The peer died between the quorum and the connection: nobody but an abort ends the wait for it."""
+    """The peer failed between the quorum and the connection: nobody but an abort ends the wait for it."""
     group = gloo()
     where = meeting(store)
     began = time.monotonic()

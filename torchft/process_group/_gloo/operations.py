@@ -40,7 +40,7 @@ _DRAIN_LOOK_SEC = 0.001
 # How long the thread that watches futures stays when there are none.
 _IDLE_SEC = 1.0
 
-# What Gloo says of an operation whose peer is gone, and scripts look for; here for those that Gloo does not end.
+# What Gloo says of an operation whose peer has ended, and scripts look for; here for those that Gloo does not end.
 _CLOSED = "Connection closed by peer"
 
 
@@ -74,7 +74,7 @@ class Operations:
         """Why no operation will end by itself any more; None as long as one may.
 
         Args:
-            collective: whether a peer that is gone means the end, as it does for all but send and recv.
+            collective: whether a peer that has ended means the end, as it does for all but send and recv.
         """
         now = time.monotonic()
         if self._ended is None:

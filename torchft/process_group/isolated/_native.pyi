@@ -11,7 +11,7 @@ def send(socket: int, kind: int, operation: int, /, *parts: bytes) -> bool:
     """Sends a request; False when the other end does not read.
 
     Raises:
-        OSError: the other end is gone.
+        OSError: the other end is closed.
         ValueError: it is longer than a socket takes.
     """
 
@@ -20,13 +20,13 @@ def read(answers: int, wake: int, milliseconds: int, /) -> int | bytes | None:
 
     Returns:
         The number of an operation, when what came is that it is done, and nothing else; other answers as bytes, b""
-        from a worker that is gone; None when nothing came in that time, or `wake` (an eventfd) did.
+        from a worker that has ended; None when nothing came in that time, or `wake` (an eventfd) did.
     """
 
 def receive(socket: int, /) -> tuple[int, int, Optional[bytes], tuple[int, ...]]:
     """Waits for the next request: its kind, operation, rest and descriptors.
 
-    The rest is None when the other end is gone. A message shorter than a request comes with the kind 0.
+    The rest is None when the other end is closed. A message shorter than a request comes with the kind 0.
     """
 
 def answer_when_done(

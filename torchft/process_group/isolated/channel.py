@@ -365,7 +365,7 @@ class Channel:
     # The end
 
     def _worker_failed(self) -> Exception:
-        return WorkerFailed(f"{self._name}: the worker process died")
+        return WorkerFailed(f"{self._name}: the worker process has ended")
 
     def _why_it_failed(self) -> Exception:
         """The error for a request that could not be sent. Reads the worker's last message first: it may explain it."""

@@ -19,7 +19,7 @@ def send(to: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> Non
 
     Raises:
         BlockingIOError: the other end does not read.
-        OSError: it is gone.
+        OSError: the other end is closed.
     """
     if len(data) > LONG:
         memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
@@ -37,7 +37,7 @@ def send(to: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> Non
 
 
 def receive(source: socket.socket) -> tuple[bytes, list[int]]:
-    """The next message, b"" when the other end is gone, and the descriptors that came with it."""
+    """The next message, b"" when the other end is closed, and the descriptors that came with it."""
     data, ancillary, _, _ = source.recvmsg(LONG, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
     return unpack(data, list(_descriptors(ancillary)) if ancillary else [])
 

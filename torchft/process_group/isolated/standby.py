@@ -361,7 +361,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends all workers. The server is not needed until `prepare` is called again."""
-        self.end(RuntimeError("the group is gone"))
+        self.end(RuntimeError("the group was shut down"))
         with self._lock:
             worker, self._next = self._next, None
             used, self._used = self._used, False

@@ -54,7 +54,7 @@ class Wire:
         """
         with self._send_lock:
             if self.closed:
-                raise BrokenPipeError("the worker is gone")
+                raise BrokenPipeError("the worker has ended")
             if descriptor is None and sum(map(len, parts)) < _SHORT:
                 if not _native.send(self._requests_fd, kind, operation, *parts):
                     self._send_later(timeout, protocol.request(kind, operation, b"".join(parts)), None)

@@ -203,27 +203,27 @@ def test_memory_is_known_by_its_storage_not_by_its_address(fake: Cuda) -> None:
 def test_a_registration_keeps_the_memory(fake: Cuda) -> None:
     trainer, _, _ = ends()
     tensor = torch.ones(4)
-    died: list[int] = []
-    weakref.finalize(tensor.untyped_storage(), died.append, 1)
+    freed: list[int] = []
+    weakref.finalize(tensor.untyped_storage(), freed.append, 1)
     registration = trainer.register(tensor, True, True)
     registration.fetch()
     del tensor
-    assert not died
+    assert not freed
     registration.release()
     registration.release()
-    assert died
+    assert freed
 
 
 def test_a_forgotten_registration_keeps_the_memory_until_the_worker_is_reaped(fake: Cuda) -> None:
     trainer, _, _ = ends()
     tensor = torch.ones(4)
-    died: list[int] = []
-    weakref.finalize(tensor.untyped_storage(), died.append, 1)
+    freed: list[int] = []
+    weakref.finalize(tensor.untyped_storage(), freed.append, 1)
     trainer.register(tensor, True, True)
     del tensor
-    assert not died, "the device may still write for a worker that is about to die"
+    assert not freed, "the device may still write for a worker that is about to end"
     trainer.close()
-    assert died
+    assert freed
 
 
 def test_memory_goes_back_when_the_worker_has_dropped_it(fake: Cuda) -> None:
@@ -327,11 +327,11 @@ def test_a_forked_child_leaves_the_counters_alone(fake: Cuda) -> None:
 def test_a_worker_that_has_failed_may_be_noticed_while_exporting(fake: Cuda) -> None:
     def tell(note: bytes, descriptor: Optional[int]) -> None:
         trainer.close()
-        raise RuntimeError("the worker process died")
+        raise RuntimeError("the worker process has ended")
 
     trainer = cuda.TrainerEnd(tell)
     tensor = torch.ones(4)
-    with pytest.raises(RuntimeError, match="died"):
+    with pytest.raises(RuntimeError, match="has ended"):
         trainer.register(tensor, True, True)
     del tensor
     assert not cuda._exports
@@ -426,11 +426,11 @@ def test_the_trainer_waits_on_the_host_and_not_for_a_dead_worker(fake: Cuda) -> 
     waiting.join(10)
     assert not waiting.is_alive() and "ended before its operation" in str(failed[0])
 
-    # Nobody has noticed yet that the worker is gone: telling it something fails.
+    # The end of the worker is not noticed yet: sending it a message fails.
     def tell(note: bytes, descriptor: Optional[int]) -> None:
-        raise RuntimeError("the worker process died")
+        raise RuntimeError("the worker process has ended")
 
-    with pytest.raises(RuntimeError, match="the worker process died"):
+    with pytest.raises(RuntimeError, match="the worker process has ended"):
         cuda.TrainerEnd(tell).follow(mark)
 
     queueing = cuda.TrainerEnd(lambda note, descriptor: None, queue=True)

@@ -65,9 +65,9 @@ def assert_all_end(group: ProcessGroup, end: Callable[[], None], says: str) -> N
 def test_a_killed_worker_ends_all_waits(pair: list[ProcessGroup], store: TCPStore) -> None:
     isolated = pair[1]
     pid = worker()
-    assert_all_end(isolated, lambda: os.kill(pid, signal.SIGKILL), "the worker process died")
+    assert_all_end(isolated, lambda: os.kill(pid, signal.SIGKILL), "the worker process has ended")
     assert isinstance(isolated.errored(), RuntimeError)
-    with pytest.raises(RuntimeError, match="the worker process died"):
+    with pytest.raises(RuntimeError, match="the worker process has ended"):
         pending(isolated)
     wait_until(lambda: pid not in workers(), "it is reaped")
     connect(pair, store)

@@ -141,7 +141,7 @@ def test_a_server_that_died_is_replaced(store: TCPStore) -> None:
     os.kill(old, signal.SIGKILL)
     # The kernel ends the worker with its server.
     wait_until(lambda: group.errored() is not None, "the group notices")
-    with pytest.raises(RuntimeError, match="the worker process died"):
+    with pytest.raises(RuntimeError, match="the worker process has ended"):
         group.allreduce([torch.ones(1)], ReduceOp.SUM)
     group.configure(meeting(store), "replica", 0, 1)
     assert server() != old
@@ -194,7 +194,7 @@ def test_a_server_that_dies_while_it_is_asked_is_replaced(
     group.shutdown()
 
 
-@pytest.mark.slow  # the next server imports PyTorch for two seconds; a server that died is replaced above
+@pytest.mark.slow  # the next server imports PyTorch for two seconds; a server that failed is replaced above
 def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,9 +244,9 @@ def test_workers_that_die_again_and_again_are_given_up(store: TCPStore) -> None:
     from tests.unit.process_group.isolated.dying import ProcessGroupBabyDying
 
     group = ProcessGroupBabyDying(TIMEOUT)
-    with pytest.raises(RuntimeError, match="dying: the worker process died"):
+    with pytest.raises(RuntimeError, match="dying: the worker process has ended"):
         group.configure(meeting(store), "replica", 0, 1)
-    with pytest.raises(RuntimeError, match="dying: the worker process died"):
+    with pytest.raises(RuntimeError, match="dying: the worker process has ended"):
         group.get_reconfigure_handle()
     group.shutdown()
 

@@ -85,9 +85,9 @@ def _host_of_setting(setting: str) -> str:
 
 
 def _route_towards(lighthouse_addr: str) -> str | None:
-    """The local address that packets to the lighthouse leave from; None if unknown or loopback."""
+    """The source address of packets to the lighthouse; None if it is unknown or loopback."""
     try:
-        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # of several the first, which serves without failures
+        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # of a list the first one, which serves unless it fails
         if not parts.hostname:
             return None
         targets = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)

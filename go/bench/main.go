@@ -44,13 +44,13 @@ func parse(args []string) (s settings, err error) {
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	flags.StringVar(&s.lighthouse, "lighthouse", "", "http://host:port of the lighthouse")
 	flags.StringVar(&s.kind, "kind", "ours", "how the groups speak: "+strings.Join(kindNames(), ", "))
-	flags.IntVar(&s.groups, "groups", 100, "how many there are")
+	flags.IntVar(&s.groups, "groups", 100, "number of groups")
 	flags.IntVar(&s.rounds, "rounds", 20, "how many rounds to measure, after one that is not")
 	flags.DurationVar(&s.limit, "limit", time.Minute, "after this time no further round begins")
-	flags.DurationVar(&s.idle, "idle", 0, "how long to measure what it costs to know that the groups are alive; 0: not at all")
+	flags.DurationVar(&s.idle, "idle", 0, "how long to measure the cost of heartbeats; 0: not at all")
 	flags.IntVar(&s.pid, "pid", 0, "process of the lighthouse, to measure its time and memory; 0: not at all")
 	flags.StringVar(&s.comeback, "comeback", "", "command of a lighthouse to kill and to start again, in place of -lighthouse")
-	flags.DurationVar(&s.away, "away", 2*time.Second, "how long it stays away")
+	flags.DurationVar(&s.away, "away", 2*time.Second, "time between its end and its restart")
 	if err := flags.Parse(args); err != nil {
 		return s, err
 	}
@@ -75,12 +75,12 @@ type result struct {
 	Groups     int     `json:"groups"`
 	Rounds     int     `json:"rounds"`
 	ConnectMS  float64 `json:"connect_ms"` // until all groups are connected
-	FirstMS    float64 `json:"first_ms"`   // the first round: everybody learns who everybody is
+	FirstMS    float64 `json:"first_ms"`   // the first round, in which each group receives the list of all
 	RoundMS    float64 `json:"round_ms"`   // median, from the first request to the last answer
 	FastestMS  float64 `json:"fastest_ms"`
 	SlowestMS  float64 `json:"slowest_ms"`
 	FirstBytes float64 `json:"first_bytes"` // sent by the lighthouse in the first round
-	RoundBytes float64 `json:"round_bytes"` // and in one of the others
+	RoundBytes float64 `json:"round_bytes"` // sent by the lighthouse in a later round
 	// Of the lighthouse's process.
 	RoundCPUMS  float64 `json:"round_cpu_ms,omitempty"`
 	PeakMB      float64 `json:"peak_mb,omitempty"`   // largest resident memory so far

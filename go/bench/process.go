@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// used is what a process took so far.
+// used is the processor time and the memory of a process so far.
 type used struct {
 	cpu              time.Duration
 	memoryMB, peakMB float64 // resident
@@ -17,7 +17,7 @@ type used struct {
 // tick is the unit of times in /proc on every Linux that Go runs on.
 const tick = 10 * time.Millisecond
 
-// usage is that of a process and its threads; zero where there is no such process, or no /proc.
+// usage measures a process with all of its threads. It is zero if there is no such process, or no /proc.
 func usage(pid int) (u used) {
 	if pid == 0 {
 		return u
@@ -26,7 +26,7 @@ func usage(pid int) (u used) {
 	if err != nil {
 		return u
 	}
-	// The second field, the command's name in parentheses, may have anything in it.
+	// The second field, the command's name in parentheses, may contain spaces and parentheses.
 	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
 	for _, field := range fields[11:13] {
 		n, _ := strconv.ParseInt(field, 10, 64)

@@ -25,42 +25,43 @@ type memberService struct {
 	server *Server
 }
 
-// aliveFraction is how often in a heartbeat timeout a member is never silent: one word may be late, or two.
+// aliveFraction is the least number of messages of a member in a heartbeat timeout: two of them may be late.
 const aliveFraction = 3
 
 const (
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
-	// mostLists are sent at once: where thousands join, each in a buffer of its own would be the memory of the lighthouse.
+	// mostLists bounds the lists of members that are sent at the same time. Each has a buffer of its own: when thousands of
+	// members join, all of them together would be most of the lighthouse's memory.
 	mostLists = 256
-	// turnWait is the most that a list waits for others that are sent.
+	// turnWait bounds how long a list waits until fewer others are being sent.
 	turnWait = 2 * time.Second
-	// mostOutgoing is how much waits for a member that does not read.
+	// mostOutgoing bounds the messages that are queued for a member that does not read.
 	mostOutgoing = 64
 )
 
-var errStale = status.Error(codes.Unavailable, "another lighthouse was asked, or is to be asked, in the meantime: open a new stream")
+var errStale = status.Error(codes.Unavailable, "the stream is of an old term, or its member was sent to another lighthouse: open a new stream")
 
-// stream is one member's, while it lasts. It costs one goroutine, and another one while it sends.
+// stream is the stream of one member. It costs one goroutine, and a second one while it sends.
 type stream struct {
 	job       *job
 	wire      grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
 	replicaID string
 	tells     bool          // it answers a recall
-	said      quorum.Member // what the member said last; only receive uses it
+	said      quorum.Member // the last record that the member sent; only receive uses it
 	heard     atomic.Int64  // messages of the member
 	ended     atomic.Bool
-	held      quorum.Revision // of the list that the member has once it has all that was sent; only send uses it
+	held      quorum.Revision // of the list that the member holds after all messages sent so far; only send uses it
 
 	// The job's lock guards these.
-	waiter   quorum.WaiterID // of the ask that waits; 0 if none does
-	number   uint64          // of that ask
+	waiter   quorum.WaiterID // of the pending request; 0 if there is none
+	number   uint64          // of that request
 	refused  error           // why the stream is refused, nil if it is not
-	span     *tracing.Span   // of that ask, nil unless it is traced
-	deadline time.Time       // of that ask
+	span     *tracing.Span   // of that request, nil unless it is traced
+	deadline time.Time       // of that request
 	expiry   *time.Timer     // runs expire
 	stamps   stamps
-	stale    bool // what is said on it counts no more: the member knows an old term, or goes elsewhere
+	stale    bool // its messages no longer count: the member knows an old term, or is sent to another lighthouse
 
 	mu      sync.Mutex
 	outbox  []outgoing
@@ -81,8 +82,8 @@ type outgoing struct {
 	news    []rpc.Encoded // of members, and questions: a message each
 }
 
-// Attend serves a member's stream until the member ends it, or its connection breaks. A lighthouse that shuts down asks
-// the member to: so no stream needs a goroutine that waits for that.
+// Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the lighthouse asks the
+// member to end the stream, so no stream needs a goroutine that waits for the shutdown.
 func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]) error {
 	greeting, err := greetingOf(wire, m.server.log)
 	if err != nil {
@@ -119,7 +120,7 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 	}
 }
 
-// greetingOf waits for the first message of a stream, for a while.
+// greetingOf receives the first message of a stream, within greetingTimeout.
 func greetingOf(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage], log *slog.Logger) (*torchftpb.Greeting, error) {
 	type received struct {
 		message *torchftpb.MemberMessage
@@ -176,7 +177,7 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	return err
 }
 
-// welcome opens the stream. What the machine said before is not for it.
+// welcome opens the stream. It gets no action that the machine returned before.
 func (s *stream) welcome(w quorum.Welcome, now time.Time) {
 	s.job.streams.add(s)
 	s.stamps.interval = s.job.cfg.HeartbeatTimeout / aliveFraction
@@ -194,7 +195,7 @@ func (s *stream) welcome(w quorum.Welcome, now time.Time) {
 	}
 }
 
-// end returns when nothing of the stream is left: nobody may send on it once its handler has returned.
+// end returns when no goroutine uses the stream: gRPC allows no Send after the handler has returned.
 func (s *stream) end() {
 	s.ended.Store(true)
 	defer s.senders.Wait()
@@ -268,7 +269,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	}
 }
 
-// feed tells the machine what the member said, unless that counts no more.
+// feed passes an event of the member to the machine, unless the stream is stale.
 func (s *stream) feed(event quorum.Event) error {
 	s.job.mu.Lock()
 	defer s.job.mu.Unlock()
@@ -281,9 +282,9 @@ func (s *stream) feed(event quorum.Event) error {
 	return s.job.step(event)
 }
 
-// alive notes a sign of life, as the member takes all that it says for one.
+// alive counts a message as a heartbeat: the member sends none for some time after any other message.
 func (s *stream) alive() {
-	_ = s.feed(quorum.Beat{ReplicaID: s.replicaID}) // a lighthouse that shuts down says so to what follows
+	_ = s.feed(quorum.Beat{ReplicaID: s.replicaID}) // the event that follows returns the same error
 }
 
 func (s *stream) ask(ask *torchftpb.Ask) error {
@@ -293,7 +294,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		}
 		s.said = wire.MemberFromProto(m)
 	} else if s.said.ReplicaID == "" {
-		return status.Error(codes.InvalidArgument, "the first ask of a stream does not say who asks")
+		return status.Error(codes.InvalidArgument, "the first request of a stream has no member")
 	}
 	if ask.GetTimeoutUs() <= 0 {
 		return status.Errorf(codes.InvalidArgument, "timeout_us is %d: an ask needs a deadline, above 0", ask.GetTimeoutUs())
@@ -317,7 +318,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		return nil
 	}
 	s.forget()
-	delete(job.heals, s.replicaID) // whatever came of its heal, that is over
+	delete(job.heals, s.replicaID) // a group that requests a quorum no longer heals
 	s.span = tracing.Continue(ask.GetTraceparent(), "lighthouse.quorum", ask.GetStep(), attribute.String("torchft.replica_id", s.replicaID))
 	s.await(ask.GetNumber(), timeout)
 	return job.step(quorum.Asked{
@@ -326,7 +327,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	})
 }
 
-// await makes the waiter of an ask. The caller holds the server's lock.
+// await registers the waiter of a request, and its deadline. The caller holds the job's lock.
 func (s *stream) await(number uint64, timeout time.Duration) {
 	s.number = number
 	s.waiter = s.job.waiters.AddFunc(func(a answer) {
@@ -334,7 +335,7 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 		endSpan(s.span, a)
 		s.post(outgoing{number: number, answer: a})
 	})
-	// A member that stops listening at that moment would not hear why there is no quorum.
+	// Somewhat sooner than the member's own timeout, after which it would not receive the reason why there is no quorum.
 	s.deadline = rpc.Sooner(time.Now().Add(timeout), answerMargin)
 	if s.expiry == nil {
 		s.expiry = rpc.AfterFunc(s.job.log, "deadline of a member", s.expire)
@@ -344,7 +345,7 @@ func (s *stream) await(number uint64, timeout time.Duration) {
 
 var errWithdrawn = errors.New("the request was withdrawn")
 
-// endSpan ends the span of a wait with what came of it.
+// endSpan ends the span of a request with its result.
 func endSpan(span *tracing.Span, a answer) {
 	if span == nil {
 		return
@@ -355,14 +356,14 @@ func endSpan(span *tracing.Span, a answer) {
 	span.End(a.err)
 }
 
-// expire answers an ask whose time is up. The timer may be that of an ask that was answered long ago.
+// expire answers a request at its deadline. The timer may be that of an earlier request, which has its answer.
 func (s *stream) expire() {
 	s.job.mu.Lock()
 	defer s.job.mu.Unlock()
 	if s.waiter == 0 || time.Now().Before(s.deadline) || s.job.closed {
 		return
 	}
-	reason := s.job.reason(time.Now()) // while it still counts as one that waits
+	reason := s.job.reason(time.Now()) // before forget: the reason counts this request, too
 	if s.waiter == 0 {
 		return // the machine failed, and all requests were answered
 	}
@@ -370,7 +371,7 @@ func (s *stream) expire() {
 	s.post(outgoing{number: s.number, answer: answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)}})
 }
 
-// forget takes back the ask that waits, if one does. The caller holds the server's lock.
+// forget withdraws the pending request, if there is one. The caller holds the job's lock.
 func (s *stream) forget() {
 	if s.waiter == 0 {
 		return
@@ -384,7 +385,8 @@ func (s *stream) forget() {
 	}
 }
 
-// post leaves something to be sent. It never waits. News are dropped for a member that does not read: it knows by then.
+// post queues a message, and never blocks. News is dropped if the queue is full: it lets the member react sooner, and the
+// member's next quorum shows the same.
 func (s *stream) post(o outgoing) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -398,8 +400,8 @@ func (s *stream) post(o outgoing) {
 	}
 }
 
-// keepUp waits for a member that asks and does not read the answers. Meanwhile nothing that it says is read, and it counts
-// as silent.
+// keepUp blocks while the queue of a member that does not read is full. Meanwhile the member's messages are not received
+// either, so it counts as silent.
 func (s *stream) keepUp() error {
 	for {
 		s.mu.Lock()
@@ -416,8 +418,8 @@ func (s *stream) keepUp() error {
 	}
 }
 
-// flush sends what there is, and errors in place of what cannot be sent. If that fails too the stream has broken: Attend
-// hears of it.
+// flush sends the queue. In place of a message that cannot be sent it sends a failure; if that fails, too, the stream has
+// broken, and Recv in Attend returns the error.
 func (s *stream) flush() {
 	for {
 		s.mu.Lock()
@@ -477,8 +479,8 @@ func (s *stream) send(o outgoing) (err error) {
 	return s.wire.SendMsg(rpc.Numbered{Number: o.number, Message: states})
 }
 
-// takeTurn waits until few enough lists are on their way, for a moment: one that does not move must not hold up others.
-// It returns what ends the turn.
+// takeTurn waits until fewer than mostLists lists are being sent, at most for turnWait: a member that does not read must
+// not delay the others. The returned function ends the turn.
 func (s *Server) takeTurn() (end func()) {
 	timer := time.NewTimer(turnWait)
 	defer timer.Stop()

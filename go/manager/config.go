@@ -32,11 +32,11 @@ type ServerConfig struct {
 	StoreAddr string
 	// WorldSize is how many ranks the group has.
 	WorldSize int64
-	// HeartbeatInterval is the time between heartbeat calls to an upstream lighthouse. Others keep a stream, and choose it themselves.
+	// HeartbeatInterval is the time between heartbeat calls to an upstream lighthouse. Other lighthouses set the interval of their streams.
 	HeartbeatInterval time.Duration
 	// ConnectTimeout bounds the first connection to the lighthouse.
 	ConnectTimeout time.Duration
-	// QuorumRetries is how often a quorum request that the lighthouse refused is repeated. While the lighthouse is not reached,
+	// QuorumRetries is how often a quorum request that the lighthouse refused is repeated. While the lighthouse cannot be reached,
 	// requests are repeated until the deadline in any case.
 	QuorumRetries int64
 	// Security names the files with the job's token and certificates, for this server and for its calls to the lighthouse.
@@ -93,7 +93,7 @@ func (c ServerConfig) Validate() error {
 	return c.Security.Validate()
 }
 
-// Join makes a group a member at the lighthouses that its configuration names: what NewServer does where Membership is nil.
+// Join registers a group with the lighthouses of its configuration, as NewServer does if Membership is nil.
 func Join(ctx context.Context, cfg ServerConfig) (membership.Membership, error) {
 	m, err := lighthouses.Join(ctx, cfg.LighthouseAddr, cfg.ReplicaID, cfg.ConnectTimeout,
 		lighthouses.WithNetwork(cfg.Network), lighthouses.WithSecurity(cfg.Security), lighthouses.WithJob(cfg.job()))

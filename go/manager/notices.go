@@ -8,7 +8,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// answerTime is how long ranks may take to answer ProgressAsked. The lighthouse waits for a second.
+// answerTime is how long ranks may take to answer ProgressAsked. The lighthouse waits a second for the manager server.
 const answerTime = 500 * time.Millisecond
 
 // hearNotices passes the notices of the membership on to the machine and the ranks.
@@ -46,7 +46,7 @@ func (s *Server) hear(notice membership.Notice) {
 	s.notices.Tell(notice)
 }
 
-// answerProgress waits until the ranks have answered, or answerTime is over, and tells the lighthouse what they do.
+// answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their progress.
 func (s *Server) answerProgress() {
 	witness, ok := s.membership.(membership.Witness)
 	if !ok {
@@ -75,7 +75,7 @@ func (s *Server) answerProgress() {
 	}
 }
 
-// suspect passes on that a collective of a rank failed.
+// suspect reports the failed collective of a rank to the lighthouse.
 func (s *Server) suspect(quorumID int64, replicaID string) {
 	if witness, ok := s.membership.(membership.Witness); ok {
 		witness.Suspect(quorumID, replicaID)

@@ -88,7 +88,7 @@ def start_groups(job: Job, side: Side, groups: int, ranks: int, env: dict[str, s
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of some samples, and where the middle 80 % of them lie."""
+    """Median, 10th and 90th percentile of some samples."""
 
     median: float
     p10: float
@@ -122,10 +122,10 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def fetch_memory(nbytes: int) -> None:
-    """Use so much memory and give it back.
+    """Use ``nbytes`` of memory and free them.
 
-    The host of a virtual machine takes back what the machine does not use; whoever uses it next waits for the host, at
-    0.1 to 0.8 GB/s. So that no side's figure is the host's, somebody else waits before each.
+    The host of a virtual machine takes back unused memory, and supplies it again at 0.1 to 0.8 GB/s when it is used. A
+    call before each measurement keeps that out of the figures.
     """
     with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -134,7 +134,7 @@ def fetch_memory(nbytes: int) -> None:
 
 
 def rotated(items: Sequence[Any], by: int) -> list[Any]:
-    """Return the items with another one first in each round, so that none always comes after the same one."""
+    """Rotate the items, so that each round begins with another one."""
     by %= len(items)
     return [*items[by:], *items[:by]]
 

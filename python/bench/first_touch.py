@@ -1,11 +1,11 @@
-"""How fast memory can be used for the first time: what bounds a heal that receives into fresh memory.
+"""The rate at which memory can be used for the first time. It bounds a heal that receives into new memory.
 
     python python/bench/first_touch.py            # 1 GB, 5 rounds
-    python python/bench/first_touch.py --gb 4     # more than the machine has used lately: its host may have to be asked
+    python python/bench/first_touch.py --gb 4     # more than the machine has used lately
 
-"As found" is memory as the machine has it. If it is virtual, its host takes back what it does not use, and is waited
-for when it is used again. For the other rows somebody else has just used as much and given it back, so that only the
-kernel's own work is left: a page fault for each page, and filling it with zeros.
+"As found" may include the host of a virtual machine, which takes back unused memory and supplies it again when it is
+used. Before each of the other rows as much memory is used and freed, so they show the kernel's own work: a page fault
+for each page, and filling it with zeros.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Ours with and without checksums, upstream, and plain TCP with 8 streams, in turn
 processes on loopback. "In place" and plain TCP receive into memory that was used before; the others allocate it, as a
 group that has just been started does. "Trains on" copies the state, because the source needs it back at once.
 
-Extra memory is what a process held at most during the transfer (the kernel's own mark of its resident memory), less
-what it held when it had just begun and less the state itself.
+Extra memory is the peak of a process's resident memory during the transfer (VmHWM), less its resident memory at the
+start and less the state itself.
 
     python python/bench/heal.py                         # 2 GB, 5 rounds
     python python/bench/heal.py --gb 0.5 --rounds 3
@@ -49,7 +49,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any], dict[str, Any], bool]] = [
 
 
 class Worker:
-    """One end of all variants of one package, as stdin says; answers are JSON, one a line."""
+    """Source or target of a transfer. Commands come on stdin; an answer is a line of JSON."""
 
     def __init__(self) -> None:
         import torch
@@ -70,7 +70,7 @@ class Worker:
 
     def do_forget(self) -> dict[str, Any]:
         self.state = {}
-        # What was freed goes back to the system, so that the next transfer meets fresh memory again.
+        # Return freed memory to the system: the next transfer has to allocate it again.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -171,14 +171,14 @@ def _together(work: Any, arguments: list[tuple[Any, ...]]) -> None:
 
 
 def serve_commands(worker: Any) -> None:
-    """Does what stdin says, one line a command, until it ends."""
+    """Executes the commands on stdin, one a line, until it ends."""
     for line in sys.stdin:
         command = json.loads(line)
         print(json.dumps(getattr(worker, f"do_{command.pop('do')}")(**command)), flush=True)
 
 
 class Process:
-    """A worker with the torchft that `path` holds: what a script's `serve_commands` does."""
+    """A worker process: it runs `serve_commands` of a script, with the torchft in `path`."""
 
     def __init__(self, path: Path, script: Path = SCRIPT) -> None:
         import subprocess

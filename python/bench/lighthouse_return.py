@@ -1,7 +1,7 @@
 """How long a job stands still when its lighthouse is killed with SIGKILL and comes back.
 
-Groups that ask and vote make steps of 20 ms; the lighthouse is killed, is away for a while, and starts on its state.
-Measured from when it listens again to when every group has made another step. All quorum ids must go on above.
+The groups request a quorum and vote in steps of 20 ms. The lighthouse is killed, and restarted with its state after a
+while. Measured from its first accepted connection until every group has completed another step. Quorum ids must rise.
 
     python python/bench/lighthouse_return.py
 """
@@ -22,7 +22,7 @@ LIMIT_S = 2.0
 
 
 def measure(groups: int, kills: int, away_s: float) -> list[float]:
-    """Kill it so many times; return the seconds after each return."""
+    """Kill the lighthouse ``kills`` times; return the seconds from each restart to the next step of all groups."""
     seconds = []
     with tempfile.TemporaryDirectory(prefix="torchft-bench-") as folder, cluster(Path(folder), groups=groups) as c:
         c.steps(10, members=groups)

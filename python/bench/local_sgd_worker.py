@@ -1,8 +1,8 @@
 """One replica group of the local_sgd benchmark, of whichever torchft is on PYTHONPATH.
 
-Bytes are what the kernel counts on this process's own TCP connections, so headers of collectives and the control plane
-are in. Memory is the growth of the resident set beyond what is there between two synchronisations: with
-MALLOC_MMAP_THRESHOLD_, so that what was free before counts when it is used.
+Bytes are those that the kernel counts on this process's TCP connections, with the headers of collectives and the
+control plane. Memory is the growth of the resident set during a synchronisation. MALLOC_MMAP_THRESHOLD_ is set, because
+memory that malloc keeps after a free would not be counted when it is used again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run(
     with algorithm:
         train(model, inner, manager, 2 * fragments)  # connections, the outer optimizer's state
         fill_gradients(model)
-        gc.collect()  # what the case before left must not go in the middle of this one
+        gc.collect()  # garbage of the previous case must not be collected during this one
         sent, rest, began = Sent(), settle(), time.monotonic()
         blocked = train(model, inner, manager, (2 + syncs) * fragments, sent)
         took, peak = time.monotonic() - began, memory("VmHWM")
@@ -104,7 +104,7 @@ def run(
 def train(
     model: nn.Module, inner: torch.optim.Optimizer, manager: Manager, until: int, sent: Sent | None = None
 ) -> float:
-    """Inner steps until a step of the Manager. Returns the seconds in the optimizer: what the synchronisations cost."""
+    """Runs inner steps up to a step of the Manager. Returns the seconds spent in `optimizer.step()`."""
     blocked = 0.0
     while manager.current_step() < until:
         fill_gradients(model)
@@ -136,7 +136,7 @@ def memory(what: str) -> int:
 
 
 class Sent:
-    """Bytes that peers acknowledge on this process's TCP connections from now on. What was closed still counts."""
+    """Bytes that peers acknowledge on this process's TCP connections from now on. Closed connections still count."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -149,7 +149,7 @@ class Sent:
         self._known = now
 
     def look_until_quiet(self) -> None:
-        """What was sent last may still be on its way."""
+        """Waits until the bytes that were sent last are acknowledged."""
         before = -1
         while self.total != before:
             before = self.total

@@ -1,4 +1,4 @@
-"""One of two ranks that python/bench/process_groups.py measures; told over stdin what to do. Knows neither package.
+"""One of two ranks that python/bench/process_groups.py measures; it reads commands from stdin.
 
 Groups: `plain` is PyTorch's Gloo as it is, `native` its reconfigurable one, `gloo` and `isolated` those of the torchft
 on PYTHONPATH; `isolated, shared buffer` is one whose tensors are shared first.
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, TCPStore
 
 TIMEOUT = timedelta(seconds=60)
-# Of the operation that is aborted: as long as whoever does not notice the abort waits.
+# Of the operation that is aborted: a group that does not end it at the abort waits so long.
 ABORTED_TIMEOUT = timedelta(seconds=5)
 
 
@@ -57,7 +57,7 @@ class Rank:
         return group
 
     def connect(self, kind: str, meeting: str) -> dict[str, Any]:
-        """New peers (the same), until the first small allreduce among them is done."""
+        """Reconfigures with the same peers. The time includes the first small allreduce."""
         began = time.perf_counter()
         if kind == "plain":
             self.groups[kind] = self._pytorch(meeting)
@@ -89,7 +89,7 @@ class Rank:
         return {"ms": ms}
 
     def abort(self, kind: str) -> dict[str, Any]:
-        """How long, after its abort, rank 0 waits on for an allreduce that rank 1 does not join."""
+        """The time from rank 0's abort to the end of its wait for an allreduce that rank 1 does not join."""
         if self.rank != 0:
             return {"ms": 0.0}
         opts = AllreduceOptions()

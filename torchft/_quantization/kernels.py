@@ -1,8 +1,8 @@
-"""Quantization in Triton, one program for each block. Needs Triton; `plain` gives the same bits without.
+"""Quantization kernels in Triton, one program per block. `plain` computes the same bits without Triton.
 
-Codes are made and read in integer arithmetic, so that devices without conversions to fp8 have it too, and give the same
-bits as all others. Multiplying by a power of two is exact; what is left to round, sums, are kept in the order of the
-ranks and apart from the multiplications (`enable_fp_fusion=False`).
+Codes are encoded and decoded in integer arithmetic, so devices without fp8 conversions produce the same bits. Scales
+are powers of two, so multiplying by them is exact. Only sums are rounded: they are computed in the order of the ranks,
+and `enable_fp_fusion=False` keeps the compiler from fusing them with multiplications.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def _load_block(
 def _fp8_code(values):
     """The bits of e4m3 for 0 <= values <= 448, rounded to even."""
     bits = values.to(tl.int32, bitcast=True)
-    # Of the mantissa's 23 bits 3 stay; the exponent's bias goes from 127 to 7.
+    # Keep 3 of the mantissa's 23 bits, and change the bias of the exponent from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 codes are multiples of 2**-9, which is what the last bit of 2**14 stands for.
+    # Codes below 2**-6 are multiples of 2**-9, as are floats near 2**14: the addition rounds to such a multiple.
     subnormal = (values + 16384.0).to(tl.int32, bitcast=True) & 0xF
     return tl.where(values < 0.015625, subnormal, normal)
 

@@ -1,7 +1,6 @@
-"""When an offer copies the caller's tensors, and when it need not: pure.
+"""When an offer (`_offer.py`: the state of one step, which targets read) copies the caller's tensors: pure.
 
-An offer goes through its phases in their order, and may leave some out. So do its readers: there are none, then some,
-then one that reads what is offered by the native core. Nothing goes back.
+Both `Phase` and `Readers` only increase, and may skip values.
 """
 
 from __future__ import annotations
@@ -10,21 +9,21 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """Of the caller's tensors, as an offer sees them."""
+    """What an offer knows about the caller's tensors."""
 
-    UNCHANGED = 0  # for now: the large ones are copied after a delay, or not at all while they are read
+    UNCHANGED = 0  # for now: large ones are copied after a delay, unless targets read them directly
     DUE = 1  # about to change: all are copied now
-    UNNEEDED = 2  # every receiver has them: nothing is copied but for a reader that has only the copy
+    UNNEEDED = 2  # every target has them: they are copied only for a reader that depends on the copy
     ABORTED = 3  # nothing is copied any more
-    CLOSED = 4  # the caller's again: nobody reads them; a copy may be read
+    CLOSED = 4  # the caller may change them: targets read the copy, if there is one
 
 
 class Readers(IntEnum):
-    """That an offer has had."""
+    """The kinds of targets that have read the offer so far."""
 
     NONE = 0
     SOME = 1
-    NATIVE = 2  # it reads what is on a device from the copy only
+    NATIVE = 2  # through the native core, which reads device tensors from the copy only
 
 
 class Copying:
@@ -42,7 +41,7 @@ class Copying:
     # Events
 
     def read(self, readers: Readers) -> None:
-        """A reader has come."""
+        """A target reads."""
         self.readers = max(self.readers, readers)
 
     def due(self) -> None:
@@ -50,7 +49,7 @@ class Copying:
         self._to(Phase.DUE)
 
     def unneeded(self) -> None:
-        """Every receiver has the state."""
+        """Every target has the state."""
         self._to(Phase.UNNEEDED)
 
     def abort(self) -> None:
@@ -58,7 +57,7 @@ class Copying:
         self._to(Phase.ABORTED)
 
     def close(self) -> None:
-        """No copy is under way; the tensors are the caller's again."""
+        """No copy is in progress; the caller may change the tensors."""
         self._to(Phase.CLOSED)
 
     def _to(self, phase: Phase) -> None:
@@ -68,28 +67,28 @@ class Copying:
 
     @property
     def hurries(self) -> bool:
-        """Whether a copy waits for nothing more."""
+        """Whether a copy starts without a delay."""
         return self.phase >= Phase.DUE
 
     def copies_device(self) -> bool:
-        """Whether the copy of what is on a device begins before the delay has passed."""
+        """Whether the copy of device tensors begins before the delay has passed."""
         return self.hurries or self.readers is Readers.NATIVE
 
     def copies_host(self) -> bool:
-        """Whether the copy of host memory begins, once the delay has passed: readers may make it needless."""
+        """Whether the copy of host memory begins after the delay: not while targets read the tensors directly."""
         return self.hurries or self.readers is Readers.NONE
 
     def starts_device(self) -> bool:
-        """Whether a reader that has come may still start a copy of what is on a device."""
+        """Whether a reader may still start the copy of device tensors."""
         return self.phase < Phase.ABORTED
 
     def skips(self, on_device: bool) -> bool:
-        """Whether a copy ends before its next tensor. A reader that nobody has counted may have only the copy."""
+        """Whether a copy in progress stops before its next tensor. For a native reader device tensors are copied on."""
         if self.phase is Phase.UNNEEDED:
             return not (on_device and self.readers is Readers.NATIVE)
         return self.phase > Phase.UNNEEDED
 
     @property
     def closed(self) -> bool:
-        """Whether the tensors are the caller's again."""
+        """Whether the caller may change the tensors."""
         return self.phase is Phase.CLOSED

@@ -33,7 +33,7 @@ func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*Wa
 	return w, err
 }
 
-// Get returns the value, of the files as they are now.
+// Get returns the value. It checks the files for changes once in statEvery.
 func (w *Watched[T]) Get() T {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -33,7 +33,7 @@ type Cluster struct {
 	Lighthouse *lighthouse.Server
 }
 
-// NewCluster starts a lighthouse. It is the command's, but for a join timeout of 10 s and what change says.
+// NewCluster starts a lighthouse with the defaults of the command, except a join timeout of 10 s and the changes.
 // Everything is shut down at the end of the test.
 func NewCluster(t *testing.T, minReplicas int, change ...func(*lighthouse.Config)) *Cluster {
 	c := &Cluster{T: t, Net: NewNetwork(), Log: &Log{}}
@@ -42,7 +42,7 @@ func NewCluster(t *testing.T, minReplicas int, change ...func(*lighthouse.Config
 	return c
 }
 
-// StartLighthouse starts it at LighthouseAddr. Shut the one before down, or kill its host, first.
+// StartLighthouse starts a lighthouse at LighthouseAddr. Shut down the previous one, or kill its host, before.
 func (c *Cluster) StartLighthouse(minReplicas int, change ...func(*lighthouse.Config)) {
 	c.Lighthouse = c.LighthouseOn("lighthouse", minReplicas, change...)
 }
@@ -126,7 +126,7 @@ func (g *Group) Host(rank int) *Host {
 	return g.c.Net.Host(fmt.Sprintf("%s/%d", g.name, rank))
 }
 
-// Answer is what a call gave, and when.
+// Answer is the result of a call, and its duration.
 type Answer[T any] struct {
 	Value T
 	Err   error
@@ -154,7 +154,7 @@ func (g *Group) QuorumWith(req rankclient.Request, timeout time.Duration) <-chan
 	return g.QuorumBelow("", req, timeout)
 }
 
-// QuorumBelow is QuorumWith below a span of the rank, by its W3C trace context.
+// QuorumBelow is QuorumWith as a child of the span with this W3C trace context.
 func (g *Group) QuorumBelow(traceparent string, req rankclient.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
 	req.CheckpointMetadata = fmt.Sprintf("http://%s/%d", net.JoinHostPort(g.name, "1"), req.GroupRank)
 	return Start(func() (recovery.Result, error) {
